@@ -1,0 +1,72 @@
+"""What one forward step carries, and the protocol of a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kvant.kv.pool import KVPool, LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward over packed sequences; travels as an argument, never as a global.
+
+    Sequences of one step lie behind each other in the token dimension T.
+    cu_seqlens_q: [num_seqs + 1] int32, offsets of each sequence's query tokens in T.
+    seqlens_kv: [num_seqs] int32, tokens in the cache after this step's are written.
+    page_table: [num_seqs, max_pages] int32, page ids; entries past the sequence's end are unread.
+    slot_mapping: [T] int64, page * page_size + offset to write each token to; -1 writes nowhere.
+    positions: [T] int64, rotary positions.
+    max_seqlen_q, max_seqlen_kv: host copies of the largest lengths.
+    causal: query i of a sequence with n queries sees keys up to seqlen_kv - n + i; otherwise all.
+    """
+
+    cu_seqlens_q: Tensor
+    seqlens_kv: Tensor
+    page_table: Tensor
+    slot_mapping: Tensor
+    positions: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    causal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What a layer's attention does beside the cache.
+
+    scale: factor on q.k. window: tokens a query sees, itself included, None for all (a bidirectional
+    query sees window - 1 tokens to either side). softcap: 0 for none. sinks: [num_q_heads] logits or
+    None.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+class AttentionBackend(Protocol):
+    """Writes rows into pages and attends over decoded pages."""
+
+    name: str
+
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+        """Encode k [T, num_kv_heads, head_dim_k] and v [T, num_kv_heads, head_dim_v] into their slots."""
+        ...
+
+    def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v], over stored bytes only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """What `model(..., kvant=...)` hands to every attention layer of one forward."""
+
+    step: Step
+    pool: KVPool
+    backends: tuple[AttentionBackend, ...]  # by layer index

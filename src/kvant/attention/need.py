@@ -1,0 +1,56 @@
+"""What a layer needs from a backend, asked once at plan time, without torch.
+
+`refuse` is the one question: it covers writer and reader together, so no writer can refuse later
+what a reader accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.geometry import LayerGeometry
+
+
+class DeviceKind(Enum):
+    CPU = "cpu"
+    CUDA = "cuda"
+    ROCM = "rocm"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """A device as planning knows it; it need not be present.
+
+    arch: "sm_90", "gfx942", "" for a CPU. has_bf16: fast bfloat16 arithmetic.
+    """
+
+    kind: DeviceKind
+    arch: str = ""
+    has_bf16: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One layer's storage on one device. v is None for MLA."""
+
+    layer: LayerGeometry
+    k: KVDtype
+    v: KVDtype | None
+    compute: ComputeDtype
+    page_size: int
+    device: DeviceFacts
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """A backend as planning knows it. module: where `backend()` makes the real one (imports torch).
+
+    refuse: why the backend cannot serve this need, or None; pure, and callable without the device.
+    """
+
+    name: str
+    module: str
+    refuse: Callable[[Need], str | None]

@@ -1,0 +1,1 @@
+"""What a checkpoint says about its KV cache: wishes, scales, and where they are written."""

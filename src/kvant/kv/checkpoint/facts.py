@@ -1,0 +1,93 @@
+"""What the readers of checkpoint dialects produce: facts, not decisions.
+
+A checkpoint may wish for a format (globally, or layer by layer) and may bring scales. Whether a wish
+is followed is `kvant.kv.resolve`'s business; a wish that cannot be read is kept as such, because an
+explicit request makes it irrelevant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+from kvant.kv.dtype import KVDtype
+
+
+class Side(Enum):
+    K = "k"
+    V = "v"
+
+
+class ScalePromise(Enum):
+    """What the declaration says about scale tensors."""
+
+    STATIC = "static"  # the file promises them: missing is an error
+    CAST = "cast"  # scale 1.0 on purpose, no tensors expected
+    NONE = "none"  # the format makes its own, row by row
+
+
+@dataclass(frozen=True, slots=True)
+class KVWish:
+    """A readable wish. where: file and key, such as "config.json: quantization_config.kv_cache_scheme".
+
+    A side is None where the checkpoint says nothing about it or asks for the model dtype.
+    """
+
+    k: KVDtype | None
+    v: KVDtype | None
+    where: str
+    promise: ScalePromise
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableWish:
+    """A wish Kvant cannot read or has no format for. asked: the text; why: what is wrong with it."""
+
+    where: str
+    asked: str
+    why: str
+
+
+Wish = KVWish | UnreadableWish
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleTensor:
+    """A scale found in a safetensors header; its value has not been read.
+
+    name: the tensor's name; file: the file that holds it; shape, dtype: as in the header ("F32").
+    layer: name of the attention module it belongs to, such as "model.layers.0.self_attn".
+    """
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    layer: str
+    side: Side
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointKV:
+    """All that a checkpoint says about its KV cache.
+
+    scheme: the global wish, or None. per_layer: wishes by attention module name; a layer that is not
+    in a non-empty map wishes for the model dtype. scales: by (module name, side).
+    checked: whether weight files were there to look for scales; without them every scale is
+    "unchecked". notes: what a reader of the plan should know (disagreeing files, unused tensors).
+    """
+
+    scheme: Wish | None = None
+    per_layer: Mapping[str, Wish] = field(default_factory=lambda: MappingProxyType({}))
+    scales: Mapping[tuple[str, Side], ScaleTensor] = field(default_factory=lambda: MappingProxyType({}))
+    checked: bool = False
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,60 @@
+"""The torch definition of every format: `encode` and `decode` here are what a format's name means.
+
+Kernels elsewhere must produce the same bytes and read the same values. All arithmetic is float32
+(float64 input is rounded to float32 first), one IEEE operation at a time, so that the bytes are the
+same on every device; rounding is to nearest even, casts saturate.
+
+Numbers of magnitude above `CLAMP` are clamped before anything else, so that finite input never
+becomes infinite or NaN; NaN stays NaN wherever the encoding can say it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Element, KVFormat
+
+CLAMP = 2.0**100
+
+TORCH_ELEMENT = {
+    Element.UINT8: torch.uint8,
+    Element.FLOAT16: torch.float16,
+    Element.BFLOAT16: torch.bfloat16,
+    Element.FLOAT32: torch.float32,
+}
+
+
+class Codec(Protocol):
+    """Rows to planes and back, for one format.
+
+    Shapes: x is [..., num_kv_heads, head_dim], any floating dtype. `scale` is the scale from outside
+    the pages (ScalePlace.PARAMETER, and nvfp4's global scale): float32, [1] or [num_kv_heads], or
+    None for formats that have none. Planes come in the order of `KVFormat.planes`, each
+    [..., num_kv_heads, plane.width] in its element's dtype.
+    """
+
+    def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]: ...
+
+    def decode(
+        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Decoded rows [..., num_kv_heads, head_dim] in `dtype`, computed in float32 or wider."""
+        ...
+
+
+class _CodecModule(Protocol):
+    def codec(self, fmt: KVFormat) -> Codec: ...
+
+
+@cache
+def codec_for(dtype: KVDtype) -> Codec:
+    """The codec that defines `dtype`; its module is imported on first use."""
+    module = cast(_CodecModule, importlib.import_module(f"kvant.kv.codecs.{dtype.format.codec}"))
+    return module.codec(dtype.format)

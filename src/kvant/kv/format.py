@@ -1,0 +1,173 @@
+"""What a KV format *is*: its identity and its byte arithmetic, without torch.
+
+A torch dtype is not a format: e4m3, e5m2, int8 and packed 4-bit codes all lie in bytes. A format is
+the whole rule by which one row (the key or the value of one token and one KV head, `head_dim`
+numbers) becomes bytes and comes back. The bytes are laid out in *planes*, arrays with the same
+leading shape [num_pages, page_size, num_kv_heads] and a width of their own:
+
+    codes   [.., head_dim * bits / 8]      every format
+    scales  [.., n]                        formats that carry scales beside the codes
+
+Scales that belong to a whole tensor or a KV head (`ScalePlace.PARAMETER`) are not in the pages: they
+come from the checkpoint and stand in the layer's spec. Convention everywhere: stored * scale = value.
+
+The torch definition of each format, which is what its name means, is in `kvant.kv.codecs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+
+class Element(Enum):
+    """Type of one element of a plane; the value is its width in bytes and a distinct name."""
+
+    UINT8 = ("uint8", 1)
+    FLOAT16 = ("float16", 2)
+    BFLOAT16 = ("bfloat16", 2)
+    FLOAT32 = ("float32", 4)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.value[1]
+
+
+class Encoding(Enum):
+    """How one number becomes one code."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    E4M3FN = "e4m3fn"  # OCP 8-bit: bias 7, max 448, no infinities, NaN = 0x7f/0xff
+    E4M3FNUZ = "e4m3fnuz"  # AMD gfx942: bias 8, max 240, one NaN = 0x80, no negative zero
+    E5M2 = "e5m2"  # OCP 8-bit: bias 15, max 57344
+    INT8 = "int8"  # two's complement, -127..127
+    UINT4 = "uint4"  # 0..15 with a zero point
+    E2M1 = "e2m1"  # 0, .5, 1, 1.5, 2, 3, 4, 6 and a sign bit
+
+
+_SCALE_ELEMENT = {
+    Encoding.FLOAT32: Element.FLOAT32,
+    Encoding.FLOAT16: Element.FLOAT16,
+    Encoding.E4M3FN: Element.UINT8,
+}
+
+
+class Granularity(Enum):
+    """Which numbers share a scale."""
+
+    NONE = "none"
+    TENSOR_OR_HEAD = "tensor_or_head"  # one for the layer, or one per KV head
+    TOKEN_HEAD = "token_head"  # one per row
+    BLOCK = "block"  # one per `block` neighbouring elements of a row
+
+
+class ScalePlace(Enum):
+    NONE = "none"
+    PARAMETER = "parameter"  # in the layer's spec, from the checkpoint or fixed
+    PLANE = "plane"  # beside the codes, in every page
+
+
+class ZeroPoint(Enum):
+    NONE = "none"
+    SCALE_MANTISSA = "scale_mantissa"  # 4 bits, in the low mantissa bits of the float32 scale
+
+
+class Packing(Enum):
+    NONE = "none"
+    ADJACENT_LOW_FIRST = "adjacent_low_first"  # byte i: element 2i in the low nibble, 2i+1 in the high
+
+
+class Rotation(Enum):
+    NONE = "none"
+    # Unnormalised Walsh-Hadamard transform over blocks of the largest power of two that divides
+    # head_dim; decoding divides by the block length.
+    HADAMARD = "hadamard"
+
+
+class CheckpointScales(Enum):
+    """What the format does with scales that a checkpoint brings."""
+
+    NEVER = "never"  # makes its own, row by row
+    OPTIONAL = "optional"  # uses them; without them 1.0 or a fixed value, said in the plan
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One array of a layer's storage: `width` elements per token and KV head."""
+
+    name: str
+    element: Element
+    width: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.element.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """Identity and byte arithmetic of one storage format of K or of V.
+
+    Every field but `name`, `aliases`, `codec` and `summary` is identity: two formats that agree in
+    them store the same bytes for the same numbers, and `fingerprint` depends on nothing else.
+    """
+
+    name: str
+    codec: str  # module in kvant.kv.codecs
+    summary: str
+    encoding: Encoding
+    bits: int
+    element: Element = Element.UINT8  # what the codes plane is made of
+    granularity: Granularity = Granularity.NONE
+    block: int = 0  # elements that share a scale, for Granularity.BLOCK
+    symmetric: bool = True
+    zero_point: ZeroPoint = ZeroPoint.NONE
+    packing: Packing = Packing.NONE
+    rotation: Rotation = Rotation.NONE
+    codebook: str = ""
+    scale_place: ScalePlace = ScalePlace.NONE
+    scale_encoding: Encoding | None = None  # of the scales in the plane
+    scales_per_row: int = 1  # for Granularity.TOKEN_HEAD; a second one would be a minimum, say
+    global_scale: str = ""  # convention of the scale above the block scales
+    token_span: int = 1  # tokens that share state; 1 = any row can be overwritten or cut off alone
+    head_dim_multiple: int = 1
+    checkpoint_scales: CheckpointScales = CheckpointScales.NEVER
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def takes_outside_scale(self) -> bool:
+        """Whether encode and decode need a scale that is not in the pages."""
+        return self.scale_place is ScalePlace.PARAMETER or bool(self.global_scale)
+
+    def refuse_head_dim(self, head_dim: int) -> str | None:
+        """Why rows of this length cannot be stored, or None."""
+        if head_dim % self.head_dim_multiple:
+            return f"{self.name} needs a head size divisible by {self.head_dim_multiple}, not {head_dim}"
+        return None
+
+    def planes(self, head_dim: int) -> tuple[Plane, ...]:
+        """The arrays that hold rows of `head_dim` numbers, codes first."""
+        codes = Plane("codes", self.element, head_dim * self.bits // (8 * self.element.num_bytes))
+        if self.scale_place is not ScalePlace.PLANE:
+            return (codes,)
+        assert self.scale_encoding is not None
+        blocks = self.granularity is Granularity.BLOCK
+        width = head_dim // self.block if blocks else self.scales_per_row
+        return (codes, Plane("scales", _SCALE_ELEMENT[self.scale_encoding], width))
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of one row: one token, one KV head, K or V alone."""
+        return sum(plane.row_bytes for plane in self.planes(head_dim))
+
+    @property
+    def fingerprint(self) -> str:
+        """Stable short hash of the identity; part of every key under which KV is kept."""
+        facts = asdict(self)
+        for label in ("name", "codec", "summary", "aliases"):
+            del facts[label]
+        plain = {k: v.value if isinstance(v, Enum) else v for k, v in facts.items()}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]

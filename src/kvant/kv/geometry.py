@@ -1,0 +1,75 @@
+"""The shape of a model as the KV cache sees it: one `LayerGeometry` per decoder layer.
+
+Only facts that storage, planning and attention need; who reads them from a config is not this
+file's business (`kvant.models.geometry`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvant.kv.dtype import ComputeDtype
+
+
+class Attention(Enum):
+    """What kind of attention a layer does, in the words of `kvant plan`'s JSON."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+    NONE = "none"  # recurrent or other layers that keep no KV
+    SHARED = "shared"  # reads another layer's KV
+    MLA = "mla"  # one latent instead of K and V
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """One decoder layer.
+
+    index: global layer index, layers without KV counted.
+    name: path of its attention module, such as "model.layers.0.self_attn".
+    window: tokens a query sees, itself included; None for all.
+    head_dim_k, head_dim_v: numbers in a row of K and of V. For MLA head_dim_k is the latent's width
+        (compressed KV and rotary part) and head_dim_v is 0.
+    shared_with: the layer whose KV this one reads, for Attention.SHARED.
+    sinks: the layer has learned attention sinks. softcap: its score cap, 0 for none.
+    causal: False for a block-diffusion drafter's bidirectional layers.
+    """
+
+    index: int
+    name: str
+    attention: Attention
+    num_q_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim_k: int = 0
+    head_dim_v: int = 0
+    window: int | None = None
+    shared_with: int | None = None
+    sinks: bool = False
+    softcap: float = 0.0
+    causal: bool = True
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether this layer owns storage."""
+        return self.attention in (Attention.FULL, Attention.SLIDING, Attention.MLA)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """A whole model.
+
+    architecture: the config's `architectures[0]`, else its model_type.
+    dtype: what the config says its weights are.
+    max_model_len: the longest context its positions allow, None where the config has no limit.
+    not_runnable: why Kvant can plan this model but not run it yet, or None.
+    """
+
+    architecture: str
+    model_type: str
+    layers: tuple[LayerGeometry, ...]
+    dtype: ComputeDtype
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int | None
+    not_runnable: str | None = None

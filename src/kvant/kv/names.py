@@ -1,0 +1,72 @@
+"""The only reader of format names.
+
+A format request is one name for both K and V, or `K/V`: "fp8", "fp8/int4_per_token_head", "auto".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvant.errors import BadValue, UnknownName
+from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
+
+Request = KVDtype | Follow
+
+# Encodings that a device chooses for a format; a user asks for the format.
+_DEVICE_ENCODINGS = frozenset({KVDtype.FP8_E4M3FNUZ})
+
+_BY_NAME: dict[str, Request] = {follow.value: follow for follow in Follow}
+for _dtype in KVDtype:
+    if _dtype not in _DEVICE_ENCODINGS:
+        for _name in (_dtype.format.name, *_dtype.format.aliases):
+            _BY_NAME[_name] = _dtype
+
+_COMPUTE = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRequest:
+    """What was asked for K and for V."""
+
+    k: Request
+    v: Request
+
+    def __str__(self) -> str:
+        k, v = (r.value if isinstance(r, Follow) else r.format.name for r in (self.k, self.v))
+        return k if k == v else f"{k}/{v}"
+
+
+def known_names() -> tuple[str, ...]:
+    """Every name that `parse_format` reads, requests first."""
+    return tuple(_BY_NAME)
+
+
+def parse_one(text: str, *, asked_by: str) -> Request:
+    """One name without a slash; UnknownName suggests the nearest."""
+    found = _BY_NAME.get(text.strip().lower())
+    if found is None:
+        raise UnknownName("KV cache format", text, known_names(), asked_by=asked_by)
+    return found
+
+
+def parse_format(text: str, *, asked_by: str) -> FormatRequest:
+    """`F` or `K/V`. asked_by names the flag, file or field, for the error message."""
+    parts = text.split("/")
+    if len(parts) > 2 or not all(part.strip() for part in parts):
+        raise BadValue(
+            f"{asked_by}: {text!r} is no KV cache format",
+            why="a format is one name, or K/V with one slash, such as fp8/int4_per_token_head",
+        )
+    k = parse_one(parts[0], asked_by=asked_by)
+    return FormatRequest(k, parse_one(parts[1], asked_by=asked_by) if len(parts) == 2 else k)
+
+
+def parse_compute_dtype(text: str, *, asked_by: str) -> ComputeDtype:
+    """The dtype a model computes in ("bfloat16", "bf16", ...), without `auto`."""
+    name = text.strip().lower()
+    name = _COMPUTE.get(name, name)
+    try:
+        return ComputeDtype(name)
+    except ValueError:
+        known = [dtype.value for dtype in ComputeDtype] + list(_COMPUTE)
+        raise UnknownName("dtype", text, known, asked_by=asked_by) from None

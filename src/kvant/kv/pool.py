@@ -1,0 +1,108 @@
+"""The storage behind page ids: one set of planes per layer.
+
+One page id covers the same tokens in every layer, whatever the bytes; each layer's planes have their
+own widths, so formats mix freely and page sizes need never divide each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvant.kv.checkpoint.facts import Side
+from kvant.kv.codecs import TORCH_ELEMENT
+from kvant.kv.spec import KVPlan, LayerSpec
+
+SCRATCH_PAGE = 0
+"""Page of padding and warm-up writes; never handed out, never read by a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's storage.
+
+    k, v: planes in the order of the format, each [num_pages, page_size, num_kv_heads, width];
+    empty for a side that stores nothing (MLA's V).
+    k_scale, v_scale: float32 [1] or [num_kv_heads], the scale outside the pages, or None.
+    """
+
+    spec: LayerSpec
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    @property
+    def page_size(self) -> int:
+        return self.k[0].shape[1]
+
+
+class KVPool:
+    """Planes of all layers of one plan, for `num_pages` pages (the scratch page counted).
+
+    scales: values of the scales outside the pages by (layer index, side), float32 [1] or
+    [num_kv_heads]; where a format takes one and none is given, the spec's fixed value is used.
+    """
+
+    def __init__(
+        self,
+        plan: KVPlan,
+        num_pages: int,
+        *,
+        device: torch.device,
+        scales: Mapping[tuple[int, Side], Tensor],
+    ) -> None:
+        self.plan = plan
+        self.num_pages = num_pages
+        self.device = device
+        self._layers: dict[int, LayerCache] = {}
+        for spec in plan.layers:
+            if spec.k is not None:
+                self._layers[spec.geometry.index] = self._allocate(spec, scales)
+        for spec in plan.layers:
+            owner = spec.geometry.shared_with
+            if owner is not None:
+                self._layers[spec.geometry.index] = self._layers[owner]
+
+    def __getitem__(self, layer: int) -> LayerCache:
+        """The storage a layer reads: its own, or its owner's where it shares."""
+        return self._layers[layer]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes actually allocated for pages."""
+        owned = {id(cache): cache for cache in self._layers.values()}.values()
+        return sum(t.numel() * t.element_size() for c in owned for t in (*c.k, *c.v))
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """Clear pages in every layer, before they are handed to a new owner.
+
+        A recycled page may hold NaN bytes of its last owner; masked attention multiplies them by 0.
+        """
+        index = torch.as_tensor(pages, device=self.device, dtype=torch.int64)
+        for cache in {id(c): c for c in self._layers.values()}.values():
+            for plane in (*cache.k, *cache.v):
+                plane.index_fill_(0, index, 0)
+
+    def _allocate(self, spec: LayerSpec, scales: Mapping[tuple[int, Side], Tensor]) -> LayerCache:
+        g = spec.geometry
+        shape = (self.num_pages, self.plan.page_size, g.num_kv_heads)
+        planes: dict[str, list[Tensor]] = {"k": [], "v": []}
+        for label, plane in spec.planes:
+            planes[label[0]].append(
+                torch.zeros(
+                    (*shape, plane.width), dtype=TORCH_ELEMENT[plane.element], device=self.device
+                )
+            )
+        outside: list[Tensor | None] = []
+        for side, choice in ((Side.K, spec.k), (Side.V, spec.v)):
+            if choice is None or not choice.dtype.format.takes_outside_scale:
+                outside.append(None)
+                continue
+            given = scales.get((g.index, side))
+            value = torch.tensor([choice.scale.fixed]) if given is None else given
+            outside.append(value.to(device=self.device, dtype=torch.float32))
+        return LayerCache(spec, tuple(planes["k"]), tuple(planes["v"]), outside[0], outside[1])

@@ -1,0 +1,171 @@
+"""The result of resolution: one frozen `LayerSpec` per layer, together a `KVPlan`.
+
+Nothing writes to a plan. Whoever needs to know what is stored asks the layer's spec; there is no
+global format to ask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import Enum
+
+from kvant.kv.checkpoint.facts import ScaleTensor
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.format import Plane
+from kvant.kv.geometry import LayerGeometry
+
+
+class Source(Enum):
+    """Who decided."""
+
+    EXPLICIT = "explicit"
+    SKIP = "skip"
+    FORMAT_DEFAULT = "format-default"
+    CHECKPOINT = "checkpoint"
+    MODEL = "model"
+    DOWNGRADE = "downgrade"
+
+
+class ScaleState(Enum):
+    NONE = "none"  # the format has no scale from outside
+    FOUND = "found"  # a tensor of the checkpoint is used
+    UNCALIBRATED = "uncalibrated"  # 1.0 or a fixed value, nobody measured it for this model
+    CAST = "cast"  # 1.0 by the checkpoint's recipe
+    MISSING = "missing"  # promised, not there, and the user said to go on with 1.0
+    UNUSED = "unused"  # there, but what is stored does not use it
+    UNCHECKED = "unchecked"  # there are no weight files to look into
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Where the scale of one side of one layer comes from.
+
+    tensor: the checkpoint's tensor, for FOUND and UNUSED. factor: what its value is multiplied with
+    before use (2 where e4m3fn scales serve e4m3fnuz codes). fixed: the value where no tensor is used.
+    because: one phrase for the reader of the plan.
+    """
+
+    state: ScaleState
+    tensor: ScaleTensor | None = None
+    factor: float = 1.0
+    fixed: float = 1.0
+    because: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The format of one side of one layer, who decided it, and what else was considered."""
+
+    dtype: KVDtype
+    source: Source
+    because: str
+    considered: tuple[str, ...]
+    scale: Scale
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: its geometry, what is stored, and which backend writes and reads it.
+
+    k and v are None where the layer owns no such storage (no KV, shared, MLA's V).
+    """
+
+    geometry: LayerGeometry
+    k: Choice | None
+    v: Choice | None
+    backend: str | None
+    rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def planes(self) -> tuple[tuple[str, Plane], ...]:
+        """Every array of this layer's storage as ("k.codes", plane); widths are per token and KV head."""
+        found: list[tuple[str, Plane]] = []
+        for side, choice, head_dim in (
+            ("k", self.k, self.geometry.head_dim_k),
+            ("v", self.v, self.geometry.head_dim_v),
+        ):
+            if choice is not None:
+                found += [(f"{side}.{p.name}", p) for p in choice.dtype.format.planes(head_dim)]
+        return tuple(found)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The one place where a layer's bytes are counted: plan, pool and reports all ask here."""
+        return self.geometry.num_kv_heads * sum(plane.row_bytes for _, plane in self.planes)
+
+    @property
+    def bytes_per_token_16bit(self) -> int:
+        """What the same layer takes with 16-bit K and V."""
+        g = self.geometry
+        if self.k is None:
+            return 0
+        return 2 * g.num_kv_heads * (g.head_dim_k + (g.head_dim_v if self.v is not None else 0))
+
+
+class Role(Enum):
+    TARGET = "target"
+    DRAFT = "draft"
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """What every layer of one model stores."""
+
+    role: Role
+    model: str
+    compute_dtype: ComputeDtype
+    compute_because: str
+    page_size: int
+    layers: tuple[LayerSpec, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def bytes_per_token_16bit(self) -> int:
+        return sum(layer.bytes_per_token_16bit for layer in self.layers)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.bytes_per_token
+
+    @property
+    def fingerprint(self) -> str:
+        """Stable hash of everything that decides what the stored bytes mean.
+
+        Geometry, format identity and scale of every layer; not who decided, nor which backend reads.
+        """
+        facts = [
+            [
+                layer.geometry.index,
+                layer.geometry.num_kv_heads,
+                layer.geometry.head_dim_k,
+                layer.geometry.head_dim_v,
+                layer.geometry.shared_with,
+                *(
+                    None
+                    if choice is None
+                    else [
+                        choice.dtype.format.fingerprint,
+                        choice.scale.tensor.name
+                        if choice.scale.tensor and choice.scale.state is ScaleState.FOUND
+                        else choice.scale.fixed,
+                        choice.scale.factor,
+                    ]
+                    for choice in (layer.k, layer.v)
+                ),
+            ]
+            for layer in self.layers
+        ]
+        text = json.dumps([self.page_size, self.compute_dtype.value, facts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]

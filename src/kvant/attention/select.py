@@ -1,0 +1,66 @@
+"""Asks every backend, at plan time, whether it writes and reads a layer; keeps every answer.
+
+To add a backend: one package under `kvant/attention/` with a torch-free `info.py`, and one line here.
+"""
+
+from __future__ import annotations
+
+from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
+from kvant.attention.reference.info import INFO as REFERENCE
+from kvant.errors import UnknownName
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.geometry import LayerGeometry
+from kvant.kv.resolve import Served
+from kvant.kv.spec import Rejected
+
+BACKENDS: tuple[BackendInfo, ...] = (REFERENCE,)
+"""Every backend, fastest first: the first that does not refuse serves the layer."""
+
+
+def parse_backend(text: str | None, *, asked_by: str) -> BackendInfo | None:
+    """The backend of that name; None for None or "auto"."""
+    if text is None or text == "auto":
+        return None
+    for info in BACKENDS:
+        if info.name == text:
+            return info
+    raise UnknownName("attention backend", text, [i.name for i in BACKENDS], asked_by=asked_by)
+
+
+def select(
+    layer: LayerGeometry,
+    k: KVDtype,
+    v: KVDtype | None,
+    *,
+    compute: ComputeDtype,
+    page_size: int,
+    device: DeviceFacts,
+    only: BackendInfo | None = None,
+) -> Served:
+    """The first backend that serves this layer. only: the one the user asked for."""
+    need = Need(layer, k, v, compute, page_size, device)
+    rejected: list[Rejected] = []
+    for info in BACKENDS:
+        if only is not None and info is not only:
+            rejected.append(Rejected(info.name, f"--attention-backend {only.name} was asked for"))
+            continue
+        reason = _refuse_head_dims(need) or info.refuse(need)
+        if reason is None:
+            return Served(info.name, tuple(rejected))
+        rejected.append(Rejected(info.name, reason))
+    return Served(None, tuple(rejected))
+
+
+def _refuse_head_dims(need: Need) -> str | None:
+    """Head sizes that the format itself excludes, whoever reads it."""
+    reason = need.k.format.refuse_head_dim(need.layer.head_dim_k)
+    if reason is None and need.v is not None:
+        reason = need.v.format.refuse_head_dim(need.layer.head_dim_v)
+    return reason
+
+
+def device_encodings(device: DeviceFacts) -> dict[KVDtype, tuple[KVDtype, str]]:
+    """Formats that a device stores in an encoding of its own, with the phrase that says so."""
+    if device.kind is DeviceKind.ROCM and device.arch == "gfx942":
+        return {KVDtype.FP8_E4M3: (KVDtype.FP8_E4M3FNUZ, "gfx942 encodes e4m3 as e4m3fnuz")}
+    return {}

@@ -1,0 +1,59 @@
+"""`kvant`: commands and the one place where errors become text and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvant import __version__
+from kvant.errors import KvantError
+
+app = typer.Typer(
+    name="kvant",
+    help="LLM inference with a KV cache whose number format is decided once, per layer, and explained.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvant {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _add_commands() -> None:
+    from kvant.cli import chat, doctor, generate, plan
+
+    app.command("chat")(chat.chat)
+    app.command("generate")(generate.generate)
+    app.command("plan")(plan.plan)
+    app.command("doctor")(doctor.doctor)
+
+
+_add_commands()
+
+
+def run() -> None:
+    """Entry point. 0 done; 2 what the user can mend (message on stderr); 1 our own bug."""
+    try:
+        app(standalone_mode=True)
+    except KvantError as fault:
+        sys.stderr.write(f"kvant: error: {fault}\n")
+        sys.exit(fault.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)

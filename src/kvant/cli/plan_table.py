@@ -1,0 +1,167 @@
+"""A plan for people: layers grouped, memory as a bar, the same model under every format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvant.engine.planning import Plan, PlannedModel
+from kvant.engine.what_if import what_if
+from kvant.kv.memory import format_size
+from kvant.kv.spec import Choice, LayerSpec
+
+_BAR_WIDTH = 60
+
+
+def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> None:
+    """The whole report. command: the arguments after `kvant plan`, for the lines that run it."""
+    kv = plan.target.kv
+    console.print(
+        Text.assemble(
+            ("plan ", "bold"),
+            (plan.target.local.name, "bold cyan"),
+            f"  computes in {kv.compute_dtype.value} ({kv.compute_because}), "
+            f"pages of {kv.page_size} tokens, fingerprint {kv.fingerprint[:12]}",
+        ),
+        soft_wrap=True,
+    )
+    print_layers(plan.target, console)
+    if plan.draft is not None:
+        console.print(Text(f"drafter {plan.draft.local.name}", style="bold"))
+        print_layers(plan.draft, console)
+    _print_memory(plan, console)
+    _print_alternatives(plan, console)
+    for line in plan.warnings:
+        console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
+    if command:
+        line = " ".join(command)
+        console.print(f"chat with it:  kvant chat {line}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"serve it:      kvant serve {line}", soft_wrap=True, markup=False, highlight=False)
+
+
+def print_layers(model: PlannedModel, console: Console) -> None:
+    """One line per kind of layer: what is stored, who decided, where scales come from, who reads."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("layers", "attention", "heads x size", "K", "V", "decided by", "scales", "backend"):
+        table.add_column(title, overflow="fold")
+    table.add_column("B/token", justify="right")
+    for row, layers in _grouped(model.kv.layers):
+        each = layers[0].bytes_per_token
+        table.add_row(_spans(layer.geometry.index for layer in layers), *row, str(each * len(layers)))
+    console.print(table)
+    kv = model.kv
+    ratio = (
+        f", {kv.bytes_per_token_16bit / kv.bytes_per_token:.2f}x smaller than 16 bit"
+        if kv.bytes_per_token
+        else ""
+    )
+    console.print(Text(f"{kv.bytes_per_token} bytes a token in all{ratio}"))
+
+
+def _grouped(layers: Sequence[LayerSpec]) -> list[tuple[tuple[str, ...], list[LayerSpec]]]:
+    groups: dict[tuple[str, ...], list[LayerSpec]] = {}
+    for layer in layers:
+        groups.setdefault(_row(layer), []).append(layer)
+    return list(groups.items())
+
+
+def _row(layer: LayerSpec) -> tuple[str, ...]:
+    g = layer.geometry
+    kind = g.attention.value if g.window is None else f"{g.attention.value} {g.window}"
+    if not g.causal:
+        kind += " non-causal"
+    if layer.k is None:
+        stored = "no KV" if g.shared_with is None else f"layer {g.shared_with}'s"
+        return (kind, "", stored, "", "", "", "")
+    sizes = str(g.head_dim_k) if g.head_dim_k == g.head_dim_v else f"{g.head_dim_k}/{g.head_dim_v}"
+    return (
+        kind,
+        f"{g.num_kv_heads} x {sizes}",
+        str(layer.k.dtype),
+        "" if layer.v is None else str(layer.v.dtype),
+        _both(layer, lambda c: f"{c.source.value}: {c.because}"),
+        _both(layer, _scale),
+        layer.backend or "",
+    )
+
+
+def _both(layer: LayerSpec, say: Callable[[Choice], str]) -> str:
+    """What holds for K and V alike once, else each with its side."""
+    assert layer.k is not None
+    k = say(layer.k)
+    if layer.v is None or say(layer.v) == k:
+        return k
+    return f"K {k}; V {say(layer.v)}"
+
+
+def _scale(choice: Choice) -> str:
+    return choice.scale.state.value
+
+
+def _spans(indices: Iterable[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"."""
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and spans[-1][1] == index - 1:
+            spans[-1][1] = index
+        else:
+            spans.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _print_memory(plan: Plan, console: Console) -> None:
+    memory, weights = plan.memory, plan.target.weights
+    if memory.kv_bytes is None:
+        reason = weights.reason if weights.bytes is None else "give --memory to see what fits"
+        console.print(Text(f"memory: {reason}"))
+        return
+    parts = [
+        ("weights", memory.weights_bytes, "blue"),
+        ("reserve", memory.reserve_bytes, "bright_black"),
+        ("drafter", memory.draft_bytes, "magenta"),
+        ("KV", memory.kv_bytes, "green"),
+    ]
+    shown = [(name, size, style) for name, size, style in parts if size]
+    whole = memory.total_bytes if plan.request.kv_cache_bytes is None else None
+    whole = max(whole or 0, sum(size for _, size, _ in shown)) or 1
+    bar = Text()
+    for _, size, style in shown:
+        bar.append("█" * max(1, round(_BAR_WIDTH * size / whole)), style=style)
+    console.print(bar)
+    legend = [
+        f"[{style}]{name}[/] {format_size(size)}{_weights_note(plan) if name == 'weights' else ''}"
+        for name, size, style in shown
+    ]
+    console.print("   ".join(legend), soft_wrap=True, highlight=False)
+    capacity = memory.capacity_tokens or 0
+    line = f"room for {capacity:,} tokens"
+    if plan.request.max_model_len:
+        line += f", {capacity // plan.request.max_model_len} sequences of {plan.request.max_model_len}"
+    console.print(Text(line, style="bold"))
+
+
+def _weights_note(plan: Plan) -> str:
+    source = plan.target.weights.source
+    return "" if source is None else f" ({source.value})"
+
+
+def _print_alternatives(plan: Plan, console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.add_column("if --kv-cache-dtype were")
+    for title in ("B/token", "tokens a GiB", "capacity", "vs 16 bit"):
+        table.add_column(title, justify="right")
+    for other in what_if(plan):
+        if other.bytes_per_token is None or other.refused is not None:
+            table.add_row(str(other.format), "-", "-", "-", "refused")
+            continue
+        table.add_row(
+            str(other.format),
+            f"{other.bytes_per_token:,}",
+            f"{2**30 // other.bytes_per_token:,}" if other.bytes_per_token else "-",
+            "-" if other.capacity_tokens is None else f"{other.capacity_tokens:,}",
+            "-" if other.ratio_to_16bit is None else f"{other.ratio_to_16bit:.2f}x",
+        )
+    console.print(table)

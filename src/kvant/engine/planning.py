@@ -1,0 +1,216 @@
+"""From a model's name to its plan, before any weight is loaded and without torch.
+
+`kvant plan` prints what `make_plan` returns; the engine loads what it returns. There is no second way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvant.attention.need import BackendInfo, DeviceFacts
+from kvant.attention.select import device_encodings, select
+from kvant.engine.speculative_config import SpeculativeConfig
+from kvant.errors import BadCheckpoint, BadValue
+from kvant.kv.checkpoint.facts import CheckpointKV
+from kvant.kv.checkpoint.read import read_checkpoint
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.geometry import LayerGeometry, ModelGeometry
+from kvant.kv.memory import MemoryPlan, format_size, plan_memory
+from kvant.kv.request import KVRequest, Requests
+from kvant.kv.resolve import Served, Surroundings, resolve
+from kvant.kv.spec import KVPlan, Role
+from kvant.models.geometry import DraftFacts, read_draft_geometry, read_geometry
+from kvant.models.geometry.compute_dtype import resolve_compute_dtype
+from kvant.models.locate import LocalModel, locate
+from kvant.models.weights import WeightBytes, weight_bytes_of
+
+DEFAULT_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Everything that decides a plan. dtype None: `auto`. Sizes in bytes."""
+
+    model: str
+    device: DeviceFacts
+    requests: Requests = Requests()
+    revision: str | None = None
+    dtype: ComputeDtype | None = None
+    backend: BackendInfo | None = None
+    page_size: int = DEFAULT_PAGE_SIZE
+    max_model_len: int | None = None
+    memory_bytes: int | None = None
+    kv_cache_bytes: int | None = None
+    speculative: SpeculativeConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """One model of a plan: where it lies, its shape, its weights and what it stores."""
+
+    local: LocalModel
+    geometry: ModelGeometry
+    checkpoint: CheckpointKV
+    weights: WeightBytes
+    kv: KVPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Target, drafter and memory. The engine runs exactly this."""
+
+    request: PlanRequest
+    target: PlannedModel
+    draft: PlannedModel | None
+    draft_facts: DraftFacts | None
+    memory: MemoryPlan
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Everything a reader must be told, the drafter's lines marked as such."""
+        lines = list(self.target.kv.warnings)
+        if self.target.geometry.not_runnable:
+            lines.append(f"planned, but not runnable yet: {self.target.geometry.not_runnable}")
+        if self.draft is not None:
+            lines += [f"draft: {line}" for line in self.draft.kv.warnings]
+        return (*lines, *_memory_warnings(self))
+
+
+def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
+    """Plan a model. weights: fetch or convert the weights too, because they will be loaded.
+
+    Raises ConfigError for everything a user can mend.
+    """
+    local, config = _open(request.model, request.revision, weights=weights)
+    geometry = read_geometry(config)
+    limit = geometry.max_model_len
+    if request.max_model_len is not None and limit is not None and request.max_model_len > limit:
+        raise BadValue(
+            f"--max-model-len {request.max_model_len} is beyond what {request.model} can address",
+            why=f"its positions end at {limit}",
+        )
+    target = _resolve_model(
+        request, request.requests.target, local, config, geometry, Role.TARGET
+    )
+    draft: PlannedModel | None = None
+    facts: DraftFacts | None = None
+    if request.speculative is not None:
+        draft, facts = _plan_draft(request, request.speculative, target, weights)
+    memory = plan_memory(
+        request.memory_bytes,
+        target.weights.bytes,
+        target.kv,
+        draft=None if draft is None else draft.kv,
+        draft_weights_bytes=(draft.weights.bytes or 0) if draft else 0,
+        kv_cache_bytes=request.kv_cache_bytes,
+    )
+    return Plan(request, target, draft, facts, memory)
+
+
+def _plan_draft(
+    request: PlanRequest,
+    speculative: SpeculativeConfig,
+    target: PlannedModel,
+    weights: bool,
+) -> tuple[PlannedModel, DraftFacts]:
+    """The drafter takes the target's road: own request, own checkpoint, own geometry."""
+    local, config = _open(speculative.model, speculative.revision, weights=weights)
+    geometry, facts = read_draft_geometry(config, target.geometry)
+    most = facts.block_size - 1
+    wanted = speculative.num_speculative_tokens
+    if wanted is not None and wanted > most:
+        raise BadValue(
+            f"--speculative-config: num_speculative_tokens {wanted} is more than {speculative.model} drafts",
+            why=f"its block of {facts.block_size} drafts at most {most} tokens",
+        )
+    asked = request.requests.for_draft()
+    if speculative.kv_cache_dtype is not None:
+        asked = replace(asked, explicit=(speculative.kv_cache_dtype, *asked.explicit))
+    draft = _resolve_model(request, asked, local, config, geometry, Role.DRAFT)
+    return draft, facts
+
+
+def _resolve_model(
+    request: PlanRequest,
+    asked: KVRequest,
+    local: LocalModel,
+    config: Mapping[str, Any],
+    geometry: ModelGeometry,
+    role: Role,
+) -> PlannedModel:
+    checkpoint = read_checkpoint(local.path, config)
+    kv = resolve(asked, checkpoint, geometry, _surroundings(request, local.name, geometry, role))
+    weights = weight_bytes_of(local.path, config, geometry)
+    return PlannedModel(local, geometry, checkpoint, weights, kv)
+
+
+def resolve_again(plan: Plan, asked: KVRequest) -> KVPlan:
+    """The target's plan under another request, from facts already read: for "what if" questions."""
+    target = plan.target
+    around = _surroundings(plan.request, target.local.name, target.geometry, Role.TARGET)
+    return resolve(asked, target.checkpoint, target.geometry, around)
+
+
+def _surroundings(
+    request: PlanRequest, model: str, geometry: ModelGeometry, role: Role
+) -> Surroundings:
+    compute, because = resolve_compute_dtype(request.dtype, geometry, request.device)
+
+    def serve(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Served:
+        return select(
+            layer,
+            k,
+            v,
+            compute=compute,
+            page_size=request.page_size,
+            device=request.device,
+            only=request.backend if role is Role.TARGET else None,
+        )
+
+    return Surroundings(
+        role=role,
+        model=model,
+        compute_dtype=compute,
+        compute_because=because,
+        page_size=request.page_size,
+        device_encodings=device_encodings(request.device),
+        serve=serve,
+    )
+
+
+def _open(name: str, revision: str | None, *, weights: bool) -> tuple[LocalModel, dict[str, Any]]:
+    local = locate(name, revision=revision, weights=weights)
+    return local, read_config(local.path)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """A model directory's config.json; BadCheckpoint where it is missing or no JSON object."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadCheckpoint(
+            f"{directory} has no config.json", why="every model in transformers' format has one"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as fault:
+        raise BadCheckpoint(f"{path} cannot be read", why=str(fault)) from None
+    if not isinstance(config, dict):
+        raise BadCheckpoint(f"{path} is no JSON object", why=f"it is a {type(config).__name__}")
+    return config
+
+
+def _memory_warnings(plan: Plan) -> list[str]:
+    memory, wanted = plan.memory, plan.request.max_model_len
+    if memory.missing_bytes:
+        return [f"does not fit: {format_size(memory.missing_bytes)} are missing for a first page of KV"]
+    if wanted is not None and memory.capacity_tokens is not None and memory.capacity_tokens < wanted:
+        lacking = (wanted - memory.capacity_tokens) * plan.target.kv.bytes_per_token
+        return [
+            f"one sequence of --max-model-len {wanted} does not fit: room for "
+            f"{memory.capacity_tokens} tokens, {format_size(lacking)} are missing"
+        ]
+    return []

@@ -1,0 +1,114 @@
+"""Bytes to pages to tokens: the arithmetic that plan, pool and reports share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvant.errors import BadValue
+from kvant.kv.spec import KVPlan
+
+RESERVE_SHARE = 0.1
+"""Share of a device's memory kept for activations, workspaces and fragmentation."""
+
+SCRATCH_PAGES = 1
+"""Pages that are allocated but never hold a request's tokens."""
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}b": size for unit, size in _UNITS.items() if unit not in ("", "b")}
+_UNITS |= {f"{u}ib": 2 ** (10 * power) for power, u in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How a device's memory is divided, in bytes; None where something needed is not known.
+
+    draft_bytes: everything the drafter takes, its weights and its share of the pages.
+    kv_bytes: the target's pages. num_pages counts the scratch page; capacity_tokens does not.
+    missing_bytes: what is lacking for one page, 0 if it fits.
+    """
+
+    total_bytes: int | None
+    weights_bytes: int | None
+    reserve_bytes: int | None
+    draft_bytes: int
+    kv_bytes: int | None
+    num_pages: int | None
+    capacity_tokens: int | None
+    missing_bytes: int = 0
+
+
+def plan_memory(
+    total_bytes: int | None,
+    weights_bytes: int | None,
+    target: KVPlan,
+    *,
+    draft: KVPlan | None = None,
+    draft_weights_bytes: int = 0,
+    kv_cache_bytes: int | None = None,
+) -> MemoryPlan:
+    """Divide `total_bytes`, or give the pages exactly `kv_cache_bytes` where that is asked.
+
+    Target and draft share page ids, so one page costs the sum of both: the drafter's bytes are
+    taken off before the capacity is counted, not after.
+    """
+    reserve = None if total_bytes is None else int(total_bytes * RESERVE_SHARE)
+    budget = kv_cache_bytes
+    if budget is None and total_bytes is not None and weights_bytes is not None:
+        assert reserve is not None
+        budget = total_bytes - weights_bytes - reserve - draft_weights_bytes
+    draft_page = 0 if draft is None else draft.page_bytes
+    if budget is None:
+        return MemoryPlan(
+            total_bytes, weights_bytes, reserve, draft_weights_bytes, None, None, None
+        )
+    page = target.page_bytes + draft_page
+    pages = num_pages(budget, page)
+    needed = page * (SCRATCH_PAGES + 1)
+    return MemoryPlan(
+        total_bytes=total_bytes,
+        weights_bytes=weights_bytes,
+        reserve_bytes=reserve,
+        draft_bytes=draft_weights_bytes + pages * draft_page,
+        kv_bytes=pages * target.page_bytes,
+        num_pages=pages,
+        capacity_tokens=max(0, pages - SCRATCH_PAGES) * target.page_size,
+        missing_bytes=max(0, needed - budget),
+    )
+
+
+def num_pages(budget_bytes: int, page_bytes: int) -> int:
+    """Whole pages in a budget, scratch page included; 0 where not one token's page fits beside it.
+
+    A model without any KV needs no pages.
+    """
+    if page_bytes == 0:
+        return 0
+    pages = max(0, budget_bytes) // page_bytes
+    return pages if pages > SCRATCH_PAGES else 0
+
+
+def parse_size(text: str, *, asked_by: str) -> int:
+    """Bytes from "2GiB", "80 GB", "1048576"; powers of 1024 with an i, of 1000 without."""
+    found = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(found.group(2).lower()) if found else None
+    if found is None or unit is None:
+        raise BadValue(
+            f"{asked_by}: {text!r} is no size",
+            why="write a number and a unit, such as 2GiB, 512MiB or 80GB",
+        )
+    size = int(float(found.group(1)) * unit)
+    if size <= 0:
+        raise BadValue(f"{asked_by}: {text!r} is nothing", why="the size must be above zero")
+    return size
+
+
+def format_size(num_bytes: float) -> str:
+    """A size for people: "2.00 GiB", "512 B"."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,96 @@
+"""The YAML policy file: a request that one keeps beside a model.
+
+    kv_cache_dtype: fp8                    # optional, weaker than the flag
+    skip_layers: [sliding_window, -1]      # optional
+    rules:                                 # optional; the closest selector wins, order does not matter
+      - 0-3: bf16
+      - {layers: "re:.*global.*", k: nvfp4, v: model}
+    draft: {kv_cache_dtype: bf16, skip_layers: [], rules: []}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvant.errors import BadValue
+from kvant.kv.names import parse_format, parse_one
+from kvant.kv.request import Asked, KVRequest, Requests, Skip, parse_rule, parse_selectors, rules_for
+
+_KEYS = ("kv_cache_dtype", "skip_layers", "rules")
+
+
+def read_policy(path: Path) -> Requests:
+    """Parse a policy file; BadValue names the file and the place."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise BadValue(f"--kv-cache-policy {path}: cannot be read", why=str(fault)) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as fault:
+        raise BadValue(f"--kv-cache-policy {path}: is no YAML", why=str(fault)) from None
+    body = dict(_mapping(document, str(path)))
+    draft = body.pop("draft", {})
+    return Requests(_section(body, str(path)), _section(draft, f"{path}: draft"))
+
+
+def _section(body: object, where: str) -> KVRequest:
+    section = _mapping(body, where)
+    unknown = [key for key in section if key not in _KEYS]
+    if unknown:
+        raise BadValue(f"{where}: unknown key {unknown[0]!r}", why=f"known are {', '.join(_KEYS)}")
+    request = KVRequest()
+    if (name := section.get("kv_cache_dtype")) is not None:
+        by = f"{where}: kv_cache_dtype {name}"
+        request = KVRequest(explicit=(Asked(parse_format(str(name), asked_by=by), by),))
+    for entry in _list(section.get("skip_layers"), f"{where}: skip_layers"):
+        by = f"{where}: skip_layers {entry}"
+        skips = tuple(Skip(s, by) for s in parse_selectors(str(entry), asked_by=by))
+        request = replace(request, skips=request.skips + skips)
+    for number, entry in enumerate(_list(section.get("rules"), f"{where}: rules")):
+        request = request.merged(_rule(entry, f"{where}: rules[{number}]"))
+    return request
+
+
+def _rule(entry: object, where: str) -> KVRequest:
+    """One rule: "0-3:bf16", {0-3: bf16}, or {layers: .., k: .., v: ..}."""
+    if isinstance(entry, str):
+        return _target_rule(entry, where)
+    rule = _mapping(entry, where)
+    if "layers" not in rule:
+        if len(rule) != 1:
+            raise BadValue(f"{where}: {entry!r} is no rule", why="write LAYERS: FORMAT, or layers, k, v")
+        ((layers, wanted),) = rule.items()
+        return _target_rule(f"{layers}:{wanted}", where)
+    unknown = [key for key in rule if key not in ("layers", "k", "v")]
+    if unknown or len(rule) < 2:
+        raise BadValue(f"{where}: {entry!r} is no rule", why="keys are layers and k, v or both")
+    k, v = (
+        parse_one(str(rule[side]), asked_by=f"{where}.{side}") if side in rule else None
+        for side in ("k", "v")
+    )
+    return rules_for(str(rule["layers"]), k, v, asked_by=where)
+
+
+def _target_rule(text: str, where: str) -> KVRequest:
+    parsed = parse_rule(text, asked_by=where)
+    if parsed.draft.rules:
+        raise BadValue(f"{where}: {text!r}", why="rules of the drafter stand under the key draft")
+    return parsed.target
+
+
+def _mapping(body: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(body, Mapping):
+        raise BadValue(f"{where}: expected a mapping, got {type(body).__name__}")
+    return {str(key): value for key, value in body.items()}
+
+
+def _list(body: object, where: str) -> list[object]:
+    if body is None:
+        return []
+    if not isinstance(body, list):
+        raise BadValue(f"{where}: expected a list, got {type(body).__name__}")
+    return body

@@ -1,0 +1,233 @@
+"""What a user asks of the KV cache, parsed once and frozen.
+
+A `KVRequest` is made of text at the edge (flags, environment, policy file) and read by
+`kvant.kv.resolve` alone. Grammar of a layer rule: `LAYERS:FORMAT`, where LAYERS is a comma list of
+
+    3   -1          one layer, counted from the end if negative
+    0-3   4-   -4--1  a range, both ends included
+    re:PATTERN      layers whose attention module's name the pattern matches anywhere (takes the rest)
+    sliding_window  full     a kind of attention
+
+and FORMAT is a format for both sides, `K/V`, or one side alone: `k=fp8`, `v=model`.
+A rule or skip that begins with `draft:` addresses the drafter.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from kvant.errors import BadValue
+from kvant.kv.geometry import Attention, LayerGeometry
+from kvant.kv.names import FormatRequest, Request, parse_format, parse_one
+
+_KINDS = {"sliding_window": Attention.SLIDING, "full": Attention.FULL}
+_SPAN = re.compile(r"(-?\d+)(?:(-)(-?\d+)?)?")
+_DRAFT = "draft:"
+
+
+class Specificity(IntEnum):
+    """How closely a selector points at a layer; the closest rule wins."""
+
+    KIND = 0
+    PATTERN = 1
+    RANGE = 2
+    INDEX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Which layers: exactly one of a span, a pattern or a kind.
+
+    first, last: a span's ends as written, negative counted from the end; last None is open.
+    """
+
+    text: str
+    first: int | None = None
+    last: int | None = None
+    pattern: re.Pattern[str] | None = None
+    kind: Attention | None = None
+
+    def matches(self, layer: LayerGeometry, num_layers: int) -> bool:
+        if self.pattern is not None:
+            return self.pattern.search(layer.name) is not None
+        if self.kind is not None:
+            return layer.attention is self.kind
+        first, last = self._span(num_layers)
+        return first <= layer.index <= last
+
+    def rank(self, num_layers: int) -> tuple[Specificity, int]:
+        """Sort key: more specific is greater; among ranges the narrower one is."""
+        if self.pattern is not None:
+            return (Specificity.PATTERN, 0)
+        if self.kind is not None:
+            return (Specificity.KIND, 0)
+        first, last = self._span(num_layers)
+        kind = Specificity.INDEX if first == last else Specificity.RANGE
+        return (kind, first - last)
+
+    def _span(self, num_layers: int) -> tuple[int, int]:
+        assert self.first is not None
+        first = self.first + num_layers if self.first < 0 else self.first
+        last = num_layers - 1 if self.last is None else self.last
+        return first, last + num_layers if last < 0 else last
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """A format for some layers; a side that is None is left to the next step."""
+
+    selector: Selector
+    k: Request | None
+    v: Request | None
+    asked_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Layers that store the model dtype."""
+
+    selector: Selector
+    asked_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A global format and who asked, such as "--kv-cache-dtype fp8"."""
+
+    format: FormatRequest
+    asked_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVRequest:
+    """Everything asked about one model's KV cache.
+
+    explicit: global formats, strongest first; the first counts, the others stay visible.
+    inherited: for a drafter, the target's explicit global format: a wish, not an order.
+    strict: a checkpoint's wish that cannot be served is an error, not a downgrade.
+    missing_scales_as_one: go on with 1.0 where the checkpoint promised scales and has none.
+    """
+
+    explicit: tuple[Asked, ...] = ()
+    rules: tuple[LayerRule, ...] = ()
+    skips: tuple[Skip, ...] = ()
+    inherited: Asked | None = None
+    strict: bool = False
+    missing_scales_as_one: bool = False
+
+    def merged(self, weaker: KVRequest) -> KVRequest:
+        """This request with a weaker source's behind it (flag over environment over file)."""
+        return replace(
+            self,
+            explicit=self.explicit + weaker.explicit,
+            rules=self.rules + weaker.rules,
+            skips=self.skips + weaker.skips,
+            strict=self.strict or weaker.strict,
+            missing_scales_as_one=self.missing_scales_as_one or weaker.missing_scales_as_one,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What one command line asks of the target and of the drafter."""
+
+    target: KVRequest = KVRequest()
+    draft: KVRequest = KVRequest()
+
+    def merged(self, weaker: Requests) -> Requests:
+        return Requests(self.target.merged(weaker.target), self.draft.merged(weaker.draft))
+
+    def for_draft(self) -> KVRequest:
+        """The drafter's request: its own, with the target's explicit global format to inherit.
+
+        Skips and rules of the target stay with the target: they speak of its layers.
+        """
+        inherited = self.target.explicit[0] if self.target.explicit else None
+        return replace(
+            self.draft,
+            inherited=inherited,
+            strict=self.target.strict,
+            missing_scales_as_one=self.target.missing_scales_as_one,
+        )
+
+
+def parse_selectors(text: str, *, asked_by: str) -> tuple[Selector, ...]:
+    """A comma list of selectors; `re:` takes the rest of the text."""
+    text = text.strip()
+    if text.startswith("re:"):
+        return (_parse_pattern(text, asked_by),)
+    head, found, rest = text.partition(",")
+    first = (_parse_plain(head.strip(), asked_by),)
+    return first + parse_selectors(rest, asked_by=asked_by) if found else first
+
+
+def parse_skips(text: str, *, asked_by: str) -> Requests:
+    """A skip list; entries after a leading `draft:` address the drafter."""
+    text, draft = _strip_draft(text)
+    skips = tuple(Skip(s, asked_by) for s in parse_selectors(text, asked_by=asked_by))
+    request = KVRequest(skips=skips)
+    return Requests(draft=request) if draft else Requests(target=request)
+
+
+def parse_rule(text: str, *, asked_by: str) -> Requests:
+    """`LAYERS:FORMAT`, see the top of this file."""
+    body, draft = _strip_draft(text)
+    layers, colon, wanted = body.rpartition(":")
+    if not colon or not layers or not wanted:
+        raise BadValue(
+            f"{asked_by}: {text!r} is no layer rule", why="a rule is LAYERS:FORMAT, such as 0-3:bf16"
+        )
+    k, v = _parse_sides(wanted, asked_by)
+    request = rules_for(layers, k, v, asked_by=asked_by)
+    return Requests(draft=request) if draft else Requests(target=request)
+
+
+def rules_for(layers: str, k: Request | None, v: Request | None, *, asked_by: str) -> KVRequest:
+    """The same formats for every selector of a comma list."""
+    selectors = parse_selectors(layers, asked_by=asked_by)
+    return KVRequest(rules=tuple(LayerRule(s, k, v, asked_by) for s in selectors))
+
+
+def _strip_draft(text: str) -> tuple[str, bool]:
+    text = text.strip()
+    return (text[len(_DRAFT) :], True) if text.startswith(_DRAFT) else (text, False)
+
+
+def _parse_sides(text: str, asked_by: str) -> tuple[Request | None, Request | None]:
+    if "=" not in text:
+        both = parse_format(text, asked_by=asked_by)
+        return both.k, both.v
+    sides: dict[str, Request] = {}
+    for part in text.split(","):
+        side, _, name = part.partition("=")
+        side = side.strip().lower()
+        if side not in ("k", "v") or side in sides:
+            raise BadValue(
+                f"{asked_by}: {text!r} names no sides", why="sides are k=FORMAT, v=FORMAT or both"
+            )
+        sides[side] = parse_one(name, asked_by=asked_by)
+    return sides.get("k"), sides.get("v")
+
+
+def _parse_pattern(text: str, asked_by: str) -> Selector:
+    try:
+        return Selector(text, pattern=re.compile(text[len("re:") :]))
+    except re.error as fault:
+        raise BadValue(f"{asked_by}: {text!r} is no regular expression", why=str(fault)) from None
+
+
+def _parse_plain(text: str, asked_by: str) -> Selector:
+    if text in _KINDS:
+        return Selector(text, kind=_KINDS[text])
+    span = _SPAN.fullmatch(text)
+    if span is None:
+        raise BadValue(
+            f"{asked_by}: {text!r} selects no layers",
+            why=f"use an index, a range such as 0-3, re:PATTERN, or one of {', '.join(_KINDS)}",
+        )
+    first, dash, last = span.groups()
+    if dash is None:
+        return Selector(text, first=int(first), last=int(first))
+    return Selector(text, first=int(first), last=None if last is None else int(last))

@@ -1,0 +1,394 @@
+"""The one place where a KV cache format is decided: pure, for every layer and side, with reasons.
+
+Precedence, first match wins:
+
+    1  explicit rule for the layer          4  checkpoint's per-layer map
+    2  explicit skip                        5  checkpoint's global scheme
+    3  explicit global format               6  model dtype
+
+A drafter's step 3 may be inherited from the target's explicit global format; such a wish, like the
+checkpoint's, is soft: what cannot be served here becomes the model dtype with a recorded downgrade
+(an error with `strict`). Everything else is hard: it is stored as asked, or this ends in an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvant.errors import BadCheckpoint, BadValue, NotServable, WayOut
+from kvant.kv.checkpoint.audit import audit
+from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, Side, UnreadableWish
+from kvant.kv.checkpoint.lookup import wish_for
+from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
+from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
+from kvant.kv.names import Request
+from kvant.kv.request import Asked, KVRequest, LayerRule, Selector
+from kvant.kv.spec import Choice, KVPlan, LayerSpec, Rejected, Role, Source
+from kvant.kv.warn import plan_warnings
+
+STORE_MODEL_DTYPE = WayOut("store the model dtype instead", ("--kv-cache-dtype", "model"))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Which backend writes and reads a layer, and why others do not. backend None: nobody."""
+
+    backend: str | None
+    rejected: tuple[Rejected, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Everything about the model's place that resolution needs and that is no request.
+
+    device_encodings: formats that this device stores in an encoding of its own, and the phrase that
+    says so. serve: who can write and read K and V of a layer in these formats (v None for MLA).
+    """
+
+    role: Role
+    model: str
+    compute_dtype: ComputeDtype
+    compute_because: str
+    page_size: int
+    device_encodings: Mapping[KVDtype, tuple[KVDtype, str]]
+    serve: Callable[[LayerGeometry, KVDtype, KVDtype | None], Served]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """A side's format before scales and backends are known.
+
+    wish: the checkpoint's wish that decided, where one did. soft: may be downgraded.
+    """
+
+    dtype: KVDtype
+    source: Source
+    because: str
+    considered: tuple[str, ...]
+    wish: KVWish | None = None
+    soft: bool = False
+
+
+def resolve(
+    request: KVRequest, checkpoint: CheckpointKV, geometry: ModelGeometry, around: Surroundings
+) -> KVPlan:
+    """Decide what every layer stores.
+
+    Raises BadValue for rules that select nothing, BadCheckpoint for a wish that decides and cannot
+    be read (or promises scales that are not there), NotServable for a hard request without a backend.
+    """
+    _refuse_empty_selectors(request, geometry)
+    _refuse_pairs_on_latents(request, geometry)
+    layers = tuple(
+        _resolve_layer(layer, request, checkpoint, geometry, around) for layer in geometry.layers
+    )
+    plan = KVPlan(
+        role=around.role,
+        model=around.model,
+        compute_dtype=around.compute_dtype,
+        compute_because=around.compute_because,
+        page_size=around.page_size,
+        layers=layers,
+    )
+    return replace(plan, warnings=plan_warnings(plan, checkpoint))
+
+
+def _resolve_layer(
+    layer: LayerGeometry,
+    request: KVRequest,
+    checkpoint: CheckpointKV,
+    geometry: ModelGeometry,
+    around: Surroundings,
+) -> LayerSpec:
+    if not layer.has_kv:
+        return LayerSpec(layer, None, None, None)
+    sides = (Side.K,) if layer.attention is Attention.MLA else (Side.K, Side.V)
+    decisions = {
+        side: _encode_for_device(
+            _decide(layer, side, request, checkpoint, len(geometry.layers), around), around
+        )
+        for side in sides
+    }
+    decisions, served = _place(layer, decisions, request, around)
+    choices: dict[Side, Choice] = {}
+    for side, decided in decisions.items():
+        scale = audit(
+            layer,
+            side,
+            decided.dtype,
+            decided.wish,
+            checkpoint,
+            explicit=decided.source is Source.EXPLICIT,
+            missing_scales_as_one=request.missing_scales_as_one,
+        )
+        choices[side] = Choice(
+            decided.dtype, decided.source, decided.because, decided.considered, scale
+        )
+    return LayerSpec(layer, choices[Side.K], choices.get(Side.V), served.backend, served.rejected)
+
+
+# -- who decides -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One rung of the precedence ladder for one side. asked None: nobody asked here."""
+
+    label: str
+    asked: Request | None
+    asked_by: str
+    source: Source
+    soft: bool = False
+
+    def __str__(self) -> str:
+        if self.asked is None:
+            return f"{self.label}: {self.asked_by or 'none'}"
+        return f"{self.label}: {_word(self.asked)} ({self.asked_by})"
+
+
+def _decide(
+    layer: LayerGeometry,
+    side: Side,
+    request: KVRequest,
+    checkpoint: CheckpointKV,
+    num_layers: int,
+    around: Surroundings,
+) -> _Decision:
+    """Climb down the ladder; every rung, taken or not, stays in `considered`."""
+    model = around.compute_dtype.kv_dtype
+    wish = wish_for(checkpoint, layer)
+    rungs = _explicit_steps(layer, side, request, num_layers)
+    considered = (
+        *map(str, rungs),
+        f"checkpoint: {_describe(wish, side)}",
+        f"model: {model} ({around.compute_because})",
+    )
+    step = next((rung for rung in rungs if rung.asked is not None), None)
+    if step is not None and isinstance(step.asked, KVDtype):
+        return _Decision(step.asked, step.source, step.asked_by, considered, soft=step.soft)
+    if step is not None and step.asked is Follow.MODEL:
+        return _Decision(model, step.source, f"{step.asked_by} (model dtype)", considered)
+
+    if isinstance(wish, UnreadableWish):
+        raise BadCheckpoint(
+            f"{wish.where} asks for {wish.asked} in layer {layer.index} of {around.model}",
+            why=wish.why,
+            tried=considered,
+            ways_out=(STORE_MODEL_DTYPE,),
+        )
+    wished = None if wish is None else _wished(wish, side)
+    if wish is None or wished is None:
+        return _Decision(model, Source.MODEL, around.compute_because, considered)
+    return _Decision(wished, Source.CHECKPOINT, wish.where, considered, wish, soft=True)
+
+
+def _explicit_steps(
+    layer: LayerGeometry, side: Side, request: KVRequest, num_layers: int
+) -> tuple[_Step, ...]:
+    """Steps 1 to 3, in order."""
+    rule = _closest_rule(layer, side, request, num_layers)
+    skip = next((s for s in request.skips if s.selector.matches(layer, num_layers)), None)
+    steps = [
+        _Step("rule", None, "", Source.EXPLICIT)
+        if rule is None
+        else _Step("rule", _rule_side(rule, side), rule.asked_by, Source.EXPLICIT),
+        _Step("skip", None, "", Source.SKIP)
+        if skip is None
+        else _Step("skip", Follow.MODEL, skip.asked_by, Source.SKIP),
+    ]
+    if not request.explicit:
+        steps.append(_Step("global", None, "", Source.EXPLICIT))
+    for number, asked in enumerate(request.explicit):
+        label = "overridden" if number else "global"
+        steps.append(_Step(label, _side(asked, side), asked.asked_by, Source.EXPLICIT))
+    if request.inherited is not None:
+        asked_by = f"the target's {request.inherited.asked_by}"
+        steps.append(
+            _Step("inherited", _side(request.inherited, side), asked_by, Source.EXPLICIT, soft=True)
+        )
+    return tuple(steps)
+
+
+def _closest_rule(
+    layer: LayerGeometry, side: Side, request: KVRequest, num_layers: int
+) -> LayerRule | None:
+    """The most specific rule for this side; two equally close ones that disagree are an error."""
+    found = [
+        rule
+        for rule in request.rules
+        if _rule_side(rule, side) is not None
+        and rule.selector.matches(layer, num_layers)
+    ]
+    if not found:
+        return None
+    best = max(rule.selector.rank(num_layers) for rule in found)
+    closest = [rule for rule in found if rule.selector.rank(num_layers) == best]
+    a = closest[0]
+    b = next((rule for rule in closest if _rule_side(rule, side) != _rule_side(a, side)), None)
+    if b is not None:
+        raise BadValue(
+            f"two rules decide {side.value.upper()} of layer {layer.index} and disagree",
+            why=f"{a.asked_by}: {a.selector.text} and {b.asked_by}: {b.selector.text} are equally close",
+            ways_out=(WayOut("give the layer a rule of its own, by index"),),
+        )
+    return a
+
+
+def _rule_side(rule: LayerRule, side: Side) -> Request | None:
+    return rule.k if side is Side.K else rule.v
+
+
+def _side(asked: Asked, side: Side) -> Request:
+    return asked.format.k if side is Side.K else asked.format.v
+
+
+def _word(request: Request) -> str:
+    return request.value if isinstance(request, Follow) else str(request)
+
+
+def _describe(wish: KVWish | UnreadableWish | None, side: Side) -> str:
+    if wish is None:
+        return "none"
+    if isinstance(wish, UnreadableWish):
+        return f"{wish.asked}, unreadable ({wish.where})"
+    wished = _wished(wish, side)
+    return f"{'model dtype' if wished is None else wished} ({wish.where})"
+
+
+def _wished(wish: KVWish, side: Side) -> KVDtype | None:
+    return wish.k if side is Side.K else wish.v
+
+
+def _encode_for_device(decided: _Decision, around: Surroundings) -> _Decision:
+    if decided.dtype not in around.device_encodings:
+        return decided
+    dtype, phrase = around.device_encodings[decided.dtype]
+    return replace(decided, dtype=dtype, because=f"{decided.because} ({phrase})")
+
+
+# -- who serves --------------------------------------------------------------------------------
+
+
+def _place(
+    layer: LayerGeometry,
+    decisions: dict[Side, _Decision],
+    request: KVRequest,
+    around: Surroundings,
+) -> tuple[dict[Side, _Decision], Served]:
+    """Find a backend; soft sides that stand in the way become the model dtype."""
+
+    def serve(found: Mapping[Side, _Decision]) -> Served:
+        v = found.get(Side.V)
+        return around.serve(layer, found[Side.K].dtype, None if v is None else v.dtype)
+
+    served = serve(decisions)
+    if served.backend is not None:
+        return decisions, served
+    refused = served
+    if not request.strict:
+        for given_up in _soft_subsets(decisions):
+            lowered = {
+                side: _downgrade(decided, refused, around) if side in given_up else decided
+                for side, decided in decisions.items()
+            }
+            served = serve(lowered)
+            if served.backend is not None:
+                return lowered, served
+    raise _not_servable(layer, decisions, refused, around)
+
+
+def _soft_subsets(decisions: Mapping[Side, _Decision]) -> Sequence[frozenset[Side]]:
+    """Sets of sides to downgrade, smallest first, so that nothing is given up needlessly."""
+    soft = [side for side, decided in decisions.items() if decided.soft]
+    return [frozenset({side}) for side in soft] + ([frozenset(soft)] if len(soft) > 1 else [])
+
+
+def _downgrade(decided: _Decision, refused: Served, around: Surroundings) -> _Decision:
+    reasons = "; ".join(f"{r.backend}: {r.reason}" for r in refused.rejected)
+    return replace(
+        decided,
+        dtype=around.compute_dtype.kv_dtype,
+        source=Source.DOWNGRADE,
+        because=f"{decided.because} wished for {decided.dtype}, which nothing here serves ({reasons})",
+        wish=None,
+    )
+
+
+def _not_servable(
+    layer: LayerGeometry,
+    decisions: Mapping[Side, _Decision],
+    refused: Served,
+    around: Surroundings,
+) -> NotServable:
+    asked = "/".join(dict.fromkeys(str(decided.dtype) for decided in decisions.values()))
+    by = ", ".join(dict.fromkeys(decided.because for decided in decisions.values()))
+    ways: list[WayOut] = []
+    for dtype in (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD):
+        v = dtype if Side.V in decisions else None
+        if dtype not in {d.dtype for d in decisions.values()} and around.serve(layer, dtype, v).backend:
+            ways.append(
+                WayOut("choose a format that works in this layer", ("--kv-cache-dtype", str(dtype)))
+            )
+            break
+    rule = f"{'draft:' if around.role is Role.DRAFT else ''}{layer.index}:model"
+    ways.append(WayOut("store this layer in the model dtype", ("--kv-cache-rule", rule)))
+    if around.role is Role.TARGET:
+        ways.append(STORE_MODEL_DTYPE)
+    sizes = f"head sizes {layer.head_dim_k}/{layer.head_dim_v}"
+    return NotServable(
+        f"no backend can store and read {asked} in {around.role.value} layer {layer.index} "
+        f"({layer.attention.value}, {'causal' if layer.causal else 'non-causal'}, {sizes}); asked by {by}",
+        why="every backend refused",
+        tried=[f"{r.backend}: {r.reason}" for r in refused.rejected],
+        ways_out=ways,
+    )
+
+
+# -- requests that cannot mean anything --------------------------------------------------------
+
+
+def _refuse_empty_selectors(request: KVRequest, geometry: ModelGeometry) -> None:
+    """A selector that reaches no layer with KV of its own is a mistake, not a no-op."""
+    num_layers = len(geometry.layers)
+    asked: list[tuple[Selector, str]] = [(r.selector, r.asked_by) for r in request.rules]
+    asked += [(s.selector, s.asked_by) for s in request.skips]
+    for selector, asked_by in asked:
+        hit = [layer for layer in geometry.layers if selector.matches(layer, num_layers)]
+        if any(layer.has_kv for layer in hit):
+            continue
+        shared = next((layer for layer in hit if layer.shared_with is not None), None)
+        if shared is not None:
+            why = f"layer {shared.index} keeps no KV: it reads layer {shared.shared_with}'s"
+            ways = (WayOut(f"address the owner, layer {shared.shared_with}"),)
+        else:
+            why = "it keeps no KV" if hit else "it matches no layer"
+            ways = (WayOut("address one of the layers listed"),)
+        raise BadValue(
+            f"{asked_by}: {selector.text!r} selects nothing that is stored",
+            why=f"{why}; {_list_layers(geometry)}",
+            ways_out=ways,
+        )
+
+
+def _list_layers(geometry: ModelGeometry) -> str:
+    kinds: dict[str, list[str]] = {}
+    for layer in geometry.layers:
+        kind = "sliding_window" if layer.attention is Attention.SLIDING else layer.attention.value
+        kinds.setdefault(kind, []).append(str(layer.index))
+    listed = "; ".join(f"{kind}: {', '.join(indices)}" for kind, indices in kinds.items())
+    return f"layers of this model: {listed}; names like {geometry.layers[0].name!r}"
+
+
+def _refuse_pairs_on_latents(request: KVRequest, geometry: ModelGeometry) -> None:
+    if not any(layer.attention is Attention.MLA for layer in geometry.layers):
+        return
+    asked = [(a.format.k, a.format.v, a.asked_by) for a in request.explicit[:1]]
+    asked += [(r.k, r.v, r.asked_by) for r in request.rules]
+    for k, v, asked_by in asked:
+        if k is not v:
+            raise BadValue(
+                f"{asked_by}: K and V cannot differ in {geometry.architecture}",
+                why="its attention keeps one latent instead of keys and values",
+                ways_out=(WayOut("name one format", ("--kv-cache-dtype", _word(k or v or Follow.MODEL))),),
+            )

@@ -1,0 +1,60 @@
+"""What a reader of a plan must be told, gathered over its layers."""
+
+from __future__ import annotations
+
+from kvant.kv.checkpoint.facts import CheckpointKV
+from kvant.kv.dtype import KVDtype
+from kvant.kv.spec import Choice, KVPlan, ScaleState, Source
+
+_NATIVE = frozenset({KVDtype.FLOAT32, KVDtype.FLOAT16, KVDtype.BFLOAT16})
+
+
+def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
+    """One line per matter, with the layers it concerns."""
+    found: dict[str, list[int]] = {}
+
+    def note(text: str, layer: int) -> None:
+        layers = found.setdefault(text, [])
+        if layer not in layers:
+            layers.append(layer)
+
+    for layer in plan.layers:
+        index = layer.geometry.index
+        for choice in (layer.k, layer.v):
+            if choice is None:
+                continue
+            for text in _of_choice(choice):
+                note(text, index)
+        if layer.geometry.sinks and layer.k is not None and layer.k.dtype not in _NATIVE:
+            note(
+                f"keys in {layer.k.dtype} under attention sinks: such models lose more than others; "
+                "measure before serving",
+                index,
+            )
+    lines = [f"{text} ({_span(layers, len(plan.layers))})" for text, layers in found.items()]
+    return (*lines, *checkpoint.notes)
+
+
+def _of_choice(choice: Choice) -> list[str]:
+    lines = []
+    if choice.scale.state is ScaleState.UNCALIBRATED and choice.dtype in (
+        KVDtype.FP8_E4M3,
+        KVDtype.FP8_E4M3FNUZ,
+    ):
+        lines.append(
+            f"{choice.dtype} without calibrated scales stores values times 1.0; ways out: "
+            "--kv-cache-dtype fp8_per_token_head, or a checkpoint with k_scale and v_scale"
+        )
+    if choice.scale.state is ScaleState.MISSING:
+        lines.append("the checkpoint promises scales that are not there; 1.0 is used as asked")
+    if choice.source is Source.DOWNGRADE:
+        lines.append(f"downgraded to {choice.dtype}: {choice.because}")
+    return lines
+
+
+def _span(layers: list[int], total: int) -> str:
+    if len(layers) == total:
+        return "every layer"
+    if len(layers) > 8:
+        return f"{len(layers)} of {total} layers"
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"

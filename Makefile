@@ -1,0 +1,11 @@
+# Each target sets up .venv on its own when needed; a second run installs nothing.
+.PHONY: demo test setup
+
+setup:
+	@python3 scripts/setup.py
+
+demo: setup
+	@.venv/bin/python scripts/demo.py
+
+test: setup
+	@.venv/bin/python scripts/test.py

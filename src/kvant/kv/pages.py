@@ -1,0 +1,203 @@
+"""Who owns which page: ids, reference counts and prefix hashes. No tensors; the pool holds the bytes.
+
+A page is at every moment exactly one of
+
+    held      some sequences refer to it; it may be known by a prefix hash, then others can join
+    idle      nobody refers to it, its contents are known by a prefix hash: kept for reuse, oldest first
+    free      nobody refers to it and its contents mean nothing
+
+    free --allocate--> held --release--> idle (has a hash) or free
+    idle --match--> held            idle --allocate, when nothing is free--> held, hash forgotten
+
+Only full pages have hashes, so a page that others may join is never written again: no copying.
+Page `SCRATCH` takes the writes of padding and belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+SCRATCH = 0
+"""Same page as `kvant.kv.pool.SCRATCH_PAGE`, which cannot be imported here (it brings torch)."""
+
+
+def root_hash(*, salt: str, model: str, revision: str | None, plan_fingerprint: str) -> bytes:
+    """What stands before a sequence's first page.
+
+    Everything that decides what the stored bytes mean: two sequences with different roots never
+    share a page, whatever their tokens.
+    """
+    digest = hashlib.sha256(b"kvant prefix 1")
+    for part in (salt, model, "" if revision is None else f"@{revision}", plan_fingerprint):
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little"))  # no two lists of parts read the same
+        digest.update(encoded)
+    return digest.digest()
+
+
+def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Hash of one full page: SHA-256 over the hash of the page before it and its own tokens."""
+    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+
+
+class PageAllocator:
+    """Hands out pages 1 .. num_pages - 1 of a pool.
+
+    num_pages: pages of the pool, the scratch page counted. Everything is O(1) a page except `audit`.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._ref_counts = [0] * num_pages
+        self._free = list(range(num_pages - 1, SCRATCH, -1))  # a stack: the lowest id comes first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # longest unused first
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._to_zero: list[int] = []
+
+    @property
+    def num_usable(self) -> int:
+        """Pages that can be held at all."""
+        return self._num_pages - 1
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could hand out now, idle ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_usable - self.num_available
+
+    @property
+    def num_idle(self) -> int:
+        """Pages nobody holds that a later request may find by their prefix."""
+        return len(self._idle)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages with reference count 1, or None (and no change) if there are not that many.
+
+        Each is due for zeroing, see `take_pages_to_zero`. Idle pages go last, longest unused first.
+        """
+        if count > self.num_available:
+            return None
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._idle.popitem(last=False)
+                self._drop_hash(page)
+            self._ref_counts[page] = 1
+            pages.append(page)
+        self._to_zero += pages
+        return pages
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Pages of the longest known prefix of `hashes`; changes nothing, see `join`."""
+        found: list[int] = []
+        for digest in hashes:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def num_idle_among(self, pages: Iterable[int]) -> int:
+        """How many of these pages `join` would take out of what is available."""
+        return sum(page in self._idle for page in pages)
+
+    def join(self, pages: Iterable[int]) -> None:
+        """One more reference to each page that `match` found."""
+        for page in pages:
+            assert page in self._hash_of, f"page {page} has no contents to join"
+            self._idle.pop(page, None)
+            self._ref_counts[page] += 1
+
+    def remember(self, page: int, digest: bytes) -> bool:
+        """Make a full, written page findable. False if these contents are known as another page."""
+        assert self._ref_counts[page] > 0, f"page {page} is nobody's"
+        assert page not in self._hash_of, f"page {page} is known already"
+        if digest in self._page_of:
+            return False
+        self._page_of[digest] = page
+        self._hash_of[page] = digest
+        return True
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Nobody finds these pages any more (their contents are not to be trusted); holders keep them."""
+        for page in pages:
+            self._drop_hash(page)
+            if page in self._idle:
+                del self._idle[page]
+                self._free.append(page)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back one reference to each page of a sequence, in the sequence's order.
+
+        The end of the sequence becomes idle before its beginning, so that it is also recycled first:
+        a page is of no use without those before it.
+        """
+        for page in reversed(pages):
+            count = self._ref_counts[page] - 1
+            assert count >= 0, f"page {page} was given back twice"
+            self._ref_counts[page] = count
+            if count:
+                continue
+            if page in self._hash_of:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache."""
+        self.forget(list(self._hash_of))
+
+    def take_pages_to_zero(self) -> list[int]:
+        """Pages handed out since the last call; the pool clears them before anything is written."""
+        pages, self._to_zero = self._to_zero, []
+        return pages
+
+    def audit(self, holders: Iterable[Sequence[int]]) -> list[str]:
+        """Recompute everything from scratch; what does not add up, in words, [] if all is well.
+
+        holders: the pages of every sequence that holds any.
+        """
+        faults: list[str] = []
+        held = Counter(page for pages in holders for page in pages)
+        free, idle = Counter(self._free), set(self._idle)
+        for page in range(self._num_pages):
+            count, referred = self._ref_counts[page], held[page]
+            if count != referred:
+                faults.append(f"page {page}: reference count {count}, {referred} sequences hold it")
+            places = free[page] + (page in idle) + (referred > 0)
+            if places != (0 if page == SCRATCH else 1):
+                faults.append(
+                    f"page {page}: {free[page]} times free, idle {page in idle}, held {referred} times"
+                )
+            if page in self._hash_of and (free[page] or page == SCRATCH):
+                faults.append(f"page {page}: findable, though its contents mean nothing")
+            if page in idle and page not in self._hash_of:
+                faults.append(f"page {page}: idle, but nobody can find it")
+        faults += [f"page {page} is none of this pool's" for page in held if page >= self._num_pages]
+        if {digest: page for page, digest in self._hash_of.items()} != self._page_of:
+            faults.append("the two directions of the prefix map disagree")
+        return faults
+
+    def _drop_hash(self, page: int) -> None:
+        digest = self._hash_of.pop(page, None)
+        if digest is not None:
+            del self._page_of[digest]
+
+
+def chain(parent: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
+    """Hashes of the full pages of `tokens`, which begin at a page's edge after `parent`."""
+    full = len(tokens) - len(tokens) % page_size
+    hashes = [parent]
+    for start, end in pairwise(range(0, full + 1, page_size)):
+        hashes.append(page_hash(hashes[-1], tokens[start:end]))
+    return hashes[1:]

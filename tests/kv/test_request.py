@@ -1,0 +1,130 @@
+"""Reading names, selectors, rules and policy files: the edge where text ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvant.errors import BadValue, ConfigError, UnknownName
+from kvant.kv.dtype import Follow, KVDtype
+from kvant.kv.geometry import Attention, LayerGeometry
+from kvant.kv.names import FormatRequest, known_names, parse_format
+from kvant.kv.policy import read_policy
+from kvant.kv.request import parse_rule, parse_selectors, parse_skips
+
+
+def layer(index: int, kind: Attention = Attention.FULL) -> LayerGeometry:
+    return LayerGeometry(index, f"model.layers.{index}.self_attn", kind, 8, 2, 64, 64)
+
+
+def selected(text: str, num_layers: int = 8) -> list[int]:
+    selectors = parse_selectors(text, asked_by="test")
+    kinds = [Attention.SLIDING if i % 2 else Attention.FULL for i in range(num_layers)]
+    return [
+        i
+        for i in range(num_layers)
+        if any(s.matches(layer(i, kinds[i]), num_layers) for s in selectors)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3", [3]),
+        ("-1", [7]),
+        ("0-2", [0, 1, 2]),
+        ("5-", [5, 6, 7]),
+        ("-2-", [6, 7]),
+        ("-3--2", [5, 6]),
+        ("2--6", [2]),
+        ("0, 4-5", [0, 4, 5]),
+        ("sliding_window", [1, 3, 5, 7]),
+        ("full", [0, 2, 4, 6]),
+        (r"re:layers\.[37]\.", [3, 7]),
+        (r"0,re:layers\.[37]\.", [0, 3, 7]),
+        (r"re:layers\.(3|5,7)\.", [3]),
+    ],
+)
+def test_selectors(text: str, expected: list[int]) -> None:
+    assert selected(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-2-3", "re:(", "0,,1", "sliding", "--", "1.5"])
+def test_malformed_selectors_are_refused(text: str) -> None:
+    with pytest.raises(BadValue):
+        parse_selectors(text, asked_by="--flag")
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_every_known_name_is_read_in_any_case(name: str) -> None:
+    assert parse_format(name.upper(), asked_by="t") == parse_format(name, asked_by="t")
+
+
+def test_a_pair_is_two_formats() -> None:
+    wanted = parse_format("fp8/int4_per_token_head", asked_by="t")
+    assert wanted == FormatRequest(KVDtype.FP8_E4M3, KVDtype.INT4_PER_TOKEN_HEAD)
+    assert parse_format("model/nvfp4", asked_by="t").k is Follow.MODEL
+
+
+@pytest.mark.parametrize("text", ["fp8/", "/fp8", "fp8/fp8/fp8", "/"])
+def test_half_a_pair_is_refused(text: str) -> None:
+    with pytest.raises(BadValue):
+        parse_format(text, asked_by="t")
+
+
+def test_encodings_of_devices_cannot_be_asked_for() -> None:
+    with pytest.raises(UnknownName):
+        parse_format("fp8_e4m3fnuz", asked_by="t")
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    for parse in (parse_format, parse_selectors, parse_rule, parse_skips):
+        try:
+            parse(text, asked_by="t")
+        except ConfigError as refused:
+            assert refused.exit_code == 2
+
+
+def test_rules_name_sides() -> None:
+    (rule,) = parse_rule("0-3:k=fp8", asked_by="t").target.rules
+    assert (rule.k, rule.v) == (KVDtype.FP8_E4M3, None)
+    (rule,) = parse_rule(r"re:a:b:v=model", asked_by="t").target.rules
+    assert (rule.k, rule.v) == (None, Follow.MODEL)
+    assert rule.selector.text == "re:a:b"
+
+
+def test_the_draft_prefix_addresses_the_drafter() -> None:
+    parsed = parse_rule("draft:0:fp8", asked_by="t")
+    assert not parsed.target.rules
+    assert parsed.draft.rules[0].k is KVDtype.FP8_E4M3
+    assert parse_skips("draft:0,1", asked_by="t").draft.skips[1].selector.first == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", "rules: 3", "unknown: 1", "rules: [{layers: 0}]", "rules: [{0: fp8, 1: fp8}]", "a: [",
+     "rules: ['draft:0:fp8']", "kv_cache_dtype: fp9", "skip_layers: 0", "draft: {draft: {}}"],
+)  # fmt: skip
+def test_malformed_policies_are_refused_with_the_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"policy\.yaml"):
+        read_policy(path)
+
+
+def test_a_missing_policy_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadValue, match=r"gone\.yaml"):
+        read_policy(tmp_path / "gone.yaml")
+
+
+def test_a_policy_speaks_to_target_and_draft(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("skip_layers: [0, full]\nrules: [{1: bf16}]\ndraft: {kv_cache_dtype: fp8}\n")
+    parsed = read_policy(path)
+    assert [skip.selector.text for skip in parsed.target.skips] == ["0", "full"]
+    assert parsed.target.rules[0].v is KVDtype.BFLOAT16
+    assert parsed.draft.explicit[0].format.k is KVDtype.FP8_E4M3

@@ -1,0 +1,152 @@
+"""Writes rows into pages and attends over decoded pages, in plain torch.
+
+    pages of a group of sequences --gather--> planes --decode--> rows --slice--> one sequence's rows
+
+Rows past a sequence's end, and rows behind the first query's window, are cut off before any
+arithmetic, so whatever bytes lie there (NaN too) cannot reach a result. Each sequence is computed
+alone: what else is in the step does not change its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.reference.scores import attend_rows
+from kvant.kv.codecs import codec_for
+from kvant.kv.pool import LayerCache
+from kvant.kv.spec import Choice
+
+GROUP_PAGES = 1024
+"""Pages decoded at once; bounds the memory of decoded rows when long sequences share a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The rows of the cache that one sequence's queries can see.
+
+    q_start, q_end: its queries in T. seqlen_kv: its length. first: the first visible token.
+    first_page, end_page: columns of the page table.
+    """
+
+    sequence: int
+    q_start: int
+    q_end: int
+    seqlen_kv: int
+    first: int
+    first_page: int
+    end_page: int
+
+
+class ReferenceBackend:
+    """`AttentionBackend` for any device.
+
+    compute: least dtype of all arithmetic; float64 makes an oracle. Wider queries raise it;
+    narrower ones are widened and the result is rounded back.
+    """
+
+    name = "reference"
+
+    def __init__(self, compute: torch.dtype = torch.float32) -> None:
+        self.compute = compute
+
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+        """Encode k, v [T, num_kv_heads, head_dim] and put them into `step.slot_mapping`'s slots."""
+        slots = step.slot_mapping
+        keep = slots >= 0
+        if not bool(keep.all()):
+            slots, k, v = slots[keep], k[keep], v[keep]
+        _store(cache.k, cache.spec.k, k, cache.k_scale, slots)
+        _store(cache.v, cache.spec.v, v, cache.v_scale, slots)
+
+    def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
+
+        Tokens that belong to no sequence, or to one without stored tokens, get zeros.
+        """
+        head_dims = cache.spec.geometry.head_dim_k, cache.spec.geometry.head_dim_v
+        compute = torch.promote_types(self.compute, q.dtype)
+        out = q.new_zeros(q.shape[0], q.shape[1], head_dims[1])
+        for group in _groups(_spans(step, params.window, cache.page_size)):
+            tables = [step.page_table[s.sequence, s.first_page : s.end_page] for s in group]
+            pages = torch.cat(tables)
+            k = _rows(cache.k, cache.spec.k, cache.k_scale, pages, head_dims[0], compute)
+            v = _rows(cache.v, cache.spec.v, cache.v_scale, pages, head_dims[1], compute)
+            base = 0  # row of the group's first page of this sequence
+            for s in group:
+                start = base + s.first - s.first_page * cache.page_size
+                end = start + s.seqlen_kv - s.first
+                base += (s.end_page - s.first_page) * cache.page_size
+                out[s.q_start : s.q_end] = attend_rows(
+                    q[s.q_start : s.q_end].to(compute),
+                    k[start:end],
+                    v[start:end],
+                    offset=s.seqlen_kv - (s.q_end - s.q_start) - s.first,
+                    causal=step.causal,
+                    params=params,
+                )
+        return out
+
+
+def backend() -> AttentionBackend:
+    """The backend as the engine uses it: float32 at least."""
+    return ReferenceBackend()
+
+
+def _store(
+    planes: Sequence[Tensor],
+    choice: Choice | None,
+    rows: Tensor,
+    scale: Tensor | None,
+    slots: Tensor,
+) -> None:
+    assert choice is not None, "refuse() excludes layers that store only one side"
+    for plane, encoded in zip(planes, codec_for(choice.dtype).encode(rows, scale), strict=True):
+        plane.view(-1, *plane.shape[2:]).index_copy_(0, slots, encoded)
+
+
+def _rows(
+    planes: Sequence[Tensor],
+    choice: Choice | None,
+    scale: Tensor | None,
+    pages: Tensor,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Decoded rows of whole pages: [len(pages) * page_size, num_kv_heads, head_dim]."""
+    assert choice is not None, "refuse() excludes layers that store only one side"
+    gathered = [plane.index_select(0, pages).flatten(0, 1) for plane in planes]
+    return codec_for(choice.dtype).decode(gathered, scale, head_dim, dtype)
+
+
+def _spans(step: Step, window: int | None, page_size: int) -> Iterator[_Span]:
+    """What each sequence with queries and stored tokens reads."""
+    offsets = step.cu_seqlens_q.tolist()
+    for sequence, seqlen_kv in enumerate(step.seqlens_kv.tolist()):
+        q_start, q_end = offsets[sequence], offsets[sequence + 1]
+        if q_start == q_end or seqlen_kv == 0:
+            continue
+        first_query = seqlen_kv - (q_end - q_start)
+        assert first_query >= 0 or not step.causal, "a step's own tokens are among the stored ones"
+        first = 0 if window is None else max(0, first_query - window + 1)
+        end_page = -(-seqlen_kv // page_size)
+        yield _Span(sequence, q_start, q_end, seqlen_kv, first, first // page_size, end_page)
+
+
+def _groups(spans: Iterator[_Span]) -> Iterator[list[_Span]]:
+    """Neighbouring sequences that are decoded together: GROUP_PAGES at most, or one alone."""
+    group: list[_Span] = []
+    pages = 0
+    for span in spans:
+        size = span.end_page - span.first_page
+        if group and pages + size > GROUP_PAGES:
+            yield group
+            group, pages = [], 0
+        group.append(span)
+        pages += size
+    if group:
+        yield group

@@ -2,10 +2,11 @@
 
 Kernels elsewhere must produce the same bytes and read the same values. All arithmetic is float32
 (float64 input is rounded to float32 first), one IEEE operation at a time, so that the bytes are the
-same on every device; rounding is to nearest even, casts saturate.
+same on every device; rounding is to nearest even, casts saturate. docs/formats.md draws the layouts.
 
-Numbers of magnitude above `CLAMP` are clamped before anything else, so that finite input never
-becomes infinite or NaN; NaN stays NaN wherever the encoding can say it.
+In every format but the native ones, numbers of magnitude above `CLAMP` are clamped before anything
+else, so that finite input never becomes infinite or NaN. NaN stays NaN in every format: its code is
+the encoding's one canonical NaN, or the scale that it shares is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Element, KVFormat
 
 CLAMP = 2.0**100
+"""Bound on |x| before encoding, and on scales from outside: each must lie in [1 / CLAMP, CLAMP]."""
 
 TORCH_ELEMENT = {
     Element.UINT8: torch.uint8,
@@ -34,18 +36,27 @@ TORCH_ELEMENT = {
 class Codec(Protocol):
     """Rows to planes and back, for one format.
 
-    Shapes: x is [..., num_kv_heads, head_dim], any floating dtype. `scale` is the scale from outside
-    the pages (ScalePlace.PARAMETER, and nvfp4's global scale): float32, [1] or [num_kv_heads], or
-    None for formats that have none. Planes come in the order of `KVFormat.planes`, each
-    [..., num_kv_heads, plane.width] in its element's dtype.
+    Shapes: x is [..., num_kv_heads, head_dim], any floating dtype, any leading shape (also with no
+    rows). `scale` is the scale from outside the pages (ScalePlace.PARAMETER, and nvfp4's global
+    scale): float32, [1] or [num_kv_heads], finite and in [1 / CLAMP, CLAMP] (whoever reads scales
+    refuses others), or None for formats that have none. Planes come in the order of
+    `KVFormat.planes`, each [..., num_kv_heads, plane.width] in its element's dtype.
+
+    The bytes of a row depend on that row (and on `scale`) alone. Zeroed planes decode to zeros.
     """
 
-    def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]: ...
+    def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Planes of x, freshly made or, where nothing changes, x itself. x is not written to."""
+        ...
 
     def decode(
         self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
     ) -> Tensor:
-        """Decoded rows [..., num_kv_heads, head_dim] in `dtype`, computed in float32 or wider."""
+        """Decoded rows [..., num_kv_heads, head_dim] in `dtype`, computed in float32.
+
+        Values beyond the range of a narrower `dtype` saturate. The result may be a plane itself
+        (native formats in their own dtype): do not write to it.
+        """
         ...
 
 

@@ -1,0 +1,50 @@
+"""Steps that every codec shares: into float32, out of it, and division that is IEEE everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvant.kv.codecs import CLAMP
+
+# Smallest scale a row makes for itself: the smallest normal float32. Dividing by it loses nothing
+# and no subnormal scale exists for a device that flushes those to zero.
+MIN_ROW_SCALE = 2.0**-126
+
+
+def widen(x: Tensor) -> Tensor:
+    """x as float32 in [-CLAMP, CLAMP]; infinities become the bound, NaN stays."""
+    return x.to(torch.float32).clamp(-CLAMP, CLAMP)
+
+
+def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float values as `dtype`: rounded to nearest even, saturating (infinities too), NaN stays.
+
+    Between float32 and float64 in the widening direction, and within one dtype, nothing changes.
+    """
+    if torch.promote_types(values.dtype, dtype) is dtype:
+        return values.to(dtype)
+    if values.dtype is not torch.float64:
+        values = values.to(torch.float32)  # float16 and bfloat16: neither holds the other
+    bound = torch.finfo(dtype).max
+    return values.clamp(-bound, bound).to(torch.float32).to(dtype)
+
+
+def divide(x: Tensor, by: float) -> Tensor:
+    """x / by, correctly rounded. Torch on CUDA makes `x / 127.0` a product with a rounded 1/127."""
+    return x / torch.full((), by, dtype=x.dtype, device=x.device)
+
+
+def row_scale(span: Tensor, steps: float) -> Tensor:
+    """span / steps, at least MIN_ROW_SCALE; NaN becomes the one canonical NaN 0x7fc00000.
+
+    span: [.., 1] float32, not negative.
+    """
+    scale = divide(span, steps).clamp_(min=MIN_ROW_SCALE)
+    return torch.where(scale.isnan(), float("nan"), scale)
+
+
+def per_head(scale: Tensor | None) -> Tensor:
+    """A scale from outside, [1] or [num_kv_heads], shaped to broadcast over [.., heads, head_dim]."""
+    assert scale is not None, "this format needs the scale that its layer's storage keeps"
+    return scale.to(torch.float32).reshape(-1, 1)

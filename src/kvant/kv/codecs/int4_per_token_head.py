@@ -1,0 +1,88 @@
+"""int4_per_token_head: rotated rows in 4-bit steps, with one scale and zero point per token and head.
+
+    y      = rotate(x)                                     see kvant.kv.codecs.rotation
+    lo, hi = min(min(y), 0), max(max(y), 0)                so that a constant row has a zero point
+    scale  = max((hi - lo) / 15, 2^-126), rounded to 11 significant bits (half away from zero)
+    zp     = clamp(nearest(-lo / scale), 0, 15)
+    code   = clamp(nearest(y / scale) + zp, 0, 15)
+    stored = the scale's float32 bits | zp                 its 13 low mantissa bits are 0 before
+    value  = rotate((code - zp) * scale) / B
+
+Eleven bits of scale make decoding exact: sums of up to 512 steps of at most 15 need 13 bits, and
+13 + 11 = 24 is float32's significand. So every order of summation, with or without fused
+multiply-add or as a matrix product, gives the same value. A row that contains NaN has scale NaN
+(0x7fc00000) and codes 0, and decodes to NaN.
+
+Format after vLLM's of the same name (zero point in the mantissa, adjacent packing, Hadamard), with
+its own scale rule and with blocks where head_dim is no power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvant.kv.codecs import Codec, nibbles
+from kvant.kv.codecs.conversion import narrow, row_scale, widen
+from kvant.kv.codecs.rotation import rotate, unrotate
+from kvant.kv.format import KVFormat
+
+STEPS = 15.0
+ZERO_POINT_MASK = 0xF
+_DROPPED_BITS = 13
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedInt4Codec:
+    def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        assert scale is None
+        y = rotate(widen(x))
+        low = y.amin(-1, keepdim=True).clamp_(max=0.0)
+        high = y.amax(-1, keepdim=True).clamp_(min=0.0)
+        scales = row_scale(high - low, STEPS)
+        broken = scales.isnan()
+        # Rows with NaN are encoded as rows of zeros, and get their scale back at the end.
+        scales = _round_to_11_bits(scales.masked_fill(broken, 1.0))
+        zero_point = (-low / scales).round_().clamp_(0.0, STEPS).masked_fill_(broken, 0.0)
+        codes = (y / scales).round_().add_(zero_point).clamp_(0.0, STEPS)
+        codes = codes.masked_fill_(broken, 0.0)
+        stored = (scales.view(torch.int32) | zero_point.to(torch.int32)).view(torch.float32)
+        return nibbles.pack(codes), torch.where(broken, float("nan"), stored)
+
+    def decode(
+        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        assert scale is None
+        return narrow(unrotate(self.decode_rotated(planes)), dtype)
+
+    def decode_rotated(self, planes: Sequence[Tensor]) -> Tensor:
+        """The rows before the rotation is undone: float32 [.., head_dim], exact.
+
+        For attention in rotated space: q . k = rotate(q) . decode_rotated / B, and a weighted sum of
+        values needs `unrotate` once, on the result.
+        """
+        packed, stored = planes
+        zero_point, scales = split_stored_scale(stored)
+        numbers = torch.arange(16, dtype=torch.float32, device=packed.device)
+        return nibbles.look_up(packed, numbers).sub_(zero_point).mul_(scales)
+
+
+def split_stored_scale(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero points and scales, both float32, out of the float32 scale plane."""
+    bits = stored.view(torch.int32)
+    zero_point = (bits & ZERO_POINT_MASK).to(torch.float32)
+    return zero_point, (bits & ~ZERO_POINT_MASK).view(torch.float32)
+
+
+def _round_to_11_bits(scales: Tensor) -> Tensor:
+    """Positive normal float32 to 11 significant bits, ties upwards."""
+    half = 1 << (_DROPPED_BITS - 1)
+    bits = (scales.view(torch.int32) + half) & -(1 << _DROPPED_BITS)
+    return bits.view(torch.float32)
+
+
+def codec(fmt: KVFormat) -> Codec:
+    return RotatedInt4Codec()

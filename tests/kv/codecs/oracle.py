@@ -1,0 +1,256 @@
+"""A second, slow definition of every KV format, written from the bit layouts in docs/formats.md.
+
+Shares no code with `kvant.kv.codecs` and does not use torch: number encodings are tables of exact
+fractions, each float32 operation is one numpy scalar operation, rows are handled one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from kvant.kv.dtype import KVDtype
+
+CLAMP = np.float32(2.0**100)
+SMALLEST_NORMAL = np.float32(2.0**-126)
+CANONICAL_NAN = bytes.fromhex("0000c07f")
+
+
+@dataclass(frozen=True)
+class MiniFloat:
+    """A sign, exponent and mantissa in `bits` bits; some codes mean NaN or infinity instead."""
+
+    bits: int
+    mantissa_bits: int
+    bias: int
+    nan: frozenset[int]
+    infinite: frozenset[int] = frozenset()
+    canonical_nan: int = 0
+    negative_zero: bool = True
+
+    @property
+    def sign(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def number(self, code: int) -> Fraction | None:
+        """The exact number of a code; None for NaN and infinities."""
+        if code in self.nan or code in self.infinite:
+            return None
+        magnitude = code & (self.sign - 1)
+        exponent, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
+        significand = Fraction(mantissa, 1 << self.mantissa_bits)
+        if exponent == 0:
+            value = significand * Fraction(2) ** (1 - self.bias)
+        else:
+            value = (1 + significand) * Fraction(2) ** (exponent - self.bias)
+        return -value if code & self.sign else value
+
+    def decode(self, code: int) -> float:
+        if code in self.nan:
+            return math.nan
+        if code in self.infinite:
+            return -math.inf if code & self.sign else math.inf
+        number = self.number(code)
+        assert number is not None
+        return math.copysign(float(number), -1.0 if code & self.sign else 1.0)
+
+    @cached_property
+    def magnitudes(self) -> list[float]:
+        """Finite non-negative values by code; every format's fit a double exactly."""
+        found = [self.number(code) for code in range(self.sign)]
+        return [float(n) for n in found if n is not None]
+
+    def encode(self, x: float) -> int:
+        """Nearest code, ties to the even code, saturating; x is taken exactly."""
+        if math.isnan(x):
+            return self.canonical_nan
+        size, table = abs(x), self.magnitudes
+        if size >= table[-1]:
+            code = len(table) - 1
+        else:
+            above = bisect_left(table, size)
+            code = above
+            if table[above] != size:
+                below = above - 1
+                # Halves and sums of neighbouring table values are exact in a double.
+                middle = (table[below] + table[above]) / 2
+                if size < middle or (size == middle and below % 2 == 0):
+                    code = below
+        if math.copysign(1.0, x) < 0 and (code or self.negative_zero):
+            code |= self.sign
+        return code
+
+
+E4M3FN = MiniFloat(8, 3, 7, nan=frozenset({0x7F, 0xFF}), canonical_nan=0x7F)
+E4M3FNUZ = MiniFloat(8, 3, 8, nan=frozenset({0x80}), canonical_nan=0x80, negative_zero=False)
+E5M2 = MiniFloat(
+    8,
+    2,
+    15,
+    nan=frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}),
+    infinite=frozenset({0x7C, 0xFC}),
+    canonical_nan=0x7F,
+)
+E2M1 = MiniFloat(4, 1, 1, nan=frozenset())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One encoded row: the bytes of each plane, and its values (float32, exact where defined so)."""
+
+    planes: tuple[bytes, ...]
+    values: list[float]
+
+
+def _float32_bytes(value: np.float32) -> bytes:
+    return CANONICAL_NAN if np.isnan(value) else value.astype("<f4").tobytes()
+
+
+def _clamped(x: Sequence[float]) -> list[np.float32]:
+    with np.errstate(over="ignore"):
+        row = [np.float32(v) for v in x]
+    return [v if np.isnan(v) else min(max(v, -CLAMP), CLAMP) for v in row]
+
+
+def _absmax(row: Sequence[np.float32]) -> np.float32:
+    return np.float32(np.nan) if any(np.isnan(v) for v in row) else max(abs(v) for v in row)
+
+
+def _row_scale(span: np.float32, steps: int) -> np.float32:
+    return span if np.isnan(span) else max(span / np.float32(steps), SMALLEST_NORMAL)
+
+
+def _nearest(x: np.float32) -> int:
+    """Nearest integer, ties to even, by exact arithmetic."""
+    return round(Fraction(float(x)))
+
+
+def float32(x: Sequence[float], scale: float) -> Row:
+    row = [np.float32(v) for v in x]
+    return Row((b"".join(v.astype("<f4").tobytes() for v in row),), [float(v) for v in row])
+
+
+def float16(x: Sequence[float], scale: float) -> Row:
+    half = MiniFloat(16, 10, 15, frozenset(range(0x7C01, 0x8000)), frozenset({0x7C00}), 0x7E00)
+    codes = [half.encode(float(np.float32(v))) for v in x]
+    return Row((b"".join(c.to_bytes(2, "little") for c in codes),), [half.decode(c) for c in codes])
+
+
+def bfloat16(x: Sequence[float], scale: float) -> Row:
+    brain = MiniFloat(16, 7, 127, frozenset(range(0x7F81, 0x8000)), frozenset({0x7F80}), 0x7FC0)
+    codes = [brain.encode(float(np.float32(v))) for v in x]
+    return Row(
+        (b"".join(c.to_bytes(2, "little") for c in codes),), [brain.decode(c) for c in codes]
+    )
+
+
+def scaled_float8(kind: MiniFloat) -> Callable[[Sequence[float], float], Row]:
+    def encode(x: Sequence[float], scale: float) -> Row:
+        outside = np.float32(scale)
+        codes = [kind.encode(float(v / outside)) for v in _clamped(x)]
+        values = [float(np.float32(kind.decode(c)) * outside) for c in codes]
+        return Row((bytes(codes),), values)
+
+    return encode
+
+
+def fp8_per_token_head(x: Sequence[float], scale: float) -> Row:
+    row = _clamped(x)
+    own = _row_scale(_absmax(row), 448)
+    codes = [E4M3FN.encode(float(v / own)) for v in row]
+    values = [float(np.float32(E4M3FN.decode(c)) * own) for c in codes]
+    return Row((bytes(codes), _float32_bytes(own)), values)
+
+
+def int8_per_token_head(x: Sequence[float], scale: float) -> Row:
+    row = _clamped(x)
+    own = _row_scale(_absmax(row), 127)
+    if np.isnan(own):
+        return Row((bytes(len(row)), CANONICAL_NAN), [math.nan] * len(row))
+    codes = [min(max(_nearest(v / own), -127), 127) for v in row]
+    values = [float(np.float32(c) * own) for c in codes]
+    return Row((bytes(c & 0xFF for c in codes), _float32_bytes(own)), values)
+
+
+def butterflies(row: Sequence[np.float32]) -> list[np.float32]:
+    """The rotation in float32, in place, block after block, strides 1, 2, 4, .."""
+    y, block = list(row), 1
+    while len(y) % (2 * block) == 0:
+        block *= 2
+    stride = 1
+    while stride < block:
+        for j in range(len(y)):
+            if not j & stride:
+                y[j], y[j + stride] = y[j] + y[j + stride], y[j] - y[j + stride]
+        stride *= 2
+    return y
+
+
+def exact_unrotation(steps: Sequence[Fraction]) -> list[Fraction]:
+    """H / B by its definition, H[i, j] = (-1)^(number of ones in i & j), in exact arithmetic."""
+    block = len(steps) & -len(steps)
+    found = []
+    for i in range(len(steps)):
+        base = i - i % block
+        terms = (steps[base + j] * (-1) ** ((i & j).bit_count()) for j in range(block))
+        found.append(sum(terms, Fraction(0)) / block)
+    return found
+
+
+def int4_per_token_head(x: Sequence[float], scale: float) -> Row:
+    y = butterflies(_clamped(x))
+    if any(np.isnan(v) for v in y):
+        return Row((bytes(len(y) // 2), CANONICAL_NAN), [math.nan] * len(y))
+    zero = np.float32(0)
+    low, high = min([*y, zero]), max([*y, zero])
+    own = max((high - low) / np.float32(15), SMALLEST_NORMAL)
+    # 11 significant bits, ties upwards
+    mantissa, exponent = math.frexp(float(own))
+    own = np.float32(math.ldexp(math.floor(mantissa * 2048 + 0.5), exponent - 11))
+    zero_point = min(max(_nearest(-low / own), 0), 15)
+    codes = [min(max(_nearest(v / own) + zero_point, 0), 15) for v in y]
+    packed = bytes(codes[i] + 16 * codes[i + 1] for i in range(0, len(codes), 2))
+    stored = int.from_bytes(_float32_bytes(own), "little") + zero_point
+    exact = exact_unrotation([(c - zero_point) * Fraction(float(own)) for c in codes])
+    return Row((packed, stored.to_bytes(4, "little")), [float(v) for v in exact])
+
+
+def nvfp4(x: Sequence[float], scale: float) -> Row:
+    row, outer = _clamped(x), np.float32(scale)
+    codes: list[int] = []
+    scale_codes: list[int] = []
+    values: list[float] = []
+    for start in range(0, len(row), 16):
+        block = row[start : start + 16]
+        amax = _absmax(block)
+        scale_code = E4M3FN.encode(float((amax / np.float32(6)) / outer))
+        if amax > 0 and scale_code == 0:
+            scale_code = 1
+        step = np.float32(E4M3FN.decode(scale_code)) * outer
+        ordinary = amax > 0  # neither zero nor NaN
+        found = [E2M1.encode(float(v / step)) if ordinary else 0 for v in block]
+        codes += found
+        scale_codes.append(scale_code)
+        values += [float(np.float32(E2M1.decode(c)) * step) for c in found]
+    packed = bytes(codes[i] + 16 * codes[i + 1] for i in range(0, len(codes), 2))
+    return Row((packed, bytes(scale_codes)), values)
+
+
+ENCODE_ROW: dict[KVDtype, Callable[[Sequence[float], float], Row]] = {
+    KVDtype.FLOAT32: float32,
+    KVDtype.FLOAT16: float16,
+    KVDtype.BFLOAT16: bfloat16,
+    KVDtype.FP8_E4M3: scaled_float8(E4M3FN),
+    KVDtype.FP8_E4M3FNUZ: scaled_float8(E4M3FNUZ),
+    KVDtype.FP8_E5M2: scaled_float8(E5M2),  # scale 1.0
+    KVDtype.FP8_PER_TOKEN_HEAD: fp8_per_token_head,
+    KVDtype.INT8_PER_TOKEN_HEAD: int8_per_token_head,
+    KVDtype.INT4_PER_TOKEN_HEAD: int4_per_token_head,
+    KVDtype.NVFP4: nvfp4,
+}

@@ -1,8 +1,8 @@
 """What the readers of checkpoint dialects produce: facts, not decisions.
 
-A checkpoint may wish for a format (globally, or layer by layer) and may bring scales. Whether a wish
-is followed is `kvant.kv.resolve`'s business; a wish that cannot be read is kept as such, because an
-explicit request makes it irrelevant.
+A checkpoint may wish for a format (globally, or layer by layer) and may bring scales. Whether a
+wish is followed is `kvant.kv.resolve`'s business; a wish that cannot be read is kept as such,
+because an explicit request makes it irrelevant.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class ScalePromise(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVWish:
-    """A readable wish. where: file and key, such as "config.json: quantization_config.kv_cache_scheme".
+    """A readable wish.
 
-    A side is None where the checkpoint says nothing about it or asks for the model dtype.
+    where: file and key, such as "config.json: quantization_config.kv_cache_scheme". A side is None
+    where the checkpoint says nothing about it or asks for the model dtype.
     """
 
     k: KVDtype | None
@@ -43,11 +44,16 @@ class KVWish:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableWish:
-    """A wish Kvant cannot read or has no format for. asked: the text; why: what is wrong with it."""
+    """A wish Kvant cannot read or has no format for.
+
+    asked: the text; why: what is wrong with it. nearest: the format that comes closest and has to
+    be asked for by name, where there is one.
+    """
 
     where: str
     asked: str
     why: str
+    nearest: KVDtype | None = None
 
 
 Wish = KVWish | UnreadableWish
@@ -59,6 +65,8 @@ class ScaleTensor:
 
     name: the tensor's name; file: the file that holds it; shape, dtype: as in the header ("F32").
     layer: name of the attention module it belongs to, such as "model.layers.0.self_attn".
+    inverse: it holds 1 / scale (compressed-tensors' global scales). both_sides: one tensor that
+    serves K and V (`kv_scale`). rivals: other tensors that claim to be the same scale.
     """
 
     name: str
@@ -67,6 +75,9 @@ class ScaleTensor:
     dtype: str
     layer: str
     side: Side
+    inverse: bool = False
+    both_sides: bool = False
+    rivals: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -80,14 +91,19 @@ class ScaleTensor:
 class CheckpointKV:
     """All that a checkpoint says about its KV cache.
 
-    scheme: the global wish, or None. per_layer: wishes by attention module name; a layer that is not
-    in a non-empty map wishes for the model dtype. scales: by (module name, side).
-    checked: whether weight files were there to look for scales; without them every scale is
-    "unchecked". notes: what a reader of the plan should know (disagreeing files, unused tensors).
+    scheme: the global wish, or None. per_layer: wishes by attention module name; a layer that is
+    not in a non-empty map wishes for the model dtype. scales: by (module name, side). checked:
+    whether weight files were there to look for scales; without them every scale is "unchecked".
+    notes: what a reader of the plan should know (scales nobody asked for, lone files). ignored:
+    tensors that belong to KV or attention quantisation and that nothing here uses, as "name: why
+    not".
     """
 
     scheme: Wish | None = None
     per_layer: Mapping[str, Wish] = field(default_factory=lambda: MappingProxyType({}))
-    scales: Mapping[tuple[str, Side], ScaleTensor] = field(default_factory=lambda: MappingProxyType({}))
+    scales: Mapping[tuple[str, Side], ScaleTensor] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
     checked: bool = False
     notes: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()

@@ -1,0 +1,60 @@
+"""JSON that came from outside: an object with distinct keys, or BadCheckpoint naming the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import BadCheckpoint, WayOut
+
+MAX_JSON_BYTES = 256 * 2**20
+"""Above any config or index seen; the index of a model with 100,000 tensors takes about 10 MB."""
+
+_LFS = b"version https://git-lfs"
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. BadCheckpoint where there is no such file or no such object."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise BadCheckpoint(f"{path} is too large", why=f"over {MAX_JSON_BYTES} bytes of JSON")
+        data = path.read_bytes()
+    except OSError as fault:
+        raise BadCheckpoint(f"{path} cannot be read", why=fault.strerror or str(fault)) from None
+    refuse_lfs_pointer(data, path)
+    return parse_json_object(data, path)
+
+
+def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
+    """`data`, which stands in `path`, as a JSON object; every level's keys are distinct."""
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as fault:
+        raise BadCheckpoint(f"{path} is no JSON object", why=_first_line(fault)) from None
+    if not isinstance(found, dict):
+        raise BadCheckpoint(f"{path} is no JSON object", why=f"it holds a {type(found).__name__}")
+    return found
+
+
+def refuse_lfs_pointer(head: bytes, path: Path) -> None:
+    """A clone without git-lfs leaves small text files where the weights should be."""
+    if head.startswith(_LFS):
+        raise BadCheckpoint(
+            f"{path} is a Git LFS pointer, not the file itself",
+            why="the directory was cloned without git-lfs",
+            ways_out=(WayOut("fetch the files: run `git lfs pull` in that directory"),),
+        )
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice!r} appears twice in one object")
+    return found
+
+
+def _first_line(fault: Exception) -> str:
+    return (str(fault).splitlines() or [type(fault).__name__])[0]

@@ -1,0 +1,154 @@
+"""What a directory in transformers' format holds, and why Kvant would not load the model in it.
+
+Only names, sizes, JSON and safetensors headers are looked at; no weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import BadCheckpoint, ModelNotFound, WayOut
+from kvant.kv.checkpoint.json_file import read_json_object
+from kvant.kv.checkpoint.safetensors_header import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    find_weight_files,
+    read_header,
+)
+
+CONFIG_NAME = "config.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+# Families published with their own code (`auto_map`) before transformers had them. If the classes
+# named there are the ones transformers has today, its own code serves, and is what runs.
+_ADOPTED = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "mimo_v2_flash": "MiMoV2Flash",
+    "phi3": "Phi3",
+}
+
+
+def require_config(directory: Path) -> dict[str, Any]:
+    """The parsed config.json. Raises ModelNotFound if there is none, BadCheckpoint if broken."""
+    if (directory / CONFIG_NAME).is_file():
+        return read_json_object(directory / CONFIG_NAME)
+    if (directory / "adapter_config.json").is_file():
+        why = "it holds a PEFT adapter (adapter_config.json), which Kvant does not load"
+        way = "merge the adapter into its base model and name the merged model"
+    elif (directory / "params.json").is_file():
+        why = "it holds a checkpoint in its maker's own format (params.json)"
+        way = "name the same model in transformers' format: a directory with config.json"
+    else:
+        why = "it has no config.json"
+        way = "name a directory in transformers' format, a .gguf file, or a hub id"
+    raise ModelNotFound(f"{directory} is no model directory", why=why, ways_out=[WayOut(way)])
+
+
+def obstacle(directory: Path) -> BadCheckpoint | None:
+    """Why Kvant would not load the model in this directory, None if nothing is seen to prevent it.
+
+    Raises like `require_config`.
+    """
+    config = require_config(directory)
+    return remote_code(config, str(directory)) or _weights_obstacle(directory)
+
+
+def remote_code(config: Mapping[str, Any], name: str) -> BadCheckpoint | None:
+    """The refusal of a checkpoint that brings its own Python code, None if it does not need to."""
+    auto_map = config.get("auto_map")
+    if not auto_map:
+        return None
+    if isinstance(auto_map, dict) and _adopted(str(config.get("model_type")), auto_map):
+        return None
+    return BadCheckpoint(
+        f"{name} brings its own Python code (auto_map in config.json), which Kvant never runs",
+        why=f"model_type {config.get('model_type')!r} is computed by {auto_map}",
+        ways_out=[
+            WayOut("use a conversion of the model to an architecture that transformers has itself")
+        ],
+    )
+
+
+def _adopted(model_type: str, auto_map: Mapping[str, Any]) -> bool:
+    prefix = _ADOPTED.get(model_type)
+    ours = {"AutoConfig": f"{prefix}Config", "AutoModelForCausalLM": f"{prefix}ForCausalLM"}
+    theirs = {role: str(auto_map.get(role)).rpartition(".")[2] for role in ours}
+    return prefix is not None and theirs == ours and "AutoTokenizer" not in auto_map
+
+
+def as_note(refusal: BadCheckpoint) -> str:
+    """A refusal in the words of a plan, which does without what is refused."""
+    return f"can be planned, not loaded: {refusal.what} ({refusal.why})"
+
+
+def missing_weights(directory: Path) -> list[str]:
+    """Names of the weight files that are to be there and are not, model.safetensors without an
+    index. Raises BadCheckpoint for a broken index."""
+    if (directory / INDEX_NAME).is_file():
+        files = indexed_files(directory / INDEX_NAME)
+    else:
+        files = [SINGLE_NAME]
+    return [file for file in files if not (directory / file).is_file()]
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The files a safetensors index names, each once. Raises BadCheckpoint when it is broken."""
+    weight_map = read_json_object(index).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    files = sorted({str(name) for name in names})
+    wrong = [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]
+    if not files or wrong:
+        raise BadCheckpoint(
+            f"cannot use the index {index}",
+            why=f"it points to {wrong[0]!r}" if wrong else "it has no weight_map",
+            ways_out=[WayOut("fetch the file again from where the model came")],
+        )
+    return files
+
+
+def _weights_obstacle(directory: Path) -> BadCheckpoint | None:
+    try:
+        missing = missing_weights(directory)
+        if missing == [SINGLE_NAME]:
+            return _no_safetensors(directory)
+        if missing:
+            return BadCheckpoint(
+                f"{directory} lacks weight files",
+                why=f"{INDEX_NAME} names {missing[0]}, which is not there ({len(missing)} in all)",
+                ways_out=[WayOut("fetch the missing files from where the model came")],
+            )
+        for path in find_weight_files(directory).paths:
+            read_header(path)
+    except BadCheckpoint as broken:
+        return broken
+    return None
+
+
+def _no_safetensors(directory: Path) -> BadCheckpoint:
+    names = sorted(file.name for file in directory.iterdir() if file.is_file())
+    pickled = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    others = [name for name in names if name.endswith(".safetensors")]
+    if pickled:
+        why = f"its weights are Python pickles ({pickled[0]}), which can run code when opened"
+        way = (
+            'if you trust them, convert them once: python -c "from transformers import '
+            f"AutoModelForCausalLM as M; M.from_pretrained('{directory}').save_pretrained('OUT')\" "
+            "and copy the tokenizer's files to OUT"
+        )
+    elif others:
+        why = f"it has {others[0]}, but neither {SINGLE_NAME} nor {INDEX_NAME}"
+        way = "name the same model in transformers' format"
+    else:
+        why = "it has no .safetensors files"
+        way = "fetch the weights; without them only `kvant plan` works"
+    return BadCheckpoint(
+        f"{directory} has no weights that Kvant loads", why=why, ways_out=[WayOut(way)]
+    )
+
+
+def gguf_files(directory: Path) -> list[Path]:
+    """The .gguf files in a directory, by name."""
+    return sorted(file for file in directory.iterdir() if file.suffix.lower() == ".gguf")

@@ -1,0 +1,418 @@
+"""From a GGUF header to transformers' words: config, generation config, and where each tensor goes.
+
+Every hyper-parameter of the file must be understood, and every tensor must have its place with the
+shape the config implies: a model that computes something else than its file says is worse than a
+refusal. Key and tensor names are llama.cpp's (gguf-py `constants.py`), those on the other side are
+of transformers' model classes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvant.errors import BadCheckpoint, WayOut
+from kvant.models.gguf_header import GGUFHeader, malformed
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One value of `general.architecture` that Kvant imports.
+
+    model_type, model_class: transformers' names.
+    rotary_pairs: llama.cpp stores the rows of Q and K so that rotary pairs lie next to each other.
+    qkv_bias, qk_norm: which tensors an attention layer has beyond the four projections.
+    fixed: config keys that follow from the architecture alone.
+    """
+
+    model_type: str
+    model_class: str
+    rotary_pairs: bool
+    qkv_bias: bool
+    qk_norm: bool
+    fixed: Mapping[str, object]
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        model_type="llama",
+        model_class="LlamaForCausalLM",
+        rotary_pairs=True,
+        qkv_bias=False,
+        qk_norm=False,
+        fixed={"attention_bias": False, "mlp_bias": False},
+    ),
+    "qwen2": Architecture(
+        model_type="qwen2",
+        model_class="Qwen2ForCausalLM",
+        rotary_pairs=False,
+        qkv_bias=True,
+        qk_norm=False,
+        fixed={"use_sliding_window": False},
+    ),
+    "qwen3": Architecture(
+        model_type="qwen3",
+        model_class="Qwen3ForCausalLM",
+        rotary_pairs=False,
+        qkv_bias=False,
+        qk_norm=True,
+        fixed={"use_sliding_window": False, "attention_bias": False},
+    ),
+}
+
+# What may stand behind "<architecture>." in the metadata. Anything else could change what the model
+# computes, so it is refused.
+_KNOWN_KEYS = frozenset(
+    {
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "vocab_size",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        # Written by some converters though they say nothing new:
+        "expert_count",  # must be 0
+        "expert_used_count",
+        "rope.scaling.original_context_length",  # Llama 3.1's; the factors themselves decide
+        "rope.scaling.finetuned",
+    }
+)
+
+# Divisors of the rotary frequencies; they become part of the config, not of the weights.
+ROPE_FREQS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where one GGUF tensor goes.
+
+    name, shape: in the transformers checkpoint. rotary_heads: number of heads whose rows have to be
+    put back from rotary pairs into halves, 0 for none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rotary_heads: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes after import, in float32."""
+        return math.prod(self.shape) * FLOAT32_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedConfig:
+    """config: config.json's content. generation: generation_config.json's. places: by GGUF name."""
+
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    places: Mapping[str, TensorPlace]
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(place.nbytes for place in self.places.values())
+
+
+def read_config(header: GGUFHeader, rope_freqs: tuple[float, ...] | None) -> ImportedConfig:
+    """Translate the header. rope_freqs: the numbers of the tensor `rope_freqs.weight`, if any.
+
+    Raises BadCheckpoint for an architecture or setting that Kvant does not import, and for a tensor
+    that is missing, left over, or of another shape than the metadata says.
+    """
+    facts = _Facts(header)
+    name = facts.text("general.architecture")
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None:
+        raise _not_imported(
+            header,
+            f"its architecture is {name!r}; Kvant imports {', '.join(sorted(ARCHITECTURES))}",
+        )
+    _refuse_unknown_settings(header, facts, name)
+    layers = facts.count(f"{name}.block_count", at_most=len(header.tensors))
+    hidden = facts.count(f"{name}.embedding_length")
+    heads = facts.count(f"{name}.attention.head_count")
+    kv_heads = facts.count(f"{name}.attention.head_count_kv", default=heads)
+    if heads % kv_heads:
+        raise malformed(header.path, f"{heads} attention heads cannot share {kv_heads} KV heads")
+    head_dim = _head_dim(header, facts, name, hidden, heads)
+    vocab = _vocab_size(header, facts, name)
+    config: dict[str, Any] = {
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": facts.count(f"{name}.feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": facts.count(f"{name}.context_length"),
+        "rms_norm_eps": facts.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(header, facts, name, head_dim, rope_freqs),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "vocab_size": vocab,
+        **architecture.fixed,
+    }
+    tokens = _token_ids(facts, vocab)
+    config.update(tokens)
+    places = dict(_places(architecture, config))
+    _check_tensors(header, places)
+    return ImportedConfig(
+        config=config, generation=_generation(facts, tokens, vocab), places=places
+    )
+
+
+class _Facts:
+    """Typed access to the metadata; a value of another type than expected is a malformed file."""
+
+    def __init__(self, header: GGUFHeader) -> None:
+        self._header = header
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._header.metadata.get(key, default)
+        if not isinstance(value, str):
+            raise malformed(self._header.path, f"metadata {key!r} is {_shown(value)}, not a text")
+        return value
+
+    def count(self, key: str, *, default: int | None = None, at_most: int = 1 << 31) -> int:
+        value = self._header.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= at_most:
+            raise malformed(
+                self._header.path,
+                f"metadata {key!r} is {_shown(value)}, not a number between 1 and {at_most}",
+            )
+        return value
+
+    def token_id(self, key: str, vocab: int) -> int | None:
+        value = self._header.metadata.get(key)
+        if value is None or value == 0xFFFFFFFF:  # llama.cpp's null token, -1 in 32 bits
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
+            raise malformed(
+                self._header.path, f"metadata {key!r} is {_shown(value)}, no token id below {vocab}"
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._header.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise malformed(self._header.path, f"metadata {key!r} is {_shown(value)}, not a number")
+        if not math.isfinite(value) or value <= 0:
+            raise malformed(self._header.path, f"metadata {key!r} is {value}")
+        return shortest_float32(float(value))
+
+
+def shortest_float32(value: float) -> float:
+    """The decimal number with the fewest digits that is the same float32.
+
+    GGUF keeps numbers such as 1e-05 in float32, which reads back as 9.999999747378752e-06.
+    """
+    packed = struct.pack("<f", value)
+    for digits in range(1, 10):  # nine significant digits tell any two float32 apart
+        candidate = float(f"{value:.{digits}g}")
+        if struct.pack("<f", candidate) == packed:
+            return candidate
+    return value
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "missing"
+    if isinstance(value, tuple):
+        return f"a list of {len(value)}"
+    return repr(value)[:80]
+
+
+def _not_imported(header: GGUFHeader, why: str) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"Kvant cannot import {header.path}",
+        why=why,
+        ways_out=[
+            WayOut("use the model's original checkpoint (safetensors): a directory or hub id")
+        ],
+    )
+
+
+def _refuse_unknown_settings(header: GGUFHeader, facts: _Facts, name: str) -> None:
+    if header.metadata.get(f"{name}.expert_count", 0) != 0:
+        raise _not_imported(header, "it is a mixture of experts")
+    if header.metadata.get("split.count", 0) not in (0, 1):
+        raise _not_imported(
+            header,
+            "it is one part of a split file; `llama-gguf-split --merge` of llama.cpp joins them",
+        )
+    settings = (key for key in header.metadata if key.startswith(f"{name}."))
+    unknown = [key for key in settings if key.removeprefix(f"{name}.") not in _KNOWN_KEYS]
+    if unknown:
+        raise _not_imported(header, f"it has settings Kvant does not know: {', '.join(unknown)}")
+
+
+def _head_dim(header: GGUFHeader, facts: _Facts, name: str, hidden: int, heads: int) -> int:
+    head_dim = facts.count(f"{name}.attention.key_length", default=max(1, hidden // heads))
+    value_dim = facts.count(f"{name}.attention.value_length", default=head_dim)
+    rotated = facts.count(f"{name}.rope.dimension_count", default=head_dim)
+    if value_dim != head_dim:
+        raise _not_imported(header, f"K has heads of {head_dim} numbers and V of {value_dim}")
+    if rotated != head_dim or head_dim % 2:
+        raise _not_imported(header, f"it rotates {rotated} of {head_dim} numbers of a head")
+    return head_dim
+
+
+def _vocab_size(header: GGUFHeader, facts: _Facts, name: str) -> int:
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, tuple) or not tokens:
+        raise malformed(header.path, "it has no vocabulary (tokenizer.ggml.tokens)")
+    vocab = facts.count(f"{name}.vocab_size", default=len(tokens))
+    if len(tokens) > vocab:
+        raise malformed(header.path, f"it lists {len(tokens)} tokens for a vocabulary of {vocab}")
+    return vocab
+
+
+def _rope(
+    header: GGUFHeader,
+    facts: _Facts,
+    name: str,
+    head_dim: int,
+    rope_freqs: tuple[float, ...] | None,
+) -> dict[str, object]:
+    theta = facts.number(f"{name}.rope.freq_base", default=10000.0)
+    kind = facts.text(f"{name}.rope.scaling.type", default="none")
+    if rope_freqs is not None:
+        if kind != "none":
+            raise _not_imported(header, f"it has both rope_freqs and rope scaling {kind!r}")
+        return {"rope_theta": theta, **_llama3_scaling(header, theta, head_dim, rope_freqs)}
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear":
+        factor = facts.number(f"{name}.rope.scaling.factor")
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    raise _not_imported(header, f"it has rope scaling {kind!r}")
+
+
+def _llama3_scaling(
+    header: GGUFHeader, theta: float, head_dim: int, freqs: tuple[float, ...]
+) -> dict[str, object]:
+    """Llama 3.1's scaling, which GGUF keeps as one divisor per rotary frequency.
+
+    The divisors are recomputed from the parameters that all published models of the family use and
+    must agree to float32 rounding. Formula: transformers' `_compute_llama3_parameters`.
+    """
+    low, high, original = 1.0, 4.0, 8192
+    factor = shortest_float32(max(freqs, default=0.0))
+    expected = []
+    for i in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
+        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
+        expected.append(1 / ((1 - smooth) / factor + smooth) if factor > 0 else math.nan)
+    agree = len(freqs) == len(expected) and all(
+        math.isclose(a, b, rel_tol=1e-5) for a, b in zip(freqs, expected, strict=True)
+    )
+    if not agree:
+        raise _not_imported(header, "its rope_freqs are not those of Llama 3.1's scaling")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _token_ids(facts: _Facts, vocab: int) -> dict[str, int | None]:
+    return {
+        "bos_token_id": facts.token_id("tokenizer.ggml.bos_token_id", vocab),
+        "eos_token_id": facts.token_id("tokenizer.ggml.eos_token_id", vocab),
+        "pad_token_id": facts.token_id("tokenizer.ggml.padding_token_id", vocab),
+    }
+
+
+def _generation(facts: _Facts, tokens: dict[str, int | None], vocab: int) -> dict[str, Any]:
+    """Whatever ends an answer is an EOS for generation: end of text, of turn, of message."""
+    ends = [
+        tokens["eos_token_id"],
+        facts.token_id("tokenizer.ggml.eot_token_id", vocab),
+        facts.token_id("tokenizer.ggml.eom_token_id", vocab),
+    ]
+    unique = list(dict.fromkeys(end for end in ends if end is not None))
+    generation: dict[str, Any] = {
+        key: value for key, value in tokens.items() if value is not None and key != "eos_token_id"
+    }
+    if unique:
+        generation["eos_token_id"] = unique[0] if len(unique) == 1 else unique
+    return generation
+
+
+def _places(
+    architecture: Architecture, config: Mapping[str, Any]
+) -> Iterator[tuple[str, TensorPlace]]:
+    """Every tensor a file of this config must have, and no other."""
+    hidden, inner, vocab = (
+        config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    head_dim = config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    q_rows, kv_rows = heads * head_dim, kv_heads * head_dim
+    q_rotary, k_rotary = (heads, kv_heads) if architecture.rotary_pairs else (0, 0)
+
+    yield "token_embd.weight", TensorPlace("model.embed_tokens.weight", (vocab, hidden))
+    yield "output_norm.weight", TensorPlace("model.norm.weight", (hidden,))
+    if not config["tie_word_embeddings"]:
+        yield "output.weight", TensorPlace("lm_head.weight", (vocab, hidden))
+    for i in range(config["num_hidden_layers"]):
+        here, there = f"blk.{i}", f"model.layers.{i}"
+        attention, mlp = f"{there}.self_attn", f"{there}.mlp"
+        rows = {
+            "attn_norm.weight": TensorPlace(f"{there}.input_layernorm.weight", (hidden,)),
+            "ffn_norm.weight": TensorPlace(f"{there}.post_attention_layernorm.weight", (hidden,)),
+            "attn_q.weight": TensorPlace(f"{attention}.q_proj.weight", (q_rows, hidden), q_rotary),
+            "attn_k.weight": TensorPlace(f"{attention}.k_proj.weight", (kv_rows, hidden), k_rotary),
+            "attn_v.weight": TensorPlace(f"{attention}.v_proj.weight", (kv_rows, hidden)),
+            "attn_output.weight": TensorPlace(f"{attention}.o_proj.weight", (hidden, q_rows)),
+            "ffn_gate.weight": TensorPlace(f"{mlp}.gate_proj.weight", (inner, hidden)),
+            "ffn_up.weight": TensorPlace(f"{mlp}.up_proj.weight", (inner, hidden)),
+            "ffn_down.weight": TensorPlace(f"{mlp}.down_proj.weight", (hidden, inner)),
+        }
+        if architecture.qkv_bias:
+            rows["attn_q.bias"] = TensorPlace(f"{attention}.q_proj.bias", (q_rows,))
+            rows["attn_k.bias"] = TensorPlace(f"{attention}.k_proj.bias", (kv_rows,))
+            rows["attn_v.bias"] = TensorPlace(f"{attention}.v_proj.bias", (kv_rows,))
+        if architecture.qk_norm:
+            rows["attn_q_norm.weight"] = TensorPlace(f"{attention}.q_norm.weight", (head_dim,))
+            rows["attn_k_norm.weight"] = TensorPlace(f"{attention}.k_norm.weight", (head_dim,))
+        for name, place in rows.items():
+            yield f"{here}.{name}", place
+
+
+def _check_tensors(header: GGUFHeader, places: Mapping[str, TensorPlace]) -> None:
+    missing = [name for name in places if name not in header.tensors]
+    if missing:
+        raise malformed(header.path, f"{_some(missing)} missing: the metadata calls for them")
+    surplus = [name for name in header.tensors if name not in places and name != ROPE_FREQS]
+    if surplus:
+        raise _not_imported(header, f"Kvant has no place for its tensors {_some(surplus)}")
+    for name, place in places.items():
+        shape = header.tensors[name].shape
+        if shape != place.shape:
+            raise malformed(
+                header.path,
+                f"tensor {name!r} has shape {shape}, the metadata calls for {place.shape}",
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

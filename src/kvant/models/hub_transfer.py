@@ -1,0 +1,220 @@
+"""Transfers from the hub: files side by side, retried and resumed, one progress for all of them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvant.errors import ConfigError, WayOut
+from kvant.models.local import Progress
+
+ATTEMPTS = 3
+_WORKERS = 4
+_SPARE_BYTES = 16 << 20
+
+_T = TypeVar("_T")
+
+
+class Transfer:
+    """Fetches files of one commit into huggingface_hub's cache.
+
+    snapshots: the directory of the model's snapshots; the files appear in snapshots/<commit>.
+    """
+
+    def __init__(
+        self, repo: str, commit: str, cache: Path, snapshots: Path, progress: Progress | None
+    ) -> None:
+        self._repo = repo
+        self._commit = commit
+        self._cache = cache
+        self.snapshot = snapshots / commit
+        self._meter = _Meter(f"Fetching {repo}", progress)
+
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        """Set what all transfers will fetch. Raises ConfigError if the disk is too small."""
+        missing = {n: size for n, size in sizes.items() if not (self.snapshot / n).is_file()}
+        to_come = sum(missing.values())
+        self._meter.expect(self._meter.done + to_come)
+        here = next(path for path in (self._cache, *self._cache.parents) if path.exists())
+        if to_come and shutil.disk_usage(here).free < to_come + _SPARE_BYTES:
+            raise disk_full(self._cache, to_come)
+
+    def run(self, names: list[str]) -> None:
+        """Fetch the files that are not in the cache yet; the first failure ends it."""
+        from huggingface_hub import hf_hub_download
+
+        bar: Any = self._meter.bar_class()
+
+        def one(name: str) -> None:
+            retried(
+                lambda: hf_hub_download(self._repo, name, revision=self._commit, tqdm_class=bar),
+                # huggingface_hub itself takes up a broken transfer again, several times.
+                again=_is_server_trouble,
+            )
+
+        with ThreadPoolExecutor(max_workers=_WORKERS) as pool:
+            try:
+                for _ in pool.map(one, names):
+                    pass
+            except BaseException:  # Ctrl-C too: the other transfers stop at their next piece
+                self._meter.cancel()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def finish(self) -> None:
+        self._meter.finish()
+
+
+def retried(action: Callable[[], _T], again: Callable[[Exception], bool]) -> _T:
+    """Run `action`, after failures that `again` thinks may pass up to `ATTEMPTS` times."""
+    for attempt in range(1, ATTEMPTS):
+        try:
+            return action()
+        except Exception as error:
+            if not again(error):
+                raise
+            time.sleep(attempt)
+    return action()
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the error is one of the network, or of an overloaded server, that may pass."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return False
+    # huggingface_hub changed from httpx to httpx2: what its own error derives from is the right one.
+    http_error = errors.HfHubHTTPError.__mro__[1]
+    is_network = isinstance(error, http_error) and http_status(error) is None
+    return is_network or _is_server_trouble(error)
+
+
+def _is_server_trouble(error: Exception) -> bool:
+    """Whether the server answered that it is overloaded or broken, or sent too little."""
+    status = http_status(error)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    # A file of the wrong size is a bare OSError; those of the operating system have a number.
+    return type(error) is OSError and error.errno is None
+
+
+def http_status(error: Exception) -> int | None:
+    """The status of the answer that the error is about, None when there was none."""
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def disk_full(directory: Path, needed_bytes: int | None) -> ConfigError:
+    needed = f"{needed_bytes / 2**20:.0f} MiB are still to come" if needed_bytes else "it is full"
+    return ConfigError(
+        f"not enough disk space in {directory}",
+        why=needed,
+        ways_out=[
+            WayOut("free some space and run the same command again: it resumes"),
+            WayOut("keep the hub's cache elsewhere: set HF_HOME to a directory"),
+        ],
+    )
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Keep huggingface_hub's own warnings (such as one per resumed transfer) off the terminal."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _CancelledError(Exception):
+    """Another transfer failed, or the user interrupted."""
+
+
+class _Meter:
+    """Adds up the bytes of all transfers for one progress callback."""
+
+    def __init__(self, task: str, progress: Progress | None) -> None:
+        self._task = task
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._total = 0
+        self._shown = 0
+        self._cancelled = False
+        self.done = 0
+
+    def expect(self, total: int) -> None:
+        with self._lock:
+            self._total = total
+
+    def bar_class(self) -> type[_Bar]:
+        """What huggingface_hub makes one of per file, where it would make a tqdm bar."""
+
+        class Bar(_Bar):
+            meter = self
+
+        return Bar
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that have arrived. Raises in the transferring thread after `cancel`."""
+        if self._cancelled:
+            raise _CancelledError
+        with self._lock:
+            self.done += nbytes  # falls when a server ignores a resume and sends all again
+            self._show(min(self.done, self._total))
+
+    def finish(self) -> None:
+        with self._lock:
+            self._show(self._total)
+
+    def _show(self, done: int) -> None:
+        if self._progress is not None and done > self._shown:
+            self._shown = done
+            self._progress(self._task, done, self._total)
+
+
+class _Bar:
+    """What huggingface_hub needs of a tqdm bar; it draws nothing and passes bytes on to the meter.
+
+    `update` counts bytes that reach the disk. `update_transfer` is there so that Xet transfers do
+    not count them a second time on their way over the network.
+    """
+
+    meter: _Meter
+    total: float | None = None
+    n = 0
+
+    def __init__(self, **options: Any) -> None:
+        initial = int(options.get("initial") or 0)
+        if initial:
+            self.meter.add(initial)
+
+    def update(self, n: float | None = 1) -> None:
+        self.meter.add(int(n or 0))
+
+    def update_transfer(self, n: float | None = 1) -> None: ...
+
+    def set_postfix_str(self, *args: object, **kwargs: object) -> None: ...
+
+    def set_transfer_postfix_str(self, *args: object, **kwargs: object) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *args: object) -> None: ...

@@ -1,0 +1,117 @@
+"""From what the user calls a model to a directory on this machine.
+
+A name is, in this order: the demo model's (`smollm2`), an existing directory or .gguf file, or a
+hub id (`owner/model`). Whatever it is, the result is a directory in transformers' format; with
+weights=False it may hold no more than a plan needs, and neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from kvant.errors import BadValue, ModelNotFound, WayOut
+from kvant.models import directory, hub
+from kvant.models.demo import DEMO_NAME, INSTALL, NOTICE, demo_gguf, demo_license
+from kvant.models.local import LocalModel, ModelSource, Progress
+
+__all__ = ["LocalModel", "ModelSource", "Progress", "locate"]
+
+
+def locate(
+    name: str,
+    *,
+    revision: str | None = None,
+    weights: bool = True,
+    progress: Progress | None = None,
+) -> LocalModel:
+    """Find the model called `name`, fetching or converting it if it is not here yet.
+
+    revision: hub models only. weights: whether the model is to be loaded; without, only what a plan
+    reads is fetched or converted, and a model that Kvant can plan but would not load (pickled
+    weights, remote code) is found, with the reason among its notes.
+
+    Raises ModelNotFound, BadCheckpoint or another ConfigError; nothing half-made stays behind.
+    """
+    path = Path(name).expanduser()
+    if name != DEMO_NAME and not path.exists():
+        if not hub.is_hub_id(name):
+            raise _not_found(name)
+        return hub.fetch(name, revision=revision, weights=weights, progress=progress)
+    if revision is not None:
+        raise BadValue(
+            f"--revision {revision}: only hub models have revisions",
+            why=f"{name} is on this machine",
+            ways_out=[WayOut("leave --revision out")],
+        )
+    if name == DEMO_NAME:
+        return _demo(weights, progress)
+    if path.is_dir():
+        return _directory(path, name, weights, progress)
+    return _file(path, name, weights, progress)
+
+
+def _demo(weights: bool, progress: Progress | None) -> LocalModel:
+    # Imported here, as in _gguf: numpy and gguf are not needed for other models.
+    from kvant.models.gguf_import import Attribution, import_gguf
+
+    path = import_gguf(
+        demo_gguf(),
+        weights=weights,
+        progress=progress,
+        attribution=Attribution(NOTICE, demo_license()),
+    )
+    return LocalModel(path, DEMO_NAME, None, ModelSource.DEMO)
+
+
+def _gguf(path: Path, name: str, weights: bool, progress: Progress | None) -> LocalModel:
+    from kvant.models.gguf_import import import_gguf
+
+    converted = import_gguf(path, weights=weights, progress=progress)
+    return LocalModel(converted, name, None, ModelSource.GGUF)
+
+
+def _directory(path: Path, name: str, weights: bool, progress: Progress | None) -> LocalModel:
+    ggufs = directory.gguf_files(path)
+    if ggufs and not any(path.glob("*.safetensors")):
+        if len(ggufs) == 1:
+            return _gguf(ggufs[0], name, weights, progress)
+        if not (path / directory.CONFIG_NAME).is_file():
+            raise ModelNotFound(
+                f"{path} holds {len(ggufs)} .gguf files",
+                why=f"they are {', '.join(file.name for file in ggufs[:4])}",
+                ways_out=[WayOut(f"name one of them, such as {ggufs[0]}")],
+            )
+    refusal = directory.obstacle(path)
+    if refusal is not None and weights:
+        raise refusal
+    notes = () if refusal is None else (directory.as_note(refusal),)
+    return LocalModel(path, name, None, ModelSource.DIRECTORY, notes)
+
+
+def _file(path: Path, name: str, weights: bool, progress: Progress | None) -> LocalModel:
+    if path.suffix.lower() == ".gguf":
+        return _gguf(path, name, weights, progress)
+    raise ModelNotFound(
+        f"{name} is a file, and no .gguf file",
+        ways_out=[WayOut(f"name the directory it is in: {path.parent}")],
+    )
+
+
+def _not_found(name: str) -> ModelNotFound:
+    near = difflib.get_close_matches(name.lower(), [DEMO_NAME], cutoff=0.6)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return ModelNotFound(
+        f"no model {name!r}{hint}",
+        why="no directory or .gguf file of that name exists, and it does not look like a hub id",
+        tried=[
+            f"the path {Path(name).expanduser().absolute()}",
+            "hub ids, which look like owner/model",
+        ],
+        ways_out=[
+            WayOut(
+                "name a directory with config.json, a .gguf file, or a hub id such as Qwen/Qwen3-8B"
+            ),
+            WayOut(f"use the demo model {DEMO_NAME} ({INSTALL})"),
+        ],
+    )

@@ -69,7 +69,12 @@ def pip(*arguments, capture=False):
 def explain(stderr):
     lines = [line for line in stderr.splitlines() if line.startswith("ERROR")]
     network = ("NewConnectionError", "Temporary failure", "Failed to establish", "ProxyError")
-    network += ("Network is unreachable", "No matching distribution", "timed out", "Connection refused")
+    network += (
+        "Network is unreachable",
+        "No matching distribution",
+        "timed out",
+        "Connection refused",
+    )
     if any(word in stderr for word in network):
         fail("the package index cannot be reached (or lacks a package): " + (lines or ["?"])[-1])
     if "No space left" in stderr:

@@ -22,11 +22,15 @@ def plan(model: Path | str, *arguments: str) -> dict[str, Any]:
 
 def formats(body: dict[str, Any], side: str = "k", part: str = "target") -> list[str | None]:
     """Format of one side of every layer; None where nothing is stored."""
-    return [None if layer[side] is None else layer[side]["format"] for layer in body[part]["layers"]]
+    return [
+        None if layer[side] is None else layer[side]["format"] for layer in body[part]["layers"]
+    ]
 
 
 def sources(body: dict[str, Any], side: str = "k", part: str = "target") -> list[str | None]:
-    return [None if layer[side] is None else layer[side]["source"] for layer in body[part]["layers"]]
+    return [
+        None if layer[side] is None else layer[side]["source"] for layer in body[part]["layers"]
+    ]
 
 
 def scale_states(body: dict[str, Any], side: str = "k") -> list[str]:

@@ -17,7 +17,9 @@ _PROPERTY = "acceptance-case"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--acceptance", action="store_true", help="print the table of cases and demand the closed ones"
+        "--acceptance",
+        action="store_true",
+        help="print the table of cases and demand the closed ones",
     )
 
 

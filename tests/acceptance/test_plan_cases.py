@@ -6,6 +6,8 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
+
+from kvant.errors import BadCheckpoint, BadValue, ConfigError, NotServable, UnknownName
 from tests.acceptance.models import (
     DEEPSEEK,
     DFLASH,
@@ -20,8 +22,6 @@ from tests.acceptance.models import (
     write_model,
 )
 from tests.acceptance.plan_driver import formats, plan, scale_states, sources
-
-from kvant.errors import BadCheckpoint, BadValue, ConfigError, NotServable, UnknownName
 
 BF16, FP8 = "bfloat16", "fp8_e4m3"
 bf16 = ("--dtype", "bfloat16")
@@ -41,7 +41,9 @@ def fp8(tmp_path: Path) -> Path:
 
 def nvfp4_modelopt(tmp_path: Path) -> Path:
     files = {"hf_quant_config.json": modelopt("NVFP4")}
-    return write_model(tmp_path / "nvfp4", config(), files=files, tensors={"model.norm.weight": (1.0,)})
+    return write_model(
+        tmp_path / "nvfp4", config(), files=files, tensors={"model.norm.weight": (1.0,)}
+    )
 
 
 # -- explicit against checkpoint ----------------------------------------------------------------
@@ -71,7 +73,9 @@ def test_nothing_can_write_to_a_plan(fp8: Path) -> None:
 
 @pytest.mark.case("A02")
 @pytest.mark.parametrize("asked", [(), ("--kv-cache-dtype", "auto")])
-def test_unset_and_auto_follow_the_checkpoint_with_its_scales(fp8: Path, asked: tuple[str, ...]) -> None:
+def test_unset_and_auto_follow_the_checkpoint_with_its_scales(
+    fp8: Path, asked: tuple[str, ...]
+) -> None:
     body = plan(fp8, *asked)
     assert formats(body, "k") == formats(body, "v") == [FP8] * 4
     side = body["target"]["layers"][2]["v"]
@@ -143,7 +147,9 @@ def test_fp8_without_scales_is_uncalibrated_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.case("A10")
 def test_modelopt_fp8_without_scales_is_its_cast_recipe(tmp_path: Path) -> None:
     files = {"hf_quant_config.json": modelopt("FP8")}
-    model = write_model(tmp_path / "m", config(), files=files, tensors={"model.norm.weight": (1.0,)})
+    model = write_model(
+        tmp_path / "m", config(), files=files, tensors={"model.norm.weight": (1.0,)}
+    )
     body = plan(model)
     assert formats(body) == [FP8] * 4
     assert scale_states(body) == ["cast"] * 4
@@ -238,7 +244,9 @@ def test_two_files_that_disagree_are_reported_and_overruled(tmp_path: Path) -> N
 @pytest.mark.case("A20", "F3")
 def test_skipping_windows_leaves_every_layer_its_own_spec(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", GEMMA3)
-    body = plan(model, *bf16, "--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "sliding_window")
+    body = plan(
+        model, *bf16, "--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "sliding_window"
+    )
     assert formats(body) == formats(body, "v") == [BF16] * 5 + [FP8]
     assert sources(body) == ["skip"] * 5 + ["explicit"]
     layers = body["target"]["layers"]
@@ -489,7 +497,10 @@ def test_capacity_is_counted_after_the_drafts_true_bytes(plain: Path, tmp_path: 
     pages = both["memory"]["kv_bytes"] // (16 * target)
     assert both["memory"]["capacity_tokens"] == (pages - 1) * 16
     assert both["memory"]["capacity_tokens"] < alone["memory"]["capacity_tokens"]
-    used = sum(both["memory"][part] for part in ("weights_bytes", "reserve_bytes", "draft_bytes", "kv_bytes"))
+    used = sum(
+        both["memory"][part]
+        for part in ("weights_bytes", "reserve_bytes", "draft_bytes", "kv_bytes")
+    )
     assert 0 <= both["memory"]["total_bytes"] - used < 16 * (target + draft)
 
 
@@ -557,7 +568,14 @@ def test_flag_beats_environment_beats_file_and_all_are_named(
 @pytest.mark.case("A57", "A58")
 def test_the_report_says_everything_and_its_numbers_add_up(fp8: Path) -> None:
     body = plan(
-        fp8, *bf16, "--memory", "64MiB", "--kv-cache-dtype-skip-layers", "0", "--max-model-len", "1024"
+        fp8,
+        *bf16,
+        "--memory",
+        "64MiB",
+        "--kv-cache-dtype-skip-layers",
+        "0",
+        "--max-model-len",
+        "1024",
     )
     target = body["target"]
     for layer in target["layers"]:

@@ -77,7 +77,12 @@ Strict = Annotated[
 PageSize = Annotated[
     int,
     typer.Option(
-        "--page-size", "--block-size", min=1, max=256, help="Tokens a page.", rich_help_panel=KV_PANEL
+        "--page-size",
+        "--block-size",
+        min=1,
+        max=256,
+        help="Tokens a page.",
+        rich_help_panel=KV_PANEL,
     ),
 ]
 Dtype = Annotated[
@@ -98,9 +103,7 @@ Speculative = Annotated[
     ),
 ]
 CalculateScales = Annotated[bool, typer.Option("--calculate-kv-scales", hidden=True)]
-TensorParallel = Annotated[
-    int, typer.Option("--tensor-parallel-size", "-tp", hidden=True, min=1)
-]
+TensorParallel = Annotated[int, typer.Option("--tensor-parallel-size", "-tp", hidden=True, min=1)]
 
 
 def requests_from(
@@ -114,9 +117,7 @@ def requests_from(
 ) -> Requests:
     """Flags over environment over policy file; each keeps who asked."""
     if missing_scales not in ("error", "one"):
-        raise UnknownName(
-            "value", missing_scales, ("error", "one"), asked_by="--kv-missing-scales"
-        )
+        raise UnknownName("value", missing_scales, ("error", "one"), asked_by="--kv-missing-scales")
     found = Requests(
         target=KVRequest(
             explicit=(*_global("--kv-cache-dtype", kv_cache_dtype),),

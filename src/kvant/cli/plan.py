@@ -34,7 +34,8 @@ def plan(
     speculative_config: options.Speculative = None,
     revision: options.Revision = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="The device's memory, such as 80GiB.")
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="The device's memory, such as 80GiB."),
     ] = None,
     kv_cache_memory: Annotated[
         str | None,
@@ -45,7 +46,9 @@ def plan(
     ] = None,
     device: Annotated[
         str,
-        typer.Option("--device", help="cpu, cuda, sm_80, sm_90, sm_100 or gfx942; need not be here."),
+        typer.Option(
+            "--device", help="cpu, cuda, sm_80, sm_90, sm_100 or gfx942; need not be here."
+        ),
     ] = "cpu",
     output: Annotated[Format, typer.Option("--format", help="table or json.")] = Format.TABLE,
     plot: Annotated[

@@ -27,7 +27,9 @@ def plot_plan(plan: Plan, path: Path) -> None:
     from matplotlib import pyplot
 
     layers = plan.target.kv.layers
-    figure, axes = pyplot.subplots(figsize=(max(6.0, len(layers) * 0.16), 3.2), layout="constrained")
+    figure, axes = pyplot.subplots(
+        figsize=(max(6.0, len(layers) * 0.16), 3.2), layout="constrained"
+    )
     palette = dict(zip(KVDtype, pyplot.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
     named: set[KVDtype] = set()
     for layer in layers:

@@ -38,19 +38,34 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
         console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
     if command:
         line = " ".join(command)
-        console.print(f"chat with it:  kvant chat {line}", soft_wrap=True, markup=False, highlight=False)
-        console.print(f"serve it:      kvant serve {line}", soft_wrap=True, markup=False, highlight=False)
+        console.print(
+            f"chat with it:  kvant chat {line}", soft_wrap=True, markup=False, highlight=False
+        )
+        console.print(
+            f"serve it:      kvant serve {line}", soft_wrap=True, markup=False, highlight=False
+        )
 
 
 def print_layers(model: PlannedModel, console: Console) -> None:
     """One line per kind of layer: what is stored, who decided, where scales come from, who reads."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("layers", "attention", "heads x size", "K", "V", "decided by", "scales", "backend"):
+    for title in (
+        "layers",
+        "attention",
+        "heads x size",
+        "K",
+        "V",
+        "decided by",
+        "scales",
+        "backend",
+    ):
         table.add_column(title, overflow="fold")
     table.add_column("B/token", justify="right")
     for row, layers in _grouped(model.kv.layers):
         each = layers[0].bytes_per_token
-        table.add_row(_spans(layer.geometry.index for layer in layers), *row, str(each * len(layers)))
+        table.add_row(
+            _spans(layer.geometry.index for layer in layers), *row, str(each * len(layers))
+        )
     console.print(table)
     kv = model.kv
     ratio = (
@@ -139,7 +154,9 @@ def _print_memory(plan: Plan, console: Console) -> None:
     capacity = memory.capacity_tokens or 0
     line = f"room for {capacity:,} tokens"
     if plan.request.max_model_len:
-        line += f", {capacity // plan.request.max_model_len} sequences of {plan.request.max_model_len}"
+        line += (
+            f", {capacity // plan.request.max_model_len} sequences of {plan.request.max_model_len}"
+        )
     console.print(Text(line, style="bold"))
 
 

@@ -20,7 +20,7 @@ from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import LayerGeometry, ModelGeometry
 from kvant.kv.memory import MemoryPlan, format_size, plan_memory
-from kvant.kv.request import KVRequest, Requests
+from kvant.kv.request import NOTHING_ASKED, KVRequest, Requests
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
 from kvant.models.geometry import DraftFacts, read_draft_geometry, read_geometry
@@ -37,7 +37,7 @@ class PlanRequest:
 
     model: str
     device: DeviceFacts
-    requests: Requests = Requests()
+    requests: Requests = NOTHING_ASKED
     revision: str | None = None
     dtype: ComputeDtype | None = None
     backend: BackendInfo | None = None
@@ -93,9 +93,7 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
             f"--max-model-len {request.max_model_len} is beyond what {request.model} can address",
             why=f"its positions end at {limit}",
         )
-    target = _resolve_model(
-        request, request.requests.target, local, config, geometry, Role.TARGET
-    )
+    target = _resolve_model(request, request.requests.target, local, config, geometry, Role.TARGET)
     draft: PlannedModel | None = None
     facts: DraftFacts | None = None
     if request.speculative is not None:
@@ -206,8 +204,14 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _memory_warnings(plan: Plan) -> list[str]:
     memory, wanted = plan.memory, plan.request.max_model_len
     if memory.missing_bytes:
-        return [f"does not fit: {format_size(memory.missing_bytes)} are missing for a first page of KV"]
-    if wanted is not None and memory.capacity_tokens is not None and memory.capacity_tokens < wanted:
+        return [
+            f"does not fit: {format_size(memory.missing_bytes)} are missing for a first page of KV"
+        ]
+    if (
+        wanted is not None
+        and memory.capacity_tokens is not None
+        and memory.capacity_tokens < wanted
+    ):
         lacking = (wanted - memory.capacity_tokens) * plan.target.kv.bytes_per_token
         return [
             f"one sequence of --max-model-len {wanted} does not fit: room for "

@@ -78,7 +78,9 @@ class ZeroPoint(Enum):
 
 class Packing(Enum):
     NONE = "none"
-    ADJACENT_LOW_FIRST = "adjacent_low_first"  # byte i: element 2i in the low nibble, 2i+1 in the high
+    ADJACENT_LOW_FIRST = (
+        "adjacent_low_first"  # byte i: element 2i in the low nibble, 2i+1 in the high
+    )
 
 
 class Rotation(Enum):

@@ -21,7 +21,13 @@ for _dtype in KVDtype:
         for _name in (_dtype.format.name, *_dtype.format.aliases):
             _BY_NAME[_name] = _dtype
 
-_COMPUTE = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}
+_COMPUTE = {
+    "float": "float32",
+    "fp32": "float32",
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """The YAML policy file: a request that one keeps beside a model.
 
-    kv_cache_dtype: fp8                    # optional, weaker than the flag
-    skip_layers: [sliding_window, -1]      # optional
-    rules:                                 # optional; the closest selector wins, order does not matter
-      - 0-3: bf16
-      - {layers: "re:.*global.*", k: nvfp4, v: model}
-    draft: {kv_cache_dtype: bf16, skip_layers: [], rules: []}
+kv_cache_dtype: fp8                    # optional, weaker than the flag
+skip_layers: [sliding_window, -1]      # optional
+rules:                                 # optional; the closest selector wins, order does not matter
+  - 0-3: bf16
+  - {layers: "re:.*global.*", k: nvfp4, v: model}
+draft: {kv_cache_dtype: bf16, skip_layers: [], rules: []}
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import yaml
 
 from kvant.errors import BadValue
 from kvant.kv.names import parse_format, parse_one
-from kvant.kv.request import Asked, KVRequest, Requests, Skip, parse_rule, parse_selectors, rules_for
+from kvant.kv.request import (
+    Asked,
+    KVRequest,
+    Requests,
+    Skip,
+    parse_rule,
+    parse_selectors,
+    rules_for,
+)
 
 _KEYS = ("kv_cache_dtype", "skip_layers", "rules")
 
@@ -62,7 +70,9 @@ def _rule(entry: object, where: str) -> KVRequest:
     rule = _mapping(entry, where)
     if "layers" not in rule:
         if len(rule) != 1:
-            raise BadValue(f"{where}: {entry!r} is no rule", why="write LAYERS: FORMAT, or layers, k, v")
+            raise BadValue(
+                f"{where}: {entry!r} is no rule", why="write LAYERS: FORMAT, or layers, k, v"
+            )
         ((layers, wanted),) = rule.items()
         return _target_rule(f"{layers}:{wanted}", where)
     unknown = [key for key in rule if key not in ("layers", "k", "v")]

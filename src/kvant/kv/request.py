@@ -15,7 +15,7 @@ A rule or skip that begins with `draft:` addresses the drafter.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from kvant.errors import BadValue
@@ -133,8 +133,8 @@ class KVRequest:
 class Requests:
     """What one command line asks of the target and of the drafter."""
 
-    target: KVRequest = KVRequest()
-    draft: KVRequest = KVRequest()
+    target: KVRequest = field(default_factory=KVRequest)
+    draft: KVRequest = field(default_factory=KVRequest)
 
     def merged(self, weaker: Requests) -> Requests:
         return Requests(self.target.merged(weaker.target), self.draft.merged(weaker.draft))
@@ -151,6 +151,9 @@ class Requests:
             strict=self.target.strict,
             missing_scales_as_one=self.target.missing_scales_as_one,
         )
+
+
+NOTHING_ASKED = Requests()
 
 
 def parse_selectors(text: str, *, asked_by: str) -> tuple[Selector, ...]:
@@ -177,7 +180,8 @@ def parse_rule(text: str, *, asked_by: str) -> Requests:
     layers, colon, wanted = body.rpartition(":")
     if not colon or not layers or not wanted:
         raise BadValue(
-            f"{asked_by}: {text!r} is no layer rule", why="a rule is LAYERS:FORMAT, such as 0-3:bf16"
+            f"{asked_by}: {text!r} is no layer rule",
+            why="a rule is LAYERS:FORMAT, such as 0-3:bf16",
         )
     k, v = _parse_sides(wanted, asked_by)
     request = rules_for(layers, k, v, asked_by=asked_by)

@@ -217,8 +217,7 @@ def _closest_rule(
     found = [
         rule
         for rule in request.rules
-        if _rule_side(rule, side) is not None
-        and rule.selector.matches(layer, num_layers)
+        if _rule_side(rule, side) is not None and rule.selector.matches(layer, num_layers)
     ]
     if not found:
         return None
@@ -326,7 +325,10 @@ def _not_servable(
     ways: list[WayOut] = []
     for dtype in (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD):
         v = dtype if Side.V in decisions else None
-        if dtype not in {d.dtype for d in decisions.values()} and around.serve(layer, dtype, v).backend:
+        if (
+            dtype not in {d.dtype for d in decisions.values()}
+            and around.serve(layer, dtype, v).backend
+        ):
             ways.append(
                 WayOut("choose a format that works in this layer", ("--kv-cache-dtype", str(dtype)))
             )
@@ -383,12 +385,15 @@ def _list_layers(geometry: ModelGeometry) -> str:
 def _refuse_pairs_on_latents(request: KVRequest, geometry: ModelGeometry) -> None:
     if not any(layer.attention is Attention.MLA for layer in geometry.layers):
         return
+    asked: list[tuple[Request | None, Request | None, str]]
     asked = [(a.format.k, a.format.v, a.asked_by) for a in request.explicit[:1]]
-    asked += [(r.k, r.v, r.asked_by) for r in request.rules]
+    asked += [(rule.k, rule.v, rule.asked_by) for rule in request.rules]
     for k, v, asked_by in asked:
         if k is not v:
             raise BadValue(
                 f"{asked_by}: K and V cannot differ in {geometry.architecture}",
                 why="its attention keeps one latent instead of keys and values",
-                ways_out=(WayOut("name one format", ("--kv-cache-dtype", _word(k or v or Follow.MODEL))),),
+                ways_out=(
+                    WayOut("name one format", ("--kv-cache-dtype", _word(k or v or Follow.MODEL))),
+                ),
             )

@@ -1,0 +1,188 @@
+"""`AttentionBackend` on a GPU: writes and reads pages of every format with Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.triton.codec import READING, Kind, Reading
+from kvant.attention.triton.combine import combine
+from kvant.attention.triton.paged import paged_attention
+from kvant.attention.triton.rotation import rotate_rows
+from kvant.attention.triton.tuning import NEVER_SPLIT, Shape, shape_for
+from kvant.kv.codecs.rotation import block_length
+from kvant.kv.pool import LayerCache
+
+FIXED_SPLIT = 1024
+"""Keys of an item in batch-invariant mode."""
+
+
+class TritonBackend:
+    """batch_invariant: a query's result does not depend, bit for bit, on what else is in the step,
+    nor on how many queries of its sequence are: one tile shape, items at fixed places.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
+        raise NotImplementedError
+
+    def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
+
+        Tokens of sequences without stored tokens get zeros. In a captured graph, `max_seqlen_q`
+        bounds every replay (and in batch-invariant mode `max_seqlen_kv` too).
+        """
+        g = cache.spec.geometry
+        assert cache.spec.k is not None
+        assert cache.spec.v is not None
+        k, v = cache.spec.k.dtype, cache.spec.v.dtype
+        rows = step.max_seqlen_q * (g.num_q_heads // g.num_kv_heads)
+        if self.batch_invariant:
+            rows = 1
+        shape = shape_for(
+            k, v, max(g.head_dim_k, g.head_dim_v), rows, full=q.dtype is torch.float32
+        )
+        return attend(cache, q, step, params, shape, fixed=self.batch_invariant)
+
+
+def backend() -> AttentionBackend:
+    """The backend as the engine uses it."""
+    return TritonBackend()
+
+
+def attend(
+    cache: LayerCache,
+    q: Tensor,
+    step: Step,
+    params: AttentionParams,
+    shape: Shape,
+    *,
+    fixed: bool = False,
+) -> Tensor:
+    """`TritonBackend.attend` in a given shape. fixed: items at fixed places, for batch invariance."""
+    spec = cache.spec
+    g = spec.geometry
+    assert spec.k is not None
+    assert spec.v is not None
+    k, v = READING[spec.k.dtype], READING[spec.v.dtype]
+    tokens, q_heads, head_k = q.shape
+    heads, head_v = g.num_kv_heads, g.head_dim_v
+    group = q_heads // heads
+    num_seqs = step.seqlens_kv.shape[0]
+    out = q.new_empty(tokens, q_heads, head_v)
+    if tokens == 0:
+        return out
+    full = q.dtype is torch.float32
+    causal = step.causal
+    window = params.window or 0
+    scale = params.scale
+    if k.rotated:
+        q = rotate(q, block_length(head_k))
+    elif q.stride(-1) != 1:
+        q = q.contiguous()
+
+    blocks = min(
+        num_seqs * -(-step.max_seqlen_q * group // shape.rows),
+        tokens * group // shape.rows + num_seqs,
+    )
+    target = max(1, shape.waves * _multiprocessors(q.device) // heads)
+    if fixed:
+        least = max(1, FIXED_SPLIT // shape.tile)
+        items = blocks * -(-step.max_seqlen_kv // (least * shape.tile))
+        splits = items > blocks
+    else:
+        splits = blocks < target
+        least = shape.least if splits else NEVER_SPLIT
+        items = blocks + target if splits else blocks
+    direct = not v.rotated
+    parts = splits or not direct
+    shape_of_parts = (items, heads, shape.rows) if parts else (0, heads, shape.rows)
+    partial = q.new_empty((*shape_of_parts, head_v), dtype=torch.float32)
+    partial_lse = q.new_empty(shape_of_parts, dtype=torch.float32)
+
+    planes = [*_words(cache.k, k), *_words(cache.v, v)]
+    work = (step.cu_seqlens_q, step.seqlens_kv)
+    options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
+    paged_attention[(heads, items)](
+        q, q.stride(0), q.stride(1), *planes,
+        cache.k_scale, cache.v_scale, params.sinks,
+        out, partial, partial_lse,
+        *work, step.page_table, step.page_table.stride(0), num_seqs,
+        scale, params.softcap, window, target, least,
+        GROUP=group, HEADS=heads, HEAD_K=head_k, HEAD_V=head_v,
+        PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
+        KIND_K=int(k.kind), SCALING_K=int(k.scaling), ELEMENTS_K=k.elements,
+        FACTOR_K=k.factor, PAD_K=_pad(head_k, k),
+        KIND_V=int(v.kind), SCALING_V=int(v.scaling), ELEMENTS_V=v.elements,
+        FACTOR_V=v.factor, PAD_V=_pad(head_v, v),
+        K_OUTER=_outer(cache.k_scale), V_OUTER=_outer(cache.v_scale),
+        CAUSAL=causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
+        FULL=full, DIRECT=direct, FIXED=fixed, PTX=_has_ptx(q.device),
+        num_warps=shape.warps, num_stages=shape.stages, **options,
+    )  # fmt: skip
+    if parts:
+        combine[(q_heads, tokens)](
+            partial, partial_lse, params.sinks, out, *work, num_seqs, window, target, least,
+            GROUP=group, HEADS=heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
+            ROWS=shape.rows, TILE=shape.tile, AT_ONCE=8,
+            CAUSAL=causal, WINDOW=window > 0, SINKS=params.sinks is not None,
+            DIRECT=direct, FIXED=fixed, ROTATION=block_length(head_v) if v.rotated else 0,
+            num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def rotate(x: Tensor, block: int) -> Tensor:
+    """Rows of x [.., n] (contiguous or not) rotated and divided by `block`: float32."""
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=torch.float32)
+    n = x.shape[-1]
+    rows = x.numel() // n
+    rotate_rows[(triton.cdiv(rows, 4),)](
+        x, out, rows, 1.0 / block,
+        HEAD=n, PAD=triton.next_power_of_2(n), SIZE=block, ROWS=4, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _words(planes: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, Tensor | None]:
+    """A side's planes as kernels load them: words, and scales or None."""
+    codes = planes[0].view(reading.word)
+    if reading.scale is None:
+        return codes, None
+    return codes, planes[1].view(reading.scale)
+
+
+def _outer(scale: Tensor | None) -> int:
+    """0 without a scale outside the pages, 1 for one, 2 for one per KV head."""
+    if scale is None:
+        return 0
+    return 1 if scale.numel() == 1 else 2
+
+
+def _pad(head_dim: int, reading: Reading) -> int:
+    """Words of a row, padded to a power of two that a matrix product takes."""
+    return max(16, triton.next_power_of_2(head_dim // reading.elements))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 4  # Triton's interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _has_ptx(device: torch.device) -> bool:
+    """Whether inline PTX, with e4m3 conversions, can be used (NVIDIA, sm_89 and later)."""
+    if device.type == "cpu" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+__all__ = ["FIXED_SPLIT", "Kind", "TritonBackend", "attend", "backend", "rotate"]

@@ -1,0 +1,410 @@
+"""The attention kernel: a block of query rows against a stretch of one sequence's pages.
+
+Rows are (query, head of the group) pairs of one KV head, so K and V are read once for all of them.
+Online softmax in base 2. Scores are kept *raw* (before the row's factor, which holds the softmax
+scale, the outer key scale and the query's normalisation) and enter the exponential in one fused
+multiply-add.
+
+Queries meet 8- and 4-bit keys in float16, divided by their row's largest magnitude, so nothing
+overflows. Probabilities times value scales are kept below 2^15 against the largest value scale seen,
+which leaves 29 bits of range for rows of small scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvant.attention.triton.codec import (
+    BFLOAT16,
+    BLOCK,
+    E2M1,
+    FLOAT32,
+    INT8,
+    ROW,
+    ROW_ZERO,
+    UINT4,
+    block_factor,
+    unpack,
+)
+from kvant.attention.triton.workmap import find_item, tiles_per_split
+
+LOWEST = tl.constexpr(-1.0e30)
+HEADROOM = tl.constexpr(32768.0)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _operand(x, KIND: tl.constexpr, FULL: tl.constexpr):
+    """x in the type that meets this kind in a product; FULL: everything in float32."""
+    if FULL or KIND == FLOAT32:
+        return x.to(tl.float32)
+    elif KIND == BFLOAT16:
+        return x.to(tl.bfloat16)
+    else:
+        return x.to(tl.float16)
+
+
+@triton.jit
+def _elements(words, scales, KIND: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr):
+    """Unpacked elements of a tile of words, block scales multiplied in."""
+    parts = unpack(words, KIND, PTX)
+    if KIND == E2M1:
+        s = scales
+        parts = (parts[0] * s, parts[1] * s, parts[2] * s, parts[3] * s)
+    if FULL:
+        if len(parts) == 1:
+            parts = (parts[0].to(tl.float32),)
+        elif len(parts) == 2:
+            parts = (parts[0].to(tl.float32), parts[1].to(tl.float32))
+        else:
+            parts = (
+                parts[0].to(tl.float32),
+                parts[1].to(tl.float32),
+                parts[2].to(tl.float32),
+                parts[3].to(tl.float32),
+            )
+    return parts
+
+
+@triton.jit
+def _places(at, TILE: tl.constexpr, PAGE: tl.constexpr):
+    """Column of the page table and offset in the page of tokens at .. at + TILE; at % TILE == 0."""
+    n = tl.arange(0, TILE)
+    if TILE % PAGE == 0:
+        return at // PAGE + n // PAGE, n % PAGE
+    elif PAGE % TILE == 0:
+        return at // PAGE + 0 * n, at % PAGE + n
+    else:
+        return (at + n) // PAGE, (at + n) % PAGE
+
+
+@triton.jit
+def _at(page, small, WIDTH: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr):
+    """Offset of rows in a plane of this width. small: (offset in page) * HEADS + head."""
+    return page.to(tl.int64) * (PAGE * HEADS * WIDTH) + small * WIDTH
+
+
+@triton.jit
+def _block_scales(pointer, row, there, BLOCKS: tl.constexpr, WORDS: tl.constexpr):
+    """e4m3 block scales of rows as float16, spread over the words: [rows, WORDS]."""
+    PER: tl.constexpr = 4  # words in a block
+    SLOTS: tl.constexpr = WORDS // PER
+    b = tl.arange(0, SLOTS)
+    mask = there[:, None] & (b < BLOCKS)[None, :]
+    code = tl.load(pointer + row[:, None] + b[None, :], mask=mask, other=0)
+    s = block_factor(code)
+    s = tl.broadcast_to(s[:, :, None], (s.shape[0], SLOTS, PER))
+    return tl.reshape(s, (s.shape[0], WORDS))
+
+
+@triton.jit
+def _row_scales(pointer, row, there, SCALING: tl.constexpr):
+    """(scale, zero point) of rows."""
+    if SCALING == ROW:
+        return tl.load(pointer + row, mask=there, other=0.0), 0.0
+    else:
+        bits = tl.load(pointer + row, mask=there, other=0)
+        scale = (bits & -16).to(tl.float32, bitcast=True)
+        return scale, (bits & 15).to(tl.float32)
+
+
+@triton.jit
+def _tile(
+    state, q, q_sum, factor, cap, at, start, end, row_lo, row_hi,
+    k_codes, k_scales, v_codes, v_scales, pages, head,
+    TILE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
+    WORDS_K: tl.constexpr, WORDS_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
+    KIND_K: tl.constexpr, SCALING_K: tl.constexpr, KIND_V: tl.constexpr, SCALING_V: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys and values: (accumulators, max, sum, zero sum, value scale) before and after."""
+    acc, top, den, zeros, reference = state
+    column, offset = _places(at, TILE, PAGE)
+    if MASKED:
+        pos = at + tl.arange(0, TILE)
+        there = (pos >= start) & (pos < end)
+        page = tl.load(pages + column, mask=there, other=0)
+    else:
+        there = tl.full((TILE,), True, tl.int1)
+        page = tl.load(pages + column)
+    small = offset * HEADS + head
+    jk = tl.arange(0, PAD_K)
+    jv = tl.arange(0, PAD_V)
+    at_k = k_codes + _at(page, small, WORDS_K, PAGE, HEADS)[:, None] + jk[None, :]
+    at_v = v_codes + _at(page, small, WORDS_V, PAGE, HEADS)[:, None] + jv[None, :]
+    if MASKED or PAD_K != WORDS_K:
+        k = tl.load(at_k, mask=there[:, None] & (jk < WORDS_K)[None, :], other=0)
+    else:
+        k = tl.load(at_k)
+    if MASKED or PAD_V != WORDS_V:
+        v = tl.load(at_v, mask=there[:, None] & (jv < WORDS_V)[None, :], other=0)
+    else:
+        v = tl.load(at_v)
+
+    block = 0.0
+    if SCALING_K == BLOCK:
+        block = _block_scales(k_scales, _at(page, small, HEAD_K // 16, PAGE, HEADS), there, HEAD_K // 16, PAD_K)
+    parts = _elements(k, block, KIND_K, FULL, PTX)
+    x = tl.dot(q[0], tl.trans(parts[0]), input_precision="ieee")
+    if len(parts) > 1:
+        x = tl.dot(q[1], tl.trans(parts[1]), x, input_precision="ieee")
+    if len(parts) > 2:
+        x = tl.dot(q[2], tl.trans(parts[2]), x, input_precision="ieee")
+        x = tl.dot(q[3], tl.trans(parts[3]), x, input_precision="ieee")
+    if SCALING_K == ROW or SCALING_K == ROW_ZERO:
+        scale, zero = _row_scales(k_scales, _at(page, small, 1, PAGE, HEADS), there, SCALING_K)
+        if KIND_K == UINT4:
+            x -= q_sum[:, None] * zero[None, :]
+        elif KIND_K == INT8:
+            x -= q_sum[:, None] * 128.0
+        x *= scale[None, :]
+    if SOFTCAP:
+        # cap * tanh(y / cap) with tanh(z) = 1 - 2 / (exp(2 z) + 1); the factor becomes log2(e)
+        x = cap * (1.0 - 2.0 / (tl.exp2(x * (factor * (2.0 * LOG2E / cap))[:, None]) + 1.0))
+        inner = LOG2E + 0.0 * factor
+    else:
+        inner = factor
+    if MASKED:
+        ok = there[None, :] & (pos[None, :] >= row_lo[:, None]) & (pos[None, :] < row_hi[:, None])
+        x = tl.where(ok, x, LOWEST)
+    new_top = tl.maximum(top, tl.max(x, 1))
+    p = tl.exp2(x * inner[:, None] - (new_top * inner)[:, None])
+    if MASKED:
+        p = tl.where(ok, p, 0.0)
+    fade = tl.exp2((top - new_top) * inner)
+    den = den * fade + tl.sum(p, 1)
+
+    if SCALING_V == ROW or SCALING_V == ROW_ZERO:
+        scale, zero = _row_scales(v_scales, _at(page, small, 1, PAGE, HEADS), there, SCALING_V)
+        new_reference = tl.maximum(reference, tl.max(scale, 0))
+        fade *= reference / new_reference
+        p *= (scale * (HEADROOM / new_reference))[None, :]
+        reference = new_reference
+    p = _operand(p, KIND_V, FULL)
+    if KIND_V == UINT4:
+        zeros = zeros * fade + tl.sum(p.to(tl.float32) * zero[None, :], 1)
+    elif KIND_V == INT8:
+        zeros = zeros * fade + tl.sum(p.to(tl.float32), 1) * 128.0
+    if SCALING_V == BLOCK:
+        block = _block_scales(v_scales, _at(page, small, HEAD_V // 16, PAGE, HEADS), there, HEAD_V // 16, PAD_V)
+    parts = _elements(v, block, KIND_V, FULL, PTX)
+    f = fade[:, None]
+    if len(parts) == 1:
+        acc = (tl.dot(p, parts[0], acc[0] * f, input_precision="ieee"),)
+    elif len(parts) == 2:
+        acc = (
+            tl.dot(p, parts[0], acc[0] * f, input_precision="ieee"),
+            tl.dot(p, parts[1], acc[1] * f, input_precision="ieee"),
+        )
+    else:
+        acc = (
+            tl.dot(p, parts[0], acc[0] * f, input_precision="ieee"),
+            tl.dot(p, parts[1], acc[1] * f, input_precision="ieee"),
+            tl.dot(p, parts[2], acc[2] * f, input_precision="ieee"),
+            tl.dot(p, parts[3], acc[3] * f, input_precision="ieee"),
+        )
+    return acc, new_top, den, zeros, reference
+
+
+@triton.jit
+def _query_part(pointer, there, words, sign, normal,
+                E: tl.constexpr, e: tl.constexpr, KIND: tl.constexpr, FULL: tl.constexpr,
+                HEAD: tl.constexpr):  # fmt: skip
+    q = tl.load(pointer[:, None] + (E * words + e)[None, :],
+                mask=there[:, None] & (E * words + e < HEAD)[None, :], other=0.0)  # fmt: skip
+    q = q.to(tl.float32) * (sign * normal)[:, None]
+    return _operand(q, KIND, FULL)
+
+
+@triton.jit
+def paged_attention(
+    q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, k_outer, v_outer, sinks,
+    out, partial, partial_lse,
+    cu_seqlens_q, seqlens_kv, page_table, max_pages, num_seqs,
+    softmax_scale, cap, window, target, least,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    KIND_K: tl.constexpr, SCALING_K: tl.constexpr, ELEMENTS_K: tl.constexpr,
+    FACTOR_K: tl.constexpr, PAD_K: tl.constexpr,
+    KIND_V: tl.constexpr, SCALING_V: tl.constexpr, ELEMENTS_V: tl.constexpr,
+    FACTOR_V: tl.constexpr, PAD_V: tl.constexpr,
+    K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Program (KV head, item). Writes `out` where a sequence is one item long and DIRECT, else partials.
+
+    q: [T, HEADS * GROUP, HEAD_K] by its strides; out: [T, HEADS * GROUP, HEAD_V]; partial: [items, HEADS, ROWS,
+    HEAD_V] float32, each row divided by its sum; partial_lse: [items, HEADS, ROWS] float32, base 2.
+    K_OUTER, V_OUTER: 0 where there is no scale outside the
+    pages, 1 for one float32, 2 for [HEADS]. FIXED: items are stretches of `least`
+    tiles counted from token 0, whatever the batch.
+    """
+    head = tl.program_id(0)
+    item = tl.program_id(1)
+    if FIXED:
+        per_split = least
+    else:
+        per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
+                                    GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
+    seq, first_item, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                        GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
+    if seq < 0:
+        return
+    block = (item - first_item) // splits
+    split = (item - first_item) % splits
+    first_token = tl.load(cu_seqlens_q + seq)
+    num_queries = tl.load(cu_seqlens_q + seq + 1) - first_token
+    length = tl.load(seqlens_kv + seq)
+
+    r = block * ROWS + tl.arange(0, ROWS)
+    query = r // GROUP
+    there = query < num_queries
+    query_head = head * GROUP + r % GROUP
+    here = length - num_queries + query  # position of each row's query
+    if CAUSAL:
+        row_hi = here + 1
+    elif WINDOW:
+        row_hi = tl.minimum(length, here + window)
+    else:
+        row_hi = length + 0 * here
+    row_hi = tl.where(there, row_hi, 0)
+    row_lo = here - window + 1 if WINDOW else 0 * here
+    last_query = tl.minimum((block * ROWS + ROWS - 1) // GROUP, num_queries - 1)
+    first_query = block * ROWS // GROUP
+    end = length
+    start = 0
+    visible = 0
+    whole = length  # tiles up to here need no mask
+    if CAUSAL:
+        end = length - num_queries + last_query + 1
+        whole = length - num_queries + first_query + 1
+    if WINDOW:
+        visible = tl.maximum(length - num_queries + first_query - window + 1, 0)
+        start = visible // TILE * TILE
+        if not CAUSAL:
+            end = tl.minimum(length, length - num_queries + last_query + window)
+    if FIXED:
+        begin = tl.maximum(split * per_split * TILE, start)
+        end = tl.minimum(end, (split + 1) * per_split * TILE)
+    else:
+        step = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), splits), TILE) * TILE
+        begin = start + split * step
+        end = tl.minimum(end, begin + step)
+
+    # the query: largest magnitude of each row, then its parts
+    token = (first_token + query).to(tl.int64)
+    q_row = q_ptr + token * q_stride_token + query_head * q_stride_head
+    out_row = out + (token * (HEADS * GROUP) + query_head) * HEAD_V
+    jk = tl.arange(0, PAD_K)
+    sign = tl.where(softmax_scale < 0, -1.0, 1.0)
+    if KIND_K == FLOAT32 or KIND_K == BFLOAT16 or FULL:
+        norm = tl.full((ROWS,), 1.0, tl.float32)
+        inverse = norm
+    else:
+        norm = tl.zeros((ROWS,), tl.float32)
+        for e in tl.static_range(ELEMENTS_K):
+            c = ELEMENTS_K * jk + e
+            raw = tl.load(q_row[:, None] + c[None, :],
+                          mask=there[:, None] & (c < HEAD_K)[None, :], other=0.0)  # fmt: skip
+            norm = tl.maximum(norm, tl.max(tl.abs(raw.to(tl.float32)), 1))
+        norm = tl.maximum(norm, 1.0e-30)
+        inverse = 1.0 / norm
+    even = 16.0 if KIND_K == UINT4 else 1.0
+    q = (_query_part(q_row, there, jk, sign * even, inverse, ELEMENTS_K, 0, KIND_K, FULL, HEAD_K),)
+    q_sum = tl.sum(q[0].to(tl.float32), 1)
+    if ELEMENTS_K == 2:
+        q1 = _query_part(q_row, there, jk, sign, inverse, ELEMENTS_K, 1, KIND_K, FULL, HEAD_K)
+        q_sum += tl.sum(q1.to(tl.float32), 1)
+        q = (q[0], q1)
+    elif ELEMENTS_K == 4:
+        q1 = _query_part(q_row, there, jk, sign, inverse, ELEMENTS_K, 1, KIND_K, FULL, HEAD_K)
+        q2 = _query_part(q_row, there, jk, sign * even, inverse, ELEMENTS_K, 2, KIND_K, FULL, HEAD_K)
+        q3 = _query_part(q_row, there, jk, sign, inverse, ELEMENTS_K, 3, KIND_K, FULL, HEAD_K)
+        q_sum = (q_sum + tl.sum(q2.to(tl.float32), 1)) / even
+        q_sum += tl.sum(q1.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
+        q = (q[0], q1, q2, q3)
+    q_sum = q_sum / FACTOR_K
+    factor = norm * (tl.abs(softmax_scale) * FACTOR_K)
+    if K_OUTER > 0:
+        factor *= tl.load(k_outer + head * (K_OUTER - 1))
+    if not SOFTCAP:
+        factor *= LOG2E
+
+    z = tl.zeros((ROWS, PAD_V), tl.float32)
+    if ELEMENTS_V == 1:
+        acc = (z,)
+    elif ELEMENTS_V == 2:
+        acc = (z, z)
+    else:
+        acc = (z, z, z, z)
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    den = tl.zeros((ROWS,), tl.float32)
+    zeros = tl.zeros((ROWS,), tl.float32)
+    reference = 1.1754943508222875e-38
+    state = (acc, top, den, zeros, reference)
+    WORDS_K: tl.constexpr = HEAD_K // ELEMENTS_K
+    WORDS_V: tl.constexpr = HEAD_V // ELEMENTS_V
+    pages = page_table + seq.to(tl.int64) * max_pages
+    masked_from = begin
+    if not WINDOW:
+        masked_from = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // TILE * TILE
+        for at in range(begin, masked_from, TILE):
+            state = _tile(
+                state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
+                k_codes, k_scales, v_codes, v_scales, pages, head,
+                TILE, HEADS, PAGE, HEAD_K, HEAD_V, WORDS_K, WORDS_V, PAD_K, PAD_V,
+                KIND_K, SCALING_K, KIND_V, SCALING_V, False, SOFTCAP, FULL, PTX,
+            )  # fmt: skip
+    for at in tl.range(masked_from, end, TILE, num_stages=1):
+        state = _tile(
+            state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
+            k_codes, k_scales, v_codes, v_scales, pages, head,
+            TILE, HEADS, PAGE, HEAD_K, HEAD_V, WORDS_K, WORDS_V, PAD_K, PAD_V,
+            KIND_K, SCALING_K, KIND_V, SCALING_V, True, SOFTCAP, FULL, PTX,
+        )  # fmt: skip
+    acc, top, den, zeros, reference = state
+    if SOFTCAP:
+        level = top * LOG2E
+    else:
+        level = top * factor
+
+    direct = DIRECT and splits == 1
+    if direct and SINKS:
+        sink = tl.load(sinks + query_head, mask=there, other=0.0).to(tl.float32) * LOG2E
+        higher = tl.maximum(level, sink)
+        den = den * tl.exp2(level - higher) + tl.exp2(sink - higher)
+        shrink = tl.exp2(level - higher)
+    else:
+        shrink = tl.full((ROWS,), 1.0, tl.float32)
+    value = tl.where(den > 0, shrink / den, 0.0 * den)  # NaN stays NaN
+    if SCALING_V == ROW or SCALING_V == ROW_ZERO:
+        value *= reference / HEADROOM
+    if V_OUTER > 0:
+        value *= tl.load(v_outer + head * (V_OUTER - 1))
+    v = value[:, None]
+    minus = (zeros * value)[:, None]
+    if ELEMENTS_V == 1:
+        o = acc[0] * v
+    elif ELEMENTS_V == 2:
+        f = v * FACTOR_V
+        o = tl.join(acc[0] * f - minus, acc[1] * f - minus)
+        o = tl.reshape(o, (ROWS, 2 * PAD_V))
+    else:
+        f = v * FACTOR_V
+        g = f * 16.0 if KIND_V == UINT4 else f
+        o = tl.join(tl.join(acc[0] * g - minus, acc[2] * g - minus),
+                    tl.join(acc[1] * f - minus, acc[3] * f - minus))  # fmt: skip
+        o = tl.reshape(o, (ROWS, 4 * PAD_V))
+    c = tl.arange(0, ELEMENTS_V * PAD_V)
+    mask = there[:, None] & (c < HEAD_V)[None, :]
+    if direct:
+        tl.store(out_row[:, None] + c[None, :], o.to(out.dtype.element_ty), mask=mask)
+    else:
+        slot = (item.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
+        tl.store(partial + slot[:, None] * HEAD_V + c[None, :], o, mask=mask)
+        lse = tl.where(den > 0, level + tl.log2(den), float("-inf"))
+        lse = tl.where(den != den, den, lse)
+        tl.store(partial_lse + slot, lse, mask=there)

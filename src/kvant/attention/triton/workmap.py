@@ -1,0 +1,105 @@
+"""Which program does what: the work map, computed by every program from the lengths.
+
+Sequences are cut into items: a block of query rows times a stretch of keys. Stretches are as long as
+makes about `target` items in the whole batch, so one long sequence among short ones is spread over
+the device. The map depends on device data alone: the grid is a bound, programs past the last item
+return, and a captured graph stays right when lengths change. Every program scans the lengths itself
+(128 at a time), which costs less than the dependent loads of a map kept in memory and cannot be stale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LANES = tl.constexpr(128)
+
+
+@triton.jit
+def _sequences(first, cu_seqlens_q, seqlens_kv, num_seqs, window,
+               GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """For LANES sequences from `first`: row blocks, and the longest span of one in key tiles."""
+    i = first + tl.arange(0, LANES)
+    there = i < num_seqs
+    n = tl.load(cu_seqlens_q + i + 1, mask=there, other=0)
+    n -= tl.load(cu_seqlens_q + i, mask=there, other=0)
+    span = tl.load(seqlens_kv + i, mask=there, other=0)
+    if WINDOW:
+        reach = n + window if CAUSAL else n + 2 * window
+        span = tl.minimum(span, reach + TILE)
+    return tl.cdiv(n * GROUP, ROWS), tl.maximum(tl.cdiv(span, TILE), 1)
+
+
+@triton.jit
+def splits_of(tiles, per_split):
+    return tl.cdiv(tiles, per_split)
+
+
+@triton.jit
+def tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
+                    GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """Key tiles in one item: `least`, or more if the batch would make more than `target` items."""
+    total = 0
+    for first in range(0, num_seqs, LANES):
+        blocks, tiles = _sequences(
+            first, cu_seqlens_q, seqlens_kv, num_seqs, window, GROUP, ROWS, TILE, CAUSAL, WINDOW
+        )
+        total += tl.sum(blocks * tiles, 0)
+    return tl.maximum(tl.cdiv(total, target), least)
+
+
+@triton.jit
+def find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
+              GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+              CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """(sequence or -1, its first item, its splits) of an item."""
+    seq = -1
+    start = 0
+    splits = 1
+    base = 0
+    for first in range(0, num_seqs, LANES):
+        blocks, tiles = _sequences(
+            first, cu_seqlens_q, seqlens_kv, num_seqs, window, GROUP, ROWS, TILE, CAUSAL, WINDOW
+        )
+        parts = splits_of(tiles, per_split)
+        items = blocks * parts
+        end = base + tl.cumsum(items, 0)
+        here = (item < end) & (item >= end - items)
+        if tl.max(here.to(tl.int32), 0) > 0:
+            lane = tl.arange(0, LANES)
+            seq = first + tl.sum(tl.where(here, lane, 0), 0)
+            start = tl.sum(tl.where(here, end - items, 0), 0)
+            splits = tl.sum(tl.where(here, parts, 0), 0)
+        base += tl.sum(items, 0)
+    return seq, start, splits
+
+
+@triton.jit
+def find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
+               GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """(sequence or -1, its first item, its splits) of a query token."""
+    seq = -1
+    start = 0
+    splits = 1
+    base = 0
+    for first in range(0, num_seqs, LANES):
+        blocks, tiles = _sequences(
+            first, cu_seqlens_q, seqlens_kv, num_seqs, window, GROUP, ROWS, TILE, CAUSAL, WINDOW
+        )
+        parts = splits_of(tiles, per_split)
+        items = blocks * parts
+        lane = tl.arange(0, LANES)
+        i = first + lane
+        there = i < num_seqs
+        lo = tl.load(cu_seqlens_q + i, mask=there, other=0)
+        hi = tl.load(cu_seqlens_q + i + 1, mask=there, other=0)
+        here = (token >= lo) & (token < hi)
+        if tl.max(here.to(tl.int32), 0) > 0:
+            seq = first + tl.sum(tl.where(here, lane, 0), 0)
+            start = base + tl.sum(tl.where(here, tl.cumsum(items, 0) - items, 0), 0)
+            splits = tl.sum(tl.where(here, parts, 0), 0)
+        base += tl.sum(items, 0)
+    return seq, start, splits

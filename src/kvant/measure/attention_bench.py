@@ -1,0 +1,288 @@
+"""Times paged attention on a GPU: every format, one query and many, against the card's own bandwidth.
+
+    python -m kvant.measure.attention_bench --out result.json
+
+Pages lie in random order. Times are medians of CUDA events; each row says how many bytes of K and V
+it had to read and how much of the read bandwidth, measured in the same run, that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvant.attention.base import AttentionParams, Step
+from kvant.attention.triton.backend import TritonBackend
+from kvant.kv.codecs import codec_for
+from kvant.kv.dtype import KVDtype
+from kvant.kv.geometry import Attention, LayerGeometry
+from kvant.kv.pool import LayerCache
+from kvant.kv.spec import Choice, LayerSpec, Scale, ScaleState, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One timing: sequences of `lengths` stored tokens, `queries` of them new."""
+
+    k: KVDtype
+    v: KVDtype
+    lengths: tuple[int, ...]
+    queries: int = 1
+    causal: bool = True
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    cache: LayerCache
+    q: Tensor
+    step: Step
+    params: AttentionParams
+
+
+def make_cache(
+    case: Case, num_pages: int, device: torch.device, *, seed: int = 0, distinct: int = 2048
+) -> LayerCache:
+    """Storage of `num_pages` pages of encoded normal numbers; `distinct` pages, then repetitions."""
+    torch.manual_seed(seed)
+    geometry = LayerGeometry(
+        0, "bench", Attention.FULL, case.q_heads, case.kv_heads, case.head_dim, case.head_dim
+    )
+    choices = [
+        Choice(dtype, Source.EXPLICIT, "bench", (), Scale(ScaleState.NONE)) for dtype in (case.k, case.v)
+    ]
+    distinct = min(distinct, num_pages)
+    sides: list[tuple[Tensor, ...]] = []
+    scales: list[Tensor | None] = []
+    for dtype in (case.k, case.v):
+        scale = None
+        if dtype.format.takes_outside_scale:
+            scale = torch.full((1,), 0.01 if dtype is KVDtype.NVFP4 else 0.02, device=device)
+        x = torch.randn(distinct * case.page_size, case.kv_heads, case.head_dim, device=device)
+        x *= torch.rand(x.shape[:2], device=device)[..., None] + 0.5
+        planes = codec_for(dtype).encode(x.to(torch.bfloat16), scale)
+        repeat = -(-num_pages // distinct)
+        sides.append(
+            tuple(
+                p.view(distinct, case.page_size, *p.shape[1:])
+                .repeat(repeat, 1, 1, 1)[:num_pages]
+                .contiguous()
+                for p in planes
+            )
+        )
+        scales.append(scale)
+    spec = LayerSpec(geometry, choices[0], choices[1], "triton")
+    return LayerCache(spec, sides[0], sides[1], scales[0], scales[1])
+
+
+def make_inputs(
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    cache: LayerCache | None = None,
+    seed: int = 0,
+) -> Inputs:
+    """Random pages in random order and random queries."""
+    torch.manual_seed(seed)
+    pages = [-(-length // case.page_size) for length in case.lengths]
+    if cache is None:
+        cache = make_cache(case, sum(pages), device, seed=seed)
+    order = torch.randperm(sum(pages), device=device).to(torch.int32)
+    table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
+    start = 0
+    for i, n in enumerate(pages):
+        table[i, :n] = order[start : start + n]
+        start += n
+    seqs = len(case.lengths)
+    tokens = seqs * case.queries
+    step = Step(
+        cu_seqlens_q=torch.arange(seqs + 1, dtype=torch.int32, device=device) * case.queries,
+        seqlens_kv=torch.tensor(case.lengths, dtype=torch.int32, device=device),
+        page_table=table,
+        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+        positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+        max_seqlen_q=case.queries,
+        max_seqlen_kv=max(case.lengths),
+        causal=case.causal,
+    )
+    q = torch.randn(tokens, case.q_heads, case.head_dim, device=device, dtype=torch.float32)
+    params = AttentionParams(scale=case.head_dim**-0.5, window=case.window)
+    return Inputs(cache, q.to(dtype), step, params)
+
+
+def kv_bytes(case: Case) -> int:
+    """Bytes of K and V that must be read once."""
+    row = case.k.format.row_bytes(case.head_dim) + case.v.format.row_bytes(case.head_dim)
+    seen = sum(
+        length if case.window is None else min(length, case.window + case.queries)
+        for length in case.lengths
+    )
+    return seen * case.kv_heads * row
+
+
+def time_us(run: Callable[[], object], *, repeats: int = 20, graph: bool = False) -> list[float]:
+    """Microseconds of each repetition, after a warm-up. graph: by replay of a captured graph."""
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    call: Callable[[], object] = run
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            for _ in range(10):
+                run()
+        call = captured.replay
+        call()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / (10 if graph else 1))
+    return times
+
+
+@triton.jit
+def _read(x, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    p = tl.program_id(0)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for i in range(p * BLOCK, n, tl.num_programs(0) * BLOCK):
+        total += tl.load(x + i + tl.arange(0, BLOCK))
+    tl.store(out + p, tl.sum(total, 0))
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """TB/s of the best of a few read-and-add kernels over 2 GiB."""
+    x = torch.randint(0, 100, (2**29,), device=device, dtype=torch.int32)
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    out = torch.empty(programs * 8, device=device, dtype=torch.int32)
+    best = math.inf
+    for block in (2048, 4096):
+        for per in (2, 4, 8):
+            times = time_us(
+                lambda block=block, per=per: _read[(programs * per,)](  # type: ignore[misc]
+                    x, out, x.numel(), BLOCK=block, num_warps=8
+                ),
+                repeats=7,
+            )
+            best = min(best, statistics.median(times))
+    return x.numel() * 4 / best / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the result. us: every repetition."""
+
+    case: str
+    k: str
+    v: str
+    causal: bool
+    queries: int
+    us: list[float]
+    median_us: float
+    gb: float
+    tb_per_s: float
+    of_read_bandwidth: float
+
+
+GRID: dict[str, tuple[tuple[int, ...], int]] = {
+    "B64 L8192": ((8192,) * 64, 1),
+    "B64 L8192 16 queries": ((8192,) * 64, 16),
+    "B1 L131072": ((131072,), 1),
+    "1 x 128k + 31 x 4k": ((131072,) + (4096,) * 31, 1),
+    "same tokens, uniform": ((8064,) * 32, 1),
+    "B1 L1024": ((1024,), 1),
+}
+
+FORMATS = (
+    KVDtype.BFLOAT16,
+    KVDtype.FP8_E4M3,
+    KVDtype.FP8_E5M2,
+    KVDtype.FP8_PER_TOKEN_HEAD,
+    KVDtype.INT8_PER_TOKEN_HEAD,
+    KVDtype.INT4_PER_TOKEN_HEAD,
+    KVDtype.NVFP4,
+)
+
+
+def run(
+    formats: Sequence[KVDtype], names: Sequence[str], device: torch.device, bandwidth: float
+) -> list[Row]:
+    """Times every format on every named case, formats in turn."""
+    backend = TritonBackend()
+    rows = []
+    for name in names:
+        lengths, queries = GRID[name]
+        for causal in (True, False) if queries > 1 else (True,):
+            for dtype in formats:
+                case = Case(dtype, dtype, lengths, queries, causal)
+                x = make_inputs(case, device)
+                small = kv_bytes(case) < 200e6
+                us = time_us(
+                    lambda x=x: backend.attend(x.cache, x.q, x.step, x.params),  # type: ignore[misc]
+                    graph=small,
+                )
+                median = statistics.median(us)
+                gb = kv_bytes(case) / 1e9
+                speed = gb / median * 1e3
+                rows.append(
+                    Row(name, str(dtype), str(dtype), causal, queries, us, median, gb, speed,
+                        speed / bandwidth)
+                )  # fmt: skip
+                del x
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [f"{'case':24} {'format':22} {'causal':7} {'us':>8} {'TB/s':>6} {'of read':>8}"]
+    for r in rows:
+        lines.append(
+            f"{r.case:24} {r.k:22} {r.causal!s:7} {r.median_us:8.1f} {r.tb_per_s:6.2f} "
+            f"{r.of_read_bandwidth:8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON result")
+    parser.add_argument("--case", action="append", choices=sorted(GRID), default=[])
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda")
+    bandwidth = read_bandwidth(device)
+    rows = run(FORMATS, options.case or list(GRID), device, bandwidth)
+    print(f"read bandwidth {bandwidth:.2f} TB/s")
+    print(table(rows))
+    if options.out is not None:
+        facts = {
+            "device": torch.cuda.get_device_name(device),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "read_tb_per_s": bandwidth,
+            "rows": [asdict(r) for r in rows],
+        }
+        options.out.write_text(json.dumps(facts, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

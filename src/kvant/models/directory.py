@@ -87,10 +87,8 @@ def as_note(refusal: BadCheckpoint) -> str:
 def missing_weights(directory: Path) -> list[str]:
     """Names of the weight files that are to be there and are not, model.safetensors without an
     index. Raises BadCheckpoint for a broken index."""
-    if (directory / INDEX_NAME).is_file():
-        files = indexed_files(directory / INDEX_NAME)
-    else:
-        files = [SINGLE_NAME]
+    index = directory / INDEX_NAME
+    files = indexed_files(index) if index.is_file() else [SINGLE_NAME]
     return [file for file in files if not (directory / file).is_file()]
 
 

@@ -215,8 +215,8 @@ class _Asked:
         return ConfigError(
             f"fetching the hub model {where} failed",
             why=_short(error),
-            tried=[f"{ATTEMPTS} times; what has arrived is kept"],
-            ways_out=[WayOut("run the same command again: it resumes where it stopped")],
+            tried=[f"up to {ATTEMPTS} times, taking up transfers where they broke"],
+            ways_out=[WayOut("run the same command again: finished files are kept")],
         )
 
 

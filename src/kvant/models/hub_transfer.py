@@ -1,4 +1,4 @@
-"""Transfers from the hub: files side by side, retried and resumed, one progress for all of them."""
+"""Transfers from the hub: retried, taken up again where they broke, one progress for all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from kvant.errors import ConfigError, WayOut
 from kvant.models.local import Progress
 
 ATTEMPTS = 3
-_WORKERS = 4
+# Few: huggingface_hub takes up a broken transfer where it broke, but what an interrupted run has of
+# a file is lost. Each Xet transfer is parallel in itself.
+_WORKERS = 2
 _SPARE_BYTES = 16 << 20
 
 _T = TypeVar("_T")
@@ -50,13 +53,11 @@ class Transfer:
         """Fetch the files that are not in the cache yet; the first failure ends it."""
         from huggingface_hub import hf_hub_download
 
-        bar: Any = self._meter.bar_class()
-
         def one(name: str) -> None:
+            bar: Any = self._meter.bar_class(name)
             retried(
                 lambda: hf_hub_download(self._repo, name, revision=self._commit, tqdm_class=bar),
-                # huggingface_hub itself takes up a broken transfer again, several times.
-                again=_is_server_trouble,
+                again=is_passing,
             )
 
         with ThreadPoolExecutor(max_workers=_WORKERS) as pool:
@@ -90,17 +91,13 @@ def is_passing(error: Exception) -> bool:
 
     if isinstance(error, errors.OfflineModeIsEnabled):
         return False
-    # huggingface_hub changed from httpx to httpx2: what its own error derives from is the right one.
-    http_error = errors.HfHubHTTPError.__mro__[1]
-    is_network = isinstance(error, http_error) and http_status(error) is None
-    return is_network or _is_server_trouble(error)
-
-
-def _is_server_trouble(error: Exception) -> bool:
-    """Whether the server answered that it is overloaded or broken, or sent too little."""
     status = http_status(error)
     if status is not None:
         return status in (408, 429) or status >= 500
+    # It is httpx.HTTPError or httpx2.HTTPError, depending on the release of huggingface_hub.
+    http_error = errors.HfHubHTTPError.__mro__[1]
+    if isinstance(error, (http_error, errors.LocalEntryNotFoundError)):
+        return True
     # A file of the wrong size is a bare OSError; those of the operating system have a number.
     return type(error) is OSError and error.errno is None
 
@@ -118,7 +115,7 @@ def disk_full(directory: Path, needed_bytes: int | None) -> ConfigError:
         f"not enough disk space in {directory}",
         why=needed,
         ways_out=[
-            WayOut("free some space and run the same command again: it resumes"),
+            WayOut("free some space and run the same command again: finished files are kept"),
             WayOut("keep the hub's cache elsewhere: set HF_HOME to a directory"),
         ],
     )
@@ -127,13 +124,14 @@ def disk_full(directory: Path, needed_bytes: int | None) -> ConfigError:
 @contextmanager
 def quiet_hub() -> Iterator[None]:
     """Keep huggingface_hub's own warnings (such as one per resumed transfer) off the terminal."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    from huggingface_hub.utils import logging as hub_logging
+
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        hub_logging.set_verbosity(verbosity)
 
 
 class _CancelledError(Exception):
@@ -150,34 +148,46 @@ class _Meter:
         self._total = 0
         self._shown = 0
         self._cancelled = False
-        self.done = 0
+        self._of_file: Counter[str] = Counter()
+
+    @property
+    def done(self) -> int:
+        return self._of_file.total()
 
     def expect(self, total: int) -> None:
         with self._lock:
             self._total = total
 
-    def bar_class(self) -> type[_Bar]:
-        """What huggingface_hub makes one of per file, where it would make a tqdm bar."""
+    def bar_class(self, file: str) -> type[_Bar]:
+        """What huggingface_hub makes one of per attempt, where it would make a tqdm bar."""
+
+        meter = self
 
         class Bar(_Bar):
-            meter = self
+            def __init__(self, **options: Any) -> None:
+                super().__init__(meter, file, already=int(options.get("initial") or 0))
 
         return Bar
 
     def cancel(self) -> None:
         self._cancelled = True
 
-    def add(self, nbytes: int) -> None:
+    def finish(self) -> None:
+        with self._lock:
+            self._show(self._total)
+
+    def start(self, file: str, already: int) -> None:
+        """A new attempt begins, with `already` bytes there from earlier ones."""
+        with self._lock:
+            self._of_file[file] = already
+
+    def add(self, file: str, nbytes: int) -> None:
         """Count bytes that have arrived. Raises in the transferring thread after `cancel`."""
         if self._cancelled:
             raise _CancelledError
         with self._lock:
-            self.done += nbytes  # falls when a server ignores a resume and sends all again
+            self._of_file[file] += nbytes  # falls when a server ignores a resume and sends all
             self._show(min(self.done, self._total))
-
-    def finish(self) -> None:
-        with self._lock:
-            self._show(self._total)
 
     def _show(self, done: int) -> None:
         if self._progress is not None and done > self._shown:
@@ -192,17 +202,16 @@ class _Bar:
     not count them a second time on their way over the network.
     """
 
-    meter: _Meter
     total: float | None = None
     n = 0
 
-    def __init__(self, **options: Any) -> None:
-        initial = int(options.get("initial") or 0)
-        if initial:
-            self.meter.add(initial)
+    def __init__(self, meter: _Meter, file: str, already: int) -> None:
+        self._meter = meter
+        self._file = file
+        meter.start(file, already)
 
     def update(self, n: float | None = 1) -> None:
-        self.meter.add(int(n or 0))
+        self._meter.add(self._file, int(n or 0))
 
     def update_transfer(self, n: float | None = 1) -> None: ...
 

@@ -92,11 +92,10 @@ def read_scale_name(name: str) -> ScaleName | None:
     """What the tensor `name` is for KV quantisation, or None for any other tensor."""
     parts = name.split(".")
     leaf = parts.pop()
-    if leaf == "output_scale":
-        found = _OUTPUTS.get(parts[-1]) if parts else None
-    else:
-        found = _LEAVES.get(leaf)
-    if found is None or not parts:
+    if not parts:
+        return None
+    found = _OUTPUTS.get(parts[-1]) if leaf == "output_scale" else _LEAVES.get(leaf)
+    if found is None:
         return None
     role, sides = found
     if parts[-1] in _PROJECTIONS and len(parts) > 1:

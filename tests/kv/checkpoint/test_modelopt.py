@@ -283,8 +283,9 @@ def test_a_silent_file_contradicts_nobody(tmp_path: Path) -> None:
     assert followed(read, layer(0)).where.startswith("hf_quant_config.json")
 
 
-def test_the_unconverted_form_inside_config_json_is_read(tmp_path: Path) -> None:
-    whole = {**modelopt_file("FP8"), "quant_method": "modelopt"}
+@pytest.mark.parametrize("signed", [{"quant_method": "modelopt"}, {}])
+def test_the_unconverted_form_inside_config_json_is_read(tmp_path: Path, signed: Any) -> None:
+    whole = {**modelopt_file("FP8"), **signed}
     wish = followed(read_checkpoint(write(tmp_path, whole)), layer(0))
     assert wish.where == "config.json: quantization_config.quantization.kv_cache_quant_algo"
 

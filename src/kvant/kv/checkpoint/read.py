@@ -34,6 +34,7 @@ _READERS: dict[str, Reader] = {
     "compressed_tensors": compressed_tensors.read,
     "modelopt": modelopt.read,
     "modelopt_fp4": modelopt.read,
+    "modelopt_mxfp8": modelopt.read,
     "modelopt_mixed": modelopt.read,
     "quark": quark.read,
     "fp8": legacy_fp8.read,
@@ -108,7 +109,7 @@ def _read_dialect(declared: Any, where: str, dialect: str | None) -> Declaration
     inner = declared.get("quantization_config")
     if dialect is not None and isinstance(inner, Mapping):
         declared, where = inner, f"{where}.quantization_config"
-    method = dialect or declared.get("quant_method")
+    method = dialect or declared.get("quant_method") or _producer(declared)
     reader = _READERS.get(method.lower()) if isinstance(method, str) else None
     if reader is not None:
         return reader(declared, where)
@@ -120,6 +121,12 @@ def _read_dialect(declared: Any, where: str, dialect: str | None) -> Declaration
                 f"quant_method is {method!r}; Kvant reads KV declarations of {', '.join(_READERS)}",
             )
     return None
+
+
+def _producer(declared: Mapping[str, Any]) -> Any:
+    """ModelOpt's older exports sign with their producer's name and give no quant_method."""
+    producer = declared.get("producer")
+    return producer.get("name") if isinstance(producer, Mapping) else None
 
 
 def _notes(

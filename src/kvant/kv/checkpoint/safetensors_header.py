@@ -117,10 +117,11 @@ def read_headers(directory: Path) -> tuple[Header, ...] | None:
                     f"tensor {name!r} is in two files", why=f"{home[name]} and {header.path}"
                 )
             home[name] = header.path
+    path_of = {shard: directory / shard for shard in set(files.shard_of.values())}
     for name, shard in files.shard_of.items():
-        if home.get(name) != directory / shard:
+        if home.get(name) != path_of[shard]:
             raise BadCheckpoint(
-                f"{directory / shard} lacks tensor {name!r}", why=f"{INDEX_NAME} says it is there"
+                f"{path_of[shard]} lacks tensor {name!r}", why=f"{INDEX_NAME} says it is there"
             )
     return headers
 
@@ -228,10 +229,12 @@ def _from_index(index: Path) -> WeightFiles:
     shard_of = content.get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise BadCheckpoint(f"{index} has no weight_map")
+    shards: set[str] = set()
     for name, shard in shard_of.items():
-        if not isinstance(shard, str) or not _stays_inside(shard):
+        if not isinstance(shard, str) or (shard not in shards and not _stays_inside(shard)):
             raise BadCheckpoint(f"{index} puts tensor {name!r} into {shard!r}", why="no file there")
-    paths = tuple(index.parent / shard for shard in sorted(set(shard_of.values())))
+        shards.add(shard)
+    paths = tuple(index.parent / shard for shard in sorted(shards))
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing and len(missing) < len(paths):
         raise BadCheckpoint(

@@ -2,4 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvant.engine.llm import LLM
+    from kvant.engine.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
+
+_HOMES = {"LLM": "kvant.engine.llm", "SamplingParams": "kvant.engine.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    """Names of the Python API, imported on first use: `import kvant` alone loads nothing heavy."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvant' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

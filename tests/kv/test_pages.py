@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvant.kv.pages import SCRATCH, PageAllocator, chain, page_hash, root_hash
+from kvant.kv.pages import SCRATCH, PageAllocator, page_hash, root_hash
 
 PAGE_SIZE = 4
 
@@ -16,6 +16,14 @@ def root(
     salt: str = "", model: str = "m", revision: str | None = None, plan_fingerprint: str = "p"
 ) -> bytes:
     return root_hash(salt=salt, model=model, revision=revision, plan_fingerprint=plan_fingerprint)
+
+
+def chain(parent: bytes, tokens: list[int], page_size: int) -> list[bytes]:
+    """Hashes of the full pages of `tokens`."""
+    hashes = [parent]
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        hashes.append(page_hash(hashes[-1], tokens[start : start + page_size]))
+    return hashes[1:]
 
 
 class PagesUnderLoad(RuleBasedStateMachine):
@@ -81,9 +89,11 @@ class PagesUnderLoad(RuleBasedStateMachine):
         self.allocator.forget(pages)
         self.allocator.release(pages)
         for page in pages:
-            found = [self.allocator.match([page_hash(root(), self.contents[page])])] if (
-                page in self.contents
-            ) else []
+            found = (
+                [self.allocator.match([page_hash(root(), self.contents[page])])]
+                if (page in self.contents)
+                else []
+            )
             assert [page] not in found, "a forgotten page was found"
 
     @rule()
@@ -158,7 +168,9 @@ def test_contents_survive_their_owner_until_the_page_is_needed() -> None:
     assert allocator.num_available == 4
     taken = allocator.allocate(2)  # one never used, then one that was kept
     assert taken is not None
-    assert allocator.match(hashes) == pages[:2], "the end of a sequence must go before its beginning"
+    assert allocator.match(hashes) == pages[:2], (
+        "the end of a sequence must go before its beginning"
+    )
     assert allocator.audit([taken]) == []
 
 

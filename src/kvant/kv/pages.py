@@ -19,7 +19,6 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 SCRATCH = 0
 """Same page as `kvant.kv.pool.SCRATCH_PAGE`, which cannot be imported here (it brings torch)."""
@@ -183,7 +182,9 @@ class PageAllocator:
                 faults.append(f"page {page}: findable, though its contents mean nothing")
             if page in idle and page not in self._hash_of:
                 faults.append(f"page {page}: idle, but nobody can find it")
-        faults += [f"page {page} is none of this pool's" for page in held if page >= self._num_pages]
+        faults += [
+            f"page {page} is none of this pool's" for page in held if page >= self._num_pages
+        ]
         if {digest: page for page, digest in self._hash_of.items()} != self._page_of:
             faults.append("the two directions of the prefix map disagree")
         return faults
@@ -192,12 +193,3 @@ class PageAllocator:
         digest = self._hash_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
-
-
-def chain(parent: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """Hashes of the full pages of `tokens`, which begin at a page's edge after `parent`."""
-    full = len(tokens) - len(tokens) % page_size
-    hashes = [parent]
-    for start, end in pairwise(range(0, full + 1, page_size)):
-        hashes.append(page_hash(hashes[-1], tokens[start:end]))
-    return hashes[1:]

@@ -1,0 +1,75 @@
+"""From a schedule to the tensors of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.attention.base import Step
+from kvant.engine.page_table import PageTable
+from kvant.engine.request import Sequence
+from kvant.engine.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """input_ids: [T] int64, the chunks behind each other. logits_index: [n] int64, places in T.
+
+    sampled: the n sequences whose next token follows at those places, in that order.
+    """
+
+    input_ids: Tensor
+    step: Step
+    logits_index: Tensor
+    sampled: list[Sequence]
+
+
+def build_batch(
+    chunks: Items[Chunk], page_table: PageTable, page_size: int, device: torch.device
+) -> Batch:
+    """Everything is computed for all chunks at once; only the tokens are gathered one by one."""
+    count = len(chunks)
+    starts = np.fromiter((c.start for c in chunks), np.int64, count)
+    lengths = np.fromiter((c.num_tokens for c in chunks), np.int64, count)
+    rows = np.fromiter((c.sequence.row for c in chunks), np.int64, count)
+    cu_seqlens = np.zeros(count + 1, np.int64)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    seqlens_kv = starts + lengths
+    longest = int(seqlens_kv.max())
+    table = page_table.rows(rows, -(-longest // page_size))
+
+    owners = np.repeat(np.arange(count), lengths)
+    positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, lengths)
+    pages = table[owners, positions // page_size].astype(np.int64)
+    slots = pages * page_size + positions % page_size
+
+    samples = np.fromiter((c.samples for c in chunks), np.bool_, count)
+    step = Step(
+        cu_seqlens_q=torch.from_numpy(cu_seqlens.astype(np.int32)).to(device),
+        seqlens_kv=torch.from_numpy(seqlens_kv.astype(np.int32)).to(device),
+        page_table=torch.from_numpy(table).to(device),
+        slot_mapping=torch.from_numpy(slots).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        max_seqlen_q=int(lengths.max()),
+        max_seqlen_kv=longest,
+    )
+    return Batch(
+        input_ids=torch.tensor(_tokens(chunks), dtype=torch.int64, device=device),
+        step=step,
+        logits_index=torch.from_numpy(cu_seqlens[1:][samples] - 1).to(device),
+        sampled=[c.sequence for c in chunks if c.samples],
+    )
+
+
+def _tokens(chunks: Items[Chunk]) -> list[int]:
+    tokens: list[int] = []
+    for sequence, start, length in chunks:
+        if length == 1:  # most chunks: a slice would copy a list to take one number
+            tokens.append(sequence.token_ids[start])
+        else:
+            tokens += sequence.token_ids[start : start + length]
+    return tokens

@@ -1,0 +1,105 @@
+"""The assembly: from a configuration to an engine that is ready to step. Nothing is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvant.engine.budget import choose_kv_bytes, choose_max_model_len
+from kvant.engine.config import EngineConfig
+from kvant.engine.device import free_bytes, torch_device
+from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.planning import Plan, make_plan
+from kvant.engine.scheduler import SchedulerLimits
+from kvant.engine.tokenizing import Tokenizing, open_tokenizer
+from kvant.errors import NotServable
+from kvant.kv.spec import KVPlan
+from kvant.models.local import Progress
+from kvant.models.locate import locate
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """engine: ready to step. planned: what `kvant plan` would show for it. tokenizing: None for a model
+    without tokenizer files. notes: lines for the user about what was chosen.
+    """
+
+    engine: Engine
+    planned: Plan
+    tokenizing: Tokenizing | None
+    notes: tuple[str, ...]
+
+    @property
+    def kv(self) -> KVPlan:
+        return self.planned.target.kv
+
+    @property
+    def path(self) -> Path:
+        return self.planned.target.local.path
+
+
+def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> BuiltEngine:
+    """Plan, check the memory, fetch, load. Everything that can be refused is, before weights are read.
+
+    progress: told about downloads and conversions.
+    """
+    planned, max_model_len, notes = plan_engine(config, progress=progress)
+    # Only now torch and transformers are needed.
+    from kvant.engine.runner import ModelRunner
+    from kvant.models.load import load_model
+
+    target = planned.target
+    device = torch_device(planned.request.device)
+    tokenizing = open_tokenizer(target.local.path)
+    model = load_model(
+        target.local.path, target.kv, target.geometry, device=device, max_model_len=max_model_len
+    )
+    assert planned.memory.num_pages is not None
+    runner = ModelRunner(model, planned.memory.num_pages)
+    engine = Engine(
+        runner,
+        SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            page_size=target.kv.page_size,
+            prefix_caching=config.prefix_caching,
+        ),
+        planned.memory.num_pages,
+        identity=CacheIdentity(
+            str(target.local.path.resolve()), target.local.revision, target.kv.fingerprint
+        ),
+        vocab_size=target.geometry.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=None if tokenizing is None else tokenizing.backend,
+        seed=config.seed,
+    )
+    return BuiltEngine(engine, planned, tokenizing, notes)
+
+
+def plan_engine(
+    config: EngineConfig, *, progress: Progress | None = None
+) -> tuple[Plan, int, tuple[str, ...]]:
+    """The plan an engine runs, its max_model_len, and notes for the user.
+
+    First without weights, so that a refusal comes before a download, then with them.
+    """
+    first = make_plan(config.plan)
+    if config.plan.speculative is not None:
+        raise NotServable(
+            "--speculative-config can be planned, but not run yet",
+            why="the engine has no drafter loop so far",
+        )
+    if first.target.geometry.not_runnable is not None:
+        raise NotServable(
+            f"{config.plan.model} can be planned, but not run yet",
+            why=first.target.geometry.not_runnable,
+        )
+    budget = choose_kv_bytes(first, free_bytes(config.plan.device), config.max_num_seqs)
+    request = replace(config.plan, kv_cache_bytes=budget)
+    choose_max_model_len(make_plan(request))
+    locate(request.model, revision=request.revision, weights=True, progress=progress)
+    planned = make_plan(request, weights=True)
+    max_model_len, note = choose_max_model_len(planned)
+    notes = [] if note is None else [note]
+    return planned, max_model_len, (*notes, *planned.target.local.notes)

@@ -1,0 +1,103 @@
+"""The device of this machine: what planning must know of it, and how much memory is free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import NotServable, UnknownName, WayOut
+from kvant.models.geometry.compute_dtype import host_cpu_has_bf16
+
+if TYPE_CHECKING:
+    import torch
+
+_ACCELERATOR_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
+
+
+def host_device(name: str, *, asked_by: str = "--device") -> DeviceFacts:
+    """`auto` (an accelerator if there is one), `cpu` or `cuda`.
+
+    Where no accelerator can be, torch is not imported: a refusal then costs no seconds.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UnknownName("device", name, ("auto", "cpu", "cuda"), asked_by=asked_by)
+    if name != "cpu":
+        found = _accelerator()
+        if found is not None:
+            return found
+        if name == "cuda":
+            raise NotServable(
+                f"{asked_by} cuda: torch finds no such device here",
+                ways_out=(WayOut("run on the CPU", ("--device", "cpu")),),
+            )
+    return DeviceFacts(DeviceKind.CPU, has_bf16=host_cpu_has_bf16())
+
+
+def _accelerator() -> DeviceFacts | None:
+    if not any(node.exists() for node in _ACCELERATOR_NODES):
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    if torch.version.hip is not None:
+        arch = torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
+        return DeviceFacts(DeviceKind.ROCM, arch)
+    major, minor = torch.cuda.get_device_capability(0)
+    return DeviceFacts(DeviceKind.CUDA, f"sm_{major}{minor}", has_bf16=major >= 8)
+
+
+def torch_device(facts: DeviceFacts) -> torch.device:
+    """The torch device that these facts describe; torch calls AMD's devices cuda too."""
+    import torch
+
+    return torch.device("cpu" if facts.kind is DeviceKind.CPU else "cuda")
+
+
+def free_bytes(facts: DeviceFacts) -> int:
+    """Memory that is free on the device now."""
+    if facts.kind is DeviceKind.CPU:
+        return free_host_bytes()
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return free
+
+
+def free_host_bytes() -> int:
+    """Memory this process can still get: the machine's, or its container's if that is less.
+
+    Where the system does not say what is free, all that is installed.
+    """
+    known = [size for size in (_meminfo(), _cgroup()) if size is not None]
+    return min(known) if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _meminfo() -> int | None:
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup() -> int | None:
+    """What a container's limit leaves; cached file pages can be taken back and count as free."""
+    root = Path("/sys/fs/cgroup")
+    limit, used = _read(root / "memory.max").strip(), _read(root / "memory.current").strip()
+    if not limit.isdigit() or not used.isdigit():
+        return None
+    cached = [
+        int(line.split()[1])
+        for line in _read(root / "memory.stat").splitlines()
+        if line.startswith("inactive_file ")
+    ]
+    return max(0, int(limit) - int(used) + sum(cached))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,47 @@
+"""The page ids of every running sequence as rows of one array, kept up to date as pages are added.
+
+A row mirrors `Sequence.pages`, which is the truth; rebuilding padded tables in every step would cost
+milliseconds at hundreds of sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvant.kv.pages import SCRATCH
+
+
+class PageTable:
+    """num_rows rows of up to max_pages page ids; what lies behind a sequence's end is the scratch page."""
+
+    def __init__(self, num_rows: int, max_pages: int) -> None:
+        self._table: NDArray[np.int32] = np.full((num_rows, max_pages), SCRATCH, dtype=np.int32)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def take_row(self) -> int:
+        return self._free_rows.pop()
+
+    def write(self, row: int, start: int, pages: Items[int]) -> None:
+        """Set a row's entries from `start` on."""
+        self._table[row, start : start + len(pages)] = pages
+
+    def give_back_row(self, row: int, num_pages: int) -> None:
+        """The row's first `num_pages` entries are cleared: no later owner can see them."""
+        self._table[row, :num_pages] = SCRATCH
+        self._free_rows.append(row)
+
+    def rows(self, rows: NDArray[np.int64], num_pages: int) -> NDArray[np.int32]:
+        """A copy [len(rows), num_pages] int32 of some rows' beginnings."""
+        return self._table[rows, :num_pages]
+
+    def row(self, row: int) -> NDArray[np.int32]:
+        """A view of one whole row."""
+        found: NDArray[np.int32] = self._table[row]
+        return found

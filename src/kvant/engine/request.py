@@ -1,0 +1,95 @@
+"""A request and its life. Everything about a request stays with it, never in a recycled batch row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from kvant.engine.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the values are what users and clients see."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    CANCELLED = "cancelled"
+    NUMERICAL_ERROR = "numerical_error"  # NaN or Inf in its logits
+
+
+class Status(Enum):
+    WAITING = "waiting"  # holds no pages
+    RUNNING = "running"
+    FINISHED = "finished"  # holds no pages
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked. number: order of arrival, unique in one engine.
+
+    seed: the seed that is used, the asked one or one drawn at arrival. salt: requests of different
+    salts never share cached pages. max_total_tokens: prompt and answer together end here at the latest.
+    """
+
+    number: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one emitted token, and of the likeliest ones as (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's state.
+
+    token_ids: prompt and answer so far. num_computed_tokens: how many of them have their K and V in
+    `pages`; the rest is still to be run. num_cached_tokens: prompt tokens that came from the prefix
+    cache when it first ran. prefix_hashes: root hash, then one hash for each full page known so far.
+    num_remembered_pages: its first pages that were offered to the prefix cache, or came from there.
+    own_hashes: of the pages that it brought into the cache itself. row: its row in the page table, -1
+    without.
+    """
+
+    request: Request
+    token_ids: list[int]
+    prefix_hashes: list[bytes]
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    pages: list[int] = field(default_factory=list)
+    own_hashes: list[bytes] = field(default_factory=list)
+    num_remembered_pages: int = 0
+    row: int = -1
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        return self.request.number
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt_token_ids) :]

@@ -1,0 +1,277 @@
+"""Who runs in the next step, with how many tokens, on which pages. No model, no tensors.
+
+One step mixes the next token of those that are answering with pieces of prompts of those that are not
+yet. Order of arrival is the only priority: whoever came first is served first, admitted first, and
+loses its pages last. Since admission never skips the head of the queue and preemption always takes the
+youngest, every running sequence is older than every waiting one.
+
+Pages for all known tokens are taken at admission, so that only answering sequences ever lack one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvant.engine.page_table import PageTable
+from kvant.engine.request import FinishReason, Sequence, Status
+from kvant.kv.pages import PageAllocator, page_hash
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """max_num_batched_tokens: tokens of one step, over all sequences. max_num_seqs: sequences running.
+
+    max_model_len: tokens of one sequence. prefix_caching: whether pages are shared by their contents.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    prefix_caching: bool = True
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `start + num_tokens` of one sequence, run in this step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of these tokens is followed by one that is not known yet."""
+        return self.start + self.num_tokens == len(self.sequence.token_ids)
+
+
+class Schedule(NamedTuple):
+    """One step. chunks: oldest sequence first within decodes, then prefills, then the newly admitted.
+
+    pages_to_zero: cleared before anything is written. preempted: those that lost their pages for it.
+    """
+
+    chunks: list[Chunk]
+    pages_to_zero: list[int]
+    preempted: list[Sequence]
+
+
+class Scheduler:
+    """Sequences from arrival to end. The caller runs what `schedule` returns, then calls `advance`."""
+
+    def __init__(self, limits: SchedulerLimits, allocator: PageAllocator) -> None:
+        self.limits = limits
+        self.allocator = allocator
+        self.page_table = PageTable(limits.max_num_seqs, self._pages_for(limits.max_model_len))
+        self._waiting: deque[Sequence] = deque()  # oldest first
+        self._running: list[Sequence] = []  # oldest first
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def sequences(self) -> list[Sequence]:
+        """Everything that is running or waiting, oldest first."""
+        return [*self._running, *self._waiting]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. It must fit into the pool alone: whoever makes requests checks that."""
+        assert sequence.request.max_total_tokens <= self.limits.max_model_len
+        assert self._pages_for(sequence.request.max_total_tokens) <= self.allocator.num_usable
+        self._waiting.append(sequence)
+
+    def schedule(self) -> Schedule:
+        """Choose the next step. Empty chunks only if nothing is waiting or running."""
+        chunks: list[Chunk] = []
+        preempted: list[Sequence] = []
+        budget = self._schedule_decodes(chunks, preempted)
+        budget = self._schedule_prefills(chunks, budget)
+        if not preempted:  # whoever was just sent away would come straight back
+            self._admit(chunks, budget)
+        return Schedule(chunks, self.allocator.take_pages_to_zero(), preempted)
+
+    def advance(self, chunk: Chunk) -> None:
+        """The chunk was run: its K and V are in the pages, and full pages can be found by others."""
+        sequence = chunk.sequence
+        sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+        full = sequence.num_computed_tokens // self.limits.page_size
+        if full > sequence.num_remembered_pages and self.limits.prefix_caching:
+            self._remember(sequence, full)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence, running or waiting; all its pages come back.
+
+        What a cancelled one brought into the prefix cache is forgotten. After a numerical error that
+        holds for every page it used: one of them may be where the error came from.
+        """
+        assert sequence.status is not Status.FINISHED
+        if reason is FinishReason.NUMERICAL_ERROR:
+            self.allocator.forget(sequence.pages)
+        if reason in (FinishReason.NUMERICAL_ERROR, FinishReason.CANCELLED):
+            for digest in sequence.own_hashes:
+                self.allocator.forget(self.allocator.match((digest,)))
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+            self._take_pages(sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+
+    def audit(self) -> list[str]:
+        """Recompute pages, counts and rows; what does not add up, in words."""
+        faults = self.allocator.audit([sequence.pages for sequence in self._running])
+        rows = [sequence.row for sequence in self._running]
+        if len(set(rows)) != len(rows):
+            faults.append("two sequences share a row of the page table")
+        if len(rows) + self.page_table.num_free_rows != self.limits.max_num_seqs:
+            faults.append("rows of the page table were lost")
+        for sequence in self._running:
+            row = self.page_table.row(sequence.row).tolist()
+            if row[: len(sequence.pages)] != sequence.pages or any(row[len(sequence.pages) :]):
+                faults.append(f"request {sequence.number}: its row differs from its pages")
+            if self._pages_for(sequence.num_computed_tokens) > len(sequence.pages):
+                faults.append(
+                    f"request {sequence.number}: more tokens computed than its pages hold"
+                )
+        faults += [f"request {s.number} waits with pages" for s in self._waiting if s.pages]
+        order = [sequence.number for sequence in (*self._running, *self._waiting)]
+        if order != sorted(order):
+            faults.append("a younger request stands before an older one")
+        return faults
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, chunks: list[Chunk], preempted: list[Sequence]) -> int:
+        """One token for each sequence that has one to run; returns what is left of the step."""
+        budget = self.limits.max_num_batched_tokens
+        page_size = self.limits.page_size
+        for sequence in tuple(self._running):
+            if not budget:
+                break
+            start = sequence.num_computed_tokens
+            if len(sequence.token_ids) - start != 1:
+                continue
+            # A younger one may have lost its pages to an older one a moment ago.
+            if sequence.status is not Status.RUNNING:
+                continue
+            if start == len(sequence.pages) * page_size and not self._grow(sequence, preempted):
+                continue
+            chunks.append(Chunk(sequence, start, 1))
+            budget -= 1
+        return budget
+
+    def _schedule_prefills(self, chunks: list[Chunk], budget: int) -> int:
+        for sequence in self._running:
+            if not budget:
+                break
+            start = sequence.num_computed_tokens
+            left = len(sequence.token_ids) - start
+            if left > 1:
+                chunks.append(Chunk(sequence, start, min(left, budget)))
+                budget -= chunks[-1].num_tokens
+        return budget
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        while budget and self._waiting and len(self._running) < self.limits.max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._give_pages(sequence):
+                break
+            self._waiting.popleft()
+            self._running.append(sequence)
+            sequence.status = Status.RUNNING
+            start = sequence.num_computed_tokens
+            chunks.append(Chunk(sequence, start, min(len(sequence.token_ids) - start, budget)))
+            budget -= chunks[-1].num_tokens
+
+    # -- pages ---------------------------------------------------------------------------------
+
+    def _give_pages(self, sequence: Sequence) -> bool:
+        """Pages for every known token, those of a known prefix shared; False if there are too few.
+
+        One page for each running sequence stays free: they grow, and would take these pages back.
+        """
+        found = self._find_prefix(sequence)
+        needed = self._pages_for(sequence.num_tokens) - len(found)
+        available = self.allocator.num_available - self.allocator.num_idle_among(found)
+        if needed > available - len(self._running):
+            assert self._running, "a request that fits the pool found it full of nobody's pages"
+            return False
+        self.allocator.join(found)
+        fresh = self.allocator.allocate(needed)
+        assert fresh is not None
+        sequence.pages = found + fresh
+        sequence.row = self.page_table.take_row()
+        self.page_table.write(sequence.row, 0, sequence.pages)
+        sequence.num_computed_tokens = len(found) * self.limits.page_size
+        sequence.num_remembered_pages = len(found)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        return True
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Known pages of its beginning. Never all its tokens: the last one must run to be followed."""
+        if not self.limits.prefix_caching:
+            return []
+        most = (sequence.num_tokens - 1) // self.limits.page_size
+        self._hash_pages(sequence, most)
+        return self.allocator.match(sequence.prefix_hashes[1 : most + 1])
+
+    def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
+        """One more page, from the youngest if need be. False if the youngest is this one itself."""
+        pages = self.allocator.allocate(1)
+        while pages is None:
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            preempted.append(youngest)
+            if youngest is sequence:
+                return False
+            pages = self.allocator.allocate(1)
+        self.page_table.write(sequence.row, len(sequence.pages), pages)
+        sequence.pages += pages
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue without pages; its tokens are computed again later."""
+        assert self._running[-1] is sequence
+        self._running.pop()
+        self._take_pages(sequence)
+        self._waiting.appendleft(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+
+    def _take_pages(self, sequence: Sequence) -> None:
+        self.page_table.give_back_row(sequence.row, len(sequence.pages))
+        self.allocator.release(sequence.pages)
+        sequence.pages = []
+        sequence.row = -1
+        sequence.num_computed_tokens = 0
+        sequence.num_remembered_pages = 0
+
+    def _remember(self, sequence: Sequence, full: int) -> None:
+        """Offer its newly filled pages to the prefix cache."""
+        self._hash_pages(sequence, full)
+        for index in range(sequence.num_remembered_pages, full):
+            digest = sequence.prefix_hashes[index + 1]
+            if self.allocator.remember(sequence.pages[index], digest):
+                sequence.own_hashes.append(digest)
+        sequence.num_remembered_pages = full
+
+    def _hash_pages(self, sequence: Sequence, count: int) -> None:
+        """Extend the chain of hashes to its first `count` pages."""
+        hashes, page_size = sequence.prefix_hashes, self.limits.page_size
+        for index in range(len(hashes) - 1, count):
+            tokens = sequence.token_ids[index * page_size : (index + 1) * page_size]
+            hashes.append(page_hash(hashes[-1], tokens))
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.page_size)

@@ -1,0 +1,76 @@
+"""From token ids to text, as they come: whole characters only, stop strings cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from kvant.engine.stop import StopStrings
+
+_CONTEXT_TOKENS = 8
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """One answer's text. Its pieces joined are the text of all its tokens, up to a stop string.
+
+    prompt_token_ids: decoders that write a space before every word but the first need to know that
+    something stands before the answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._stops = StopStrings(stops, include=include_stop)
+        self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._before = self._decode(self._context)
+        if self._before.endswith(_BROKEN):
+            # Half a character: the stream would repeat what was not finished, prompt and all.
+            self._context, self._before = [], ""
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._num_decoded_chars = 0
+        self._waits = False  # the last token ended within a character
+        self.text = ""
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was found."""
+        return self._stops.found
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """The text that this token makes visible, often none. may_stop: look for stop strings."""
+        self._token_ids.append(token_id)
+        piece = self._stream.step(self._tokenizer, token_id)
+        self._waits = piece is None
+        if piece is None:
+            return ""
+        self._num_decoded_chars += len(piece)
+        return self._show(self._stops.push(piece) if may_stop else piece)
+
+    def finish(self) -> str:
+        """The end: what was held back, and U+FFFD for a character that stayed incomplete."""
+        if self.stopped_by is not None:
+            return ""
+        rest = ""
+        if self._waits:
+            whole = self._decode(self._context + self._token_ids)
+            rest = self._stops.push(whole[len(self._before) + self._num_decoded_chars :])
+        return self._show(rest + self._stops.release())
+
+    def _show(self, piece: str) -> str:
+        self.text += piece
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

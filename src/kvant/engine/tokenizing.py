@@ -1,0 +1,82 @@
+"""From text and conversations to token ids; the other way is `kvant.engine.text`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from kvant.errors import BadCheckpoint, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+"""{"role": "user" | "assistant" | "system", "content": text}"""
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+    "tekken.json",
+)
+
+
+class Tokenizing:
+    """A model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, backend: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.backend = backend
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with what the model puts before every text (such as a BOS token)."""
+        try:
+            return list(self.backend.encode(text).ids)
+        except TypeError:  # tokenizers takes no lone surrogates
+            raise RequestError("the prompt is no valid Unicode text", param="prompt") from None
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation in the model's template, up to where the assistant speaks."""
+        if not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template: it completes texts, it does not converse",
+                param="messages",
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (
+            Exception
+        ) as fault:  # a template is a program of the checkpoint and may raise anything
+            raise RequestError(
+                f"the chat template refuses this conversation: {fault}", param="messages"
+            ) from fault
+        assert isinstance(text, str)
+        # The template writes its own special tokens; a second BOS would be one too many.
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+
+def open_tokenizer(path: Path) -> Tokenizing | None:
+    """The tokenizer of the model directory `path`; None where it has no tokenizer files at all."""
+    if not any((path / name).is_file() for name in _FILES):
+        return None
+    from kvant.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise BadCheckpoint(
+            f"{path} has a tokenizer that Kvant cannot stream",
+            why=f"{type(tokenizer).__name__} is not built on the tokenizers library",
+        )
+    return Tokenizing(tokenizer, backend)

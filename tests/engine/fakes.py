@@ -1,0 +1,115 @@
+"""A model that can be checked: it remembers tokens in pages, and answers by what it reads there.
+
+Whatever goes wrong with pages, tables, slots, zeroing or chunks makes it read another context and so
+give another answer than `answer`, which knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvant.engine.batch import Batch
+from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.scheduler import SchedulerLimits
+
+VOCAB = 97
+EOS = 3
+_UNWRITTEN = -1
+
+
+class RememberingRunner:
+    """A `Runner` whose K and V are the tokens themselves.
+
+    poison: called with a context; True makes its logits NaN. fail_at: the run that raises.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.device = torch.device("cpu")
+        self.stored = torch.full((num_pages, page_size), -7, dtype=torch.int64)  # of unknown owners
+        self.poison: Callable[[list[int]], bool] = lambda context: False
+        self.fail_at: int | None = None
+        self.steps: list[list[int]] = []  # chunk lengths of every step
+        self.num_run_tokens = 0
+
+    def zero(self, pages: Sequence[int]) -> None:
+        assert 0 not in pages
+        self.stored[list(pages)] = _UNWRITTEN
+
+    def run(self, batch: Batch) -> Tensor:
+        if self.fail_at == len(self.steps):
+            self.fail_at = None
+            raise RuntimeError("the device is gone")
+        step = batch.step
+        page_size = self.stored.shape[1]
+        flat = self.stored.view(-1)
+        assert (flat[step.slot_mapping] == _UNWRITTEN).all(), (
+            "a slot is written twice or was not cleared"
+        )
+        assert (step.slot_mapping >= page_size).all(), "the scratch page is written by a request"
+        flat[step.slot_mapping] = batch.input_ids
+        ends = step.cu_seqlens_q.tolist()
+        self.steps.append([b - a for a, b in zip(ends, ends[1:], strict=False)])
+        self.num_run_tokens += ends[-1]
+        rows = []
+        by_end = {end - 1: index for index, end in enumerate(ends[1:])}
+        for place in batch.logits_index.tolist():
+            sequence = by_end[place]
+            length = int(step.seqlens_kv[sequence])
+            pages = step.page_table[sequence, : -(-length // page_size)].long()
+            context = self.stored[pages].flatten()[:length].tolist()
+            assert step.positions[place] == length - 1
+            rows.append(
+                torch.full((VOCAB,), torch.nan) if self.poison(context) else logits(context)
+            )
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+
+def logits(context: Sequence[int]) -> Tensor:
+    """What the fake model thinks after `context`."""
+    seed = int.from_bytes(hashlib.sha256(repr(list(context)).encode()).digest()[:6], "little")
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def answer(prompt: Sequence[int], num_tokens: int, *, eos: int | None = None) -> list[int]:
+    """The fake model's greedy answer."""
+    context = list(prompt)
+    for _ in range(num_tokens):
+        context.append(int(logits(context).argmax()))
+        if context[-1] == eos:
+            break
+    return context[len(prompt) :]
+
+
+def make_engine(
+    *,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int | None = None,
+    prefix_caching: bool = True,
+    seed: int | None = 0,
+) -> tuple[Engine, RememberingRunner]:
+    """An engine around a fresh fake model. max_model_len: all the pool can hold by default."""
+    runner = RememberingRunner(num_pages, page_size)
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len or (num_pages - 1) * page_size,
+        page_size=page_size,
+        prefix_caching=prefix_caching,
+    )
+    engine = Engine(
+        runner,
+        limits,
+        num_pages,
+        identity=CacheIdentity("fake", None, "plan"),
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        seed=seed,
+    )
+    return engine, runner

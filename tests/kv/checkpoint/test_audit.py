@@ -103,7 +103,7 @@ def test_a_followed_wish_uses_its_scales(fp8: CheckpointKV, side: Side) -> None:
     assert scale.factor == 1.0
     assert scale.tensor is not None
     assert scale.tensor.name == f"model.layers.0.self_attn.{side.value}_scale"
-    assert scale.tensor.name in scale.because
+    assert scale.because == f"checkpoint's {scale.tensor.name}"
 
 
 @pytest.mark.case("A03")
@@ -220,7 +220,7 @@ def test_scales_of_an_unreadable_format_are_not_guessed_at(tmp_path: Path) -> No
     for dtype in TAKERS:
         scale = explicit_scale(checkpoint, dtype)
         assert scale.state is ScaleState.UNUSED
-        assert "cannot read" in scale.because
+        assert "calibrated for what cannot be read" in scale.because
 
 
 def test_each_side_of_a_pair_is_judged_by_its_own_format(tmp_path: Path) -> None:
@@ -254,12 +254,17 @@ def test_explicit_fp8_on_a_plain_checkpoint_is_uncalibrated(tmp_path: Path) -> N
     assert "uncalibrated" in scale.because
 
 
-@pytest.mark.parametrize(("side", "fixed"), [(Side.K, NVFP4_GLOBAL_K), (Side.V, NVFP4_GLOBAL_V)])
-def test_uncalibrated_nvfp4_has_the_fixed_global_scales(
-    tmp_path: Path, side: Side, fixed: float
+@pytest.mark.parametrize("side", Side)
+def test_uncalibrated_nvfp4_alone_has_the_fixed_global_scales(
+    tmp_path: Path, side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale = explicit_scale(read_checkpoint(write(tmp_path, tensors={})), NVFP4, side)
-    assert (scale.state, scale.fixed) == (ScaleState.UNCALIBRATED, fixed)
+    monkeypatch.setattr("kvant.kv.checkpoint.audit.NVFP4_GLOBAL_K", 0.25)
+    monkeypatch.setattr("kvant.kv.checkpoint.audit.NVFP4_GLOBAL_V", 0.125)
+    plain = read_checkpoint(write(tmp_path, tensors={}))
+    scale = explicit_scale(plain, NVFP4, side)
+    assert scale.state is ScaleState.UNCALIBRATED
+    assert scale.fixed == {Side.K: 0.25, Side.V: 0.125}[side]
+    assert explicit_scale(plain, FP8, side).fixed == explicit_scale(plain, FNUZ, side).fixed == 1.0
 
 
 def test_a_format_other_than_the_declared_one_was_promised_nothing(tmp_path: Path) -> None:

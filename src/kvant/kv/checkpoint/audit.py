@@ -93,13 +93,9 @@ def _with_tensor(
     calibrated = _calibrated_for(wish, side, tensor)
     if not _takes(dtype, calibrated):
         fixed = _fixed(dtype, side)
-        what = "a format Kvant cannot read" if calibrated is None else str(calibrated)
-        return Scale(
-            ScaleState.UNUSED,
-            tensor,
-            fixed=fixed,
-            because=f"present, calibrated for {what}, not for {dtype}: {fixed:g} instead",
-        )
+        what = "what cannot be read" if calibrated is None else f"{calibrated}, not for {dtype}"
+        because = f"present, calibrated for {what}: {fixed} instead"
+        return Scale(ScaleState.UNUSED, tensor, fixed=fixed, because=because)
     _refuse_unusable(layer, dtype, tensor)
     because = f"checkpoint's {tensor.name}"
     if dtype is KVDtype.FP8_E4M3FNUZ:
@@ -129,7 +125,7 @@ def _lacking(
         other = None
     if promise is ScalePromise.NONE and other is None:
         fixed = _fixed(dtype, side)
-        because = f"the checkpoint has no scale for {dtype}: {fixed:g}, uncalibrated"
+        because = f"the checkpoint has no scale for {dtype}: {fixed}, uncalibrated"
         return Scale(ScaleState.UNCALIBRATED, fixed=fixed, because=because)
     if missing_scales_as_one:
         return Scale(ScaleState.MISSING, because="promised, not there, 1.0 as asked")

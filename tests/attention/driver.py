@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -116,8 +117,8 @@ def step(
 
 
 @dataclass
-class Sequence_:
-    """One sequence of a `Driver`: its tokens, how many of them are stored, its pages."""
+class Text:
+    """One sequence of a `Driver`: its tokens so far, how many of them are stored, its pages."""
 
     tokens: list[int]
     stored: int = 0
@@ -132,7 +133,7 @@ class Driver:
         self.backends = (backend,) * len(kv_pool.plan.layers)
         self._next_page = SCRATCH_PAGE + 1
 
-    def call(self, work: Sequence[tuple[Sequence_, int]]) -> tuple[Tensor, StepCall, Tensor]:
+    def call(self, work: Sequence[tuple[Text, int]]) -> tuple[Tensor, StepCall, Tensor]:
         """Input ids, step and last positions for the next n tokens of each sequence.
 
         Counts them as stored.
@@ -154,3 +155,36 @@ class Driver:
         )
         last = made.cu_seqlens_q[1:].to(torch.int64) - 1
         return torch.tensor(ids), StepCall(made, self.pool, self.backends), last
+
+
+class Model(Protocol):
+    """What `greedy` needs of a loaded model."""
+
+    def forward(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor: ...
+
+
+def greedy(
+    model: Model,
+    kv_pool: KVPool,
+    backend: AttentionBackend,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    chunk: int,
+) -> list[list[int]]:
+    """The next num_tokens of each prompt, all in one packed batch; prompts are read in chunks.
+
+    Prompts of different lengths finish at different times, so steps mix chunks and single tokens.
+    """
+    made = Driver(kv_pool, backend)
+    texts = [Text(list(prompt)) for prompt in prompts]
+    full = [len(prompt) + num_tokens for prompt in prompts]
+    while any(len(text.tokens) < end for text, end in zip(texts, full, strict=True)):
+        running = [t for t, end in zip(texts, full, strict=True) if len(t.tokens) < end]
+        work = [(text, min(chunk, len(text.tokens) - text.stored)) for text in running]
+        ids, call, last = made.call(work)
+        logits = model.forward(ids, call, last)
+        for text, token in zip(running, logits.argmax(-1).tolist(), strict=True):
+            if text.stored == len(text.tokens):
+                text.tokens.append(token)
+    return [text.tokens[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]

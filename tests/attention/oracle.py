@@ -1,7 +1,7 @@
 """The judge: transformers' own eager attention in float64, over rows read out of pages one by one.
 
 Shares no code with the reference backend: the arithmetic is transformers', the masks come from a
-plain definition of which key a query sees, and rows are found slot by slot. gpt-oss's eager
+plain definition of which key a query sees, and rows are found token by token. gpt-oss's eager
 function does its softmax in float64 when given float64 (with sinks of minus infinity it is plain
 attention); Gemma 2's, the one with a soft cap, does it in float32: there the judge itself errs by
 about 1e-7.
@@ -10,6 +10,7 @@ about 1e-7.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,28 +32,26 @@ class _Facts:
     training: bool = False
 
 
-def sees(query: int, key: int, *, causal: bool, window: int | None) -> bool:
+def sees(query: Tensor, key: Tensor, *, causal: bool, window: int | None) -> Tensor:
     """Whether the token at position `query` sees the one at position `key`."""
-    if causal and key > query:
-        return False
-    return window is None or abs(query - key) < window
+    ahead = torch.zeros_like(query - key, dtype=torch.bool) if not causal else key > query
+    far = torch.zeros_like(ahead) if window is None else (query - key).abs() >= window
+    return ~(ahead | far)
 
 
 def stored_rows(cache: LayerCache, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Decoded K and V of one sequence in float64: [length, num_kv_heads, head_dim]."""
     geometry = cache.spec.geometry
     sides = []
+    token = torch.arange(length)
     for planes, made, scale, head_dim in (
         (cache.k, cache.spec.k, cache.k_scale, geometry.head_dim_k),
         (cache.v, cache.spec.v, cache.v_scale, geometry.head_dim_v),
     ):
         assert made is not None
-        rows = [
-            tuple(p[int(pages[t // cache.page_size]), t % cache.page_size] for p in planes)
-            for t in range(length)
-        ]
-        stacked = tuple(torch.stack(column) for column in zip(*rows, strict=True))
-        sides.append(codec_for(made.dtype).decode(stacked, scale, head_dim, torch.float64))
+        page, offset = pages.long()[token // cache.page_size], token % cache.page_size
+        rows = tuple(plane[page, offset] for plane in planes)
+        sides.append(codec_for(made.dtype).decode(rows, scale, head_dim, torch.float64))
     return sides[0], sides[1]
 
 
@@ -68,29 +67,24 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
             continue
         k, v = stored_rows(cache, step.page_table[sequence], length)
         first = length - (end - start)
-        seen = torch.tensor(
-            [
-                [sees(i, j, causal=step.causal, window=params.window) for j in range(length)]
-                for i in range(first, length)
-            ]
-        )
+        query, key = torch.arange(first, length)[:, None], torch.arange(length)[None]
+        seen = sees(query, key, causal=step.causal, window=params.window)
         mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))
         no_sinks = torch.full([geometry.num_q_heads], float("-inf"))
         sinks = no_sinks if params.sinks is None else params.sinks
         facts = _Facts(groups, sinks.double())
-        arguments: tuple[Any, ...] = (
+        eager: Any = eager_sinks
+        if params.softcap:
+            assert params.sinks is None, "no model of transformers has both; see test_scores.py"
+            eager = partial(eager_softcap, softcap=params.softcap)
+        found, _ = eager(
             facts,
             q[start:end].double().transpose(0, 1)[None],
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
             mask[None, None],
+            scaling=params.scale,
+            dropout=0.0,
         )
-        if params.softcap:
-            assert params.sinks is None, "no model of transformers has both; see test_scores.py"
-            found, _ = eager_softcap(
-                *arguments, scaling=params.scale, dropout=0.0, softcap=params.softcap
-            )
-        else:
-            found, _ = eager_sinks(*arguments, scaling=params.scale, dropout=0.0)
         out[start:end] = found[0]
     return out

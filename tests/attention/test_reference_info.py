@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from kvant.kv.geometry import Attention
 from tests.attention.driver import layer
 
 
-def need(**changes: object) -> Need:
+def need(**changes: Any) -> Need:
     base = Need(
         layer(), KVDtype.FLOAT32, KVDtype.FLOAT32, ComputeDtype.FLOAT32, 16,
         DeviceFacts(DeviceKind.CPU),

@@ -1,0 +1,58 @@
+"""Proof that every planned layer reached its backend.
+
+An architecture whose attention ignores transformers' attention interface would compute something,
+only not over Kvant's pages. So a model's first forward runs with watched backends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from kvant.attention.base import AttentionBackend, AttentionParams, Step, StepCall
+from kvant.errors import EngineFault
+from kvant.kv.pool import LayerCache
+
+
+class WatchedBackend:
+    """Passes everything on to another backend and remembers what it was asked."""
+
+    def __init__(self, watched: AttentionBackend) -> None:
+        self.watched = watched
+        self.name = watched.name
+        self.wrote = False
+        self.attended = False
+
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+        self.watched.write(cache, k, v, step)
+        self.wrote = True
+
+    def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        out = self.watched.attend(cache, q, step, params)
+        self.attended = True
+        return out
+
+
+def watch(call: StepCall) -> tuple[StepCall, tuple[WatchedBackend, ...]]:
+    """The same call with watched backends, and these, by layer index."""
+    backends = tuple(WatchedBackend(backend) for backend in call.backends)
+    return dataclasses.replace(call, backends=backends), backends
+
+
+def check_all_were_reached(call: StepCall, backends: tuple[WatchedBackend, ...], who: str) -> None:
+    """EngineFault unless every layer with KV wrote and attended, and every sharing one attended.
+
+    who: the class of the model, for the message.
+    """
+    silent: list[str] = []
+    for spec in call.pool.plan.layers:
+        layer, backend = spec.geometry, backends[spec.geometry.index]
+        reached = backend.attended and (backend.wrote or not layer.has_kv)
+        if (layer.has_kv or layer.shared_with is not None) and not reached:
+            silent.append(layer.name)
+    if silent:
+        raise EngineFault(
+            f"{who} does not attend through Kvant's pages in {', '.join(silent)}: "
+            "its attention does not go through transformers' attention interface"
+        )

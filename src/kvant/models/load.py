@@ -1,0 +1,145 @@
+"""Loading weights and tokenizers through transformers: the one place that does.
+
+Nothing is decided here. The plan says what each layer stores and in which dtype the model computes;
+this loads the weights and puts Kvant's attention under every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from kvant.attention.hook import ATTENTION_NAME, register
+from kvant.errors import BadCheckpoint, EngineFault, NotServable, WayOut
+from kvant.kv.checkpoint.values import read_scale_values
+from kvant.kv.dtype import ComputeDtype
+from kvant.kv.geometry import ModelGeometry
+from kvant.kv.spec import KVPlan
+from kvant.models.loaded import LoadedModel
+from kvant.models.quantized import check_nothing_quantises_kv, leave_weights_only
+from kvant.models.quiet import quiet_transformers
+from kvant.models.rotary import fix_frequencies
+
+TORCH_COMPUTE = {
+    ComputeDtype.FLOAT32: torch.float32,
+    ComputeDtype.FLOAT16: torch.float16,
+    ComputeDtype.BFLOAT16: torch.bfloat16,
+    ComputeDtype.FLOAT64: torch.float64,
+}
+
+
+def load_model(
+    path: Path,
+    plan: KVPlan,
+    geometry: ModelGeometry,
+    *,
+    device: torch.device,
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """The model in the directory `path`, computing in the plan's dtype.
+
+    Reads safetensors only and runs no code that comes with the checkpoint. max_model_len: the
+    longest sequence that will be served, None for the longest the model allows; it fixes rotary
+    frequencies that depend on it. Raises NotServable for what Kvant cannot run, BadCheckpoint for
+    weights that are missing or do not fit.
+    """
+    if geometry.not_runnable is not None:
+        raise NotServable(f"{path} can be planned but not run", why=geometry.not_runnable)
+    scales = {
+        key: torch.tensor(values, dtype=torch.float32, device=device)
+        for key, values in read_scale_values(path, plan).items()
+    }
+    register()
+    with quiet_transformers():
+        config = _read_config(path)
+        leave_weights_only(config, path)
+        module, unused = _read_weights(path, config, plan.compute_dtype, device)
+    fix_frequencies(module, max_model_len or geometry.max_model_len)
+    check_nothing_quantises_kv(module)
+    text = module.config.get_text_config(decoder=True)
+    if text._attn_implementation != ATTENTION_NAME:
+        raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
+    module.requires_grad_(False)
+    return LoadedModel(module, plan, scales, device, unused)
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in the directory `path`, chat template included; runs no code of its own."""
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=False, local_files_only=True
+            )
+    except (OSError, ValueError, KeyError) as fault:
+        raise BadCheckpoint(f"{path} has no tokenizer that can be read", why=str(fault)) from fault
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as fault:
+        raise BadCheckpoint(
+            f"{path}: transformers cannot read config.json", why=str(fault)
+        ) from fault
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def _read_weights(
+    path: Path, config: PreTrainedConfig, compute: ComputeDtype, device: torch.device
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The module, and the names of tensors that it does not use."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            config=config,
+            dtype=TORCH_COMPUTE[compute],
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            device_map=None if device.type == "cpu" else {"": device},
+            output_loading_info=True,
+        )
+    except ImportError as fault:
+        raise NotServable(
+            f"{path} needs a package that is not installed", why=str(fault)
+        ) from fault
+    except OSError as fault:
+        raise BadCheckpoint(
+            f"{path} has no safetensors weights that can be read",
+            why=str(fault),
+            ways_out=(WayOut("convert .bin weights with transformers' save_pretrained"),),
+        ) from fault
+    except (ValueError, RuntimeError) as fault:
+        raise NotServable(f"transformers cannot load {path}", why=str(fault)) from fault
+    module, info = loaded
+    _check_complete(path, info)
+    assert isinstance(module, PreTrainedModel)
+    return module, tuple(sorted(info["unexpected_keys"]))
+
+
+def _check_complete(path: Path, info: Mapping[str, Any]) -> None:
+    """transformers fills weights that the files do not have with random numbers."""
+    missing = sorted(info["missing_keys"])
+    if missing or info["error_msgs"]:
+        shown = ", ".join(missing[:5]) + (", .." if len(missing) > 5 else "")
+        raise BadCheckpoint(
+            f"{path} lacks {len(missing)} of the model's weights: {shown}",
+            why="; ".join(info["error_msgs"]) or "the files are incomplete or of another model",
+        )

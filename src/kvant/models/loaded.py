@@ -1,0 +1,130 @@
+"""A model on its device that runs packed steps, attending through Kvant's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from kvant.attention.base import StepCall
+from kvant.attention.hook import ATTENTION_NAME
+from kvant.attention.watch import check_all_were_reached, watch
+from kvant.kv.checkpoint.facts import Side
+from kvant.kv.spec import KVPlan
+
+
+class LoadedModel:
+    """Weights on a device, and the forward over packed sequences.
+
+    plan: what its layers store. scales: the checkpoint's scales that the plan uses, float32 [1] or
+    [num_kv_heads] by (layer index, side), for `KVPool`. unused_tensors: names of weights in the
+    files that nothing of the model uses (scales among them).
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        plan: KVPlan,
+        scales: Mapping[tuple[int, Side], Tensor],
+        device: torch.device,
+        unused_tensors: tuple[str, ...],
+    ) -> None:
+        self.plan = plan
+        self.scales = scales
+        self.device = device
+        self.unused_tensors = unused_tensors
+        self._module = module
+        self._proved = False
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """transformers' generation_config.json, else what config.json says of generation."""
+        found = self._module.generation_config
+        assert isinstance(found, GenerationConfig)
+        return found
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text; empty where the model names none."""
+        found = self.generation.eos_token_id
+        if found is None:
+            return ()
+        return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of parameters and buffers as they lie in memory now, tied ones once."""
+        tensors = {id(t): t for t in (*self._module.parameters(), *self._module.buffers())}
+        return sum(t.numel() * t.element_size() for t in tensors.values())
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
+        """Run one step and return logits [len(logits_index), vocab_size], float32 or wider.
+
+        input_ids: [T] int64, the packed tokens of `call.step`. logits_index: [n] int64, positions
+        in T. Writes the step's keys and values into the pool. Raises EngineFault at the first
+        forward if a planned layer does not attend through the pool.
+        """
+        if self._proved:
+            return self._run(input_ids, call, logits_index)
+        watched, backends = watch(call)
+        logits = self._run(input_ids, watched, logits_index)
+        check_all_were_reached(call, backends, type(self._module).__name__)
+        self._proved = True
+        return logits
+
+    def forward_with_hidden(
+        self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`forward`, and what these decoder layers hand on: [T, hidden_size] each, as computed."""
+        with _tap(self._decoder_layers, layers) as taps:
+            logits = self.forward(input_ids, call, logits_index)
+        return logits, tuple(taps[index] for index in layers)
+
+    @property
+    def _decoder_layers(self) -> nn.ModuleList:
+        found = self._module.get_decoder().layers  # type: ignore[no-untyped-call]
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    def _run(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
+        """The packed tokens as a batch of one."""
+        out = self._module(
+            input_ids=input_ids[None],
+            position_ids=call.step.positions[None],
+            use_cache=False,
+            logits_to_keep=logits_index,
+            **{ATTENTION_NAME: call},
+        )
+        logits: Tensor = out.logits[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@contextmanager
+def _tap(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Inside, the wanted decoder layers' outputs arrive in the dict, without the batch of one.
+
+    transformers' own `output_hidden_states=[..]` means other layers in 5.17 than in 5.23, and
+    gives the last layer's output after the final norm.
+    """
+    taps: dict[int, Tensor] = {}
+
+    def keep(index: int, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        assert isinstance(first, Tensor)
+        taps[index] = first[0]
+
+    handles = [
+        layers[index].register_forward_hook(
+            lambda _module, _inputs, output, index=index: keep(index, output)
+        )
+        for index in set(wanted)
+    ]
+    try:
+        yield taps
+    finally:
+        for handle in handles:
+            handle.remove()

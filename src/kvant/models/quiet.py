@@ -1,0 +1,35 @@
+"""Loading without transformers' own progress bars, log lines and warnings; Kvant reports itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from logging import ERROR
+from typing import Any
+
+from transformers.utils import logging
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside, transformers shows no bars and logs errors only; afterwards all is as it was.
+
+    For the main thread: verbosity, bars and warning filters are process-wide.
+    """
+    verbosity = logging.get_verbosity()
+    hook = logging.set_tqdm_hook(_without_bar)
+    logging.set_verbosity(ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_tqdm_hook(hook)
+        logging.set_verbosity(verbosity)
+
+
+def _without_bar(
+    factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> object:
+    return factory(*arguments, **{**options, "disable": True})

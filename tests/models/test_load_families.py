@@ -1,0 +1,52 @@
+"""Models of every family, loaded from disk and driven through pages, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvant.attention.reference.backend import backend
+from kvant.kv.dtype import KVDtype
+from kvant.models.load import load_model
+from kvant.models.loaded import LoadedModel
+from kvant.models.quiet import quiet_transformers
+from tests.attention import driver
+from tests.models import tiny
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 24  # with the longest prompt three windows and a half
+PROMPTS = ([3, 17, 5, 90, 41], [7], list(range(20, 43)))
+
+
+def load(name: str, directory: Path, k: KVDtype = KVDtype.FLOAT32) -> LoadedModel:
+    path = tiny.build(name, directory)
+    geometry = tiny.geometry(name)
+    return load_model(path, driver.plan(geometry.layers, k), geometry, device=CPU)
+
+
+def generated_by_transformers(path: Path) -> list[list[int]]:
+    """transformers' own generate, one prompt at a time, with its own eager attention and cache."""
+    with quiet_transformers():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation="eager", dtype=torch.float32
+        )
+        model.generation_config.eos_token_id = None  # texts go on to their full length
+        texts = [
+            model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_TOKENS)
+            for prompt in PROMPTS
+        ]
+    return [t[0, len(p) :].tolist() for t, p in zip(texts, PROMPTS, strict=True)]
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_greedy_float32_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = load(name, tmp_path)
+    expected = generated_by_transformers(tmp_path / name)
+    for chunk in (7, 1000):
+        pool = driver.pool(model.plan, 32)
+        found = driver.greedy(model, pool, backend(), PROMPTS, NUM_TOKENS, chunk=chunk)
+        assert found == expected

@@ -5,7 +5,7 @@ setup:
 	@python3 scripts/setup.py
 
 demo: setup
-	@.venv/bin/python scripts/demo.py
+	@.venv/bin/kvant demo
 
 test: setup
 	@.venv/bin/python scripts/test.py

@@ -36,12 +36,13 @@ def _root(
 
 
 def _add_commands() -> None:
-    from kvant.cli import chat, doctor, generate, plan
+    from kvant.cli import chat, demo, doctor, generate, plan
 
     app.command("chat")(chat.chat)
     app.command("generate")(generate.generate)
     app.command("plan")(plan.plan)
     app.command("doctor")(doctor.doctor)
+    app.command("demo")(demo.demo)
 
 
 _add_commands()

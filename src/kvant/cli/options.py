@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,15 +9,14 @@ from typing import Annotated
 import typer
 
 from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.engine.config import ENV_KV_CACHE_DTYPE, kv_requests
 from kvant.errors import UnknownName
 from kvant.kv.dtype import ComputeDtype
-from kvant.kv.names import parse_compute_dtype, parse_format
-from kvant.kv.policy import read_policy
-from kvant.kv.request import Asked, KVRequest, Requests, parse_rule, parse_skips
+from kvant.kv.names import parse_compute_dtype
+from kvant.kv.request import Requests
 from kvant.models.geometry.compute_dtype import host_cpu_has_bf16
 
 KV_PANEL = "KV cache"
-ENV_DTYPE = "KVANT_KV_CACHE_DTYPE"
 
 KVCacheDtype = Annotated[
     str | None,
@@ -26,7 +24,7 @@ KVCacheDtype = Annotated[
         "--kv-cache-dtype",
         metavar="F|K/V",
         help="Format of the KV cache: a name, K/V, auto (the checkpoint's wish) or model "
-        f"(the model dtype).  [env: {ENV_DTYPE}]",
+        f"(the model dtype).  [env: {ENV_KV_CACHE_DTYPE}]",
         rich_help_panel=KV_PANEL,
     ),
 ]
@@ -116,29 +114,22 @@ def requests_from(
     missing_scales: str = "error",
 ) -> Requests:
     """Flags over environment over policy file; each keeps who asked."""
-    if missing_scales not in ("error", "one"):
-        raise UnknownName("value", missing_scales, ("error", "one"), asked_by="--kv-missing-scales")
-    found = Requests(
-        target=KVRequest(
-            explicit=(*_global("--kv-cache-dtype", kv_cache_dtype),),
-            strict=strict,
-            missing_scales_as_one=missing_scales == "one",
-        )
+    return kv_requests(
+        kv_cache_dtype=kv_cache_dtype,
+        skip_layers=skip_layers or (),
+        rules=rules or (),
+        policy=policy,
+        missing_scales=missing_scales,
+        strict=strict,
+        label=_flag_and_value,
     )
-    for text in skip_layers or ():
-        found = found.merged(parse_skips(text, asked_by=f"--kv-cache-dtype-skip-layers {text}"))
-    for text in rules or ():
-        found = found.merged(parse_rule(text, asked_by=f"--kv-cache-rule {text}"))
-    environment = KVRequest(explicit=(*_global(ENV_DTYPE, os.environ.get(ENV_DTYPE)),))
-    found = found.merged(Requests(target=environment))
-    return found if policy is None else found.merged(read_policy(policy))
 
 
-def _global(name: str, text: str | None) -> tuple[Asked, ...]:
-    if text is None:
-        return ()
-    asked_by = f"{name} {text}"
-    return (Asked(parse_format(text, asked_by=asked_by), asked_by),)
+_FLAGS = {"kv_cache_rules": "--kv-cache-rule"}
+
+
+def _flag_and_value(name: str, value: object) -> str:
+    return f"{_FLAGS.get(name, '--' + name.replace('_', '-'))} {value}"
 
 
 def compute_dtype_from(text: str) -> ComputeDtype | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +15,8 @@ import typer
 
 from kvant.cli import options
 from kvant.cli.refused import refuse_calculated_scales, refuse_tensor_parallel
+from kvant.engine.planning import Plan, PlanRequest, make_plan
+from kvant.errors import DoesNotFit
 
 
 class Format(Enum):
@@ -59,7 +63,6 @@ def plan(
 ) -> None:
     """Show what every layer would store and who decided it; loads no weights."""
     from kvant.attention.select import parse_backend
-    from kvant.engine.planning import PlanRequest, make_plan
     from kvant.engine.speculative_config import parse_speculative_config
     from kvant.kv.memory import parse_size
 
@@ -90,6 +93,12 @@ def plan(
         else parse_speculative_config(speculative_config),
     )
     made = make_plan(request)
+    if (
+        made.target.weights.bytes is not None
+        and device == "cpu"
+        and not (memory or kv_cache_memory)
+    ):
+        made = make_plan(_as_on_this_machine(made))
     if output is Format.JSON:
         from kvant.cli.plan_json import plan_json
 
@@ -105,6 +114,20 @@ def plan(
         from kvant.cli.plan_plot import plot_plan
 
         plot_plan(made, plot)
+
+
+def _as_on_this_machine(made: Plan) -> PlanRequest:
+    """The same request with what the engine would give it here: free memory, and its share for pages."""
+    from kvant.engine.budget import choose_kv_bytes
+    from kvant.engine.config import default_step
+    from kvant.engine.device import free_host_bytes
+
+    free = free_host_bytes()
+    request = replace(made.request, memory_bytes=free)
+    with contextlib.suppress(DoesNotFit):  # then the plan itself says what is missing
+        seqs, _ = default_step(request.device)
+        request = replace(request, kv_cache_bytes=choose_kv_bytes(made, free, seqs))
+    return request
 
 
 _PLAN_ONLY = ("--memory", "--device", "--format", "--plot")

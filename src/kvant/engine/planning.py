@@ -72,7 +72,7 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Everything a reader must be told, the drafter's lines marked as such."""
-        lines = list(self.target.kv.warnings)
+        lines = [*self.target.local.notes, *self.target.kv.warnings]
         if self.target.geometry.not_runnable:
             lines.append(f"planned, but not runnable yet: {self.target.geometry.not_runnable}")
         if self.draft is not None:

@@ -1,0 +1,37 @@
+"""From a plan's backend names to the backends themselves, one object a backend."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+from kvant.attention.base import AttentionBackend
+from kvant.attention.select import BACKENDS
+from kvant.errors import EngineFault
+from kvant.kv.spec import KVPlan
+
+
+class _BackendModule(Protocol):
+    def backend(self) -> AttentionBackend: ...
+
+
+def load_backends(plan: KVPlan) -> tuple[AttentionBackend, ...]:
+    """The backend of every layer by layer index; a layer without one of its own has its owner's."""
+    modules = {info.name: info.module for info in BACKENDS}
+    loaded: dict[str, AttentionBackend] = {}
+
+    def load(name: str) -> AttentionBackend:
+        if name not in loaded:
+            module = cast(_BackendModule, importlib.import_module(modules[name]))
+            loaded[name] = module.backend()
+        return loaded[name]
+
+    names: list[str | None] = [layer.backend for layer in plan.layers]
+    for layer in plan.layers:
+        if layer.geometry.shared_with is not None:
+            names[layer.geometry.index] = names[layer.geometry.shared_with]
+    first = next((name for name in names if name is not None), None)
+    if first is None:
+        raise EngineFault(f"no layer of {plan.model} has an attention backend")
+    # Layers without attention never ask for theirs; the tuple just has to be as long as the model.
+    return tuple(load(name or first) for name in names)

@@ -1,0 +1,112 @@
+"""`kvant demo`: what Kvant does, in short chapters, on a real model. Each chapter is one function."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from kvant.engine.llm import LLM
+
+MODEL = "smollm2"
+FORMAT = "int8_per_token_head"
+WIDE_LAYERS = "0,-1"
+QUESTION = "Why is the sky blue? Answer in three sentences."
+ANSWER_TOKENS = 96
+
+
+def demo() -> None:
+    """Plan a model, let it answer, and compare the KV cache formats; a minute or two on two cores."""
+    from kvant.cli.progress import bars
+    from kvant.engine.llm import LLM
+
+    console = Console()
+    started = time.perf_counter()
+    with bars(console) as progress:
+        llm = LLM(
+            MODEL,
+            dtype="float32",
+            kv_cache_dtype=FORMAT,
+            kv_cache_dtype_skip_layers=WIDE_LAYERS,
+            progress=progress,
+        )
+    for number, (title, chapter) in enumerate(CHAPTERS, start=1):
+        console.rule(f"[bold]{number}. {title}", align="left")
+        chapter(llm, console)
+        console.print()
+    console.print(
+        f"done in {time.perf_counter() - started:.0f} s; go on with: .venv/bin/kvant chat"
+    )
+
+
+def _plan(llm: LLM, console: Console) -> None:
+    from kvant.cli.plan_table import print_layers
+
+    console.print(
+        f"kvant plan {MODEL} --kv-cache-dtype {FORMAT} --kv-cache-dtype-skip-layers {WIDE_LAYERS}",
+        style="dim",
+        highlight=False,
+    )
+    print_layers(llm.planned.target, console)
+
+
+def _answer(llm: LLM, console: Console) -> None:
+    from kvant.engine.sampling_params import SamplingParams
+    from kvant.kv.memory import format_size
+
+    console.print(f"[bold]you:[/] {QUESTION}")
+    prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
+    params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
+    started, first, count = time.perf_counter(), None, 0
+    for piece in llm.stream(prompt, params):
+        first = first or time.perf_counter()
+        count += len(piece.token_ids)
+        console.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
+    ended = time.perf_counter()
+    assert first is not None
+    speed = (count - 1) / (ended - first) if count > 1 else 0.0
+    stored = (len(prompt) + count) * llm.plan.bytes_per_token
+    console.print(
+        f"\n[dim]{count} tokens, {speed:.1f} tokens/s, first after {first - started:.2f} s, "
+        f"{format_size(stored)} of KV[/]"
+    )
+
+
+def _formats(llm: LLM, console: Console) -> None:
+    from kvant.kv.dtype import KVDtype
+    from kvant.kv.names import FormatRequest, known_names
+    from kvant.measure.fidelity import passage
+    from kvant.measure.formats import measure_formats
+
+    baseline = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
+    wanted = [FormatRequest(d, d) for d in KVDtype if d.format.name in known_names()]
+    wanted.append(FormatRequest(KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD))
+    rows = measure_formats(llm, baseline, wanted, passage())
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("KV format (K/V)")
+    for title in ("bytes a token", "tokens a GiB", "mean KL", "same top token"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.format),
+            f"{row.bytes_per_token:,}",
+            f"{row.tokens_per_gib:,}",
+            f"{row.fidelity.mean_kl:.5f}",
+            f"{row.fidelity.same_top:.1%}",
+        )
+    console.print(table)
+    console.print(
+        f"[dim]against float32 KV, teacher-forced over {rows[0].fidelity.num_tokens} tokens of bundled "
+        "text, read through the paged cache; KL in nats[/]"
+    )
+
+
+CHAPTERS: tuple[tuple[str, Callable[[LLM, Console], None]], ...] = (
+    ("What is stored, layer by layer, and who decided it", _plan),
+    ("A real model answers through that cache", _answer),
+    ("The same model under every format", _formats),
+)

@@ -1,0 +1,36 @@
+"""How far a format's answers are from float32 KV's: KL divergence and agreement on the top token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """One plan against a baseline over the same text.
+
+    mean_kl: mean over positions of KL(baseline || this), in nats. same_top: share of positions
+    where both have the same most likely token.
+    """
+
+    mean_kl: float
+    same_top: float
+    num_tokens: int
+
+
+def passage() -> str:
+    """The short bundled text (prose, numbers, a few lines of code)."""
+    return files("kvant.measure").joinpath("passage.txt").read_text(encoding="utf-8")
+
+
+def compare(baseline: Tensor, logits: Tensor) -> Fidelity:
+    """Both [tokens, vocab_size]; computed in float64."""
+    p = torch.log_softmax(baseline.double(), -1)
+    q = torch.log_softmax(logits.double(), -1)
+    divergence = (p.exp() * (p - q)).sum(-1)
+    same = (baseline.argmax(-1) == logits.argmax(-1)).double().mean()
+    return Fidelity(divergence.mean().item(), same.item(), len(baseline))

@@ -1,0 +1,47 @@
+"""The table of formats for one loaded model: bytes, context a GiB, and distance from float32 KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvant.engine.llm import LLM
+from kvant.engine.planning import resolve_again
+from kvant.engine.runner import ModelRunner
+from kvant.kv.names import FormatRequest
+from kvant.kv.request import Asked, KVRequest
+from kvant.kv.spec import KVPlan
+from kvant.measure.fidelity import Fidelity, compare
+from kvant.measure.teacher_forced import text_logits
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRow:
+    """One format as the global request on one model. fidelity: against float32 KV."""
+
+    format: FormatRequest
+    bytes_per_token: int
+    tokens_per_gib: int
+    fidelity: Fidelity
+
+
+def measure_formats(
+    llm: LLM, baseline: FormatRequest, formats: Sequence[FormatRequest], text: str
+) -> list[FormatRow]:
+    """Every format on the model that `llm` has loaded, over one text; one pass a format."""
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    token_ids = llm.encode(text)
+    truth = text_logits(runner.model, _plan(llm, baseline), token_ids)
+    rows = []
+    for wanted in formats:
+        plan = _plan(llm, wanted)
+        fidelity = compare(truth, text_logits(runner.model, plan, token_ids))
+        size = plan.bytes_per_token
+        rows.append(FormatRow(wanted, size, 2**30 // size, fidelity))
+    return rows
+
+
+def _plan(llm: LLM, wanted: FormatRequest) -> KVPlan:
+    asked = Asked(wanted, f"--kv-cache-dtype {wanted}")
+    return resolve_again(llm.planned, KVRequest(explicit=(asked,)))

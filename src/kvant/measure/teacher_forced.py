@@ -1,0 +1,50 @@
+"""What a model says at every position of a given text, read through the paged cache.
+
+The text goes in by chunks, so that most positions attend over keys and values that were stored by
+an earlier step: exactly what generation does. Attention reads stored bytes in every case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvant.attention.backends import load_backends
+from kvant.attention.base import Step, StepCall
+from kvant.kv.pool import SCRATCH_PAGE, KVPool
+from kvant.kv.spec import KVPlan
+from kvant.models.loaded import LoadedModel
+
+CHUNK = 64
+
+
+def text_logits(
+    model: LoadedModel, plan: KVPlan, token_ids: Sequence[int], *, chunk: int = CHUNK
+) -> Tensor:
+    """Logits after each token, [len(token_ids), vocab_size], with the KV cache stored as in `plan`.
+
+    plan may differ from the one the model was loaded with in formats only; scales are the model's.
+    """
+    pages = -(-len(token_ids) // plan.page_size)
+    pool = KVPool(plan, SCRATCH_PAGE + 1 + pages, device=model.device, scales=model.scales)
+    backends = load_backends(plan)
+    table = torch.arange(SCRATCH_PAGE + 1, SCRATCH_PAGE + 1 + pages, dtype=torch.int32)[None]
+    ids = torch.tensor(token_ids, dtype=torch.int64)
+    parts = []
+    for start in range(0, len(token_ids), chunk):
+        end = min(start + chunk, len(token_ids))
+        positions = torch.arange(start, end)
+        step = Step(
+            cu_seqlens_q=torch.tensor([0, end - start], dtype=torch.int32),
+            seqlens_kv=torch.tensor([end], dtype=torch.int32),
+            page_table=table,
+            slot_mapping=positions + (SCRATCH_PAGE + 1) * plan.page_size,
+            positions=positions,
+            max_seqlen_q=end - start,
+            max_seqlen_kv=end,
+        )
+        call = StepCall(step, pool, backends)
+        parts.append(model.forward(ids[start:end], call, torch.arange(end - start)))
+    return torch.cat(parts)

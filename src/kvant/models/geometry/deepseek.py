@@ -1,0 +1,101 @@
+"""DeepSeek-V2 and V3: multi-head latent attention (MLA).
+
+A token's keys and values of all heads come from one latent of `kv_lora_rank` numbers and one rotary
+key of `qk_rope_head_dim` numbers, shared by the heads (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+Only these are stored: one KV head, a "K" of both parts together, no V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvant.kv.geometry import Attention, LayerGeometry
+from kvant.models.geometry.family import Family, Layers
+from kvant.models.geometry.fields import MAX_LAYERS, Fields
+from kvant.models.geometry.parameters import (
+    Weight,
+    experts,
+    linear,
+    mlp,
+    norms,
+    router,
+    vector,
+)
+from kvant.models.geometry.windows import num_layers
+
+_NOT_YET = "its latent attention (MLA) has no backend in Kvant yet"
+
+
+def _layers(fields: Fields, prefix: str) -> Layers:
+    num_q = fields.integer("num_attention_heads")
+    latent = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")
+    return tuple(
+        LayerGeometry(
+            index=index,
+            name=f"{prefix}.{index}.self_attn",
+            attention=Attention.MLA,
+            num_q_heads=num_q,
+            num_kv_heads=1,
+            head_dim_k=latent,
+            head_dim_v=0,
+        )
+        for index in range(num_layers(fields))
+    )
+
+
+def _attention(fields: Fields, layer: LayerGeometry, hidden: int) -> Iterator[Weight]:
+    rank, rope = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim")
+    nope, v_dim = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
+    q_rank, num_q = fields.optional_integer("q_lora_rank"), layer.num_q_heads
+    bias, name = fields.flag("attention_bias"), layer.name
+    if q_rank is None:
+        yield from linear(f"{name}.q_proj", num_q * (nope + rope), hidden)
+    else:
+        yield from linear(f"{name}.q_a_proj", q_rank, hidden, bias=bias)
+        yield vector(f"{name}.q_a_layernorm", q_rank)
+        yield from linear(f"{name}.q_b_proj", num_q * (nope + rope), q_rank)
+    yield from linear(f"{name}.kv_a_proj_with_mqa", rank + rope, hidden, bias=bias)
+    yield vector(f"{name}.kv_a_layernorm", rank)
+    yield from linear(f"{name}.kv_b_proj", num_q * (nope + v_dim), rank)
+    yield from linear(f"{name}.o_proj", hidden, num_q * v_dim, bias=bias)
+
+
+def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
+    """The extra layers that predict further tokens (MTP) are not loaded, so not counted."""
+    hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
+    size = fields.integer("moe_intermediate_size")
+    count = fields.integer("n_routed_experts", "num_local_experts", "num_experts")
+    shared = fields.optional_integer("n_shared_experts", least=0) or 0
+    first_sparse = fields.optional_integer("first_k_dense_replace", least=0, most=MAX_LAYERS) or 0
+    bias = not v3 and fields.flag("mlp_bias")
+    for layer in layers:
+        at = layer.name.removesuffix(".self_attn")
+        yield from _attention(fields, layer, hidden)
+        yield from norms(at, hidden, "input_layernorm", "post_attention_layernorm")
+        if layer.index < first_sparse:
+            yield from mlp(f"{at}.mlp", hidden, intermediate, bias=bias)
+            continue
+        yield router(f"{at}.mlp.gate", count, hidden)
+        if v3:
+            yield vector(f"{at}.mlp.gate.e_score_correction_bias", count)
+        yield from experts(f"{at}.mlp", count, hidden, size)
+        if shared:
+            yield from mlp(f"{at}.mlp.shared_experts", hidden, shared * size, bias=bias)
+
+
+def _v2_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
+    return _weights(fields, layers, v3=False)
+
+
+def _v3_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
+    return _weights(fields, layers, v3=True)
+
+
+DEEPSEEK_V2 = Family(
+    "DeepSeek-V2", ("deepseek_v2",), ("DeepseekV2ForCausalLM",), _layers, _v2_weights,
+    defaults={"n_shared_experts": 2}, not_runnable=_NOT_YET,
+)  # fmt: skip
+DEEPSEEK_V3 = Family(
+    "DeepSeek-V3", ("deepseek_v3",), ("DeepseekV3ForCausalLM",), _layers, _v3_weights,
+    defaults={"n_shared_experts": 1, "first_k_dense_replace": 3}, not_runnable=_NOT_YET,
+)  # fmt: skip

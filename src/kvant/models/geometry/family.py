@@ -1,0 +1,86 @@
+"""What Kvant knows about a family of models: its names, its layers and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from kvant.kv.geometry import Attention, LayerGeometry
+from kvant.models.geometry.fields import Fields
+from kvant.models.geometry.heads import Heads
+from kvant.models.geometry.parameters import Weight
+
+Layers = tuple[LayerGeometry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that share a transformers class, as a config names them.
+
+    model_types, architectures: the names a config may carry. layers, weights: read a decoder's
+    fields, in layer order. prefix: path of the decoder layers in the class that transformers'
+    AutoModelForCausalLM makes of the model_type. in_text_config: the decoder's fields are nested
+    (multimodal models). defaults: fields that published configs leave to transformers' class.
+    tied: the class's default for tie_word_embeddings. not_runnable: why Kvant plans but does not
+    run these models. single_layers_differ: the family reads `per_layer_config`. towers: weights
+    beside the decoder, given the top of the config, or why they cannot be counted.
+    """
+
+    title: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    layers: Callable[[Fields, str], Layers]
+    weights: Callable[[Fields, Layers], Iterable[Weight]]
+    prefix: str = "model.layers"
+    in_text_config: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    tied: bool = False
+    not_runnable: str | None = None
+    single_layers_differ: bool = False
+    towers: Callable[[Fields], Iterable[Weight] | str] | None = None
+
+
+def attention_layers(
+    prefix: str,
+    heads: Heads,
+    windows: Sequence[int | None],
+    *,
+    sinks: bool = False,
+    softcap: float = 0.0,
+) -> Layers:
+    """Layers that differ in their windows only."""
+    return tuple(
+        attention_layer(index, prefix, heads, window, sinks=sinks, softcap=softcap)
+        for index, window in enumerate(windows)
+    )
+
+
+def attention_layer(
+    index: int,
+    prefix: str,
+    heads: Heads,
+    window: int | None,
+    *,
+    sinks: bool = False,
+    softcap: float = 0.0,
+    shared_with: int | None = None,
+    causal: bool = True,
+) -> LayerGeometry:
+    """One layer with K and V. A layer that shares another's KV keeps the head sizes it reads."""
+    kind = Attention.FULL if window is None else Attention.SLIDING
+    return LayerGeometry(
+        index=index,
+        name=f"{prefix}.{index}.self_attn",
+        attention=kind if shared_with is None else Attention.SHARED,
+        num_q_heads=heads.num_q,
+        num_kv_heads=heads.num_kv,
+        head_dim_k=heads.head_dim_k,
+        head_dim_v=heads.head_dim_v,
+        window=window,
+        shared_with=shared_with,
+        sinks=sinks,
+        softcap=softcap,
+        causal=causal,
+    )

@@ -1,0 +1,141 @@
+"""Reading a config.json that nobody has checked: a value of the right kind, or BadCheckpoint.
+
+`null` and a missing key are the same thing, as in transformers. A message names the field, with the
+section it stands in, and the value that was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvant.errors import BadCheckpoint, WayOut
+
+MAX_WIDTH = 2**24
+"""More than any width, head count or vocabulary of a model, so that absurd numbers stop here."""
+
+MAX_LAYERS = 4096
+MAX_TOKENS = 2**40
+
+_SHOWN = 80  # characters of a bad value that a message repeats
+
+
+class Fields:
+    """A section of a config. `section` is "" at the top and "text_config." inside one."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        section: str = "",
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._values = values
+        self._section = section
+        self._defaults = defaults or {}
+
+    def raw(self, name: str) -> Any:
+        """The value as it stands, else the family's default, else None."""
+        value = self._values.get(name)
+        return self._defaults.get(name) if value is None else value
+
+    def has(self, name: str) -> bool:
+        return self.raw(name) is not None
+
+    def is_null(self, name: str) -> bool:
+        """Whether the config says `null`, where a family's class tells that from a missing key."""
+        return name in self._values and self._values[name] is None
+
+    def bad(self, name: str, why: str) -> BadCheckpoint:
+        """The error to raise about one field."""
+        value = self._values.get(name)
+        what = "is missing" if value is None else f"is {shown(value)}"
+        return BadCheckpoint(
+            f"config.json: {self._section}{name} {what}",
+            why=why,
+            ways_out=(WayOut("compare config.json with the one the model was published with"),),
+        )
+
+    def integer(self, *names: str, least: int = 1, most: int = MAX_WIDTH) -> int:
+        """A whole number. Several names spell one field: the first that is there counts."""
+        value = self.optional_integer(*names, least=least, most=most)
+        if value is None:
+            raise self.bad(names[0], "a model cannot be planned without it")
+        return value
+
+    def optional_integer(self, *names: str, least: int = 1, most: int = MAX_WIDTH) -> int | None:
+        for name in names:
+            value = self.raw(name)
+            if value is None:
+                continue
+            # bool is an int in Python; in a config `true` is no number.
+            if type(value) is not int or not least <= value <= most:
+                raise self.bad(name, f"it must be a whole number from {least} to {most}")
+            return value
+        return None
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw(name)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not -1e30 < value < 1e30 or not math.isfinite(value):
+            raise self.bad(name, "it must be a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.raw(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise self.bad(name, "it must be true or false")
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self.raw(name)
+        if value is not None and not isinstance(value, str):
+            raise self.bad(name, "it must be a text")
+        return value
+
+    def words(self, name: str) -> tuple[str, ...] | None:
+        """A list of texts."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not _is_list(value) or not all(isinstance(word, str) for word in value):
+            raise self.bad(name, "it must be a list of texts")
+        return tuple(value)
+
+    def integers(
+        self, name: str, *, least: int = 0, most: int = MAX_WIDTH
+    ) -> tuple[int, ...] | None:
+        """A list of whole numbers."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not _is_list(value) or not all(type(n) is int and least <= n <= most for n in value):
+            raise self.bad(name, f"it must be a list of whole numbers from {least} to {most}")
+        return tuple(value)
+
+    def inside(self, name: str, defaults: Mapping[str, Any] | None = None) -> Fields | None:
+        """A nested section, or None where it is missing."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.bad(name, "it must be an object")
+        return Fields(value, section=f"{self._section}{name}.", defaults=defaults)
+
+    def names(self) -> tuple[str, ...]:
+        """What stands in the section itself, in its order."""
+        return tuple(str(name) for name in self._values)
+
+
+def shown(value: Any) -> str:
+    """A value for a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -1,0 +1,56 @@
+"""gpt-oss: learned sinks on every layer, a window on every other one, experts with biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvant.models.geometry.family import Family, Layers, attention_layers
+from kvant.models.geometry.fields import Fields
+from kvant.models.geometry.heads import read_heads
+from kvant.models.geometry.parameters import (
+    Weight,
+    WeightKind,
+    attention,
+    experts,
+    norms,
+    router,
+    vector,
+)
+from kvant.models.geometry.windows import (
+    LayerType,
+    every_nth_is,
+    num_layers,
+    read_layer_types,
+    read_window,
+    windows_of,
+)
+
+_HEAD_DIM = 64  # GptOssConfig's default
+
+
+def _layers(fields: Fields, prefix: str) -> Layers:
+    heads = read_heads(fields, head_dim=_HEAD_DIM, kv_defaults_to_q=True)
+    alternating = every_nth_is(LayerType.FULL, LayerType.SLIDING, 2, num_layers(fields))
+    kinds = read_layer_types(fields, alternating)
+    windows = windows_of(fields, kinds, read_window(fields))
+    return attention_layers(prefix, heads, windows, sinks=True)
+
+
+def _weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
+    hidden, size = fields.integer("hidden_size"), fields.integer("intermediate_size")
+    count = fields.integer("num_local_experts", "num_experts")
+    bias = fields.flag("attention_bias", True)
+    for layer in layers:
+        at = layer.name.removesuffix(".self_attn")
+        yield from attention(layer, hidden, qkv_bias=bias, o_bias=bias)
+        yield router(f"{at}.mlp.router", count, hidden)
+        yield vector(f"{at}.mlp.router.bias", count)
+        yield from experts(f"{at}.mlp", count, hidden, size)
+        yield Weight(f"{at}.mlp.experts.bias", WeightKind.OTHER, count, 2 * size + hidden)
+        yield from norms(at, hidden, "input_layernorm", "post_attention_layernorm")
+
+
+GPT_OSS = Family(
+    "gpt-oss", ("gpt_oss",), ("GptOssForCausalLM",), _layers, _weights,
+    defaults={"sliding_window": 128},
+)  # fmt: skip

@@ -1,0 +1,87 @@
+"""read_geometry: from config.json to the shape that planning and storage need. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvant.errors import BadCheckpoint
+from kvant.kv.dtype import ComputeDtype
+from kvant.kv.geometry import ModelGeometry
+from kvant.models.geometry.families import find_family, text_fields
+from kvant.models.geometry.family import Family
+from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown
+
+_MAX_VOCABULARY = 2**28
+
+
+def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
+    """The shape of the model that a config.json describes.
+
+    Layers have the names of the attention modules in the class that transformers'
+    AutoModelForCausalLM makes of the config. Raises BadCheckpoint, naming field and value, for a
+    model of no known family and for fields that are missing or make no sense.
+    """
+    if not isinstance(config, Mapping):
+        raise BadCheckpoint("config.json is no JSON object", why=f"it is {shown(config)}")
+    family = find_family(config)
+    fields = text_fields(config, family)
+    _refuse_unread_overrides(fields, family)
+    layers = family.layers(fields, family.prefix)
+    top = Fields(config)
+    model_type = top.text("model_type") or family.model_types[0]
+    return ModelGeometry(
+        architecture=(top.words("architectures") or (model_type,))[0],
+        model_type=model_type,
+        layers=layers,
+        dtype=read_dtype(top, fields),
+        vocab_size=fields.integer("vocab_size", most=_MAX_VOCABULARY),
+        hidden_size=fields.integer("hidden_size"),
+        max_model_len=read_max_model_len(fields),
+        not_runnable=family.not_runnable,
+    )
+
+
+def read_dtype(*sections: Fields) -> ComputeDtype:
+    """`dtype`, or `torch_dtype` as it was called before, in the first section that has one.
+
+    Without any it is float32, torch's default: what transformers builds from such a config.
+    """
+    for section in sections:
+        for name in ("dtype", "torch_dtype"):
+            word = section.text(name)
+            if word is None:
+                continue
+            known = {dtype.value: dtype for dtype in ComputeDtype}
+            if word not in known:
+                raise section.bad(name, f"Kvant computes in {', '.join(known)}")
+            return known[word]
+    return ComputeDtype.FLOAT32
+
+
+def read_max_model_len(fields: Fields) -> int | None:
+    """The longest context that the positions allow, None where the config has no number.
+
+    `max_position_embeddings` is the length after rope scaling (transformers' meaning). A config to
+    which its user added YaRN by hand often keeps the old number: there the scaled length counts,
+    `original_max_position_embeddings` times `factor`, because the rotary frequencies follow these.
+    """
+    limit = fields.optional_integer("max_position_embeddings", most=MAX_TOKENS)
+    rope = fields.inside("rope_parameters") or fields.inside("rope_scaling")
+    if limit is None or rope is None:
+        return limit
+    if "yarn" not in (rope.raw("rope_type"), rope.raw("type")):
+        return limit
+    original = rope.optional_integer("original_max_position_embeddings", most=MAX_TOKENS)
+    factor = rope.number("factor", 1.0)
+    if original is None or factor <= 1:
+        return limit
+    return max(limit, min(int(original * factor), MAX_TOKENS))
+
+
+def _refuse_unread_overrides(fields: Fields, family: Family) -> None:
+    """transformers lets any config override fields of single layers."""
+    if fields.has("per_layer_config") and not family.single_layers_differ:
+        raise fields.bad(
+            "per_layer_config", f"Kvant does not know {family.title} with layers that differ"
+        )

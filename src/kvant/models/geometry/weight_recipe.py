@@ -1,0 +1,227 @@
+"""How a checkpoint stores quantised weights, as `quantization_config` says: bytes of one matrix.
+
+Scales are counted too: they are up to an eighth of a 4-bit matrix. What a recipe does not name, and
+embeddings, norms and the head of almost all recipes, keep the model's dtype. A recipe that Kvant
+cannot turn into bytes is a `NoRecipe` with the reason.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvant.errors import BadCheckpoint
+from kvant.models.geometry.fields import MAX_WIDTH, Fields, shown
+from kvant.models.geometry.parameters import Weight, WeightKind
+
+MatrixBytes = Callable[[int, int], int]
+"""Bytes of a matrix of rows x columns (out x in features), scales included."""
+
+_QUANTISED = (WeightKind.LINEAR, WeightKind.EXPERT)
+_F32 = 4
+_F16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NoRecipe:
+    """A reason why stored bytes cannot be counted."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Modules (by name, or None for all) and what their matrices take."""
+
+    chosen: Callable[[str], bool] | None
+    matrix: MatrixBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Which matrices are quantised, and to how many bytes."""
+
+    groups: tuple[_Group, ...]
+    left_alone: Callable[[str], bool]
+    kinds: tuple[WeightKind, ...] = _QUANTISED
+
+    def stored_bytes(self, weight: Weight) -> int | None:
+        """Bytes of a weight in the checkpoint, or None where it keeps the model's dtype."""
+        if weight.kind not in self.kinds or self.left_alone(weight.name):
+            return None
+        for group in self.groups:
+            if group.chosen is None or group.chosen(weight.name):
+                return weight.copies * group.matrix(weight.rows, weight.columns)
+        return None
+
+
+def read_recipe(config: Mapping[str, Any]) -> Recipe | NoRecipe | None:
+    """The recipe in `quantization_config`; None for weights in the model's dtype."""
+    try:
+        fields = Fields(config).inside("quantization_config")
+        if fields is None:
+            return None
+        method = fields.text("quant_method")
+        reader = _READERS.get(method or "")
+        if reader is None:
+            return NoRecipe(f"no closed form for weights quantised by {shown(method)}")
+        return reader(fields)
+    except (BadCheckpoint, re.error) as fault:
+        # Weights are one line of the plan; their recipe is the loader's business to refuse.
+        what = fault.what if isinstance(fault, BadCheckpoint) else str(fault)
+        return NoRecipe(f"the weights' quantization_config cannot be read: {what}")
+
+
+def _fp8(fields: Fields) -> Recipe | NoRecipe:
+    """One byte per number; a float32 scale per block (DeepSeek) or per matrix."""
+    block = fields.integers("weight_block_size", least=1)
+    if block is not None and len(block) != 2:
+        return NoRecipe(f"weight_block_size {shown(block)} is not two numbers")
+    rows, columns = block or (MAX_WIDTH, MAX_WIDTH)
+    return _whole(fields, _coded(8, rows, columns, _F32), "modules_to_not_convert")
+
+
+def _mxfp4(fields: Fields) -> Recipe:
+    """Experts only: 4 bits per number, a one-byte scale per 32 (OCP Microscaling Formats 1.0)."""
+    return Recipe(
+        (_Group(None, _coded(4, 1, 32, 1)),),
+        _named(fields.words("modules_to_not_convert") or ()),
+        (WeightKind.EXPERT,),
+    )
+
+
+def _gptq(fields: Fields) -> Recipe:
+    """Packed integers, a float16 scale and a packed zero point per group, an index per column."""
+    bits, group = _bits(fields, "bits"), _group_size(fields, "group_size")
+    codes = _coded(bits, 1, group, _F16, zero_bits=bits)
+    return _whole(fields, lambda rows, columns: codes(rows, columns) + 4 * columns)
+
+
+def _awq(fields: Fields) -> Recipe:
+    """Packed integers, a float16 scale and a packed zero point per group."""
+    bits, group = _bits(fields, "bits", "w_bit"), _group_size(fields, "group_size", "q_group_size")
+    return _whole(fields, _coded(bits, 1, group, _F16, zero_bits=bits), "modules_to_not_convert")
+
+
+def _modelopt(fields: Fields) -> Recipe | NoRecipe:
+    algorithm = fields.text("quant_algo")
+    if algorithm == "FP8":
+        matrix = _coded(8, MAX_WIDTH, MAX_WIDTH, _F32)
+    elif algorithm == "NVFP4":
+        matrix = _nvfp4(fields.optional_integer("group_size") or 16)
+    else:
+        return NoRecipe(f"no closed form for weights of ModelOpt's {shown(algorithm)}")
+    return _whole(fields, matrix, "ignore", "exclude_modules")
+
+
+def _compressed_tensors(fields: Fields) -> Recipe | NoRecipe:
+    sparse = fields.inside("sparsity_config")
+    if sparse is not None and sparse.text("format") not in (None, "dense"):
+        return NoRecipe("no closed form for sparse weights")
+    groups: list[_Group] = []
+    listed = fields.inside("config_groups")
+    for name in () if listed is None else listed.names():
+        assert listed is not None
+        group = listed.inside(name)
+        weights = None if group is None else group.inside("weights")
+        if group is None or weights is None:
+            continue
+        matrix = _scheme(weights, group.text("format") or fields.text("format") or "")
+        if isinstance(matrix, NoRecipe):
+            return matrix
+        targets = group.words("targets") or ()
+        chosen = None if "Linear" in targets else _named(targets)
+        groups.append(_Group(chosen, matrix))
+    return Recipe(tuple(groups), _named(fields.words("ignore") or ()))
+
+
+def _scheme(weights: Fields, layout: str) -> MatrixBytes | NoRecipe:
+    """One `weights` entry of compressed-tensors: type, bits and where the scales are."""
+    bits, kind = _bits(weights, "num_bits"), weights.text("type")
+    strategy = weights.text("strategy")
+    if kind == "float" and bits == 4:
+        if "nvfp4" in layout:
+            return _nvfp4(weights.optional_integer("group_size") or 16)
+        if "mxfp4" in layout:
+            return _coded(4, 1, 32, 1)
+        return NoRecipe(f"no closed form for 4-bit floats in format {shown(layout)}")
+    zero_bits = 0 if weights.flag("symmetric", True) else bits
+    if strategy == "block":
+        block = weights.integers("block_structure", least=1) or ()
+        if len(block) != 2:
+            return NoRecipe("weights in blocks without block_structure")
+        return _coded(bits, block[0], block[1], _F32)
+    blocks = {
+        "tensor": (MAX_WIDTH, MAX_WIDTH),
+        "channel": (1, MAX_WIDTH),
+        "group": (1, weights.optional_integer("group_size") or 128),
+    }
+    if strategy not in blocks:
+        return NoRecipe(f"no closed form for weight scales of strategy {shown(strategy)}")
+    rows, columns = blocks[strategy]
+    return _coded(bits, rows, columns, _F16, zero_bits=zero_bits)
+
+
+_READERS: Mapping[str, Callable[[Fields], Recipe | NoRecipe]] = {
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "gptq": _gptq,
+    "awq": _awq,
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed_tensors,
+}
+
+
+def _coded(
+    bits: int, block_rows: int, block_columns: int, scale_bytes: int, *, zero_bits: int = 0
+) -> MatrixBytes:
+    """Codes of `bits` each, and a scale (and zero point) per block of rows x columns."""
+
+    def matrix(rows: int, columns: int) -> int:
+        blocks = -(-rows // block_rows) * -(-columns // block_columns)
+        return -(-rows * columns * bits // 8) + blocks * scale_bytes + -(-blocks * zero_bits // 8)
+
+    return matrix
+
+
+def _nvfp4(group: int) -> MatrixBytes:
+    """4 bits per number, an e4m3 scale per group, two float32 numbers per matrix."""
+    codes = _coded(4, 1, group, 1)
+    return lambda rows, columns: codes(rows, columns) + 2 * _F32
+
+
+def _whole(fields: Fields, matrix: MatrixBytes, *lists: str) -> Recipe:
+    """All matrices but the head and what the first of `lists` that is there names."""
+    names = next((fields.words(name) for name in lists if fields.has(name)), None)
+    return Recipe((_Group(None, matrix),), _named(("lm_head", *(names or ()))))
+
+
+def _named(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a module's name is one of these: "re:..", with wildcards, whole, or a part."""
+    regexes = [re.compile(pattern[3:]) for pattern in patterns if pattern.startswith("re:")]
+    plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
+
+    def chosen(name: str) -> bool:
+        if any(regex.match(name) for regex in regexes):
+            return True
+        return any(
+            name == pattern
+            or f".{pattern}." in f".{name}."
+            or ("*" in pattern and fnmatch.fnmatchcase(name, pattern))
+            for pattern in plain
+        )
+
+    return chosen
+
+
+def _bits(fields: Fields, *names: str) -> int:
+    return fields.integer(*names, most=16)
+
+
+def _group_size(fields: Fields, *names: str) -> int:
+    """-1 stands for one group as long as the row."""
+    size = fields.optional_integer(*names, least=-1) or 128
+    return MAX_WIDTH if size < 0 else size

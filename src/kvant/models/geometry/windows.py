@@ -1,0 +1,85 @@
+"""Which layers see a window of the past, and how wide it is.
+
+In transformers a query at position q sees positions above q - sliding_window, in all families
+(masking_utils.sliding_window_overlay). So `sliding_window` is the number of tokens seen, the
+query's own included: exactly `LayerGeometry.window`. Families differ only in which layers have one,
+and in whether `use_sliding_window` switches it off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from kvant.models.geometry.fields import MAX_LAYERS, MAX_TOKENS, Fields
+
+
+class LayerType(Enum):
+    """transformers' words for what a layer does."""
+
+    FULL = "full_attention"
+    SLIDING = "sliding_attention"
+    LINEAR = "linear_attention"  # recurrent state, no KV
+
+
+_LEGACY = {"attention": LayerType.FULL, "mamba": LayerType.LINEAR}  # transformers renames these
+
+
+def num_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", most=MAX_LAYERS)
+
+
+def every_layer(fields: Fields, *, switched: bool = False) -> tuple[int | None, ...]:
+    """One window for all layers, None without sliding_window.
+
+    switched: use_sliding_window must be true for it to count.
+    """
+    window = read_window(fields)
+    if switched and not fields.flag("use_sliding_window"):
+        window = None
+    return (window,) * num_layers(fields)
+
+
+def read_window(fields: Fields, name: str = "sliding_window") -> int | None:
+    """A window in tokens. 0 would hide even the token itself, so it is no window."""
+    return fields.optional_integer(name, most=MAX_TOKENS)
+
+
+def read_layer_types(
+    fields: Fields,
+    default: Iterable[LayerType],
+    *,
+    allowed: Sequence[LayerType] = (LayerType.FULL, LayerType.SLIDING),
+) -> tuple[LayerType, ...]:
+    """`layer_types`, one per layer, else the family's own pattern."""
+    words = fields.words("layer_types")
+    if words is None:
+        return tuple(default)
+    count = num_layers(fields)
+    if len(words) != count:
+        raise fields.bad("layer_types", f"it has {len(words)} entries for {count} layers")
+    known = {kind.value: kind for kind in LayerType} | _LEGACY
+    kinds = []
+    for word in words:
+        kind = known.get(word)
+        if kind is None or kind not in allowed:
+            raise fields.bad(
+                "layer_types",
+                f"{word!r} is none of {', '.join(a.value for a in allowed)}",
+            )
+        kinds.append(kind)
+    return tuple(kinds)
+
+
+def every_nth_is(kind: LayerType, other: LayerType, n: int, count: int) -> tuple[LayerType, ...]:
+    """A repeating pattern: layer indices n-1, 2n-1, .. are `kind`, the rest `other`."""
+    return tuple(kind if (index + 1) % n == 0 else other for index in range(count))
+
+
+def windows_of(
+    fields: Fields, kinds: Sequence[LayerType], window: int | None
+) -> tuple[int | None, ...]:
+    """One window per layer; a sliding layer needs one."""
+    if window is None and LayerType.SLIDING in kinds:
+        raise fields.bad("sliding_window", "layer_types has sliding layers, so there must be one")
+    return tuple(window if kind is LayerType.SLIDING else None for kind in kinds)

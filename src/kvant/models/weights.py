@@ -1,0 +1,162 @@
+"""Bytes of a model's weights: from its files where they are there, else from its config.
+
+The plan takes them off the memory before any weight is loaded, so nothing here loads one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import BadCheckpoint
+from kvant.kv.checkpoint.json_file import read_json_object
+from kvant.kv.checkpoint.safetensors_header import weight_bytes, weight_bytes_by_dtype
+from kvant.kv.dtype import ComputeDtype
+from kvant.kv.geometry import ModelGeometry
+from kvant.models.geometry.draft_weights import draft_weights
+from kvant.models.geometry.families import find_family, is_drafter, text_fields
+from kvant.models.geometry.family import Family
+from kvant.models.geometry.fields import Fields
+from kvant.models.geometry.parameters import Weight, embedding, vector
+from kvant.models.geometry.weight_recipe import NoRecipe, Recipe, read_recipe
+
+_MODELOPT_FILE = "hf_quant_config.json"
+
+_ELEMENT_BYTES = {
+    ComputeDtype.FLOAT64: 8,
+    ComputeDtype.FLOAT32: 4,
+    ComputeDtype.FLOAT16: 2,
+    ComputeDtype.BFLOAT16: 2,
+}
+
+_STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of the safetensors dtypes that become the compute dtype when they are loaded."""
+
+
+class WeightSource(Enum):
+    """Where the number comes from, in the words of `kvant plan`'s JSON."""
+
+    HEADERS = "headers"  # of the safetensors files, or their index
+    ESTIMATED = "estimated"  # a closed form over the config
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """bytes and source are None together where nothing is known; reason then says why."""
+
+    bytes: int | None
+    source: WeightSource | None
+    reason: str
+
+
+def weight_bytes_of(
+    directory: Path,
+    config: Mapping[str, Any],
+    geometry: ModelGeometry,
+    *,
+    compute: ComputeDtype | None = None,
+) -> WeightBytes:
+    """Bytes of the weights in `directory`, which may hold no more than a config.json.
+
+    compute: the dtype that the model will compute in, for the bytes after loading; None for the
+    bytes as stored. Quantised matrices keep their size. Raises BadCheckpoint for weight files that
+    cannot be read.
+    """
+    stored = weight_bytes_by_dtype(directory)
+    if stored is not None:
+        found = sum(_loaded(stored, config, compute).values())
+        return WeightBytes(found, WeightSource.HEADERS, "from the headers of the safetensors files")
+    total = weight_bytes(directory)
+    if total is not None:
+        if compute is not None and read_recipe(config) is None:
+            total = total * _ELEMENT_BYTES[compute] // _ELEMENT_BYTES[geometry.dtype]
+        return WeightBytes(total, WeightSource.HEADERS, "from the index of the safetensors files")
+    return estimate_weight_bytes(_with_modelopt(directory, config), geometry, compute=compute)
+
+
+def estimate_weight_bytes(
+    config: Mapping[str, Any], geometry: ModelGeometry, *, compute: ComputeDtype | None = None
+) -> WeightBytes:
+    """Bytes from the config alone: the elements of every weight times the bytes of its dtype.
+
+    Counts what transformers' AutoModelForCausalLM loads: no extra prediction layers (MTP), and no
+    towers that the class leaves out. Quantised weights are counted with their scales.
+    """
+    recipe = read_recipe(config)
+    if isinstance(recipe, NoRecipe):
+        return WeightBytes(None, None, recipe.reason)
+    try:
+        weights = _model_weights(config, geometry)
+        if isinstance(weights, str):
+            return WeightBytes(None, None, weights)
+        found = _sum(weights, recipe, _ELEMENT_BYTES[compute or geometry.dtype])
+    except BadCheckpoint as fault:
+        # The shape of the KV cache does not depend on this field, so the plan can go on without it.
+        return WeightBytes(None, None, fault.what)
+    return WeightBytes(found, WeightSource.ESTIMATED, "counted from config.json")
+
+
+def _sum(weights: Iterator[Weight], recipe: Recipe | None, element_bytes: int) -> int:
+    found = 0
+    for weight in weights:
+        stored = None if recipe is None else recipe.stored_bytes(weight)
+        found += weight.numel * element_bytes if stored is None else stored
+    return found
+
+
+def _model_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[Weight] | str:
+    """Every weight of the model, or why they cannot be listed."""
+    if is_drafter(config):
+        return draft_weights(config, geometry)
+    family = find_family(config)
+    towers = () if family.towers is None else family.towers(Fields(config))
+    if isinstance(towers, str):
+        return towers
+    return iter((*_decoder(config, family, geometry), *towers))
+
+
+def _decoder(
+    config: Mapping[str, Any], family: Family, geometry: ModelGeometry
+) -> Iterator[Weight]:
+    """Layers, embedding, final norm, and the head unless it is the embedding itself."""
+    fields = text_fields(config, family)
+    at = family.prefix.removesuffix(".layers")
+    yield from family.weights(fields, geometry.layers)
+    yield embedding(f"{at}.embed_tokens", geometry.vocab_size, geometry.hidden_size)
+    yield vector(f"{at}.norm", geometry.hidden_size)
+    # A class made for the whole config asks the whole config; one for its text section asks that.
+    whole = Fields(config) if at == "model.language_model" else fields
+    if not whole.flag("tie_word_embeddings", family.tied):
+        yield embedding("lm_head", geometry.vocab_size, geometry.hidden_size)
+
+
+def _loaded(
+    stored: Mapping[str, int], config: Mapping[str, Any], compute: ComputeDtype | None
+) -> Mapping[str, int]:
+    """Bytes by dtype after loading: floats become the compute dtype.
+
+    In a quantised checkpoint 32-bit floats are scales, which stay what they are.
+    """
+    if compute is None:
+        return stored
+    quantised = read_recipe(config) is not None
+    return {
+        dtype: size
+        if dtype not in _STORED_BYTES or (quantised and dtype == "F32")
+        else size * _ELEMENT_BYTES[compute] // _STORED_BYTES[dtype]
+        for dtype, size in stored.items()
+    }
+
+
+def _with_modelopt(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config, with the recipe that ModelOpt keeps in a file of its own."""
+    path = directory / _MODELOPT_FILE
+    if "quantization_config" in config or not path.is_file():
+        return config
+    recipe = read_json_object(path).get("quantization")
+    if not isinstance(recipe, dict):
+        return config
+    return {**config, "quantization_config": {**recipe, "quant_method": "modelopt"}}

@@ -65,7 +65,8 @@ def make_cache(
         0, "bench", Attention.FULL, case.q_heads, case.kv_heads, case.head_dim, case.head_dim
     )
     choices = [
-        Choice(dtype, Source.EXPLICIT, "bench", (), Scale(ScaleState.NONE)) for dtype in (case.k, case.v)
+        Choice(dtype, Source.EXPLICIT, "bench", (), Scale(ScaleState.NONE))
+        for dtype in (case.k, case.v)
     ]
     distinct = min(distinct, num_pages)
     sides: list[tuple[Tensor, ...]] = []
@@ -136,27 +137,24 @@ def kv_bytes(case: Case) -> int:
     return seen * case.kv_heads * row
 
 
-def time_us(run: Callable[[], object], *, repeats: int = 20, graph: bool = False) -> list[float]:
-    """Microseconds of each repetition, after a warm-up. graph: by replay of a captured graph."""
-    for _ in range(2):
-        run()
+def time_us(run: Callable[[], object], *, repeats: int = 20, inner: int = 4) -> list[float]:
+    """Microseconds of each repetition: replays of a captured graph of `inner` runs, after a warm-up."""
+    run()
     torch.cuda.synchronize()
-    call: Callable[[], object] = run
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            for _ in range(10):
-                run()
-        call = captured.replay
-        call()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for _ in range(inner):
+            run()
+    captured.replay()
+    torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        call()
+        captured.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / (10 if graph else 1))
+        times.append(begin.elapsed_time(end) * 1e3 / inner)
     return times
 
 
@@ -238,7 +236,7 @@ def run(
                 small = kv_bytes(case) < 200e6
                 us = time_us(
                     lambda x=x: backend.attend(x.cache, x.q, x.step, x.params),  # type: ignore[misc]
-                    graph=small,
+                    inner=20 if small else 4,
                 )
                 median = statistics.median(us)
                 gb = kv_bytes(case) / 1e9

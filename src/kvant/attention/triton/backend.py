@@ -110,7 +110,7 @@ def attend(
     planes = [*_words(cache.k, k), *_words(cache.v, v)]
     work = (step.cu_seqlens_q, step.seqlens_kv)
     options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
-    paged_attention[(heads, items)](
+    paged_attention[(heads * items,)](
         q, q.stride(0), q.stride(1), *planes,
         cache.k_scale, cache.v_scale, params.sinks,
         out, partial, partial_lse,
@@ -128,7 +128,7 @@ def attend(
         num_warps=shape.warps, num_stages=shape.stages, **options,
     )  # fmt: skip
     if parts:
-        combine[(q_heads, tokens)](
+        combine[(q_heads * tokens,)](
             partial, partial_lse, params.sinks, out, *work, num_seqs, window, target, least,
             GROUP=group, HEADS=heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
             ROWS=shape.rows, TILE=shape.tile, AT_ONCE=8,

@@ -19,13 +19,13 @@ def combine(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     DIRECT: tl.constexpr, FIXED: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
-    """Program (query head, token). See `paged_attention` for the shapes.
+    """Program token * (number of query heads) + query head. See `paged_attention` for the shapes.
 
     Items are joined AT_ONCE at a time, in order. DIRECT: rows of one item were already written.
     ROTATION: length of the rotation's blocks, 0 for none.
     """
-    query_head = tl.program_id(0)
-    token = tl.program_id(1)
+    query_head = tl.program_id(0) % (HEADS * GROUP)
+    token = tl.program_id(0) // (HEADS * GROUP)
     if FIXED:
         per_split = least
     else:
@@ -66,5 +66,5 @@ def combine(
     o = tl.where(den > 0, o / den, 0.0 * den)
     if ROTATION > 0:
         o = tl.reshape(hadamard(tl.reshape(o, (1, PAD)), 1, PAD, ROTATION), (PAD,)) / ROTATION
-    at = (token.to(tl.int64) * tl.num_programs(0) + query_head) * HEAD_V + c
+    at = (token.to(tl.int64) * (HEADS * GROUP) + query_head) * HEAD_V + c
     tl.store(out + at, o.to(out.dtype.element_ty), mask=c < HEAD_V)

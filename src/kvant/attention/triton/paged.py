@@ -80,20 +80,28 @@ def _places(at, TILE: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
+def _page_ids(pages, at, end, TILE: tl.constexpr, PAGE: tl.constexpr):
+    column, _ = _places(at, TILE, PAGE)
+    return tl.load(pages + column, mask=at + tl.arange(0, TILE) < end, other=0)
+
+
+@triton.jit
 def _at(page, small, WIDTH: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr):
     """Offset of rows in a plane of this width. small: (offset in page) * HEADS + head."""
     return page.to(tl.int64) * (PAGE * HEADS * WIDTH) + small * WIDTH
 
 
 @triton.jit
-def _block_scales(pointer, row, there, BLOCKS: tl.constexpr, WORDS: tl.constexpr):
+def _block_scales(
+    pointer, row, there, BLOCKS: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr
+):
     """e4m3 block scales of rows as float16, spread over the words: [rows, WORDS]."""
     PER: tl.constexpr = 4  # words in a block
     SLOTS: tl.constexpr = WORDS // PER
     b = tl.arange(0, SLOTS)
     mask = there[:, None] & (b < BLOCKS)[None, :]
     code = tl.load(pointer + row[:, None] + b[None, :], mask=mask, other=0)
-    s = block_factor(code)
+    s = block_factor(code, PTX)
     s = tl.broadcast_to(s[:, :, None], (s.shape[0], SLOTS, PER))
     return tl.reshape(s, (s.shape[0], WORDS))
 
@@ -119,16 +127,17 @@ def _tile(
     KIND_K: tl.constexpr, SCALING_K: tl.constexpr, KIND_V: tl.constexpr, SCALING_V: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values: (accumulators, max, sum, zero sum, value scale) before and after."""
-    acc, top, den, zeros, reference = state
-    column, offset = _places(at, TILE, PAGE)
+    """One tile of keys and values.
+
+    state: accumulators, max, sum, sum times zero points, largest value scale, page ids of the tile.
+    """
+    acc, top, den, zeros, reference, page = state
+    _, offset = _places(at, TILE, PAGE)
     if MASKED:
         pos = at + tl.arange(0, TILE)
         there = (pos >= start) & (pos < end)
-        page = tl.load(pages + column, mask=there, other=0)
     else:
         there = tl.full((TILE,), True, tl.int1)
-        page = tl.load(pages + column)
     small = offset * HEADS + head
     jk = tl.arange(0, PAD_K)
     jv = tl.arange(0, PAD_V)
@@ -143,9 +152,12 @@ def _tile(
     else:
         v = tl.load(at_v)
 
+    # Pages of the next tile, so that loads of keys and values never wait for a page id.
+    next_page = _page_ids(pages, at + TILE, end, TILE, PAGE)
+
     block = 0.0
     if SCALING_K == BLOCK:
-        block = _block_scales(k_scales, _at(page, small, HEAD_K // 16, PAGE, HEADS), there, HEAD_K // 16, PAD_K)
+        block = _block_scales(k_scales, _at(page, small, HEAD_K // 16, PAGE, HEADS), there, HEAD_K // 16, PAD_K, PTX)
     parts = _elements(k, block, KIND_K, FULL, PTX)
     x = tl.dot(q[0], tl.trans(parts[0]), input_precision="ieee")
     if len(parts) > 1:
@@ -188,7 +200,7 @@ def _tile(
     elif KIND_V == INT8:
         zeros = zeros * fade + tl.sum(p.to(tl.float32), 1) * 128.0
     if SCALING_V == BLOCK:
-        block = _block_scales(v_scales, _at(page, small, HEAD_V // 16, PAGE, HEADS), there, HEAD_V // 16, PAD_V)
+        block = _block_scales(v_scales, _at(page, small, HEAD_V // 16, PAGE, HEADS), there, HEAD_V // 16, PAD_V, PTX)
     parts = _elements(v, block, KIND_V, FULL, PTX)
     f = fade[:, None]
     if len(parts) == 1:
@@ -205,7 +217,7 @@ def _tile(
             tl.dot(p, parts[2], acc[2] * f, input_precision="ieee"),
             tl.dot(p, parts[3], acc[3] * f, input_precision="ieee"),
         )
-    return acc, new_top, den, zeros, reference
+    return acc, new_top, den, zeros, reference, next_page
 
 
 @triton.jit
@@ -234,7 +246,9 @@ def paged_attention(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, item). Writes `out` where a sequence is one item long and DIRECT, else partials.
+    """Program item * HEADS + KV head: heads of one item run side by side and share memory pages.
+
+    Writes `out` where a sequence is one item long and DIRECT, else partials.
 
     q: [T, HEADS * GROUP, HEAD_K] by its strides; out: [T, HEADS * GROUP, HEAD_V]; partial: [items, HEADS, ROWS,
     HEAD_V] float32, each row divided by its sum; partial_lse: [items, HEADS, ROWS] float32, base 2.
@@ -242,8 +256,8 @@ def paged_attention(
     pages, 1 for one float32, 2 for [HEADS]. FIXED: items are stretches of `least`
     tiles counted from token 0, whatever the batch.
     """
-    head = tl.program_id(0)
-    item = tl.program_id(1)
+    head = tl.program_id(0) % HEADS
+    item = tl.program_id(0) // HEADS
     if FIXED:
         per_split = least
     else:
@@ -344,10 +358,10 @@ def paged_attention(
     den = tl.zeros((ROWS,), tl.float32)
     zeros = tl.zeros((ROWS,), tl.float32)
     reference = 1.1754943508222875e-38
-    state = (acc, top, den, zeros, reference)
     WORDS_K: tl.constexpr = HEAD_K // ELEMENTS_K
     WORDS_V: tl.constexpr = HEAD_V // ELEMENTS_V
     pages = page_table + seq.to(tl.int64) * max_pages
+    state = (acc, top, den, zeros, reference, _page_ids(pages, begin, end, TILE, PAGE))
     masked_from = begin
     if not WINDOW:
         masked_from = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // TILE * TILE
@@ -365,7 +379,7 @@ def paged_attention(
             TILE, HEADS, PAGE, HEAD_K, HEAD_V, WORDS_K, WORDS_V, PAD_K, PAD_V,
             KIND_K, SCALING_K, KIND_V, SCALING_V, True, SOFTCAP, FULL, PTX,
         )  # fmt: skip
-    acc, top, den, zeros, reference = state
+    acc, top, den, zeros, reference, _ = state
     if SOFTCAP:
         level = top * LOG2E
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class RememberingRunner:
         assert (step.slot_mapping >= page_size).all(), "the scratch page is written by a request"
         flat[step.slot_mapping] = batch.input_ids
         ends = step.cu_seqlens_q.tolist()
-        self.steps.append([b - a for a, b in zip(ends, ends[1:], strict=False)])
+        self.steps.append([b - a for a, b in pairwise(ends)])
         self.num_run_tokens += ends[-1]
         rows = []
         by_end = {end - 1: index for index, end in enumerate(ends[1:])}

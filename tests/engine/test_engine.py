@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvant.engine.engine import Engine, Result
+from kvant.engine.engine import Engine
 from kvant.engine.request import FinishReason
+from kvant.engine.result import Result
 from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import EngineFault, RequestError
 from tests.engine.fakes import EOS, VOCAB, answer, make_engine

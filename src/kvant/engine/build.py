@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvant.engine.budget import choose_kv_bytes, choose_max_model_len
 from kvant.engine.config import EngineConfig
 from kvant.engine.device import free_bytes, torch_device
-from kvant.engine.engine import CacheIdentity, Engine
 from kvant.engine.planning import Plan, make_plan
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.engine.tokenizing import Tokenizing, open_tokenizer
@@ -16,6 +16,9 @@ from kvant.errors import NotServable
 from kvant.kv.spec import KVPlan
 from kvant.models.local import Progress
 from kvant.models.locate import locate
+
+if TYPE_CHECKING:
+    from kvant.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     progress: told about downloads and conversions.
     """
     planned, max_model_len, notes = plan_engine(config, progress=progress)
-    # Only now torch and transformers are needed.
+    # Only now torch and transformers are needed: refusals above answer without them.
+    from kvant.engine.engine import CacheIdentity, Engine
     from kvant.engine.runner import ModelRunner
     from kvant.models.load import load_model
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from kvant.engine.batch import build_batch
-from kvant.engine.request import FinishReason, Request, Sequence, TokenLogprobs
+from kvant.engine.request import FinishReason, Request, Sequence
+from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
 from kvant.engine.sampler import Sampled, sample
 from kvant.engine.sampling_params import SamplingParams
@@ -35,40 +36,6 @@ class CacheIdentity:
     plan_fingerprint: str
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a request came to.
-
-    token_ids: the answer's, with the token that ended it; text: without that token and without a stop
-    string. stop_reason: the stop string or stop token that ended it, None for an end-of-sequence token.
-    num_cached_tokens: prompt tokens whose K and V came from the prefix cache.
-    """
-
-    number: int
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    num_cached_tokens: int
-    num_preemptions: int
-    logprobs: tuple[TokenLogprobs, ...] | None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What one step added to one request. result: the whole, at its end."""
-
-    number: int
-    token_ids: tuple[int, ...]
-    text: str
-    result: Result | None = None
-
-
 @dataclass(slots=True)
 class _Live:
     """A request in the engine: its sequence and its text."""
@@ -76,20 +43,6 @@ class _Live:
     sequence: Sequence
     text: TextStream | None
     stop_reason: str | int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine between two steps. Steps, tokens and preemptions are counted since it was made."""
-
-    num_running: int
-    num_waiting: int
-    num_held_pages: int
-    num_idle_pages: int
-    num_usable_pages: int
-    num_steps: int
-    num_computed_tokens: int
-    num_preemptions: int
 
 
 class Engine:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvant.attention.select import parse_backend
 from kvant.engine.build import build_engine
 from kvant.engine.config import kv_requests, make_config
 from kvant.engine.device import host_device
-from kvant.engine.engine import Engine, Progress, Result
 from kvant.engine.planning import DEFAULT_PAGE_SIZE, Plan, PlanRequest
+from kvant.engine.result import Progress, Result
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.tokenizing import Message, Tokenizing
 from kvant.errors import BadValue, RequestError
@@ -18,6 +19,9 @@ from kvant.kv.memory import parse_size
 from kvant.kv.names import parse_compute_dtype
 from kvant.kv.spec import KVPlan
 from kvant.models import local
+
+if TYPE_CHECKING:
+    from kvant.engine.engine import Engine
 
 Prompt = str | Sequence[int]
 

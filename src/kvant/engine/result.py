@@ -1,0 +1,55 @@
+"""What an engine says of its requests and of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvant.engine.request import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a request came to.
+
+    token_ids: the answer's, with the token that ended it; text: without that token and without a stop
+    string. stop_reason: the stop string or stop token that ended it, None for an end-of-sequence token.
+    num_cached_tokens: prompt tokens whose K and V came from the prefix cache.
+    """
+
+    number: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    num_cached_tokens: int
+    num_preemptions: int
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step added to one request. result: the whole, at its end."""
+
+    number: int
+    token_ids: tuple[int, ...]
+    text: str
+    result: Result | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine between two steps. Steps, tokens and preemptions are counted since it was made."""
+
+    num_running: int
+    num_waiting: int
+    num_held_pages: int
+    num_idle_pages: int
+    num_usable_pages: int
+    num_steps: int
+    num_computed_tokens: int
+    num_preemptions: int

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvant.kv.dtype import KVDtype
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
-"""Head sizes of real models: 80 and 96 are no powers of two, 576 is MLA's latent with its rotary part."""
+"""Head sizes of real models: 80 and 96 are no powers of two, 576 is MLA's latent + rotary part."""
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -59,9 +59,7 @@ def finite_row(kind: str, head_dim: int, seed: int, exponent: int) -> NDArray[np
 @st.composite
 def finite_rows(draw: st.DrawFn, head_dim: int, max_rows: int = 4) -> Tensor:
     """Finite float32 rows [rows, head_dim], each of its own kind and magnitude."""
-    one = st.tuples(
-        st.sampled_from(_ROW_KINDS), st.integers(0, 2**32 - 1), st.integers(-149, 127)
-    )
+    one = st.tuples(st.sampled_from(_ROW_KINDS), st.integers(0, 2**32 - 1), st.integers(-149, 127))
     drawn = draw(st.lists(one, min_size=1, max_size=max_rows))
     return torch.from_numpy(np.stack([finite_row(k, head_dim, s, e) for k, s, e in drawn]))
 

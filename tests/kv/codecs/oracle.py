@@ -98,11 +98,13 @@ E5M2 = MiniFloat(
     canonical_nan=0x7F,
 )
 E2M1 = MiniFloat(4, 1, 1, nan=frozenset())
+HALF = MiniFloat(16, 10, 15, frozenset(range(0x7C01, 0x8000)), frozenset({0x7C00}), 0x7E00)
+BRAIN = MiniFloat(16, 7, 127, frozenset(range(0x7F81, 0x8000)), frozenset({0x7F80}), 0x7FC0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One encoded row: the bytes of each plane, and its values (float32, exact where defined so)."""
+    """One encoded row: the bytes of each plane, and the values they decode to."""
 
     planes: tuple[bytes, ...]
     values: list[float]
@@ -136,18 +138,13 @@ def float32(x: Sequence[float], scale: float) -> Row:
     return Row((b"".join(v.astype("<f4").tobytes() for v in row),), [float(v) for v in row])
 
 
-def float16(x: Sequence[float], scale: float) -> Row:
-    half = MiniFloat(16, 10, 15, frozenset(range(0x7C01, 0x8000)), frozenset({0x7C00}), 0x7E00)
-    codes = [half.encode(float(np.float32(v))) for v in x]
-    return Row((b"".join(c.to_bytes(2, "little") for c in codes),), [half.decode(c) for c in codes])
+def two_byte_float(kind: MiniFloat) -> Callable[[Sequence[float], float], Row]:
+    def encode(x: Sequence[float], scale: float) -> Row:
+        codes = [kind.encode(float(np.float32(v))) for v in x]
+        plane = b"".join(code.to_bytes(2, "little") for code in codes)
+        return Row((plane,), [kind.decode(code) for code in codes])
 
-
-def bfloat16(x: Sequence[float], scale: float) -> Row:
-    brain = MiniFloat(16, 7, 127, frozenset(range(0x7F81, 0x8000)), frozenset({0x7F80}), 0x7FC0)
-    codes = [brain.encode(float(np.float32(v))) for v in x]
-    return Row(
-        (b"".join(c.to_bytes(2, "little") for c in codes),), [brain.decode(c) for c in codes]
-    )
+    return encode
 
 
 def scaled_float8(kind: MiniFloat) -> Callable[[Sequence[float], float], Row]:
@@ -192,14 +189,14 @@ def butterflies(row: Sequence[np.float32]) -> list[np.float32]:
     return y
 
 
-def exact_unrotation(steps: Sequence[Fraction]) -> list[Fraction]:
-    """H / B by its definition, H[i, j] = (-1)^(number of ones in i & j), in exact arithmetic."""
+def unrotated_steps(steps: Sequence[int]) -> list[int]:
+    """Integers times H by its definition, H[i, j] = (-1)^(ones in i & j), in every block."""
     block = len(steps) & -len(steps)
+    odd = [[(i & j).bit_count() % 2 for j in range(block)] for i in range(block)]
     found = []
-    for i in range(len(steps)):
-        base = i - i % block
-        terms = (steps[base + j] * (-1) ** ((i & j).bit_count()) for j in range(block))
-        found.append(sum(terms, Fraction(0)) / block)
+    for start in range(0, len(steps), block):
+        part = steps[start : start + block]
+        found += [sum(-s if o else s for s, o in zip(part, row, strict=True)) for row in odd]
     return found
 
 
@@ -217,8 +214,10 @@ def int4_per_token_head(x: Sequence[float], scale: float) -> Row:
     codes = [min(max(_nearest(v / own) + zero_point, 0), 15) for v in y]
     packed = bytes(codes[i] + 16 * codes[i + 1] for i in range(0, len(codes), 2))
     stored = int.from_bytes(_float32_bytes(own), "little") + zero_point
-    exact = exact_unrotation([(c - zero_point) * Fraction(float(own)) for c in codes])
-    return Row((packed, stored.to_bytes(4, "little")), [float(v) for v in exact])
+    steps = unrotated_steps([code - zero_point for code in codes])
+    block = len(codes) & -len(codes)
+    values = [float(step * Fraction(float(own)) / block) for step in steps]
+    return Row((packed, stored.to_bytes(4, "little")), values)
 
 
 def nvfp4(x: Sequence[float], scale: float) -> Row:
@@ -244,8 +243,8 @@ def nvfp4(x: Sequence[float], scale: float) -> Row:
 
 ENCODE_ROW: dict[KVDtype, Callable[[Sequence[float], float], Row]] = {
     KVDtype.FLOAT32: float32,
-    KVDtype.FLOAT16: float16,
-    KVDtype.BFLOAT16: bfloat16,
+    KVDtype.FLOAT16: two_byte_float(HALF),
+    KVDtype.BFLOAT16: two_byte_float(BRAIN),
     KVDtype.FP8_E4M3: scaled_float8(E4M3FN),
     KVDtype.FP8_E4M3FNUZ: scaled_float8(E4M3FNUZ),
     KVDtype.FP8_E5M2: scaled_float8(E5M2),  # scale 1.0

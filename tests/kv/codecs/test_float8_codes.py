@@ -1,4 +1,4 @@
-"""The 8-bit floats of `kvant.kv.codecs.float8` and e2m1, code by code, against the bit definitions."""
+"""The 8-bit floats and e2m1, code by code, against the bit definitions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def hard_float32_numbers() -> Tensor:
     for kind in (*ORACLES.values(), oracle.E2M1):
         exact = np.array(kind.magnitudes, dtype=np.float64)
         points = np.concatenate([exact, (exact[1:] + exact[:-1]) / 2]).astype(np.float32)
-        around = [points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(9e9))]
+        around = [
+            points,
+            np.nextafter(points, np.float32(0)),
+            np.nextafter(points, np.float32(9e9)),
+        ]
         found += [*around, *(-p for p in around)]
     return torch.from_numpy(np.concatenate(found))
 

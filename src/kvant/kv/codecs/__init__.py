@@ -2,7 +2,7 @@
 
 Kernels elsewhere must produce the same bytes and read the same values. All arithmetic is float32
 (float64 input is rounded to float32 first), one IEEE operation at a time, so that the bytes are the
-same on every device; rounding is to nearest even, casts saturate. docs/formats.md draws the layouts.
+same on every device; rounding is to nearest even, casts saturate. Layouts: docs/formats.md.
 
 In every format but the native ones, numbers of magnitude above `CLAMP` are clamped before anything
 else, so that finite input never becomes infinite or NaN. NaN stays NaN in every format: its code is

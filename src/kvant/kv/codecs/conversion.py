@@ -45,6 +45,6 @@ def row_scale(span: Tensor, steps: float) -> Tensor:
 
 
 def per_head(scale: Tensor | None) -> Tensor:
-    """A scale from outside, [1] or [num_kv_heads], shaped to broadcast over [.., heads, head_dim]."""
+    """A scale from outside, [1] or [heads], as [.., 1]: to broadcast over [.., heads, head_dim]."""
     assert scale is not None, "this format needs the scale that its layer's storage keeps"
     return scale.to(torch.float32).reshape(-1, 1)

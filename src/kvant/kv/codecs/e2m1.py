@@ -1,4 +1,4 @@
-"""e2m1, the 4-bit float: a sign bit over 0, 0.5, 1, 1.5, 2, 3, 4, 6 (OCP microscaling formats v1.0)."""
+"""e2m1, the 4-bit float: a sign and 0, 0.5, 1, 1.5, 2, 3, 4, 6 (OCP microscaling formats v1.0)."""
 
 from __future__ import annotations
 

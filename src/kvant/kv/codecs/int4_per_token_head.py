@@ -1,4 +1,4 @@
-"""int4_per_token_head: rotated rows in 4-bit steps, with one scale and zero point per token and head.
+"""int4_per_token_head: rotated rows in 4-bit steps, a scale and zero point per token and KV head.
 
     y      = rotate(x)                                     see kvant.kv.codecs.rotation
     lo, hi = min(min(y), 0), max(max(y), 0)                so that a constant row has a zero point
@@ -61,8 +61,8 @@ class RotatedInt4Codec:
     def decode_rotated(self, planes: Sequence[Tensor]) -> Tensor:
         """The rows before the rotation is undone: float32 [.., head_dim], exact.
 
-        For attention in rotated space: q . k = rotate(q) . decode_rotated / B, and a weighted sum of
-        values needs `unrotate` once, on the result.
+        For attention in rotated space: q . k = rotate(q) . decode_rotated / B, and a weighted sum
+        of values needs `unrotate` once, on the result.
         """
         packed, stored = planes
         zero_point, scales = split_stored_scale(stored)

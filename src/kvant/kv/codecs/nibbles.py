@@ -1,4 +1,4 @@
-"""Two 4-bit codes in a byte: byte i holds element 2i in its low nibble and 2i + 1 in its high one."""
+"""Two 4-bit codes in a byte: byte i holds element 2i in its low nibble, 2i + 1 in its high one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 def pack(codes: Tensor) -> Tensor:
     """Integer codes 0..15 [.., n] to uint8 [.., n / 2]; n is even."""
-    pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    codes = codes.to(torch.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def look_up(packed: Tensor, values: Tensor) -> Tensor:

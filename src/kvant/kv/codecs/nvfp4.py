@@ -1,12 +1,12 @@
-"""nvfp4: e2m1 codes, an e4m3 scale per 16 neighbouring elements, and one global scale g from outside.
+"""nvfp4: e2m1 codes, an e4m3 scale per 16 neighbouring elements, and a global scale g from outside.
 
     amax  = absmax(block)
     s     = e4m3((amax / 6) / g), saturating at 448; where amax > 0, at least 2^-9
     code  = e2m1(x / (s * g)), saturating at 6
     value = e2m1(code) * (s * g)
 
-A block of zeros has s = 0 and codes 0; no other block does. A block that contains NaN has scale code
-0x7f and codes 0, and decodes to NaN. Scales lie in the order of their blocks.
+A block of zeros has s = 0 and codes 0; no other block does. A block that contains NaN has scale
+code 0x7f and codes 0, and decodes to NaN. Scales lie in the order of their blocks.
 
 g is the checkpoint's (ModelOpt stores amax / 448), or a fixed one: `kvant.kv.nvfp4_scales`.
 """
@@ -33,7 +33,7 @@ class BlockScaledE2M1Codec:
     block: int
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
-        blocks = widen(x).unflatten(-1, (-1, self.block))
+        blocks = self._in_blocks(widen(x))
         outer = per_head(scale)
         amax = blocks.abs().amax(-1)
         scale_codes = self.scale_float8.encode(divide(amax, e2m1.MAX) / outer)
@@ -49,8 +49,12 @@ class BlockScaledE2M1Codec:
         packed, scale_codes = planes
         numbers = nibbles.look_up(packed, e2m1.values(packed.device))
         step = self.scale_float8.decode(scale_codes) * per_head(scale)
-        numbers.unflatten(-1, (-1, self.block)).mul_(step.unsqueeze(-1))
-        return narrow(numbers, dtype)
+        values = self._in_blocks(numbers) * step.unsqueeze(-1)
+        return narrow(values.flatten(-2), dtype)
+
+    def _in_blocks(self, x: Tensor) -> Tensor:
+        """[.., head_dim] to [.., head_dim / block, block]."""
+        return x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
 
 
 def codec(fmt: KVFormat) -> Codec:

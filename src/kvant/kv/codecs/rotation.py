@@ -2,8 +2,8 @@
 
 A row of head_dim numbers is cut into blocks of B, the largest power of two that divides head_dim
 (96 is three blocks of 32), and each block is multiplied with the B x B matrix H of +1 and -1,
-unnormalised: H H = B. Since H is symmetric, q . k = rotate(q) . rotate(k) / B, so attention may stay
-in rotated space.
+unnormalised: H H = B. Since H is symmetric, q . k = rotate(q) . rotate(k) / B, so attention may
+stay in rotated space.
 
 Float32 sums depend on their order, and bytes on the sums, so the order is part of the definition:
 butterflies (a, b) -> (a + b, a - b) on elements j and j + h, for h = 1, 2, 4, .. B / 2.
@@ -28,7 +28,7 @@ def rotate(x: Tensor) -> Tensor:
     # to the top. After log2(block) stages each bit had its turn, in the order of the definition,
     # and all are back in place; every stage reads and writes long runs.
     for _ in range(block.bit_length() - 1):
-        a, b = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = pairs[:, 0::2], pairs[:, 1::2]
         pairs = torch.cat((a + b, a - b), dim=-1)
     return pairs.view(x.shape)
 

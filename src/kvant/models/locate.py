@@ -33,8 +33,8 @@ def locate(
 
     Raises ModelNotFound, BadCheckpoint or another ConfigError; nothing half-made stays behind.
     """
-    path = Path(name).expanduser()
-    if name != DEMO_NAME and not path.exists():
+    path = _existing(name)
+    if name != DEMO_NAME and path is None:
         if not hub.is_hub_id(name):
             raise _not_found(name)
         return hub.fetch(name, revision=revision, weights=weights, progress=progress)
@@ -44,11 +44,26 @@ def locate(
             why=f"{name} is on this machine",
             ways_out=[WayOut("leave --revision out")],
         )
-    if name == DEMO_NAME:
+    if name == DEMO_NAME or path is None:
         return _demo(weights, progress)
     if path.is_dir():
         return _directory(path, name, weights, progress)
     return _file(path, name, weights, progress)
+
+
+def _existing(name: str) -> Path | None:
+    """The path that `name` is, None if there is none. Raises ModelNotFound if it cannot be seen."""
+    if not name.strip() or "\0" in name:
+        return None
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~someone" who has no home
+        raise ModelNotFound(
+            f"no model {name[:200]!r}",
+            why=str(error)[:300],
+            ways_out=[WayOut("name a directory, a .gguf file, or a hub id")],
+        ) from error
 
 
 def _demo(weights: bool, progress: Progress | None) -> LocalModel:
@@ -105,7 +120,7 @@ def _not_found(name: str) -> ModelNotFound:
         f"no model {name!r}{hint}",
         why="no directory or .gguf file of that name exists, and it does not look like a hub id",
         tried=[
-            f"the path {Path(name).expanduser().absolute()}",
+            f"the path {Path(name).absolute()}",
             "hub ids, which look like owner/model",
         ],
         ways_out=[

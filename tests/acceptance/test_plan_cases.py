@@ -438,7 +438,8 @@ def test_quantised_keys_under_sinks_are_warned_about(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", GPT_OSS)
     warned = plan(model, "--kv-cache-dtype", "int8_per_token_head")["warnings"]
     assert any("sinks" in line for line in warned)
-    assert plan(model, "--kv-cache-dtype", "bf16/int8_per_token_head")["warnings"] == []
+    wide_keys = plan(model, "--kv-cache-dtype", "bf16/int8_per_token_head")["warnings"]
+    assert not any("sinks" in line for line in wide_keys)
 
 
 @pytest.mark.case("A44")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.errors import UnknownName
-from kvant.kv.dtype import ComputeDtype, KVDtype
-from kvant.kv.geometry import LayerGeometry
+from kvant.kv.dtype import KVDtype
+from kvant.kv.geometry import Attention
 from kvant.kv.resolve import Served
 from kvant.kv.spec import Rejected
 
@@ -27,33 +27,33 @@ def parse_backend(text: str | None, *, asked_by: str) -> BackendInfo | None:
     raise UnknownName("attention backend", text, [i.name for i in BACKENDS], asked_by=asked_by)
 
 
-def select(
-    layer: LayerGeometry,
-    k: KVDtype,
-    v: KVDtype | None,
-    *,
-    compute: ComputeDtype,
-    page_size: int,
-    device: DeviceFacts,
-    only: BackendInfo | None = None,
-) -> Served:
+def select(need: Need, *, only: BackendInfo | None = None) -> Served:
     """The first backend that serves this layer. only: the one the user asked for."""
-    need = Need(layer, k, v, compute, page_size, device)
     rejected: list[Rejected] = []
     for info in BACKENDS:
         if only is not None and info is not only:
             rejected.append(Rejected(info.name, f"--attention-backend {only.name} was asked for"))
             continue
-        reason = _refuse_head_dims(need) or info.refuse(need)
+        reason = _refuse_formats(need) or info.refuse(need)
         if reason is None:
-            return Served(info.name, tuple(rejected))
+            return Served(True, info.name, tuple(rejected))
         rejected.append(Rejected(info.name, reason))
-    return Served(None, tuple(rejected))
+    return Served(False, None, tuple(rejected))
 
 
-def _refuse_head_dims(need: Need) -> str | None:
-    """Head sizes that the format itself excludes, whoever reads it."""
-    reason = need.k.format.refuse_head_dim(need.layer.head_dim_k)
+def allow(need: Need, *, not_runnable: str) -> Served:
+    """For a model that can only be planned: what the formats themselves exclude, and no backend."""
+    reason = _refuse_formats(need)
+    rejected = tuple(Rejected(info.name, reason or not_runnable) for info in BACKENDS)
+    return Served(reason is None, None, rejected)
+
+
+def _refuse_formats(need: Need) -> str | None:
+    """What a format excludes whoever reads it."""
+    k = need.k.format
+    if need.layer.attention is Attention.MLA and k.bits < 8:
+        return f"{k.name} on a latent: every head is computed from it, 4 bits are too few"
+    reason = k.refuse_head_dim(need.layer.head_dim_k)
     if reason is None and need.v is not None:
         reason = need.v.format.refuse_head_dim(need.layer.head_dim_v)
     return reason

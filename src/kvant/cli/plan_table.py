@@ -11,7 +11,7 @@ from rich.text import Text
 from kvant.engine.planning import Plan, PlannedModel
 from kvant.engine.what_if import what_if
 from kvant.kv.memory import format_size
-from kvant.kv.spec import Choice, LayerSpec
+from kvant.kv.spec import Choice, LayerSpec, ScaleState
 
 _BAR_WIDTH = 60
 
@@ -47,60 +47,67 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
 
 
 def print_layers(model: PlannedModel, console: Console) -> None:
-    """One line per kind of layer: what is stored, who decided, where scales come from, who reads."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in (
-        "layers",
-        "attention",
-        "heads x size",
-        "K",
-        "V",
-        "decided by",
-        "scales",
-        "backend",
-    ):
-        table.add_column(title, overflow="fold")
-    table.add_column("B/token", justify="right")
+    """Two lines a kind of layer: what is stored and who reads it; who decided and where scales are."""
+    rows: list[tuple[str, ...]] = []
     for row, layers in _grouped(model.kv.layers):
-        each = layers[0].bytes_per_token
-        table.add_row(
-            _spans(layer.geometry.index for layer in layers), *row, str(each * len(layers))
-        )
-    console.print(table)
+        total = sum(layer.bytes_per_token for layer in layers)
+        rows.append((_spans(layer.geometry.index for layer in layers), *row, f"{total:,}"))
+    titles = ("layers", "attention", "KV heads", "stored as", "backend", "B/token")
+    widths = [max(len(line[i]) for line in (titles, *rows)) for i in range(len(titles))]
+    _print_line(titles, widths, console, "bold")
+    for row, (_, layers) in zip(rows, _grouped(model.kv.layers), strict=True):
+        _print_line(row, widths, console)
+        if layers[0].k is not None:
+            reason = Text(_indent(widths) + _reason(layers[0]), style="dim")
+            console.print(reason, soft_wrap=True)
     kv = model.kv
-    ratio = (
-        f", {kv.bytes_per_token_16bit / kv.bytes_per_token:.2f}x smaller than 16 bit"
-        if kv.bytes_per_token
-        else ""
+    ratio = ""
+    if kv.bytes_per_token:
+        ratio = f", {kv.bytes_per_token_16bit / kv.bytes_per_token:.2f}x smaller than 16 bit"
+    console.print(Text(f"{kv.bytes_per_token:,} bytes a token in all{ratio}"))
+
+
+def _print_line(
+    cells: Sequence[str], widths: Sequence[int], console: Console, style: str = ""
+) -> None:
+    *words, number = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    console.print(
+        Text("  ".join((*words, number.strip().rjust(widths[-1]))), style=style), soft_wrap=True
     )
-    console.print(Text(f"{kv.bytes_per_token} bytes a token in all{ratio}"))
+
+
+def _indent(widths: Sequence[int]) -> str:
+    return " " * (widths[0] + 2)
 
 
 def _grouped(layers: Sequence[LayerSpec]) -> list[tuple[tuple[str, ...], list[LayerSpec]]]:
+    """Layers that read the same in every respect, together; the reason is one of the respects."""
     groups: dict[tuple[str, ...], list[LayerSpec]] = {}
     for layer in layers:
-        groups.setdefault(_row(layer), []).append(layer)
-    return list(groups.items())
+        reason = "" if layer.k is None else _reason(layer)
+        groups.setdefault((*_cells(layer), reason), []).append(layer)
+    return [(key[:-1], found) for key, found in groups.items()]
 
 
-def _row(layer: LayerSpec) -> tuple[str, ...]:
+def _cells(layer: LayerSpec) -> tuple[str, str, str, str]:
     g = layer.geometry
     kind = g.attention.value if g.window is None else f"{g.attention.value} {g.window}"
     if not g.causal:
         kind += " non-causal"
     if layer.k is None:
-        stored = "no KV" if g.shared_with is None else f"layer {g.shared_with}'s"
-        return (kind, "", stored, "", "", "", "")
+        return kind, "", "no KV" if g.shared_with is None else f"reads layer {g.shared_with}'s", ""
     sizes = str(g.head_dim_k) if g.head_dim_k == g.head_dim_v else f"{g.head_dim_k}/{g.head_dim_v}"
-    return (
-        kind,
-        f"{g.num_kv_heads} x {sizes}",
-        str(layer.k.dtype),
-        "" if layer.v is None else str(layer.v.dtype),
-        _both(layer, lambda c: f"{c.source.value}: {c.because}"),
-        _both(layer, _scale),
-        layer.backend or "",
-    )
+    stored = str(layer.k.dtype)
+    if layer.v is not None and layer.v.dtype is not layer.k.dtype:
+        stored += f" / {layer.v.dtype}"
+    return kind, f"{g.num_kv_heads} x {sizes}", stored, layer.backend or ""
+
+
+def _reason(layer: LayerSpec) -> str:
+    """Who decided, and the state of scales where a side has one."""
+    text = _both(layer, lambda choice: f"{choice.source.value}: {choice.because}")
+    states = _both(layer, lambda choice: choice.scale.state.value)
+    return text if states == ScaleState.NONE.value else f"{text}; scales {states}"
 
 
 def _both(layer: LayerSpec, say: Callable[[Choice], str]) -> str:
@@ -109,11 +116,7 @@ def _both(layer: LayerSpec, say: Callable[[Choice], str]) -> str:
     k = say(layer.k)
     if layer.v is None or say(layer.v) == k:
         return k
-    return f"K {k}; V {say(layer.v)}"
-
-
-def _scale(choice: Choice) -> str:
-    return choice.scale.state.value
+    return f"K {k}, V {say(layer.v)}"
 
 
 def _spans(indices: Iterable[int]) -> str:
@@ -167,7 +170,9 @@ def _weights_note(plan: Plan) -> str:
 
 def _print_alternatives(plan: Plan, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    table.add_column("if --kv-cache-dtype were")
+    rules = plan.request.requests.target
+    kept = " (rules and skips kept)" if rules.rules or rules.skips else ""
+    table.add_column(f"if --kv-cache-dtype were{kept}")
     for title in ("B/token", "tokens a GiB", "capacity", "vs 16 bit"):
         table.add_column(title, justify="right")
     for other in what_if(plan):

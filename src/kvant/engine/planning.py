@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvant.attention.need import BackendInfo, DeviceFacts
-from kvant.attention.select import device_encodings, select
+from kvant.attention.need import BackendInfo, DeviceFacts, Need
+from kvant.attention.select import allow, device_encodings, select
 from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.errors import BadCheckpoint, BadValue
 from kvant.kv.checkpoint.facts import CheckpointKV
@@ -159,15 +159,10 @@ def _surroundings(
     compute, because = resolve_compute_dtype(request.dtype, geometry, request.device)
 
     def serve(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Served:
-        return select(
-            layer,
-            k,
-            v,
-            compute=compute,
-            page_size=request.page_size,
-            device=request.device,
-            only=request.backend if role is Role.TARGET else None,
-        )
+        need = Need(layer, k, v, compute, request.page_size, request.device)
+        if geometry.not_runnable is not None:
+            return allow(need, not_runnable=geometry.not_runnable)
+        return select(need, only=request.backend if role is Role.TARGET else None)
 
     return Surroundings(
         role=role,

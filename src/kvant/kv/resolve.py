@@ -32,8 +32,12 @@ STORE_MODEL_DTYPE = WayOut("store the model dtype instead", ("--kv-cache-dtype",
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Which backend writes and reads a layer, and why others do not. backend None: nobody."""
+    """Which backend writes and reads a layer, and why others do not.
 
+    is_served without a backend: nothing speaks against these formats, but the model cannot run yet.
+    """
+
+    is_served: bool
     backend: str | None
     rejected: tuple[Rejected, ...]
 
@@ -110,7 +114,7 @@ def _resolve_layer(
         )
         for side in sides
     }
-    decisions, served = _place(layer, decisions, request, around)
+    decisions, served = _place(layer, decisions, request, geometry, around)
     choices: dict[Side, Choice] = {}
     for side, decided in decisions.items():
         scale = audit(
@@ -273,6 +277,7 @@ def _place(
     layer: LayerGeometry,
     decisions: dict[Side, _Decision],
     request: KVRequest,
+    geometry: ModelGeometry,
     around: Surroundings,
 ) -> tuple[dict[Side, _Decision], Served]:
     """Find a backend; soft sides that stand in the way become the model dtype."""
@@ -282,7 +287,7 @@ def _place(
         return around.serve(layer, found[Side.K].dtype, None if v is None else v.dtype)
 
     served = serve(decisions)
-    if served.backend is not None:
+    if served.is_served:
         return decisions, served
     refused = served
     if not request.strict:
@@ -292,9 +297,9 @@ def _place(
                 for side, decided in decisions.items()
             }
             served = serve(lowered)
-            if served.backend is not None:
+            if served.is_served:
                 return lowered, served
-    raise _not_servable(layer, decisions, refused, around)
+    raise _not_servable(layer, decisions, refused, geometry, around)
 
 
 def _soft_subsets(decisions: Mapping[Side, _Decision]) -> Sequence[frozenset[Side]]:
@@ -318,33 +323,55 @@ def _not_servable(
     layer: LayerGeometry,
     decisions: Mapping[Side, _Decision],
     refused: Served,
+    geometry: ModelGeometry,
     around: Surroundings,
 ) -> NotServable:
     asked = "/".join(dict.fromkeys(str(decided.dtype) for decided in decisions.values()))
     by = ", ".join(dict.fromkeys(decided.because for decided in decisions.values()))
-    ways: list[WayOut] = []
-    for dtype in (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD):
-        v = dtype if Side.V in decisions else None
-        if (
-            dtype not in {d.dtype for d in decisions.values()}
-            and around.serve(layer, dtype, v).backend
-        ):
-            ways.append(
-                WayOut("choose a format that works in this layer", ("--kv-cache-dtype", str(dtype)))
-            )
-            break
-    rule = f"{'draft:' if around.role is Role.DRAFT else ''}{layer.index}:model"
-    ways.append(WayOut("store this layer in the model dtype", ("--kv-cache-rule", rule)))
-    if around.role is Role.TARGET:
-        ways.append(STORE_MODEL_DTYPE)
     sizes = f"head sizes {layer.head_dim_k}/{layer.head_dim_v}"
     return NotServable(
         f"no backend can store and read {asked} in {around.role.value} layer {layer.index} "
         f"({layer.attention.value}, {'causal' if layer.causal else 'non-causal'}, {sizes}); asked by {by}",
         why="every backend refused",
         tried=[f"{r.backend}: {r.reason}" for r in refused.rejected],
-        ways_out=ways,
+        ways_out=_ways_out(decisions, geometry, around),
     )
+
+
+def _ways_out(
+    decisions: Mapping[Side, _Decision], geometry: ModelGeometry, around: Surroundings
+) -> list[WayOut]:
+    """A narrow format that every layer can store, the model dtype where it must be, or everywhere."""
+    draft = around.role is Role.DRAFT
+    prefix = "draft:" if draft else ""
+    layers = [layer for layer in geometry.layers if layer.has_kv]
+
+    def refuses(layer: LayerGeometry, k: KVDtype, v: KVDtype) -> bool:
+        latent = layer.attention is Attention.MLA
+        return not around.serve(layer, k, None if latent else v).is_served
+
+    ways: list[WayOut] = []
+    for dtype in (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD):
+        if not any(refuses(layer, dtype, dtype) for layer in layers):
+            flag = ("--kv-cache-rule", f"draft:0-:{dtype}")
+            ways.append(
+                WayOut(
+                    "choose a format that works here",
+                    flag if draft else ("--kv-cache-dtype", str(dtype)),
+                )
+            )
+            break
+    k = decisions[Side.K].dtype
+    v = decisions[Side.V].dtype if Side.V in decisions else k
+    stuck = [layer.index for layer in layers if refuses(layer, k, v)]
+    if len(stuck) < len(layers):
+        rule = f"{prefix}{','.join(map(str, stuck))}:model"
+        ways.append(WayOut("store these layers in the model dtype", ("--kv-cache-rule", rule)))
+    if draft:
+        ways.append(WayOut("store the model dtype instead", ("--kv-cache-rule", "draft:0-:model")))
+    else:
+        ways.append(STORE_MODEL_DTYPE)
+    return ways
 
 
 # -- requests that cannot mean anything --------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.dtype import KVDtype
+from kvant.kv.geometry import Attention
 from kvant.kv.spec import Choice, KVPlan, ScaleState, Source
 
 _NATIVE = frozenset({KVDtype.FLOAT32, KVDtype.FLOAT16, KVDtype.BFLOAT16})
@@ -25,6 +26,8 @@ def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
                 continue
             for text in _of_choice(choice):
                 note(text, index)
+        if layer.geometry.attention is Attention.MLA and layer.k and layer.k.dtype not in _NATIVE:
+            note(f"the latent and its rotary part are both stored in {layer.k.dtype}", index)
         if layer.geometry.sinks and layer.k is not None and layer.k.dtype not in _NATIVE:
             note(
                 f"keys in {layer.k.dtype} under attention sinks: such models lose more than others; "

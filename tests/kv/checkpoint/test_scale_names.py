@@ -156,6 +156,12 @@ def test_other_towers_drafters_and_modules_are_not_the_text_layer(other: str) ->
     assert not same_layer("language_model.model.layers.3.self_attn", other)
 
 
+@pytest.mark.parametrize("module", ["attn", "attention", "self_attention", "mixer"])
+def test_attention_modules_by_other_names_are_the_same_module(module: str) -> None:
+    assert same_layer("model.layers.3.self_attn", f"transformer.h.3.{module}")
+    assert not same_layer("model.layers.3.mlp", f"transformer.h.3.{module}")
+
+
 def test_a_drafters_own_layers_are_found_under_its_own_prefix() -> None:
     assert same_layer("draft.layers.0.self_attn", "draft.model.layers.0.self_attn")
     assert not same_layer("draft.layers.0.self_attn", "mtp.layers.0.self_attn")
@@ -259,6 +265,13 @@ def test_two_entries_that_mean_one_layer_must_agree() -> None:
     assert isinstance(wish, UnreadableWish)
     for name in names:
         assert name in wish.why
+    assert wish_for(differing, layer(0, "model.language_model.layers.{}.self_attn")) == nvfp4
+
+
+def test_without_a_map_every_layer_has_the_global_wish() -> None:
+    fp8 = KVWish(KVDtype.FP8_E4M3, KVDtype.FP8_E4M3, "scheme", ScalePromise.CAST)
+    assert wish_for(CheckpointKV(scheme=fp8), layer(7)) is fp8
+    assert wish_for(CheckpointKV(), layer(7)) is None
 
 
 # -- what belongs to nobody ------------------------------------------------------------------------
@@ -277,6 +290,14 @@ def test_scales_and_entries_of_no_layer_with_kv_are_listed_once_per_owner(tmp_pa
     assert "visual.blocks.0.attn.k_scale and 3 more (visual)" in lines[0]
     assert "mtp.layers.0.self_attn.k_scale and 3 more (mtp)" in lines[1]
     assert "midlayer.self_attn.k_scale (midlayer.self_attn)" in lines[2]
+
+
+def test_a_stray_kv_scale_is_one_tensor(tmp_path: Path) -> None:
+    checkpoint = read(
+        tmp_path, scales(("kv_scale",), prefix="mtp.layers.{}.self_attn.", num_layers=1)
+    )
+    (line,) = unclaimed(checkpoint, [layer(0)])
+    assert "kv_scale (mtp)" in line
 
 
 def test_layers_that_share_kv_own_no_scale(tmp_path: Path) -> None:

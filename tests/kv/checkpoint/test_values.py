@@ -125,7 +125,14 @@ def test_a_value_that_is_no_scale_is_an_error_that_names_tensor_and_file(
     with pytest.raises(BadCheckpoint) as refused:
         read_scale_values(tmp_path, planned(tmp_path))
     assert K_NAME in refused.value.what
+    assert " at " not in refused.value.what
     assert str(tmp_path / "model.safetensors") in refused.value.what
+
+
+@pytest.mark.parametrize("value", [SMALLEST, LARGEST])
+def test_the_bounds_themselves_are_scales(tmp_path: Path, value: float) -> None:
+    write(tmp_path, tensors={K_NAME: f32(value), V_NAME: f32(1.0)})
+    assert read_scale_values(tmp_path, planned(tmp_path))[0, Side.K] == (value,)
 
 
 def test_one_bad_head_among_good_ones_is_found(tmp_path: Path) -> None:

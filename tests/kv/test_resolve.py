@@ -1,0 +1,185 @@
+"""Properties of the resolver, and what becomes of wishes that nobody can serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvant.errors import NotServable
+from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScalePromise, UnreadableWish
+from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
+from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
+from kvant.kv.names import FormatRequest
+from kvant.kv.request import Asked, KVRequest, LayerRule, Selector, Skip
+from kvant.kv.resolve import Served, Surroundings, resolve
+from kvant.kv.spec import Rejected, Role, Source
+
+NUM_LAYERS = 6
+
+
+def geometry() -> ModelGeometry:
+    layers = tuple(
+        LayerGeometry(
+            i,
+            f"model.layers.{i}.self_attn",
+            Attention.SLIDING if i % 2 else Attention.FULL,
+            8,
+            2,
+            64,
+            64,
+            window=128 if i % 2 else None,
+        )
+        for i in range(NUM_LAYERS)
+    )
+    return ModelGeometry("LlamaForCausalLM", "llama", layers, ComputeDtype.BFLOAT16, 100, 512, 4096)
+
+
+def around(refused: Collection[KVDtype] = (), role: Role = Role.TARGET) -> Surroundings:
+    """A place whose one backend refuses some formats, on either side."""
+
+    def serve(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Served:
+        no = [dtype for dtype in (k, v) if dtype in refused]
+        if no:
+            return Served(False, None, (Rejected("only", f"cannot do {no[0]}"),))
+        return Served(True, "only", ())
+
+    return Surroundings(
+        role, "m", ComputeDtype.BFLOAT16, "config.json", 16, MappingProxyType({}), serve
+    )
+
+
+def asks(k: KVDtype | Follow, v: KVDtype | Follow | None = None) -> Asked:
+    return Asked(FormatRequest(k, k if v is None else v), f"--kv-cache-dtype {k}")
+
+
+def wishes(k: KVDtype | None, v: KVDtype | None) -> CheckpointKV:
+    return CheckpointKV(scheme=KVWish(k, v, "config.json: scheme", ScalePromise.CAST), checked=True)
+
+
+dtypes = st.sampled_from(KVDtype)
+requests = st.one_of(dtypes, st.sampled_from(Follow))
+selectors = st.one_of(
+    st.integers(0, NUM_LAYERS - 1).map(lambda i: Selector(str(i), first=i, last=i)),
+    st.just(Selector("0-", first=0)),
+    st.just(Selector("sliding_window", kind=Attention.SLIDING)),
+)
+checkpoints = st.one_of(
+    st.just(CheckpointKV()),
+    st.builds(wishes, st.none() | dtypes, st.none() | dtypes),
+    st.just(CheckpointKV(scheme=UnreadableWish("config.json", "int3", "no such format"))),
+)
+
+
+@given(dtypes, dtypes, checkpoints)
+@pytest.mark.case("F1", "A01")
+def test_an_explicit_global_format_always_wins(
+    k: KVDtype, v: KVDtype, checkpoint: CheckpointKV
+) -> None:
+    plan = resolve(KVRequest(explicit=(asks(k, v),)), checkpoint, geometry(), around())
+    for layer in plan.layers:
+        assert layer.k is not None
+        assert layer.v is not None
+        assert (layer.k.dtype, layer.v.dtype) == (k, v)
+        assert layer.k.source is layer.v.source is Source.EXPLICIT
+
+
+@given(dtypes, st.lists(selectors, max_size=3), requests, checkpoints)
+@pytest.mark.case("F3", "A22")
+def test_a_skipped_layer_stores_the_model_dtype_whatever_else_is_asked(
+    rule: KVDtype, skipped: list[Selector], asked: KVDtype | Follow, checkpoint: CheckpointKV
+) -> None:
+    if isinstance(checkpoint.scheme, UnreadableWish) and asked is Follow.CHECKPOINT:
+        asked = Follow.MODEL
+    request = KVRequest(
+        explicit=(asks(asked),),
+        skips=tuple(Skip(s, "skip") for s in skipped),
+        rules=(LayerRule(Selector("0", first=0, last=0), rule, rule, "rule"),),
+    )
+    plan = resolve(request, checkpoint, geometry(), around())
+    for layer in plan.layers[1:]:
+        if any(s.matches(layer.geometry, NUM_LAYERS) for s in skipped):
+            assert layer.k is not None
+            assert layer.k.dtype is KVDtype.BFLOAT16
+            assert layer.k.source is Source.SKIP
+    assert plan.layers[0].k is not None
+    assert plan.layers[0].k.dtype is rule  # an explicit rule stands before a skip
+
+
+@given(checkpoints.filter(lambda c: not isinstance(c.scheme, UnreadableWish)), requests)
+def test_resolving_twice_changes_nothing(checkpoint: CheckpointKV, asked: KVDtype | Follow) -> None:
+    request = KVRequest(explicit=(asks(asked),))
+    first = resolve(request, checkpoint, geometry(), around())
+    assert resolve(request, checkpoint, geometry(), around()) == first
+    assert {type(c.dtype) for layer in first.layers for c in (layer.k, layer.v) if c} == {KVDtype}
+
+
+@pytest.mark.case("A11")
+def test_a_wish_without_a_backend_becomes_the_model_dtype_and_is_told() -> None:
+    here = around(refused={KVDtype.NVFP4})
+    plan = resolve(KVRequest(), wishes(KVDtype.NVFP4, KVDtype.NVFP4), geometry(), here)
+    for layer in plan.layers:
+        assert layer.k is not None
+        assert layer.k.dtype is KVDtype.BFLOAT16
+        assert layer.k.source is Source.DOWNGRADE
+        assert "only: cannot do nvfp4" in layer.k.because
+    assert any("downgraded" in line for line in plan.warnings)
+
+
+@pytest.mark.case("A11")
+def test_a_downgrade_gives_up_no_more_than_it_must() -> None:
+    here = around(refused={KVDtype.NVFP4})
+    plan = resolve(KVRequest(), wishes(KVDtype.FP8_E4M3, KVDtype.NVFP4), geometry(), here)
+    for layer in plan.layers:
+        assert layer.k is not None
+        assert layer.v is not None
+        assert (layer.k.dtype, layer.k.source) == (KVDtype.FP8_E4M3, Source.CHECKPOINT)
+        assert (layer.v.dtype, layer.v.source) == (KVDtype.BFLOAT16, Source.DOWNGRADE)
+
+
+@pytest.mark.case("A11")
+def test_strict_makes_a_downgrade_an_error() -> None:
+    here = around(refused={KVDtype.NVFP4})
+    request = KVRequest(strict=True)
+    with pytest.raises(NotServable, match="cannot do nvfp4"):
+        resolve(request, wishes(KVDtype.NVFP4, KVDtype.NVFP4), geometry(), here)
+
+
+@pytest.mark.case("F2", "A29")
+def test_an_explicit_format_without_a_backend_is_an_error_never_a_downgrade() -> None:
+    here = around(refused={KVDtype.NVFP4, KVDtype.FP8_PER_TOKEN_HEAD})
+    with pytest.raises(NotServable) as refused:
+        resolve(KVRequest(explicit=(asks(KVDtype.NVFP4),)), CheckpointKV(), geometry(), here)
+    ways = [way.arguments for way in refused.value.ways_out]
+    assert ("--kv-cache-dtype", "int8_per_token_head") in ways
+    assert ("--kv-cache-dtype", "fp8_per_token_head") not in ways
+
+
+@pytest.mark.case("A30", "A31", "F5")
+def test_an_inherited_format_is_a_wish() -> None:
+    inherited = KVRequest(inherited=asks(KVDtype.FP8_E4M3))
+    served = resolve(inherited, CheckpointKV(), geometry(), around(role=Role.DRAFT))
+    assert all(layer.k and layer.k.dtype is KVDtype.FP8_E4M3 for layer in served.layers)
+    here = around(refused={KVDtype.FP8_E4M3}, role=Role.DRAFT)
+    refused = resolve(inherited, CheckpointKV(), geometry(), here)
+    for layer in refused.layers:
+        assert layer.k is not None
+        assert (layer.k.dtype, layer.k.source) == (KVDtype.BFLOAT16, Source.DOWNGRADE)
+
+
+def test_the_fingerprint_is_about_bytes_not_about_who_decided() -> None:
+    explicit = resolve(
+        KVRequest(explicit=(asks(KVDtype.BFLOAT16),)), CheckpointKV(), geometry(), around()
+    )
+    unset = resolve(KVRequest(), CheckpointKV(), geometry(), around())
+    assert explicit != unset
+    assert explicit.fingerprint == unset.fingerprint
+    other = resolve(
+        KVRequest(explicit=(asks(KVDtype.FLOAT16),)), CheckpointKV(), geometry(), around()
+    )
+    assert other.fingerprint != unset.fingerprint
+    assert dataclasses.replace(unset, page_size=32).fingerprint != unset.fingerprint

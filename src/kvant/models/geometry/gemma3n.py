@@ -6,7 +6,7 @@ adds a low-rank path (LAuReL) and an embedding per layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvant.models.geometry.family import Family, Layers, attention_layer
 from kvant.models.geometry.fields import Fields
@@ -23,6 +23,7 @@ from kvant.models.geometry.parameters import (
     norms,
     vector,
 )
+from kvant.models.geometry.towers import gemma3n_towers
 from kvant.models.geometry.windows import (
     LayerType,
     every_nth_is,
@@ -104,10 +105,6 @@ def _intermediate_sizes(fields: Fields, count: int) -> Sequence[int]:
     return sizes
 
 
-def _towers(fields: Fields) -> Iterable[Weight] | str:
-    return "Gemma 3n's vision tower is a convolutional network that config.json does not describe"
-
-
 _NOT_YET = "Kvant has not run layers that share another layer's KV yet"
 
 GEMMA3N_TEXT = Family(
@@ -117,5 +114,5 @@ GEMMA3N_TEXT = Family(
 GEMMA3N = Family(
     "Gemma 3n", ("gemma3n",), ("Gemma3nForConditionalGeneration",), _layers, _weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_DEFAULTS, tied=True,
-    not_runnable=_NOT_YET, towers=_towers,
+    not_runnable=_NOT_YET, towers=gemma3n_towers,
 )  # fmt: skip

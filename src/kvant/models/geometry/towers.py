@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvant.models.geometry.fields import MAX_LAYERS, Fields
-from kvant.models.geometry.parameters import Weight, WeightKind, linear, mlp, norms, vector
+from kvant.models.geometry.parameters import (
+    Weight,
+    WeightKind,
+    embedding,
+    linear,
+    mlp,
+    norms,
+    vector,
+)
 
 _SIGLIP = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "image_size": 224,
@@ -50,6 +58,53 @@ def _decoder_hidden(top: Fields) -> int:
     if text is None:
         raise top.bad("text_config", "the decoder's fields are missing")
     return text.integer("hidden_size")
+
+
+_GEMMA3N_VISION = {"architecture": "mobilenetv5_300m_enc", "hidden_size": 2048, "vocab_size": 128}
+_GEMMA3N_AUDIO = {
+    "hidden_size": 1536, "vocab_size": 128, "conf_num_hidden_layers": 12,
+    "conf_num_attention_heads": 8, "conf_conv_kernel_size": 5,
+    "sscp_conv_channel_size": (128, 32), "input_feat_size": 128,
+}  # fmt: skip
+
+_TIMM_NUMEL = {"mobilenetv5_300m_enc": 294_126_912}
+"""Elements of convolutional networks that a config only names: counted in timm 1.0.31."""
+
+
+def gemma3n_towers(top: Fields) -> Iterable[Weight] | str:
+    """Gemma 3n's convolutional vision tower and its audio tower."""
+    vision = top.inside("vision_config", _GEMMA3N_VISION) or Fields({}, defaults=_GEMMA3N_VISION)
+    audio = top.inside("audio_config", _GEMMA3N_AUDIO) or Fields({}, defaults=_GEMMA3N_AUDIO)
+    name = vision.text("architecture") or ""
+    if name not in _TIMM_NUMEL:
+        return f"Kvant does not know the size of the vision tower {name!r}"
+    hidden = _decoder_hidden(top)
+    return (
+        vector("model.vision_tower", _TIMM_NUMEL[name]),
+        *_gemma3n_audio(audio),
+        *_gemma3n_embedder("model.embed_vision", vision, hidden),
+        *_gemma3n_embedder("model.embed_audio", audio, hidden),
+    )
+
+
+def _gemma3n_embedder(at: str, tower: Fields, hidden: int) -> Iterator[Weight]:
+    """Tokens of their own, and the way of a tower's features into the decoder."""
+    width = tower.integer("hidden_size")
+    yield embedding(f"{at}.embedding", tower.integer("vocab_size"), width)
+    yield from norms(at, width, "hard_embedding_norm", "soft_embedding_norm")
+    yield from linear(f"{at}.embedding_projection", hidden, width)
+
+
+def _gemma3n_audio(audio: Fields) -> Iterator[Weight]:
+    yield from _conformer(
+        audio,
+        num_layers=audio.integer("conf_num_hidden_layers", most=MAX_LAYERS),
+        num_heads=audio.integer("conf_num_attention_heads"),
+        kernel=audio.integer("conf_conv_kernel_size"),
+        channels=_two(audio, "sscp_conv_channel_size"),
+        # Two convolutions of stride 2 leave a quarter of the spectrum's bins.
+        bins=audio.integer("input_feat_size") // 4,
+    )
 
 
 _GEMMA4_VISION = {
@@ -100,19 +155,38 @@ def _gemma4_vision(vision: Fields) -> Iterator[Weight]:
 
 def _gemma4_audio(audio: Fields) -> Iterator[Weight]:
     hidden = audio.integer("hidden_size")
-    at = "model.audio_tower"
-    channels = audio.integers("subsampling_conv_channels", least=1) or ()
-    if len(channels) != 2:
-        raise audio.bad("subsampling_conv_channels", "it must be two numbers")
+    channels = _two(audio, "subsampling_conv_channels")
+    yield from _conformer(
+        audio,
+        num_layers=audio.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_heads=audio.integer("num_attention_heads"),
+        kernel=audio.integer("conv_kernel_size"),
+        channels=channels,
+        bins=channels[0] // 4,
+    )
+    out = audio.integer("output_proj_dims")
+    yield from linear("model.audio_tower.output_proj", out, hidden, bias=True)
+
+
+def _conformer(
+    audio: Fields,
+    *,
+    num_layers: int,
+    num_heads: int,
+    kernel: int,
+    channels: tuple[int, int],
+    bins: int,
+) -> Iterator[Weight]:
+    """Two convolutions, then layers of attention, convolution and two feed-forward networks."""
+    hidden, at = audio.integer("hidden_size"), "model.audio_tower"
     before = 1
     for index, width in enumerate(channels):
         conv = f"{at}.subsample_conv_projection.layer{index}"
         yield Weight(f"{conv}.conv", WeightKind.OTHER, width, before * 9)
         yield vector(f"{conv}.norm", width)
         before = width
-    flat = channels[0] // 4 * channels[1]
-    yield from linear(f"{at}.subsample_conv_projection.input_proj_linear", hidden, flat)
-    for index in range(audio.integer("num_hidden_layers", most=MAX_LAYERS)):
+    yield from linear(f"{at}.subsample_conv_projection.input_proj", hidden, bins * channels[1])
+    for index in range(num_layers):
         layer = f"{at}.layers.{index}"
         for part in ("feed_forward1", "feed_forward2"):
             yield from linear(f"{layer}.{part}.ffw_layer_1", 4 * hidden, hidden)
@@ -120,15 +194,18 @@ def _gemma4_audio(audio: Fields) -> Iterator[Weight]:
             yield vector(f"{layer}.{part}.norms", 2 * hidden)
         for part in ("q_proj", "k_proj", "v_proj", "post", "relative_k_proj"):
             yield from linear(f"{layer}.self_attn.{part}", hidden, hidden)
-        yield vector(
-            f"{layer}.self_attn.per_dim_scale", hidden // audio.integer("num_attention_heads")
-        )
+        yield vector(f"{layer}.self_attn.per_dim_scale", hidden // num_heads)
         yield from linear(f"{layer}.lconv1d.linear_start", 2 * hidden, hidden)
         yield from linear(f"{layer}.lconv1d.linear_end", hidden, hidden)
-        kernel = audio.integer("conv_kernel_size")
         yield Weight(f"{layer}.lconv1d.depthwise_conv1d", WeightKind.OTHER, hidden, kernel)
         yield vector(f"{layer}.norms", 5 * hidden)
-    yield from linear(f"{at}.output_proj", audio.integer("output_proj_dims"), hidden, bias=True)
+
+
+def _two(fields: Fields, name: str) -> tuple[int, int]:
+    numbers = fields.integers(name, least=1) or ()
+    if len(numbers) != 2:
+        raise fields.bad(name, "it must be two numbers")
+    return numbers[0], numbers[1]
 
 
 _UNIFIED_VISION = {

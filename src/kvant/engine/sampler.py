@@ -77,7 +77,7 @@ def _choose(row: Tensor, sequence: Sequence, eos_token_ids: frozenset[int]) -> i
     u = uniform(sequence.request.seed, sequence.num_output_tokens)
     if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
         return _draw(weights.cumsum(0), u)
-    tokens, mass = _kept(weights, params)
+    tokens, mass = _kept(row, weights, params)
     return int(tokens[_draw(mass, u)])
 
 
@@ -87,7 +87,7 @@ def _draw(mass: Tensor, u: float) -> int:
     return min(int(index), mass.numel() - 1)
 
 
-def _kept(weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def _kept(row: Tensor, weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Tokens that the filters leave, likeliest first (smaller ids first among equals), and their
     cumulative weights. Each filter keeps a beginning of that order, so the shortest one decides.
 
@@ -97,8 +97,9 @@ def _kept(weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """
     size = weights.numel()
     if size > _HEAD:
-        values, ids = weights.topk(_HEAD)
-        complete = values > values[-1]
+        ids = row.topk(_HEAD).indices  # the same order as the weights', in a narrower dtype
+        values = weights[ids]
+        complete = values > values.min()
         ids, by_id = ids[complete].sort()
         values, by_value = values[complete][by_id].sort(descending=True, stable=True)
         kept = _num_kept(values, weights, params)

@@ -1,0 +1,58 @@
+"""Wrong parameters are refused at once, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from kvant.engine.sampling_params import SamplingParams
+from kvant.errors import RequestError
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("temperature", [0, 0.0, 2.5, 100], [-0.1, math.nan, math.inf, "1", True, None]),
+        ("top_p", [0.01, 1, 1.0], [0.0, 1.01, -1, math.nan, None]),
+        ("min_p", [0.0, 0.5, 1], [-0.1, 1.1, math.nan]),
+        ("top_k", [-1, 0, 1, 10**6], [-2, 1.5, True, "5"]),
+        ("max_tokens", [None, 16, 10**9], [0, -1, 1.5, True]),
+        ("min_tokens", [0, 16], [-1, 17, 2.0]),
+        ("seed", [None, 0, -1, 2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 1.0, "a"]),
+        ("logprobs", [None, 0, 20], [-1, 21, True]),
+        ("ignore_eos", [True, False], [1, None, "yes"]),
+        (
+            "stop",
+            ["a", (), ("a", "b" * 256), ["x"] * 16],
+            ["", [""], ["x"] * 17, "b" * 257, [1], 5],
+        ),
+        ("stop_token_ids", [(), [1, 2]], [[-1], ["a"], 3, [True]]),
+    ],
+)
+def test_each_field_takes_its_range_and_names_itself_otherwise(
+    name: str, good: list[Any], bad: list[Any]
+) -> None:
+    for value in good:
+        SamplingParams(**{name: value})
+    for value in bad:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name, value
+
+
+def test_an_unknown_parameter_is_an_error() -> None:
+    with pytest.raises(TypeError, match="tempreature"):
+        SamplingParams(tempreature=1)  # type: ignore[call-arg]
+
+
+def test_nobody_can_change_the_parameters_of_a_request() -> None:
+    stops = ["a"]
+    params = SamplingParams(stop=stops)
+    stops.append("b")
+    assert params.stop_strings == ("a",)
+    assert SamplingParams(stop="a") == params
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0  # type: ignore[misc]

@@ -100,6 +100,10 @@ def tensor(name: str, shape: list[int], kind: int, offset: int) -> bytes:
             "share the same bytes",
         ),
         (start() + bytes(64), "'general.architecture' is missing"),
+        (
+            start(pairs=1) + text("general.architecture") + u32(12) + struct.pack("<d", 1e300),
+            "text",
+        ),
     ],
 )
 def test_what_is_no_gguf_is_refused_at_once(
@@ -133,6 +137,8 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, cache: Path) -> None:
         ({"llama.attention.head_count_kv": 3}, "cannot share"),
         ({"llama.attention.head_count": [4, 4]}, "a list of 2"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon"),
+        ({"llama.rope.freq_base": float("inf")}, "freq_base"),
         ({"llama.rope.dimension_count": 8}, "rotates 8 of 16"),
         ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
         ({"llama.attention.value_length": 32}, "heads of 16 numbers and V of 32"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvant.models.hub import is_hub_id
+from kvant.models.hub_transfer import _Meter
 from tests.models.stub_hub import COMMIT, OLDER, StubHub, serve
 
 REPO = "owner/model"
@@ -139,6 +140,19 @@ def test_all_transfers_together_have_one_progress_that_never_falls(run: Run) -> 
     assert list(done) == sorted(set(done))
     assert set(totals) == {sum(map(len, files.values()))}
     assert done[-1] == totals[-1]
+
+
+def test_bytes_that_a_new_attempt_sends_again_count_once() -> None:
+    calls: list[tuple[str, int, int]] = []
+    meter = _Meter("task", lambda *call: calls.append(call))
+    meter.expect(100)
+    bar = meter.bar_class("file")
+    bar().update(60)
+    bar(initial=40, total=100).update(30)  # 20 bytes had not reached the disk
+    other = meter.bar_class("other")
+    other(total=10).update(10)
+    assert meter.done == 80
+    assert calls == [("task", 60, 100), ("task", 70, 100), ("task", 80, 100)]
 
 
 def test_a_broken_transfer_is_taken_up_where_it_broke(run: Run) -> None:

@@ -229,6 +229,7 @@ def test_the_adopted_families_are_transformers_own(model_type: str, prefix: str)
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == f"{prefix}ForCausalLM"
 
 
+@pytest.mark.slow
 def test_the_way_out_of_pickled_weights_works(tmp_path: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

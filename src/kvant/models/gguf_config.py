@@ -18,6 +18,7 @@ from kvant.errors import BadCheckpoint, WayOut
 from kvant.models.gguf_header import GGUFHeader, malformed
 
 FLOAT32_BYTES = 4
+_FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class _Facts:
         value = self._header.metadata.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise malformed(self._header.path, f"metadata {key!r} is {_shown(value)}, not a number")
-        if not math.isfinite(value) or value <= 0:
+        if not 0 < value <= _FLOAT32_MAX:  # NaN fails it too
             raise malformed(self._header.path, f"metadata {key!r} is {value}")
         return shortest_float32(float(value))
 
@@ -314,11 +315,11 @@ def _llama3_scaling(
     low, high, original = 1.0, 4.0, 8192
     factor = shortest_float32(max(freqs, default=0.0))
     expected = []
-    for i in range(head_dim // 2):
+    for i in range(len(freqs)):
         wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
         expected.append(1 / ((1 - smooth) / factor + smooth) if factor > 0 else math.nan)
-    agree = len(freqs) == len(expected) and all(
+    agree = len(freqs) == head_dim // 2 and all(
         math.isclose(a, b, rel_tol=1e-5) for a, b in zip(freqs, expected, strict=True)
     )
     if not agree:

@@ -9,6 +9,7 @@ refused, because any other splitter would feed the model tokens it never saw.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +124,7 @@ def _vocabulary(header: GGUFHeader) -> _Vocabulary:
     if not isinstance(kind, str):
         raise malformed(header.path, "it does not name its vocabulary (tokenizer.ggml.model)")
     if len(set(tokens)) != len(tokens):
-        twice = next(token for i, token in enumerate(tokens) if token in tokens[:i])
+        (twice, _), *_ = Counter(tokens).most_common(1)
         raise malformed(header.path, f"token {twice!r} is in the vocabulary twice")
     raw = header.metadata.get("tokenizer.ggml.token_type", ())
     types = tuple(item for item in raw if isinstance(item, int)) if isinstance(raw, tuple) else ()
@@ -180,8 +181,8 @@ def _add_special_tokens(tokenizer: Tokenizer, header: GGUFHeader, vocabulary: _V
         for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=False)
         if kind == _USER_DEFINED
     ]
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in defined])
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in control])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in defined])
 
 
 def _sentencepiece(header: GGUFHeader) -> Tokenizer:

@@ -158,7 +158,7 @@ class _Meter:
         with self._lock:
             self._total = total
 
-    def bar_class(self, file: str) -> type[_Bar]:
+    def bar_class(self, file: str) -> Callable[..., _Bar]:
         """What huggingface_hub makes one of per attempt, where it would make a tqdm bar."""
 
         meter = self

@@ -92,7 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             return self._model_info(parts[5] if len(parts) > 5 else "main")
-        return self._file(parts[3], "/".join(parts[4:]), send_body)
+        if len(parts) > 4 and parts[2] == "resolve":
+            return self._file(parts[3], "/".join(parts[4:]), send_body)
+        return self._refuse(404, None)
 
     def _commit(self, revision: str) -> str | None:
         commit = self.stub.refs.get(revision, revision)

@@ -41,8 +41,8 @@ PROSE = (
     "are faults of memory about memory: the answer is right, but it answers something else.",
     "def merge(a: list[int], b: list[int]) -> list[int]:\n    out = []\n    i = j = 0\n    while i "
     "< len(a) and j < len(b):\n        if a[i] <= b[j]:\n            out.append(a[i])\n           "
-    " i += 1\n        else:\n            out.append(b[j])\n            j += 1\n    return out + a[i:] "
-    "+ b[j:]\n",
+    " i += 1\n        else:\n            out.append(b[j])\n            j += 1\n    return out"
+    " + a[i:] + b[j:]\n",
     "Dear Ms Okafor, thank you for your letter of 3 March. The 1,250 units ordered on 17 January "
     "left our Rotterdam warehouse yesterday (invoice no. 88-4410, EUR 36,712.50) and should reach "
     "Lagos between the 9th and the 14th. Please let us know at once if any crate arrives damaged.",

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvant.kv.codecs import CLAMP, TORCH_ELEMENT, codec_for
 from kvant.kv.dtype import KVDtype
-from kvant.kv.format import Encoding
+from kvant.kv.format import Encoding, Granularity
 from tests.kv.codecs.comparison import plane_bytes, same_bytes, same_values, usual_scale
 from tests.kv.codecs.golden import GOLDEN, ROWS, read_golden_codes
-from tests.kv.codecs.oracle import ENCODE_ROW
+from tests.kv.codecs.oracle import E4M3FN, ENCODE_ROW
 from tests.strategies import FLOAT_DTYPES, HEAD_DIMS
 
 every_format = pytest.mark.parametrize("dtype", KVDtype, ids=str)
@@ -249,6 +249,22 @@ def test_a_scale_per_head_is_that_scale_on_each_head(dtype: KVDtype) -> None:
         assert same_values(decoded[:, head : head + 1], one)
     equal = torch.tensor([0.5, 0.5, 0.5])
     assert same_bytes(codec.encode(x, equal), codec.encode(x, equal[:1]))
+
+
+@every_format
+def test_numbers_beside_a_tie_are_divided_as_ieee_says(dtype: KVDtype) -> None:
+    """A product with a rounded reciprocal falls on the other side of some of these ties."""
+    ties = torch.tensor(E4M3FN.magnitudes)
+    ties = ((ties[1:] + ties[:-1]) / 2)[:112]
+    for scale in (0.1, 0.37, 1 / 3, 7e-3, 1.7):
+        outside = scale if dtype.format.takes_outside_scale else 1.0
+        # nvfp4's block scale is amax / 6 / g, the others round x / scale.
+        x = ties * (6.0 * scale if dtype.format.granularity is Granularity.BLOCK else scale)
+        x = x.view(-1, 1) * torch.tensor([1.0] + [0.0] * 15)
+        planes = codec_for(dtype).encode(x, usual_scale(dtype, outside))
+        rows = [ENCODE_ROW[dtype](row, outside) for row in x.tolist()]
+        for i in range(len(planes)):
+            assert plane_bytes(planes[i]) == b"".join(row.planes[i] for row in rows)
 
 
 @every_format

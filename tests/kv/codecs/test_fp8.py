@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
-from tests.kv.codecs.comparison import same_bytes
-from tests.kv.codecs.oracle import E4M3FN, E4M3FNUZ, E5M2
+from tests.kv.codecs.comparison import plane_bytes, same_bytes
+from tests.kv.codecs.oracle import E4M3FN, E4M3FNUZ, E5M2, ENCODE_ROW
 from tests.strategies import outside_scale, usual_rows
 
 few = settings(deadline=None, max_examples=100)
@@ -90,6 +90,25 @@ def test_encoding_decoded_rows_again_moves_no_code(dtype: KVDtype, x: torch.Tens
     assert torch.equal(codes, again)
     ulps = scales.view(torch.int32) - scales_again.view(torch.int32)
     assert ulps.abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "ties"),
+    [
+        (KVDtype.FP8_PER_TOKEN_HEAD, 448.0, [1.0625, 9.5, 13.5, 27.0, 54.0, 108.0, 232.0, 400.0]),
+        (KVDtype.INT8_PER_TOKEN_HEAD, 127.0, [n + 0.5 for n in range(126)]),
+    ],
+    ids=str,
+)
+def test_numbers_beside_a_tie_are_divided_by_the_row_s_scale_as_ieee_says(
+    dtype: KVDtype, largest: float, ties: list[float]
+) -> None:
+    scales = torch.linspace(0.01, 2.0, 150).view(-1, 1)
+    x = torch.tensor([largest, *ties]) * scales
+    planes = codec_for(dtype).encode(x, None)
+    rows = [ENCODE_ROW[dtype](row, 1.0) for row in x.tolist()]
+    for i in range(2):
+        assert plane_bytes(planes[i]) == b"".join(row.planes[i] for row in rows)
 
 
 def test_all_255_codes_of_int8_are_stored_and_come_back() -> None:

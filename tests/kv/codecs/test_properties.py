@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -114,7 +115,9 @@ def _int4_per_token_head(x: Tensor, scale: Tensor) -> Tensor:
     y = x.reshape(-1, block) @ torch.tensor(signs, dtype=torch.float64)
     y = y.view(x.shape)
     span = y.amax(-1, keepdim=True).clamp(min=0) - y.amin(-1, keepdim=True).clamp(max=0)
-    sums = 2.0**-20 * block**0.5 * x.square().sum(-1, keepdim=True).sqrt()  # float32 butterflies
+    sums = (
+        2.0**-20 * math.sqrt(block) * x.square().sum(-1, keepdim=True).sqrt()
+    )  # float32 butterflies
     return ((span / 15).clamp(min=2.0**-126) * 0.504 + sums).expand_as(x)
 
 

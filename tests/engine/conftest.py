@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from kvant.engine.engine import Engine
 
@@ -24,3 +25,9 @@ def audited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         engine.audit()
         if not engine.has_work:
             assert engine.stats.num_held_pages == 0, "pages were not given back"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tiny tensors: several threads would spend their time waiting for each other."""
+    torch.set_num_threads(1)

@@ -1,0 +1,273 @@
+"""`LLM`: what a Python program may rely on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvant
+from kvant import LLM, SamplingParams
+from kvant.engine.budget import CPU_SHARE
+from kvant.engine.device import free_host_bytes
+from kvant.engine.runner import ModelRunner
+from kvant.errors import BadValue, DoesNotFit, RequestError, UnknownName
+from kvant.kv.dtype import KVDtype
+from tests.engine import tiny_chat
+from tests.models import tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chat.build(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> LLM:
+    return make(path)
+
+
+def make(path: Path, **changes: Any) -> LLM:
+    return LLM(
+        path, **{"dtype": "float32", "kv_cache_memory": "4MiB", "max_model_len": 256, **changes}
+    )
+
+
+def test_prompts_are_texts_or_token_ids_one_or_several(llm: LLM) -> None:
+    ids = list(llm.encode("Hello"))
+    (from_text,) = llm.generate("Hello", GREEDY)
+    (from_ids,) = llm.generate(ids, GREEDY)
+    both = llm.generate(["Hello", ids, "other"], GREEDY)
+    assert from_text.token_ids == from_ids.token_ids == both[0].token_ids == both[1].token_ids
+    assert both[2].token_ids != from_text.token_ids
+    assert from_text.prompt_token_ids == tuple(ids)
+    assert (from_text.num_prompt_tokens, len(from_text.token_ids)) == (5, 12)
+    assert from_text.finish_reason == "length"
+    assert llm.generate([], GREEDY) == []
+
+
+def test_text_is_the_answer_without_the_prompt(llm: LLM) -> None:
+    (result,) = llm.generate("Hello", GREEDY)
+    assert llm.tokenizing is not None
+    assert result.text == llm.tokenizing.backend.decode(list(result.token_ids))
+
+
+def test_every_prompt_can_have_its_own_parameters(llm: LLM) -> None:
+    results = llm.generate(
+        ["a", "b"], [GREEDY, SamplingParams(temperature=1, seed=3, max_tokens=5, ignore_eos=True)]
+    )
+    assert [len(r.token_ids) for r in results] == [12, 5]
+    with pytest.raises(RequestError, match="2 prompts and 1 sampling_params"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    (whole,) = llm.generate("Hello", GREEDY)
+    stop = whole.text[4:7]
+    assert stop
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop)
+    (result,) = llm.generate("Hello", params)
+    assert result.text == whole.text[: whole.text.index(stop)]
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
+    assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+
+
+def test_eos_is_in_the_tokens_and_not_in_the_text(path: Path) -> None:
+    eos = tiny_chat.END
+    llm = make(path)
+    params = SamplingParams(temperature=3, max_tokens=60, skip_special_tokens=False)
+    ended = next(
+        result
+        for seed in range(50)
+        for result in llm.generate("x", SamplingParams(**{**_fields(params), "seed": seed}))
+        if result.finish_reason == "stop"
+    )
+    assert ended.token_ids[-1] == eos
+    assert eos not in ended.token_ids[:-1]
+    assert "<|im_end|>" not in ended.text
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in params.__slots__}
+
+
+def test_one_wrong_request_runs_none_and_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="300 tokens"):
+        llm.generate(["fine", [5] * 300], GREEDY)
+    assert not llm.engine.has_work
+    with pytest.raises(RequestError, match="no valid Unicode"):
+        llm.generate("\ud800", GREEDY)
+    assert llm.generate("fine", GREEDY)[0].finish_reason == "length"
+
+
+def test_pieces_of_a_stream_are_the_result(llm: LLM) -> None:
+    *_, (whole,) = [llm.generate("Hello", GREEDY)]
+    pieces = list(llm.stream("Hello", GREEDY))
+    assert "".join(p.text for p in pieces) == whole.text
+    assert [t for p in pieces for t in p.token_ids] == list(whole.token_ids)
+    assert pieces[-1].result is not None
+    assert pieces[-1].result.text == whole.text
+
+
+def test_logprobs_come_with_every_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2)
+    (result,) = llm.generate("Hello", params)
+    assert result.logprobs is not None
+    assert [entry.token_id for entry in result.logprobs] == list(result.token_ids)
+    assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in result.logprobs)
+
+
+def test_a_conversation_follows_the_models_template(llm: LLM) -> None:
+    ids = llm.encode_chat([{"role": "user", "content": "Hi"}])
+    assert llm.tokenizing is not None
+    text = llm.tokenizing.backend.decode(ids, skip_special_tokens=False)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_model_without_tokenizer_takes_token_ids_only(tmp_path: Path) -> None:
+    llm = make(tiny.build("llama", tmp_path))
+    assert llm.generate([5, 6, 7], GREEDY)[0].text == ""
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.generate("text", GREEDY)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "fp8", "int4_per_token_head"])
+def test_what_is_allocated_is_what_was_planned(path: Path, kv_cache_dtype: str) -> None:
+    llm = make(path, kv_cache_dtype=kv_cache_dtype, kv_cache_memory="3MiB")
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    planned = llm.planned.memory.kv_bytes
+    assert planned is not None
+    assert abs(runner.pool.num_bytes - planned) <= 0.02 * planned
+    assert 0.98 * 3 * 2**20 <= planned <= 3 * 2**20
+    assert {choice.dtype for layer in llm.plan.layers if (choice := layer.k)} == {
+        KVDtype[{"fp8": "FP8_E4M3"}.get(kv_cache_dtype, kv_cache_dtype.upper())]
+    }
+
+
+def test_by_default_pages_take_a_share_of_free_memory_but_no_more_than_can_be_used(
+    path: Path,
+) -> None:
+    llm = LLM(path, max_num_seqs=3, max_model_len=100, page_size=16)
+    assert llm.planned.memory.num_pages == 3 * 7 + 1  # the scratch page too
+    assert llm.planned.memory.kv_bytes is not None
+    assert llm.planned.memory.kv_bytes < CPU_SHARE * free_host_bytes()
+
+
+def test_an_unset_context_becomes_what_fits_and_says_so(path: Path) -> None:
+    page_bytes = 16 * 4 * 2 * 2 * 16 * 4  # 16 tokens, 4 layers, K and V, 2 heads of 16 float32
+    tight = make(path, kv_cache_memory=9 * page_bytes, max_model_len=None)
+    assert tight.engine.limits.max_model_len == 128
+    assert any("max_model_len is 128" in note for note in tight.notes)
+    assert make(path, max_model_len=None).notes == ()
+
+
+def test_an_explicit_context_that_does_not_fit_is_refused_and_its_ways_out_work(path: Path) -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        make(path, kv_cache_memory="64KiB", kv_cache_dtype="float32")
+    assert any("int4_per_token_head: " in line for line in caught.value.tried)
+    for way in caught.value.ways_out:
+        flag, value = way.arguments
+        change = {flag.removeprefix("--").replace("-", "_"): int(value)}
+        llm = make(path, **{"kv_cache_memory": "64KiB", "kv_cache_dtype": "float32", **change})
+        assert llm.generate("a", GREEDY)[0].finish_reason == "length"
+
+
+def test_a_pool_without_a_single_page_is_refused_and_the_way_out_works(path: Path) -> None:
+    with pytest.raises(DoesNotFit, match="not a single page") as caught:
+        make(path, kv_cache_memory=100, max_model_len=None)
+    (way,) = caught.value.ways_out
+    assert make(path, kv_cache_memory=way.arguments[1], max_model_len=None).generate("a", GREEDY)
+
+
+def test_more_than_the_machine_has_is_refused_before_weights_are_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvant.engine.build.free_bytes", lambda device: 8 * 2**20)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvant.models.load.load_model", _must_not_be_called)
+        with pytest.raises(DoesNotFit, match=r"8.00 MiB that are free") as caught:
+            make(path, kv_cache_memory="8MiB")
+    way = next(way for way in caught.value.ways_out if way.arguments)
+    assert make(path, kv_cache_memory=way.arguments[1]).generate("a", GREEDY)
+
+
+def _must_not_be_called(*_: object, **__: object) -> None:
+    raise AssertionError("weights were read")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"kv_cache_dtype": "fp9"}, UnknownName),
+        ({"dtype": "float7"}, UnknownName),
+        ({"attention_backend": "magic"}, UnknownName),
+        ({"kv_cache_memory": "much"}, BadValue),
+        ({"device": "tpu"}, UnknownName),
+        ({"max_num_seqs": 0}, BadValue),
+        ({"max_model_len": 0}, BadValue),
+        ({"max_model_len": 10**6}, BadValue),
+        ({"page_size": 0}, BadValue),
+        ({"page_size": 8, "block_size": 16}, BadValue),
+        ({"kv_cache_dtype_skip_layers": [99]}, BadValue),
+        ({"revision": "main"}, BadValue),
+        ({"kv_cache_dytpe": "fp8"}, TypeError),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    path: Path, changes: dict[str, Any], fault: type[Exception]
+) -> None:
+    with pytest.raises(fault):
+        make(path, **changes)
+
+
+def test_formats_are_named_layer_by_layer_with_who_asked(path: Path) -> None:
+    llm = make(
+        path, kv_cache_dtype="fp8_per_token_head", kv_cache_dtype_skip_layers=[0, -1],
+        kv_cache_rules=["1:k=int8_per_token_head"], block_size=8,
+    )  # fmt: skip
+    keys = [layer.k for layer in llm.plan.layers]
+    assert [k.dtype.format.name for k in keys if k] == [
+        "float32",
+        "int8_per_token_head",
+        "fp8_per_token_head",
+        "float32",
+    ]
+    assert keys[2] is not None
+    assert "kv_cache_dtype='fp8_per_token_head'" in keys[2].because
+    assert llm.plan.page_size == 8
+
+
+def test_the_environment_asks_less_loudly_than_the_argument(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVANT_KV_CACHE_DTYPE", "int8_per_token_head")
+    key = make(path).plan.layers[0].k
+    assert key is not None
+    assert key.dtype is KVDtype.INT8_PER_TOKEN_HEAD
+    assert "KVANT_KV_CACHE_DTYPE" in key.because
+    key = make(path, kv_cache_dtype="bfloat16").plan.layers[0].k
+    assert key is not None
+    assert key.dtype is KVDtype.BFLOAT16
+
+
+def test_importing_kvant_or_a_refusal_loads_no_torch() -> None:
+    code = (
+        "import sys, kvant; assert kvant.SamplingParams and kvant.LLM\n"
+        "try: kvant.LLM('/nowhere/at-all')\n"
+        "except kvant.errors.ModelNotFound: pass\n"
+        "else: raise SystemExit('found?')\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy imports'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_public_names_are_listed() -> None:
+    assert set(kvant.__all__) <= set(dir(kvant))
+    with pytest.raises(AttributeError, match="LLMM"):
+        _ = kvant.LLMM

@@ -7,10 +7,11 @@ import triton
 from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
-from kvant.attention.triton.codec import READING, Kind, Reading
+from kvant.attention.triton.codec import READING, Reading
 from kvant.attention.triton.combine import combine
 from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.rotation import rotate_rows
+from kvant.attention.triton.store import store_rows
 from kvant.attention.triton.tuning import NEVER_SPLIT, Shape, shape_for
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
@@ -31,7 +32,30 @@ class TritonBackend:
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
         """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
-        raise NotImplementedError
+        spec = cache.spec
+        assert spec.k is not None
+        assert spec.v is not None
+        heads = spec.geometry.num_kv_heads
+        num_rows = k.shape[0] * heads
+        if num_rows == 0:
+            return
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        a, b = READING[spec.k.dtype], READING[spec.v.dtype]
+        head_k, head_v = k.shape[-1], v.shape[-1]
+        rows = 8
+        store_rows[(triton.cdiv(num_rows, rows), 2)](
+            k, k.stride(0), k.stride(1), *_stores(cache.k), cache.k_scale,
+            v, v.stride(0), v.stride(1), *_stores(cache.v), cache.v_scale,
+            step.slot_mapping, num_rows,
+            HEADS=heads, ROWS=rows, PTX=_is_nvidia(k.device),
+            KIND_K=int(a.kind), SCALING_K=int(a.scaling), OUTER_K=_outer(cache.k_scale),
+            HEAD_K=head_k, PAD_K=triton.next_power_of_2(head_k),
+            ROTATION_K=block_length(head_k) if a.rotated else 0,
+            KIND_V=int(b.kind), SCALING_V=int(b.scaling), OUTER_V=_outer(cache.v_scale),
+            HEAD_V=head_v, PAD_V=triton.next_power_of_2(head_v),
+            ROTATION_V=block_length(head_v) if b.rotated else 0,
+            num_warps=4,
+        )  # fmt: skip
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
@@ -76,9 +100,9 @@ def attend(
     heads, head_v = g.num_kv_heads, g.head_dim_v
     group = q_heads // heads
     num_seqs = step.seqlens_kv.shape[0]
-    out = q.new_empty(tokens, q_heads, head_v)
     if tokens == 0:
-        return out
+        return q.new_empty(0, q_heads, head_v)
+    out_dtype = q.dtype
     full = q.dtype is torch.float32
     causal = step.causal
     window = params.window or 0
@@ -103,6 +127,9 @@ def attend(
         items = blocks + target if splits else blocks
     direct = not v.rotated
     parts = splits or not direct
+    # Tokens of no sequence get zeros: from `combine`, or here where it is not launched.
+    make = torch.empty if parts else torch.zeros
+    out = make(tokens, q_heads, head_v, dtype=out_dtype, device=q.device)
     shape_of_parts = (items, heads, shape.rows) if parts else (0, heads, shape.rows)
     partial = q.new_empty((*shape_of_parts, head_v), dtype=torch.float32)
     partial_lse = q.new_empty(shape_of_parts, dtype=torch.float32)
@@ -160,6 +187,14 @@ def _words(planes: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, Tensor
     return codes, planes[1].view(reading.scale)
 
 
+def _stores(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    """A side's planes as the writer stores them: codes, and scales (float32 as bits) or None."""
+    if len(planes) == 1:
+        return planes[0], None
+    scales = planes[1]
+    return planes[0], scales.view(torch.int32) if scales.dtype is torch.float32 else scales
+
+
 def _outer(scale: Tensor | None) -> int:
     """0 without a scale outside the pages, 1 for one, 2 for one per KV head."""
     if scale is None:
@@ -178,11 +213,10 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _is_nvidia(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def _has_ptx(device: torch.device) -> bool:
-    """Whether inline PTX, with e4m3 conversions, can be used (NVIDIA, sm_89 and later)."""
-    if device.type == "cpu" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-__all__ = ["FIXED_SPLIT", "Kind", "TritonBackend", "attend", "backend", "rotate"]
+    """Whether inline PTX with e4m3 conversions can be used: NVIDIA, sm_89 and later."""
+    return _is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

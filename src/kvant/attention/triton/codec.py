@@ -197,7 +197,7 @@ def unpack(x, KIND: tl.constexpr, PTX: tl.constexpr):
     elif KIND == E5M2:
         if PTX:
             return _e5m2_pairs(x)
-        return (_float16_of(x << 8), _float16_of(x & 0xFF00))
+        return (_float16_of(x << 8), _float16_of(x & -256))
     elif KIND == INT8:
         if PTX:
             return _int8_pairs(x)

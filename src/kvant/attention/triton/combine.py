@@ -22,7 +22,7 @@ def combine(
     """Program token * (number of query heads) + query head. See `paged_attention` for the shapes.
 
     Items are joined AT_ONCE at a time, in order. DIRECT: rows of one item were already written.
-    ROTATION: length of the rotation's blocks, 0 for none.
+    ROTATION: length of the rotation's blocks, 0 for none. Tokens of no sequence get zeros.
     """
     query_head = tl.program_id(0) % (HEADS * GROUP)
     token = tl.program_id(0) // (HEADS * GROUP)
@@ -33,7 +33,10 @@ def combine(
                                     GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
     seq, first_item, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
                                          GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
+    c = tl.arange(0, PAD)
+    at = (token.to(tl.int64) * (HEADS * GROUP) + query_head) * HEAD_V + c
     if seq < 0:
+        tl.store(out + at, tl.zeros((PAD,), out.dtype.element_ty), mask=c < HEAD_V)
         return
     if DIRECT and splits == 1:
         return
@@ -41,7 +44,6 @@ def combine(
     row = (token - tl.load(cu_seqlens_q + seq)) * GROUP + query_head % GROUP
     first_item += row // ROWS * splits
     row = row % ROWS
-    c = tl.arange(0, PAD)
     s = tl.arange(0, AT_ONCE)
     if SINKS:
         top = tl.load(sinks + query_head).to(tl.float32) * LOG2E
@@ -66,5 +68,4 @@ def combine(
     o = tl.where(den > 0, o / den, 0.0 * den)
     if ROTATION > 0:
         o = tl.reshape(hadamard(tl.reshape(o, (1, PAD)), 1, PAD, ROTATION), (PAD,)) / ROTATION
-    at = (token.to(tl.int64) * (HEADS * GROUP) + query_head) * HEAD_V + c
     tl.store(out + at, o.to(out.dtype.element_ty), mask=c < HEAD_V)

@@ -1,0 +1,66 @@
+"""What the Triton backend serves, without torch or triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+from kvant.attention.need import BackendInfo, DeviceKind, Need
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.geometry import Attention
+
+_OLDEST_NVIDIA = 80
+_AMD = ("gfx90a", "gfx942", "gfx950")
+_NUZ = ("gfx942",)
+_LARGEST_HEAD = 512
+
+
+def refuse(need: Need) -> str | None:
+    """Every format and pair on NVIDIA from sm_80 and on AMD's CDNA; head sizes up to 512."""
+    layer = need.layer
+    if layer.attention is Attention.MLA or need.v is None:
+        return "MLA's latent cache is not implemented yet"
+    if layer.num_kv_heads < 1 or layer.num_q_heads % layer.num_kv_heads:
+        return f"{layer.num_q_heads} query heads do not share {layer.num_kv_heads} KV heads evenly"
+    reason = need.k.format.refuse_head_dim(layer.head_dim_k) or need.v.format.refuse_head_dim(
+        layer.head_dim_v
+    )
+    if reason is not None:
+        return reason
+    if max(layer.head_dim_k, layer.head_dim_v) > _LARGEST_HEAD:
+        return f"head sizes end at {_LARGEST_HEAD}, not {max(layer.head_dim_k, layer.head_dim_v)}"
+    if need.page_size < 1 or need.page_size & (need.page_size - 1):
+        return f"pages are a power of two of tokens, not {need.page_size}"
+    if need.compute is ComputeDtype.FLOAT64:
+        return "the kernels compute in float32 at most; float64 is the reference backend's"
+    return _refuse_device(need) or _refuse_formats(need) or _refuse_package()
+
+
+def _refuse_device(need: Need) -> str | None:
+    device = need.device
+    if device.kind is DeviceKind.CPU:
+        return "Triton compiles for GPUs only"
+    if device.kind is DeviceKind.CUDA:
+        match = re.fullmatch(r"sm_(\d+)[a-z]?", device.arch)
+        if match is None or int(match.group(1)) < _OLDEST_NVIDIA:
+            return f"the kernels need sm_{_OLDEST_NVIDIA} or later, not {device.arch or 'unknown'}"
+        return None
+    if device.arch not in _AMD:
+        return f"the kernels are written for {', '.join(_AMD)}, not {device.arch or 'unknown'}"
+    return None
+
+
+def _refuse_formats(need: Need) -> str | None:
+    fnuz = KVDtype.FP8_E4M3FNUZ in (need.k, need.v)
+    if fnuz and need.device.arch not in _NUZ:
+        return f"{KVDtype.FP8_E4M3FNUZ} is the encoding of {', '.join(_NUZ)} alone"
+    return None
+
+
+def _refuse_package() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return None
+
+
+INFO = BackendInfo("triton", "kvant.attention.triton.backend", refuse)

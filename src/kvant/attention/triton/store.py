@@ -1,0 +1,135 @@
+"""The writer: rows of K and V, encoded, into their slots; one launch for both sides."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvant.attention.triton.codec import (
+    BFLOAT16,
+    E4M3,
+    E4M3NUZ,
+    E5M2,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    NO_SCALE,
+    UINT4,
+)
+from kvant.attention.triton.encode import (
+    NAN_BITS,
+    bfloat16,
+    bound,
+    divide,
+    float8_code,
+    has_nan,
+    nearest,
+    nvfp4_codes,
+    pack_nibbles,
+    row_scale,
+    widen,
+)
+from kvant.attention.triton.rotation import hadamard
+
+
+@triton.jit
+def _store_rows(
+    x_ptr, stride_token, stride_head, codes, scales, outer_ptr, slot_mapping, num_rows,
+    KIND: tl.constexpr, SCALING: tl.constexpr, OUTER: tl.constexpr, HEADS: tl.constexpr,
+    HEAD: tl.constexpr, PAD: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = r < num_rows
+    token = r // HEADS
+    head = r % HEADS
+    slot = tl.load(slot_mapping + token, mask=there, other=-1)
+    there = there & (slot >= 0)
+    row = slot * HEADS + head
+    c = tl.arange(0, PAD)
+    mask = there[:, None] & (c < HEAD)[None, :]
+    at = token.to(tl.int64) * stride_token + head * stride_head
+    x = tl.load(x_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
+
+    if KIND == FLOAT32 or KIND == FLOAT16 or KIND == BFLOAT16:
+        target = codes.dtype.element_ty
+        if x.dtype != target and KIND == FLOAT16:
+            x = bound(x.to(tl.float32), -65504.0, 65504.0)
+        elif x.dtype != target and KIND == BFLOAT16:
+            x = bfloat16(x.to(tl.float32))
+        tl.store(codes + row[:, None] * HEAD + c[None, :], x.to(target), mask=mask)
+    elif KIND == UINT4:
+        broken = has_nan(x)
+        y = hadamard(tl.where(broken[:, None], 0.0, widen(x)), ROWS, PAD, ROTATION)
+        low = tl.minimum(tl.min(y, 1), 0.0)
+        high = tl.maximum(tl.max(y, 1), 0.0)
+        scale = row_scale(high - low, 15.0, PTX)
+        bits = (scale.to(tl.int32, bitcast=True) + 4096) & -8192
+        scale = bits.to(tl.float32, bitcast=True)
+        zero = bound(nearest(divide(0.0 - low, scale, PTX)), 0.0, 15.0)
+        steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
+        code = bound(steps + zero[:, None], 0.0, 15.0).to(tl.int32)
+        code = tl.where(broken[:, None], 0, code)
+        packed = pack_nibbles(code, ROWS, PAD)
+        b = tl.arange(0, PAD // 2)
+        tl.store(codes + row[:, None] * (HEAD // 2) + b[None, :], packed.to(tl.uint8),
+                 mask=there[:, None] & (b < HEAD // 2)[None, :])  # fmt: skip
+        tl.store(scales + row, tl.where(broken, NAN_BITS, bits | zero.to(tl.int32)), mask=there)
+    elif SCALING == NO_SCALE or KIND == E4M3 or KIND == INT8:
+        broken = has_nan(x)
+        y = widen(x)
+        if OUTER > 0:
+            outer = tl.load(outer_ptr + head * (OUTER - 1))
+            y = divide(y, outer[:, None] + 0.0 * tl.zeros_like(y), PTX)
+        if SCALING != NO_SCALE:
+            steps: tl.constexpr = 127.0 if KIND == INT8 else 448.0
+            y = tl.where(broken[:, None], 0.0, y)
+            scale = row_scale(tl.max(tl.abs(y), 1), steps, PTX)
+            y = divide(y, scale[:, None] + 0.0 * tl.zeros_like(y), PTX)
+            bits = tl.where(broken, NAN_BITS, scale.to(tl.int32, bitcast=True))
+            tl.store(scales + row, bits, mask=there)
+        if KIND == INT8:
+            code = bound(nearest(y), -127.0, 127.0).to(tl.int32) & 0xFF
+        else:
+            code = float8_code(y, KIND)
+            if SCALING != NO_SCALE:
+                code = tl.where(broken[:, None], 0x7F, code)
+        tl.store(codes + row[:, None] * HEAD + c[None, :], code.to(tl.uint8), mask=mask)
+    else:
+        tl.static_assert(OUTER > 0)
+        outer = tl.load(outer_ptr + head * (OUTER - 1))
+        outer = tl.broadcast_to(outer[:, None], (ROWS, PAD // 16))
+        code, block = nvfp4_codes(
+            widen(x), tl.reshape(outer, (ROWS * (PAD // 16),)), ROWS, PAD, PTX
+        )
+        packed = pack_nibbles(code, ROWS, PAD)
+        b = tl.arange(0, PAD // 2)
+        tl.store(codes + row[:, None] * (HEAD // 2) + b[None, :], packed.to(tl.uint8),
+                 mask=there[:, None] & (b < HEAD // 2)[None, :])  # fmt: skip
+        s = tl.arange(0, PAD // 16)
+        tl.store(scales + row[:, None] * (HEAD // 16) + s[None, :], block.to(tl.uint8),
+                 mask=there[:, None] & (s < HEAD // 16)[None, :])  # fmt: skip
+
+
+@triton.jit
+def store_rows(
+    k, k_stride_token, k_stride_head, k_codes, k_scales, k_outer,
+    v, v_stride_token, v_stride_head, v_codes, v_scales, v_outer,
+    slot_mapping, num_rows,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
+    KIND_K: tl.constexpr, SCALING_K: tl.constexpr, OUTER_K: tl.constexpr,
+    HEAD_K: tl.constexpr, PAD_K: tl.constexpr, ROTATION_K: tl.constexpr,
+    KIND_V: tl.constexpr, SCALING_V: tl.constexpr, OUTER_V: tl.constexpr,
+    HEAD_V: tl.constexpr, PAD_V: tl.constexpr, ROTATION_V: tl.constexpr,
+):  # fmt: skip
+    """Program (ROWS rows, side). A row is one token and KV head; num_rows = tokens * HEADS."""
+    if tl.program_id(1) == 0:
+        _store_rows(
+            k, k_stride_token, k_stride_head, k_codes, k_scales, k_outer, slot_mapping, num_rows,
+            KIND_K, SCALING_K, OUTER_K, HEADS, HEAD_K, PAD_K, ROTATION_K, ROWS, PTX,
+        )  # fmt: skip
+    else:
+        _store_rows(
+            v, v_stride_token, v_stride_head, v_codes, v_scales, v_outer, slot_mapping, num_rows,
+            KIND_V, SCALING_V, OUTER_V, HEADS, HEAD_V, PAD_V, ROTATION_V, ROWS, PTX,
+        )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Steps over poisoned pages, on any device, and what the reference backend makes of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionParams, Step
+from kvant.attention.reference.backend import ReferenceBackend
+from kvant.kv.checkpoint.facts import Side
+from kvant.kv.dtype import KVDtype
+from kvant.kv.pool import KVPool, LayerCache
+from tests.attention import driver
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EXACT = ReferenceBackend(torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    cache: LayerCache
+    step: Step
+    params: AttentionParams
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def expected(self) -> Tensor:
+        """The float64 reference over the bytes that are stored now."""
+        return EXACT.attend(self.cache, self.q.double(), self.step, self.params)
+
+
+def poison(cache: LayerCache) -> None:
+    """Fill all storage with NaN (0xff in bytes: NaN as e4m3 and e5m2, -1 as int8)."""
+    for plane in (*cache.k, *cache.v):
+        plane.fill_(0xFF if plane.dtype is torch.uint8 else float("nan"))
+
+
+def prepare(
+    k: KVDtype,
+    v: KVDtype | None = None,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dims: tuple[int, int] = (64, 64),
+    page_size: int = 16,
+    sequences: Sequence[tuple[int, int]] = ((40, 1), (23, 23)),
+    causal: bool = True,
+    window: int | None = None,
+    sinks: bool = False,
+    softcap: float = 0.0,
+    padding: int = 0,
+    dtype: torch.dtype = torch.float16,
+    device: str = "cpu",
+    per_head_scales: bool = False,
+    seed: int = 0,
+) -> Case:
+    """sequences: (stored tokens, of them new). Everything before the step is stored by the reference;
+    all other storage is poison. The step's own rows are returned, not yet written.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    geometry = driver.layer(
+        num_q_heads=heads[0], num_kv_heads=heads[1], head_dim_k=head_dims[0],
+        head_dim_v=head_dims[1], window=window, sinks=sinks, softcap=softcap, causal=causal,
+    )  # fmt: skip
+    made = driver.plan([geometry], k, v, page_size=page_size)
+    needed = [-(-length // page_size) for length, _ in sequences]
+    order = (torch.randperm(sum(needed) + 3, generator=generator) + 1).tolist()
+    tables = [[order.pop() for _ in range(n)] for n in needed]
+    scales = {}
+    for side, name in ((Side.K, k), (Side.V, v or k)):
+        if name.format.takes_outside_scale:
+            count = heads[1] if per_head_scales else 1
+            base = 0.004 if name is KVDtype.NVFP4 else 0.02
+            scales[(0, side)] = base * (1 + torch.rand(count, generator=generator))
+    pool = KVPool(made, sum(needed) + 4, device=torch.device(device), scales=scales)
+    cache = pool[0]
+    poison(cache)
+    lengths = [length for length, _ in sequences]
+
+    def step_of(new: Sequence[int], stored: Sequence[int], padding: int = 0) -> Step:
+        cpu = driver.step(tables, stored, new, page_size=page_size, causal=causal, padding=padding)
+        return Step(
+            cpu.cu_seqlens_q.to(device), cpu.seqlens_kv.to(device), cpu.page_table.to(device),
+            cpu.slot_mapping.to(device), cpu.positions.to(device),
+            max_seqlen_q=cpu.max_seqlen_q, max_seqlen_kv=cpu.max_seqlen_kv, causal=causal,
+        )  # fmt: skip
+
+    before = [length - new for length, new in sequences]
+    if sum(before):
+        rows = sum(before)
+        EXACT.write(
+            cache, normal(rows, heads[1], head_dims[0]).to(device),
+            normal(rows, heads[1], head_dims[1]).to(device), step_of(before, before),
+        )  # fmt: skip
+    new = [n for _, n in sequences]
+    tokens = sum(new) + padding
+    return Case(
+        cache,
+        step_of(new, lengths, padding),
+        AttentionParams(
+            head_dims[0] ** -0.5, window, softcap,
+            normal(heads[0]).to(device) if sinks else None,
+        ),
+        normal(tokens, heads[0], head_dims[0]).to(device),
+        normal(tokens, heads[1], head_dims[0]).to(device),
+        normal(tokens, heads[1], head_dims[1]).to(device),
+    )  # fmt: skip
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative error; infinite where anything is NaN."""
+    value = float((found.double() - expected).norm() / expected.norm())
+    return value if value == value else float("inf")
+
+
+def same_bytes(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(
+        torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        for x, y in zip(a, b, strict=True)
+    )

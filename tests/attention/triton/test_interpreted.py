@@ -1,0 +1,167 @@
+"""The kernels under Triton's CPU interpreter: decoding, indexing, masks and bytes, at small sizes.
+
+The interpreter's bfloat16 is broken (NaN, subnormals, products), so rows here are float16 or float32
+and bfloat16 pages are read in float32 and not written; what the compiled kernels do is for the GPU
+tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from kvant.attention.triton.backend import TritonBackend, attend  # noqa: E402
+from kvant.attention.triton.tuning import NEVER_SPLIT, Shape  # noqa: E402
+from kvant.kv.codecs import codec_for  # noqa: E402
+from kvant.kv.dtype import KVDtype  # noqa: E402
+from tests.attention.triton import case  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(not case.INTERPRETED, reason="compiled here: the gpu tests cover this"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, on NaN and infinities
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+FORMATS = list(KVDtype)
+WRITTEN = [name for name in FORMATS if name is not KVDtype.BFLOAT16]
+SPLIT = Shape(rows=16, tile=16, warps=1, stages=1, least=1, waves=8)
+WHOLE = Shape(rows=16, tile=16, warps=1, stages=1, least=NEVER_SPLIT, waves=1)
+
+
+def check(x: case.Case, shape: Shape = SPLIT, *, bound: float = 2e-3, fixed: bool = False) -> None:
+    written = x.cache.spec.k, x.cache.spec.v
+    bfloat16 = any(choice is not None and choice.dtype is KVDtype.BFLOAT16 for choice in written)
+    (case.EXACT if bfloat16 else TritonBackend()).write(x.cache, x.k, x.v, x.step)
+    found = attend(x.cache, x.q, x.step, x.params, shape, fixed=fixed)
+    assert case.error(found, x.expected()) < bound
+
+
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+def test_every_format_is_read_as_its_definition_says(name: KVDtype) -> None:
+    check(case.prepare(name, sequences=((40, 1), (17, 2)), dtype=_dtype(name)))
+
+
+def _dtype(*names: KVDtype) -> torch.dtype:
+    return torch.float32 if KVDtype.BFLOAT16 in names else torch.float16
+
+
+def _pairs() -> list[tuple[KVDtype, KVDtype]]:
+    """Every format once as K and once as V, with partners of other word sizes."""
+    return list(zip(FORMATS, FORMATS[3:] + FORMATS[:3], strict=True))
+
+
+@pytest.mark.parametrize(("k", "v"), _pairs(), ids=str)
+def test_k_and_v_formats_are_independent(k: KVDtype, v: KVDtype) -> None:
+    check(case.prepare(k, v, sequences=((21, 1),), causal=False, dtype=_dtype(k, v)))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "window": {"window": 9},
+    "window, both ways": {"window": 9, "causal": False},
+    "all see all": {"causal": False},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 3.0},
+    "pages of 32": {"page_size": 32},
+    "unequal head sizes": {"head_dims": (64, 96)},
+    "head size 80": {"head_dims": (80, 80)},
+    "one head each": {"heads": (3, 3)},
+    "a scale per head": {"per_head_scales": True},
+    "padding": {"padding": 3},
+}
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS.values()), ids=list(VARIANTS))
+@pytest.mark.parametrize("shape", [SPLIT, WHOLE], ids=["split", "whole"])
+def test_every_kind_of_attention_matches_the_reference(
+    variant: dict[str, Any], shape: Shape
+) -> None:
+    x = case.prepare(
+        KVDtype.FP8_E4M3, KVDtype.NVFP4, sequences=((45, 3), (5, 5), (33, 1)), **variant
+    )
+    check(x, shape)
+
+
+def test_tokens_of_no_sequence_get_zeros() -> None:
+    x = case.prepare(KVDtype.FLOAT16, sequences=((5, 2),), padding=2)
+    TritonBackend().write(x.cache, x.k, x.v, x.step)
+    for shape in (SPLIT, WHOLE):
+        found = attend(x.cache, x.q, x.step, x.params, shape)
+        assert torch.equal(found[2:], torch.zeros_like(found[2:]))
+        assert found[:2].abs().sum() > 0
+
+
+def test_an_empty_sequence_gets_zeros_and_harms_no_other() -> None:
+    x = case.prepare(KVDtype.INT4_PER_TOKEN_HEAD, sequences=((20, 1), (1, 1)))
+    TritonBackend().write(x.cache, x.k, x.v, x.step)
+    x.step.seqlens_kv[1] = 0
+    found = attend(x.cache, x.q, x.step, x.params, SPLIT)
+    assert torch.equal(found[1], torch.zeros_like(found[1]))
+    assert case.error(found[:1], x.expected()[:1]) < 2e-3
+
+
+def test_in_batch_invariant_mode_a_query_has_the_same_bits_alone_and_among_others() -> None:
+    x = case.prepare(KVDtype.INT8_PER_TOKEN_HEAD, sequences=((37, 9), (40, 1)))
+    TritonBackend().write(x.cache, x.k, x.v, x.step)
+    found = attend(x.cache, x.q, x.step, x.params, SPLIT, fixed=True)
+    alone = copy.copy(x.step)
+    for last in (8, 5):
+        object.__setattr__(alone, "cu_seqlens_q", torch.tensor([0, 1], dtype=torch.int32))
+        length = torch.tensor([37 - 8 + last], dtype=torch.int32)
+        object.__setattr__(alone, "seqlens_kv", length)
+        object.__setattr__(alone, "page_table", x.step.page_table[:1])
+        object.__setattr__(alone, "max_seqlen_q", 1)
+        one = attend(x.cache, x.q[last : last + 1], alone, x.params, SPLIT, fixed=True)
+        assert torch.equal(one[0], found[last])
+
+
+def test_float32_queries_are_computed_in_float32() -> None:
+    for name in (KVDtype.FLOAT32, KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.NVFP4):
+        x = case.prepare(name, sequences=((20, 1),), dtype=torch.float32)
+        check(x, bound=2e-6)
+
+
+ROWS = ("normal", "zeros", "constant", "infinite", "nan", "subnormal", "halves", "large")
+
+
+@pytest.mark.parametrize(("name", "head_dim"), list(itertools.product(WRITTEN, (64, 96))), ids=str)
+def test_encoders_equal_the_definition_byte_for_byte(name: KVDtype, head_dim: int) -> None:
+    x = case.prepare(
+        name, head_dims=(head_dim, head_dim), sequences=((16, 16),), dtype=torch.float32
+    )
+    k = x.k.clone()
+    for row, kind in enumerate(ROWS):
+        k[row] = _row(kind, k[row])
+    step = x.step
+    step.slot_mapping[9] = -1
+    want = [plane.clone() for plane in x.cache.k]
+    keep = step.slot_mapping >= 0
+    for plane, part in zip(want, codec_for(name).encode(k, x.cache.k_scale), strict=True):
+        plane.view(-1, *plane.shape[2:])[step.slot_mapping[keep]] = part[keep]
+    TritonBackend().write(x.cache, k, x.v, step)
+    assert case.same_bytes(x.cache.k, want)
+
+
+def _row(kind: str, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    if kind == "zeros":
+        x[:] = 0.0
+        x[0, 0] = -0.0
+    elif kind == "constant":
+        x[:] = 1.5
+    elif kind == "infinite":
+        x[:, 0] = float("inf")
+    elif kind == "nan":
+        x[0, 5] = float("nan")
+    elif kind == "subnormal":
+        x *= 1e-41
+    elif kind == "halves":
+        x = (x * 4).round() / 2
+    elif kind == "large":
+        x *= 1e36
+    return x

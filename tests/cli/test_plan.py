@@ -1,0 +1,144 @@
+"""`kvant plan` as a command: cost, exit codes, what it prints and where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.models import LLAMA, config, write_model
+from tests.cli.command import kvant
+
+LLAMA_70B = config(
+    LLAMA,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "plain", config())
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    ran = kvant("--help")
+    assert ran.code == 0
+    assert "plan" in ran.out
+    assert ran.heavy == ()
+    assert ran.cpu_s < 1.0
+
+
+def test_a_70b_config_is_planned_in_little_time_and_memory(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "70b", LLAMA_70B)
+    ran = kvant("plan", model, "--kv-cache-dtype", "fp8", "--memory", "160GB", "--device", "sm_90",
+                "--attention-backend", "reference")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.heavy == ()
+    assert ran.cpu_s < 3
+    assert ran.peak_mib < 300
+    assert "fp8_e4m3" in ran.out
+
+
+def test_the_estimate_of_a_70b_model_is_the_published_size(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "70b", LLAMA_70B)
+    body = json.loads(kvant("plan", model, "--format", "json").out)
+    assert body["memory"]["weights_source"] == "estimated"
+    assert body["memory"]["weights_bytes"] == pytest.approx(2 * 70.55e9, rel=0.02)
+
+
+def test_json_has_the_documented_keys_and_nothing_else_on_stdout(plain: Path) -> None:
+    ran = kvant("plan", plain, "--format", "json", "--memory", "1GiB")
+    body = json.loads(ran.out)
+    documented = (Path(__file__).parents[2] / "docs" / "plan-json.md").read_text()
+    for key in body:
+        assert f"`{key}" in documented
+    for part in (body["target"]["layers"][0], body["target"]["layers"][0]["k"], body["memory"]):
+        for key in part:
+            assert key in documented, key
+    assert body["schema"] == 1
+
+
+def test_a_model_that_does_not_fit_is_still_a_plan(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "70b", LLAMA_70B)
+    ran = kvant("plan", model, "--memory", "80GiB", "--format", "json")
+    assert ran.code == 0
+    body = json.loads(ran.out)
+    assert body["memory"]["capacity_tokens"] == 0
+    assert any("missing" in line for line in body["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--kv-cache-dtype", "fp9"), "did you mean"),
+        (("--kv-cache-dtype", "fp8/"), "no KV cache format"),
+        (("--device", "sm_12"), "sm_90"),
+        (("--memory", "lots"), "--memory"),
+        (("--attention-backend", "magic"), "reference"),
+        (("--speculative-config", "{"), "no JSON"),
+        (("--kv-cache-policy", "/nowhere.yaml"), "/nowhere.yaml"),
+        (("--calculate-kv-scales",), "fp8_per_token_head"),
+        (("--tensor-parallel-size", "2"), "one device"),
+        (("--max-model-len", "1000000"), "4096"),
+        (("--kv-missing-scales", "zero"), "error"),
+        (("--dtype", "int8"), "bfloat16"),
+        (("--plot", "plan.pdf"), ".svg"),
+        (("--nonsense",), "--nonsense"),
+        (("--page-size", "0"), "page-size"),
+    ],
+)
+def test_what_the_user_can_mend_ends_with_2_a_message_and_no_torch(
+    plain: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    ran = kvant("plan", plain, *arguments)
+    assert ran.code == 2
+    assert says in ran.err
+    assert "Traceback" not in ran.err
+    assert ran.heavy == ()
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", "{", '{"a": NaN', "\x00", '{"model_type": "new"}']
+)
+def test_a_directory_that_is_no_model_ends_with_2(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    ran = kvant("plan", tmp_path)
+    assert ran.code == 2
+    assert ran.err.startswith("kvant: error:")
+    assert "Traceback" not in ran.err
+
+
+def test_an_unknown_architecture_names_itself_and_the_known_ones(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", config(architectures=["NewForCausalLM"], model_type="new"))
+    ran = kvant("plan", model)
+    assert ran.code == 2
+    assert "NewForCausalLM" in ran.err
+    assert "llama" in ran.err.lower()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_plot_is_a_picture(plain: Path, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / f"plan.{suffix}"
+    ran = kvant("plan", plain, "--kv-cache-dtype", "fp8/nvfp4", "--plot", picture)
+    assert ran.code == 0, ran.err
+    start = picture.read_bytes()[:200]
+    assert start.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in start
+
+
+def test_the_table_says_who_decided_and_the_lines_that_run_it(plain: Path) -> None:
+    ran = kvant("plan", plain, "--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0",
+                "--memory", "1GiB", "--dtype", "bfloat16")  # fmt: skip
+    assert "skip: --kv-cache-dtype-skip-layers 0" in ran.out
+    assert "explicit: --kv-cache-dtype fp8" in ran.out
+    command = "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 --dtype bfloat16"
+    assert f"kvant serve {plain} {command}" in ran.out.replace("'", "")

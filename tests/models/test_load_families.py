@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvant.attention.reference.backend import backend
 from kvant.kv.dtype import KVDtype
+from kvant.models.geometry import read_geometry
 from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
@@ -40,6 +42,15 @@ def generated_by_transformers(path: Path) -> list[list[int]]:
             for prompt in PROMPTS
         ]
     return [t[0, len(p) :].tolist() for t, p in zip(texts, PROMPTS, strict=True)]
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_the_geometry_read_from_the_config_is_the_one_written_by_hand(
+    name: str, tmp_path: Path
+) -> None:
+    path = tiny.build(name, tmp_path)
+    read = read_geometry(json.loads((path / "config.json").read_text()))
+    assert read.layers == tiny.geometry(name).layers
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)

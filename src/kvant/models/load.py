@@ -27,8 +27,13 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel
-from kvant.models.quantized import check_nothing_quantises_kv, leave_weights_only
-from kvant.models.quiet import quiet_transformers
+from kvant.models.quantized import (
+    check_nothing_quantises_kv,
+    decode_weights,
+    is_compressed,
+    leave_weights_only,
+)
+from kvant.models.quiet import quiet_compressed_tensors, quiet_transformers
 from kvant.models.rotary import fix_frequencies
 
 TORCH_COMPUTE = {
@@ -64,7 +69,9 @@ def load_model(
     with quiet_transformers():
         config = _read_config(path)
         leave_weights_only(config, path)
-        module, unused = _read_weights(path, config, plan.compute_dtype, device)
+        with quiet_compressed_tensors(is_compressed(config)):
+            module, unused = _read_weights(path, config, plan.compute_dtype, device)
+            decode_weights(module)
     fix_frequencies(module, max_model_len or geometry.max_model_len)
     check_nothing_quantises_kv(module)
     text = module.config.get_text_config(decoder=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from kvant.errors import BadCheckpoint, EngineFault, NotServable, WayOut
@@ -49,6 +49,29 @@ def leave_weights_only(config: PreTrainedConfig, directory: Path) -> None:
             why="transformers has no reader for such weights",
             ways_out=(WayOut("take the model's unquantised weights"),),
         )
+
+
+def decode_weights(model: PreTrainedModel) -> None:
+    """Decode compressed-tensors' weights now, once, into the model's dtype.
+
+    Left alone they would be decoded in the first forward, and activations quantised and decoded
+    again in every one. The model computes as its dtype says; only its weights are as coarse as
+    the checkpoint's.
+    """
+    compressor: Any = getattr(getattr(model, "hf_quantizer", None), "compressor", None)
+    if compressor is None:
+        return
+    compressor.decompress_model(model)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and hasattr(module, "quantization_scheme"):
+            del module.quantization_scheme
+            module.__dict__.pop("forward", None)  # the wrapper that quantises activations
+
+
+def is_compressed(config: PreTrainedConfig) -> bool:
+    """Whether compressed-tensors will read the weights."""
+    declared: Any = getattr(config, "quantization_config", None)
+    return isinstance(declared, dict) and declared.get("quant_method") in _COMPRESSED_TENSORS
 
 
 def check_nothing_quantises_kv(model: nn.Module) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from io import StringIO
 from logging import ERROR
 from typing import Any
 
@@ -27,6 +28,13 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         logging.set_tqdm_hook(hook)
         logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def quiet_compressed_tensors(applies: bool) -> Iterator[None]:
+    """Inside, nothing is written to standard error, if it applies: these bars have no switch."""
+    with redirect_stderr(StringIO()) if applies else nullcontext():
+        yield
 
 
 def _without_bar(

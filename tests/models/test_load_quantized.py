@@ -1,0 +1,205 @@
+"""Checkpoints that are themselves quantised: their weights run, their KV wish is only a wish."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.reference.backend import backend
+from kvant.engine.planning import PlanRequest, make_plan
+from kvant.errors import EngineFault, NotServable
+from kvant.kv.checkpoint.facts import Side
+from kvant.kv.codecs import codec_for
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.names import parse_format
+from kvant.kv.pool import KVPool
+from kvant.kv.request import Asked, KVRequest, Requests
+from kvant.kv.spec import KVPlan, ScaleState, Source
+from kvant.models.load import load_model
+from kvant.models.loaded import LoadedModel
+from kvant.models.quantized import check_nothing_quantises_kv
+from kvant.models.quiet import quiet_transformers
+from tests.attention import driver
+from tests.models import tiny
+from tests.models.tiny_quantized import build_quantized, scale
+
+CPU = torch.device("cpu")
+PROMPT = [3, 17, 5, 90, 41]
+
+
+def plan_and_load(path: Path, wanted: str | None) -> tuple[KVPlan, LoadedModel]:
+    """`kvant`'s own road: read the checkpoint, resolve, load. wanted None: nothing was asked."""
+    asked = "--kv-cache-dtype " + (wanted or "auto")
+    explicit = () if wanted is None else (Asked(parse_format(wanted, asked_by=asked), asked),)
+    request = PlanRequest(
+        str(path),
+        DeviceFacts(DeviceKind.CPU),
+        Requests(target=KVRequest(explicit=explicit)),
+        dtype=ComputeDtype.FLOAT32,
+    )
+    planned = make_plan(request, weights=True).target
+    return planned.kv, load_model(path, planned.kv, planned.geometry, device=CPU)
+
+
+def pool_of(model: LoadedModel) -> KVPool:
+    return KVPool(model.plan, 4, device=CPU, scales=model.scales)
+
+
+def generate(model: LoadedModel) -> list[int]:
+    return driver.greedy(model, pool_of(model), backend(), [PROMPT], 12, chunk=100)[0]
+
+
+@pytest.mark.case("F1")
+def test_f1_an_explicit_bfloat16_is_not_overwritten_by_the_checkpoints_scheme(
+    tmp_path: Path,
+) -> None:
+    path, _ = build_quantized(tmp_path)
+    plan, model = plan_and_load(path, "bfloat16")
+    for layer in plan.layers:
+        for choice in (layer.k, layer.v):
+            assert choice is not None
+            assert (choice.dtype, choice.source) == (KVDtype.BFLOAT16, Source.EXPLICIT)
+            assert choice.scale.state is ScaleState.UNUSED
+    pool = pool_of(model)
+    assert model.scales == {}
+    texts = driver.Driver(pool, backend())
+    ids, call, last = texts.call([(driver.Text(list(PROMPT)), len(PROMPT))])
+    model.forward(ids, call, last)
+    stored = pool[0].k[0].view(-1, 2, 16)[16 : 16 + len(PROMPT)]
+    assert stored.dtype is torch.bfloat16
+    assert (stored.view(torch.int16) & 0xF != 0).any(), "the low bits of e4m3 numbers are all zero"
+    assert len(generate(model)) == 12
+
+
+def test_a_quantised_checkpoint_runs_with_its_own_scales_for_auto(tmp_path: Path) -> None:
+    path, _ = build_quantized(tmp_path)
+    plan, model = plan_and_load(path, None)
+    pool = pool_of(model)
+    for layer in plan.layers:
+        index = layer.geometry.index
+        for side, choice, used in (
+            (Side.K, layer.k, pool[index].k_scale),
+            (Side.V, layer.v, pool[index].v_scale),
+        ):
+            assert choice is not None
+            assert (choice.dtype, choice.source) == (KVDtype.FP8_E4M3, Source.CHECKPOINT)
+            assert choice.scale.state is ScaleState.FOUND
+            assert used is not None
+            assert used.tolist() == pytest.approx([scale(index, side.value)])
+    assert len(generate(model)) == 12
+
+
+@pytest.mark.parametrize("wanted", [None, "bfloat16", "float32"])
+def test_keys_and_values_are_quantised_once(wanted: str | None, tmp_path: Path) -> None:
+    """What lies in the pages is the encoding of what the unquantised attention would have seen."""
+    path, decoded = build_quantized(tmp_path)
+    _, model = plan_and_load(path, wanted)
+    pool = pool_of(model)
+    ids, call, last = driver.Driver(pool, backend()).call([(driver.Text(list(PROMPT)), 5)])
+    model.forward(ids, call, last)
+
+    plain = LlamaForCausalLM(tiny.config_of("llama"))
+    plain.load_state_dict(decoded)
+    keys, values = first_layers_rows(plain, ids)
+    cache = pool[0]
+    for planes, choice, rows, used in (
+        (cache.k, cache.spec.k, keys, cache.k_scale),
+        (cache.v, cache.spec.v, values, cache.v_scale),
+    ):
+        assert choice is not None
+        codec = codec_for(choice.dtype)
+        found = codec.decode(
+            [p.view(-1, 2, p.shape[-1])[16:21] for p in planes], used, 16, rows.dtype
+        )
+        expected = codec.decode(codec.encode(rows, used), used, 16, rows.dtype)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def first_layers_rows(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K after rotary and V of layer 0 from transformers' own cache: [T, heads, head_dim]."""
+    with torch.no_grad():
+        layer = model(ids[None], use_cache=True).past_key_values.layers[0]
+    return layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)
+
+
+def test_logits_of_quantised_weights_are_those_of_the_decoded_weights(tmp_path: Path) -> None:
+    path, decoded = build_quantized(tmp_path)
+    _, model = plan_and_load(path, "float32")
+    ids, call, _ = driver.Driver(pool_of(model), backend()).call([(driver.Text(list(PROMPT)), 5)])
+    found = model.forward(ids, call, torch.arange(5))
+    plain = LlamaForCausalLM(tiny.config_of("llama"))
+    plain.load_state_dict(decoded)
+    with torch.no_grad():
+        expected = plain(ids[None]).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_are_decoded_while_loading_and_nothing_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = build_quantized(tmp_path)
+    capfd.readouterr()
+    _, model = plan_and_load(path, None)
+    before = model.num_weight_bytes
+    assert len(generate(model)) == 12
+    assert model.num_weight_bytes == before
+    assert {p.dtype for p in model._module.parameters()} == {torch.float32}
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_checkpoint_of_which_only_the_kv_cache_is_quantised_has_plain_weights(
+    tmp_path: Path,
+) -> None:
+    path, _ = build_quantized(tmp_path, weights=False)
+    plan, model = plan_and_load(path, None)
+    assert plan.layers[0].k is not None
+    assert plan.layers[0].k.dtype is KVDtype.FP8_E4M3
+    assert len(generate(model)) == 12
+
+
+def test_transformers_own_fake_quantisation_of_kv_would_be_noticed(tmp_path: Path) -> None:
+    """Loaded with its scheme, compressed-tensors does take hold of the attention layers."""
+    path, _ = build_quantized(tmp_path)
+    with quiet_transformers():
+        model = LlamaForCausalLM.from_pretrained(path)
+    with pytest.raises(EngineFault, match=r"model\.layers\.0\.self_attn"):
+        check_nothing_quantises_kv(model)
+
+
+@pytest.mark.parametrize("in_config", [True, False], ids=["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", None])
+def test_weights_quantised_by_modelopt_are_refused_and_not_read_as_numbers(
+    algorithm: str | None, in_config: bool, tmp_path: Path
+) -> None:
+    path = tiny.build("llama", tmp_path)
+    declared = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}
+    if in_config:
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "modelopt", **declared}
+        (path / "config.json").write_text(json.dumps(config))
+    else:
+        whole = {"producer": {"name": "modelopt"}, "quantization": declared}
+        (path / "hf_quant_config.json").write_text(json.dumps(whole))
+    geometry = tiny.geometry("llama")
+    plan = driver.plan(geometry.layers)
+    if algorithm is None:
+        assert len(generate(load_model(path, plan, geometry, device=CPU))) == 12
+    else:
+        with pytest.raises(NotServable, match=f"ModelOpt as {algorithm}"):
+            load_model(path, plan, geometry, device=CPU)
+
+
+def test_an_unknown_way_to_quantise_weights_is_refused(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "sorcery"}
+    (path / "config.json").write_text(json.dumps(config))
+    geometry = tiny.geometry("llama")
+    with pytest.raises(NotServable, match="sorcery"):
+        load_model(path, driver.plan(geometry.layers), geometry, device=CPU)

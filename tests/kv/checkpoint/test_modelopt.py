@@ -119,7 +119,32 @@ def test_other_objects_are_never_taken_for_fp8_or_nvfp4(tmp_path: Path, scheme: 
 def test_mixed_precision_without_a_map_is_unreadable(tmp_path: Path) -> None:
     for wish in read_both_ways(tmp_path, "MIXED_PRECISION", "MIXED_PRECISION"):
         assert isinstance(wish, UnreadableWish)
-        assert "kv_cache_quantized_layers" in wish.why
+        assert wish.why == "it needs kv_cache_quantized_layers, and there is none"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "asked"),
+    [
+        ({"num_bits": 4, "type": "int"}, "4-bit int per tensor, static"),
+        ({"num_bits": 8, "symmetric": False}, "8-bit int per tensor, static, asymmetric"),
+        ({"num_bits": 8, "group_size": 16}, "8-bit int per group of 16, static"),
+    ],
+)
+def test_an_object_is_called_by_an_algorithms_name_only_if_it_is_that(
+    tmp_path: Path, scheme: Any, asked: str
+) -> None:
+    wish = read_checkpoint(write(tmp_path, modelopt_config(scheme))).scheme
+    assert isinstance(wish, UnreadableWish)
+    assert wish.asked == asked
+
+
+@pytest.mark.case("A19")
+def test_two_keys_of_one_file_that_disagree_are_unreadable(tmp_path: Path) -> None:
+    wish = read_checkpoint(
+        write(tmp_path, modelopt_config("NVFP4", kv_cache_quant_algo="FP8"))
+    ).scheme
+    assert isinstance(wish, UnreadableWish)
+    assert wish.asked == "FP8 (kv_cache_quant_algo) against NVFP4 (kv_cache_scheme)"
 
 
 # -- scales or none: calibrated exports and cast recipes -----------------------------------------

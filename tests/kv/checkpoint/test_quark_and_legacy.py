@@ -90,6 +90,8 @@ def test_other_specs_are_unreadable_with_the_nearest_format(
     assert isinstance(wish, UnreadableWish)
     assert wish.nearest is nearest
     assert "fp8_e4m3 per_tensor" in wish.why
+    assert ("nearest" in wish.why) is (nearest is not None)
+    assert ("dynamic" in wish.asked) is ("is_dynamic" in specs)
 
 
 def differing() -> dict[str, Any]:

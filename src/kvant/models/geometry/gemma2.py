@@ -107,5 +107,4 @@ GEMMA3 = Family(
     "Gemma 3", ("gemma3",), ("Gemma3ForConditionalGeneration",), _gemma3_layers, _gemma3_weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_GEMMA3_DEFAULTS,
     tied=True, towers=siglip_tower,
-    not_runnable="transformers loads it with its vision tower, and Kvant has run text models only",
 )  # fmt: skip

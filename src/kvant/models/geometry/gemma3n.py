@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvant.models.geometry.family import Family, Layers, attention_layer
+from kvant.models.geometry.family import TOWERS_NOT_YET, Family, Layers, attention_layer
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.gemma2 import NORMS, refuse_encoder
 from kvant.models.geometry.heads import read_heads
@@ -105,14 +105,12 @@ def _intermediate_sizes(fields: Fields, count: int) -> Sequence[int]:
     return sizes
 
 
-_NOT_YET = "Kvant has not run layers that share another layer's KV yet"
-
 GEMMA3N_TEXT = Family(
     "Gemma 3n text", ("gemma3n_text",), ("Gemma3nForCausalLM",), _layers, _weights,
-    defaults=_DEFAULTS, tied=True, not_runnable=_NOT_YET,
+    defaults=_DEFAULTS, tied=True,
 )  # fmt: skip
 GEMMA3N = Family(
     "Gemma 3n", ("gemma3n",), ("Gemma3nForConditionalGeneration",), _layers, _weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_DEFAULTS, tied=True,
-    not_runnable=_NOT_YET, towers=gemma3n_towers,
+    not_runnable=TOWERS_NOT_YET, towers=gemma3n_towers,
 )  # fmt: skip

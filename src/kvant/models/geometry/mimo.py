@@ -5,7 +5,8 @@ Without either it is transformers' pattern for MiMo-V2-Flash: the first layer an
 full.
 
 Window: `sliding_window_size` counts the tokens before the query's own, so one more is seen (as in
-transformers' MiMoV2FlashConfig); `sliding_window` alone counts the query's own too.
+transformers 5.23's MiMoV2FlashConfig; 5.17 does not read it); `sliding_window` alone counts the
+query's own too.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _other_towers(fields: Fields) -> Iterable[Weight] | str:
 MIMO_V2_FLASH = Family(
     "MiMo-V2-Flash", ("mimo_v2_flash",), ("MiMoV2FlashForCausalLM",), _layers, _weights,
     defaults={"sliding_window": 129},
-    not_runnable="Kvant has not run MiMo's two sizes of K and V through transformers' class yet",
+    not_runnable="releases of transformers disagree about the window of its layers",
 )  # fmt: skip
 MIMO_V2 = Family(
     "MiMo-V2.5", ("mimo_v2",), ("MiMoV2ForCausalLM",), _v2_5_layers, _weights,

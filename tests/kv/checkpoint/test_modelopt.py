@@ -208,6 +208,16 @@ def test_a_uniform_map_with_its_scheme_is_legal_and_still_leaves_layers_out(tmp_
     assert wish_for(read, layer(1)) is None
 
 
+def test_scales_under_a_map_are_asked_for_and_need_no_hint(tmp_path: Path) -> None:
+    body = modelopt_file("FP8", **layer_map(FP8_ENTRY))
+    assert read_checkpoint(write(tmp_path, hf_quant=body, tensors=scales())).notes == ()
+
+
+def test_a_side_file_that_does_not_mention_kv_says_nothing(tmp_path: Path) -> None:
+    body = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    assert read_checkpoint(write(tmp_path, hf_quant=body)).scheme is None
+
+
 @pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0])
 def test_another_schema_version_is_unreadable_as_a_whole(tmp_path: Path, version: Any) -> None:
     body = modelopt_file("FP8", **{**layer_map(FP8_ENTRY), "kv_cache_schema_version": version})

@@ -16,7 +16,7 @@ def build(config: Mapping[str, Any], *, device: str = "meta", attention: str = "
     fields = {k: v for k, v in config.items() if k not in ("model_type", "quantization_config")}
     with quiet_transformers(), torch.device(device):
         made = AutoConfig.for_model(config["model_type"], **fields)
-        model = AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             made, attn_implementation=attention, dtype=torch.float32
         )
     assert isinstance(model, PreTrainedModel)

@@ -189,11 +189,11 @@ def test_architecture_is_the_configs_else_its_model_type() -> None:
     assert read_geometry(changed(config, model_type=...)).model_type == "qwen3"
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_geometry_and_weights_of_70b_take_a_second_and_no_torch() -> None:
     path = CONFIGS / "llama-3.1-70b.json"
     script = f"""
-import json, resource, sys, time
-begin = time.perf_counter()
+import json, sys, time
 from pathlib import Path
 from kvant.models.geometry import read_geometry
 from kvant.models.geometry.compute_dtype import host_cpu_has_bf16
@@ -202,8 +202,9 @@ config = json.loads(Path({str(path)!r}).read_text())
 geometry = read_geometry(config)
 assert estimate_weight_bytes(config, geometry).bytes == 141107412992
 host_cpu_has_bf16()
-assert time.perf_counter() - begin < 1, time.perf_counter() - begin
-assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 100 * 1024  # KiB
+assert time.process_time() < 1, time.process_time()
+status = Path("/proc/self/status").read_text()
+assert int(status.split("VmHWM:")[1].split()[0]) < 100 * 1024  # KiB
 loaded = {{"torch", "transformers", "numpy"}} & set(sys.modules)
 assert not loaded, loaded
 """

@@ -91,7 +91,7 @@ def test_fp8_blocks_of_deepseek_v3_are_counted_with_their_scales() -> None:
 def _linear_bytes(config: dict[str, Any], recipe: dict[str, Any]) -> int:
     """Bytes of all Linear matrices of the decoder under a recipe, in a bfloat16 model."""
     model = meta.build(changed(config, architectures=...))
-    linear = sum(
+    linear: int = sum(
         module.weight.numel()
         for name, module in model.named_modules()
         if type(module).__name__ == "Linear" and name != "lm_head"
@@ -169,6 +169,7 @@ def test_modules_that_a_recipe_ignores_keep_their_dtype() -> None:
             }},
         }  # fmt: skip
         assert estimate(changed(config, quantization_config=recipe)).bytes == plain
+    assert plain is not None
     down = changed(recipe, ignore=["re:.*down_proj$"])
     saved = plain - (estimate(changed(config, quantization_config=down)).bytes or 0)
     attention = 4096 * 4096 * 2 + 4096 * 1024 * 2

@@ -22,7 +22,7 @@ def greedy(max_tokens: int = 8, *, ignore_eos: bool = True) -> SamplingParams:
 
 def run(engine: Engine, *, audit: bool = True) -> dict[int, Result]:
     """Step until nothing is left."""
-    results = {}
+    results: dict[int, Result] = {}
     for _ in range(100_000):
         if not engine.has_work:
             return results

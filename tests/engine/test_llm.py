@@ -13,6 +13,7 @@ import kvant
 from kvant import LLM, SamplingParams
 from kvant.engine.budget import CPU_SHARE
 from kvant.engine.device import free_host_bytes
+from kvant.engine.llm import Prompt
 from kvant.engine.runner import ModelRunner
 from kvant.errors import BadValue, DoesNotFit, RequestError, UnknownName
 from kvant.kv.dtype import KVDtype
@@ -42,7 +43,8 @@ def test_prompts_are_texts_or_token_ids_one_or_several(llm: LLM) -> None:
     ids = list(llm.encode("Hello"))
     (from_text,) = llm.generate("Hello", GREEDY)
     (from_ids,) = llm.generate(ids, GREEDY)
-    both = llm.generate(["Hello", ids, "other"], GREEDY)
+    prompts: list[Prompt] = ["Hello", ids, "other"]
+    both = llm.generate(prompts, GREEDY)
     assert from_text.token_ids == from_ids.token_ids == both[0].token_ids == both[1].token_ids
     assert both[2].token_ids != from_text.token_ids
     assert from_text.prompt_token_ids == tuple(ids)
@@ -98,7 +100,7 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 
 def test_one_wrong_request_runs_none_and_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(RequestError, match="300 tokens"):
-        llm.generate(["fine", [5] * 300], GREEDY)
+        llm.generate([llm.encode("fine"), [5] * 300], GREEDY)
     assert not llm.engine.has_work
     with pytest.raises(RequestError, match="no valid Unicode"):
         llm.generate("\ud800", GREEDY)

@@ -85,7 +85,8 @@ def kept_by_definition(row: Tensor, params: SamplingParams) -> set[int]:
     if params.top_k > 0:
         order = order[: params.top_k]
     total = math.fsum(float(p[i]) for i in order)
-    kept, mass = [], 0.0
+    kept: list[int] = []
+    mass = 0.0
     for i in order:
         if params.top_p < 1.0 and kept and mass >= params.top_p * total * (1 - 1e-12):
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,7 +20,7 @@ END = 2  # <|im_end|>, and the tiny models' eos_token_id
 VOCAB = len(SPECIAL) + 256
 
 
-def build(directory: Path, *, family: str = "llama", **changes: object) -> Path:
+def build(directory: Path, *, family: str = "llama", **changes: Any) -> Path:
     """Model, tokenizer and generation config below `directory`; returns the model's path."""
     path = tiny.build(family, directory, vocab_size=VOCAB, **changes)
     vocab = {token: index for index, token in enumerate(SPECIAL)}
@@ -27,7 +28,7 @@ def build(directory: Path, *, family: str = "llama", **changes: object) -> Path:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|im_end|>"
     )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})

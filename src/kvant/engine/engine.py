@@ -9,7 +9,7 @@ steps any request can be cancelled.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -162,7 +162,7 @@ class Engine:
                 progress.append(self._take(self._live[chunk.sequence.number], token))
         return progress
 
-    def stream(self, number: int) -> Iterator[Progress]:
+    def stream(self, number: int) -> Generator[Progress, None, None]:
         """Step until this request has ended; its progress. Others advance beside it.
 
         A caller that leaves early cancels the request.
@@ -270,9 +270,10 @@ class Engine:
     def _finish(self, live: _Live, reason: FinishReason) -> Result:
         if live.text is not None:
             live.text.finish()
-        self.scheduler.finish(live.sequence, reason)
-        del self._live[live.sequence.number]
         sequence = live.sequence
+        num_pages = len(sequence.pages)
+        self.scheduler.finish(sequence, reason)
+        del self._live[sequence.number]
         logprobs = None if sequence.request.params.logprobs is None else tuple(sequence.logprobs)
         return Result(
             number=sequence.number,
@@ -282,6 +283,7 @@ class Engine:
             finish_reason=reason,
             stop_reason=live.stop_reason,
             num_cached_tokens=sequence.num_cached_tokens or 0,
+            num_pages=num_pages,
             num_preemptions=sequence.num_preemptions,
             logprobs=logprobs,
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvant.attention.select import parse_backend
 from kvant.engine.build import build_engine
-from kvant.engine.config import kv_requests, make_config
+from kvant.engine.config import EngineConfig, kv_requests, make_config
 from kvant.engine.device import host_device
 from kvant.engine.planning import DEFAULT_PAGE_SIZE, Plan, PlanRequest
 from kvant.engine.result import Progress, Result
@@ -91,6 +91,13 @@ class LLM:
         )
         self._built = build_engine(config, progress=progress)
 
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, progress: local.Progress | None = None) -> LLM:
+        """An LLM of a configuration that was made elsewhere, as from command line flags."""
+        llm = cls.__new__(cls)
+        llm._built = build_engine(config, progress=progress)
+        return llm
+
     @property
     def plan(self) -> KVPlan:
         """What every layer stores, and who decided it."""
@@ -151,7 +158,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, salt: str = ""
-    ) -> Iterator[Progress]:
+    ) -> Generator[Progress, None, None]:
         """Complete one prompt piece by piece; the last piece carries the result.
 
         Leaving the loop early cancels the request.

@@ -13,7 +13,8 @@ class Result:
 
     token_ids: the answer's, with the token that ended it; text: without that token and without a stop
     string. stop_reason: the stop string or stop token that ended it, None for an end-of-sequence token.
-    num_cached_tokens: prompt tokens whose K and V came from the prefix cache.
+    num_cached_tokens: prompt tokens whose K and V came from the prefix cache. num_pages: pages it held
+    when it ended.
     """
 
     number: int
@@ -23,6 +24,7 @@ class Result:
     finish_reason: FinishReason
     stop_reason: str | int | None
     num_cached_tokens: int
+    num_pages: int
     num_preemptions: int
     logprobs: tuple[TokenLogprobs, ...] | None
 

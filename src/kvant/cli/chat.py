@@ -1,0 +1,318 @@
+"""`kvant chat`: a conversation in the terminal, or line by line through a pipe."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvant.cli import model_options, options
+from kvant.cli.refused import refuse_calculated_scales, refuse_tensor_parallel
+from kvant.errors import NotServable, RequestError, WayOut
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvant.engine.llm import LLM
+    from kvant.engine.result import Result
+    from kvant.engine.sampling_params import SamplingParams
+    from kvant.engine.tokenizing import Message
+
+COMMANDS = {
+    "/exit": "leave (as does Ctrl-D)",
+    "/reset": "forget the conversation",
+    "/plan": "show what every layer stores, and who decided it",
+    "/help": "show these commands",
+}
+
+
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")
+    ] = model_options.DEFAULT_MODEL,
+    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", help="Tokens of one answer at most.")
+    ] = 512,
+    temperature: model_options.Temperature = None,
+    top_k: model_options.TopK = None,
+    top_p: model_options.TopP = None,
+    min_p: model_options.MinP = None,
+    seed: model_options.Seed = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
+    skip_layers: options.SkipLayers = None,
+    rules: options.Rules = None,
+    policy: options.Policy = None,
+    missing_scales: options.MissingScales = "error",
+    strict: options.Strict = False,
+    page_size: options.PageSize = 16,
+    kv_cache_memory: model_options.KVMemory = None,
+    dtype: options.Dtype = "auto",
+    attention_backend: options.Backend = "auto",
+    revision: options.Revision = None,
+    max_model_len: model_options.MaxModelLen = None,
+    max_num_batched_tokens: model_options.MaxNumBatchedTokens = None,
+    prefix_caching: model_options.PrefixCaching = True,
+    device: model_options.Device = "auto",
+    calculate_kv_scales: options.CalculateScales = False,
+    tensor_parallel_size: options.TensorParallel = 1,
+) -> None:
+    """Talk with a model.
+
+    Without sampling flags the model's own recommendation holds (generation_config.json), else answers
+    are greedy. Ctrl-C stops an answer; once more, or at the prompt, it leaves.
+    """
+    from rich.console import Console
+
+    refuse_calculated_scales(calculate_kv_scales)
+    refuse_tensor_parallel(tensor_parallel_size)
+    flags = model_options.ModelFlags(
+        model=model,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        skip_layers=skip_layers,
+        rules=rules,
+        policy=policy,
+        missing_scales=missing_scales,
+        strict=strict,
+        page_size=page_size,
+        attention_backend=attention_backend,
+        revision=revision,
+        kv_cache_memory=kv_cache_memory,
+        prefix_caching=prefix_caching,
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+        max_num_batched_tokens=max_num_batched_tokens,
+        device=device,
+    )
+    sampling = model_options.SamplingFlags(temperature, top_k, top_p, min_p, seed, max_tokens)
+    model_options.sampling_from(sampling, None)  # wrong flags are refused before the model loads
+    console = Console()
+    try:
+        llm = model_options.open_llm(flags, console)
+        _refuse_without_template(llm, model)
+        params = model_options.sampling_from(sampling, llm.model_path)
+        Conversation(llm, params, console, system).run()
+    except KeyboardInterrupt:
+        console.print()
+        raise typer.Exit(130) from None
+
+
+def _refuse_without_template(llm: LLM, model: str) -> None:
+    if llm.tokenizing is None or not llm.tokenizing.has_chat_template:
+        raise NotServable(
+            f"{model} does not converse",
+            why="it has no chat template: it was made to complete texts",
+            ways_out=(
+                WayOut("complete a text", ("kvant", "generate", "--model", model, "PROMPT")),
+            ),
+        )
+
+
+@dataclass
+class Conversation:
+    """Reads lines, streams answers, keeps what was said."""
+
+    llm: LLM
+    params: SamplingParams
+    console: Console
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Until /exit or the end of the input."""
+        self._greet()
+        while (line := self._read()) is not None:
+            text = line.strip()
+            if text == "/exit":
+                return
+            if text.startswith("/"):
+                self._command(text)
+            elif text:
+                self._turn(text)
+
+    def _greet(self) -> None:
+        plan = self.llm.plan
+        self._dim(
+            f"{plan.model}: context {self.llm.engine.limits.max_model_len} tokens, "
+            f"KV {_formats(self.llm)}, {plan.bytes_per_token} bytes a token. /help lists commands."
+        )
+
+    def _read(self) -> str | None:
+        """One line; None at the end of the input."""
+        if not sys.stdin.isatty():
+            return sys.stdin.readline() or None
+        with suppress(ImportError):  # not every Python has it
+            import readline  # noqa: F401  gives `input` editing and history
+        try:
+            return input("you> ")
+        except EOFError:
+            self.console.print()
+            return None
+
+    def _command(self, text: str) -> None:
+        if text == "/reset":
+            self.messages.clear()
+            self._dim("the conversation is forgotten")
+        elif text == "/plan":
+            from kvant.cli.plan_table import print_layers
+
+            print_layers(self.llm.planned.target, self.console)
+        else:
+            if text != "/help":
+                self._dim(f"no command {text.split()[0]}")
+            for name, does in COMMANDS.items():
+                self._dim(f"  {name:8}{does}")
+
+    def _turn(self, text: str) -> None:
+        """One question and its answer. A question that got no answer is not kept."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            result = self._answer()
+        except RequestError as fault:
+            self.console.print(
+                f"cannot answer: {fault}",
+                style="red",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+            result = None
+        if result is not None and result.text:
+            self.messages.append({"role": "assistant", "content": result.text})
+        else:
+            self.messages.pop()
+
+    def _answer(self) -> Result:
+        engine, plan = self.llm.engine, self.llm.plan
+        number = engine.submit(self._prompt(), self.params)
+        clock = _Clock()
+        result: Result | None = None
+        with _interruptible() as interrupted:
+            while result is None:
+                for piece in engine.step():
+                    clock.count(len(piece.token_ids))
+                    self._show(piece.text)
+                    result = piece.result
+                if result is None and interrupted():
+                    result = engine.cancel(number)
+        self.console.print()
+        parts = [f"{clock.num_tokens} tokens", *clock.report()]
+        if result.num_cached_tokens:
+            parts.append(
+                f"{result.num_cached_tokens} of {result.num_prompt_tokens} prompt tokens cached"
+            )
+        parts.append(
+            f"KV {_size(result.num_pages * plan.page_bytes)} in use ({_formats(self.llm)})"
+        )
+        if result.finish_reason != "stop":
+            parts.append(_ENDED[result.finish_reason])
+        self._dim(" · ".join(parts))
+        return result
+
+    def _prompt(self) -> list[int]:
+        """The conversation as tokens. Where it is too long its oldest turns are left out, and said."""
+        limit = self.llm.engine.limits.max_model_len
+        left_out = 0
+        while True:
+            ids = self.llm.encode_chat([*self._system(), *self.messages])
+            if len(ids) < limit or len(self.messages) == 1:
+                break
+            del self.messages[:2]
+            left_out += 1
+        if left_out:
+            self._dim(
+                f"the conversation outgrew {limit} tokens: the oldest {left_out} turn(s) are gone"
+            )
+        return ids
+
+    def _system(self) -> list[Message]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def _show(self, text: str) -> None:
+        self.console.print(
+            printable(text), end="", markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
+        self.console.file.flush()
+
+    def _dim(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+_ENDED = {
+    "length": "cut at --max-tokens or the end of the context",
+    "cancelled": "stopped",
+    "numerical_error": "ended: its logits were no numbers",
+}
+
+
+class _Clock:
+    """Speed of one answer."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._started
+        self.num_tokens = 0
+
+    def count(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._last = time.perf_counter()
+        if self._first is None:
+            self._first = self._last
+
+    def report(self) -> list[str]:
+        """Tokens a second after the first, and the time to the first."""
+        if self._first is None:
+            return []
+        parts = [f"first after {self._first - self._started:.2f} s"]
+        if self.num_tokens > 1:
+            speed = (self.num_tokens - 1) / (self._last - self._first)
+            parts.insert(0, f"{speed:.1f} tokens/s")
+        return parts
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Inside, a first Ctrl-C only makes the returned question true; a second one leaves at once."""
+    seen = 0
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: seen > 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def printable(text: str) -> str:
+    """Text without control characters but newline and tab: a model must not steer the terminal."""
+    return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c <= "\x9f"))
+
+
+def _formats(llm: LLM) -> str:
+    """The formats that the layers store, each once."""
+    names = []
+    for layer in llm.plan.layers:
+        if layer.k is not None:
+            k, v = str(layer.k.dtype), layer.k.dtype if layer.v is None else layer.v.dtype
+            names.append(k if k == str(v) else f"{k}/{v}")
+    return ", ".join(dict.fromkeys(names))
+
+
+def _size(num_bytes: int) -> str:
+    from kvant.kv.memory import format_size
+
+    return format_size(num_bytes)

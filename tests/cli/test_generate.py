@@ -1,0 +1,151 @@
+"""`kvant generate`: answers on stdout, everything else on stderr, refusals before any weight."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+from kvant import LLM, SamplingParams
+from kvant.cli.generate import generate
+from kvant.errors import BadValue, ConfigError, DoesNotFit, NotServable, UnknownName
+from tests.engine import tiny_chat
+
+app = typer.Typer()
+app.command()(generate)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chat.build(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> LLM:
+    return LLM(path, dtype="float32", kv_cache_memory="2MiB", max_model_len=128)
+
+
+def run(path: Path, *arguments: str, stdin: str | None = None) -> Result:
+    fixed = ["--model", str(path), "--dtype", "float32", "--kv-cache-memory", "2MiB"]
+    return CliRunner().invoke(app, [*arguments, *fixed, "--max-model-len", "128"], input=stdin)
+
+
+def expected(llm: LLM, prompt: str, **params: object) -> str:
+    defaults = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+    return llm.generate(prompt, SamplingParams(**{**defaults, **params}))[0].text  # type: ignore[arg-type]
+
+
+FLAGS = ("--max-tokens", "9", "--ignore-eos")
+
+
+def test_one_prompt_is_completed_and_nothing_else_is_on_stdout(path: Path, llm: LLM) -> None:
+    result = run(path, "Hello", *FLAGS)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected(llm, "Hello") + "\n"
+
+
+def test_several_prompts_are_answered_in_their_order(path: Path, llm: LLM) -> None:
+    result = run(path, "Hello", "other", *FLAGS)
+    assert result.stdout == "".join(
+        f">>> {text}\n{expected(llm, text)}\n\n" for text in ("Hello", "other")
+    )
+
+
+def test_json_says_all_about_every_prompt(path: Path, llm: LLM) -> None:
+    result = run(path, "Hello", "other", "--format", "json", *FLAGS)
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["prompt"] for row in rows] == ["Hello", "other"]
+    assert [row["text"] for row in rows] == [expected(llm, text) for text in ("Hello", "other")]
+    assert rows[0]["finish_reason"] == "length"
+    assert rows[0]["num_prompt_tokens"] == 5
+    assert len(rows[0]["token_ids"]) == 9
+
+
+def test_a_dash_reads_the_prompt_from_stdin(path: Path, llm: LLM) -> None:
+    assert run(path, "-", *FLAGS, stdin="Hello").stdout == expected(llm, "Hello") + "\n"
+
+
+def test_chat_wraps_the_prompt_in_the_models_template(path: Path, llm: LLM) -> None:
+    result = run(path, "Hello", "--chat", *FLAGS)
+    ids = llm.encode_chat([{"role": "user", "content": "Hello"}])
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    assert result.stdout == llm.generate(ids, params)[0].text + "\n"
+    assert result.stdout != run(path, "Hello", *FLAGS).stdout
+
+
+def test_sampling_flags_are_honoured_and_a_seed_repeats_an_answer(path: Path, llm: LLM) -> None:
+    flags = ("--temperature", "2", "--top-k", "40", "--seed", "7")
+    first, again = (run(path, "Hello", *FLAGS, *flags).stdout for _ in range(2))
+    assert first == again == expected(llm, "Hello", temperature=2, top_k=40, seed=7) + "\n"
+    other = run(path, "Hello", *FLAGS, *flags[:-1], "8").stdout
+    assert other != first
+
+
+def test_a_stop_string_ends_the_answer(path: Path, llm: LLM) -> None:
+    whole = expected(llm, "Hello")
+    stop = whole[3:5]
+    assert run(path, "Hello", *FLAGS, "--stop", stop).stdout == whole[: whole.index(stop)] + "\n"
+
+
+def test_warnings_of_the_plan_go_to_stderr(path: Path) -> None:
+    result = run(path, "Hello", *FLAGS, "--kv-cache-dtype", "fp8")
+    assert result.exit_code == 0
+    assert "without calibrated scales" in " ".join(result.stderr.split())
+    assert "calibrated" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault", "words"),
+    [
+        (["Hello", "--kv-cache-dtype", "fp9"], UnknownName, "fp9"),
+        (["Hello", "--temperature", "-1"], BadValue, "temperature"),
+        (["Hello", "--max-tokens", "0"], BadValue, "max_tokens"),
+        (["Hello", "--calculate-kv-scales"], NotServable, "calculate"),
+        (["Hello", "--tensor-parallel-size", "2"], NotServable, "one device"),
+        (["Hello", "--kv-cache-memory", "900TiB"], DoesNotFit, "does not fit"),
+        (["x" * 500], BadValue, "500 tokens"),
+        ([""], BadValue, "empty"),
+        (["Hello", "--device", "tpu"], UnknownName, "tpu"),
+    ],
+)
+def test_what_cannot_be_is_the_users_to_mend(
+    path: Path, arguments: list[str], fault: type[ConfigError], words: str
+) -> None:
+    result = CliRunner().invoke(
+        app,
+        ["--model", str(path), "--max-model-len", "128", "--kv-cache-memory", "2MiB", *arguments],
+    )
+    assert isinstance(result.exception, fault)
+    assert result.exception.exit_code == 2
+    assert words in str(result.exception)
+    assert result.stdout == ""
+
+
+def test_refusals_import_no_torch() -> None:
+    code = """
+import sys
+from typer.testing import CliRunner
+import typer
+from kvant.cli.generate import generate
+from kvant.cli.chat import chat
+for command, prompt in ((generate, ["Hello"]), (chat, [])):
+    app = typer.Typer()
+    app.command()(command)
+    for bad in (["--kv-cache-dtype", "fp9"], ["--temperature", "-1"]):
+        assert CliRunner().invoke(app, [*prompt, *bad]).exception.exit_code == 2
+    model = ["/nowhere"] if command is chat else ["Hello", "--model", "/nowhere"]
+    assert CliRunner().invoke(app, model).exception.exit_code == 2
+assert not {"torch", "transformers"} & set(sys.modules), "heavy imports"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

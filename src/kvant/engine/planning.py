@@ -142,7 +142,7 @@ def _resolve_model(
 ) -> PlannedModel:
     checkpoint = read_checkpoint(local.path, config)
     kv = resolve(asked, checkpoint, geometry, _surroundings(request, local.name, geometry, role))
-    weights = weight_bytes_of(local.path, config, geometry)
+    weights = weight_bytes_of(local.path, config, geometry, compute=kv.compute_dtype)
     return PlannedModel(local, geometry, checkpoint, weights, kv)
 
 

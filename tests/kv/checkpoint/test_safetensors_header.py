@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import (
@@ -66,10 +68,36 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
     assert header.bytes_by_dtype == {"F32": 24, "F16": 0, "I64": 8, "BOOL": 3}
 
 
-def test_half_bytes_and_dtypes_of_the_future_are_measured_by_their_offsets(tmp_path: Path) -> None:
-    tensors = {"odd": Raw("F4", (3,), b"ab"), "new": Raw("Q5_NEXT", (9,), b"abcde")}
+TORCH_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32,
+    torch.int64, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_every_dtype_has_the_size_that_the_library_gives_it(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    path = tmp_path / "model.safetensors"
+    stored = torch.zeros(3 * 5 * dtype.itemsize, dtype=torch.uint8).view(dtype).reshape(3, 5)
+    save_torch_file({"t": stored}, path)
+    entry = read_header(path).tensors["t"]
+    assert entry.num_bytes == 15 * dtype.itemsize
+    other = path.read_bytes().replace(b'"shape":[3,', b'"shape":[4,')
+    with pytest.raises(BadCheckpoint, match="cannot take"):
+        read_header(write_file(tmp_path, other))
+
+
+def test_6_bit_numbers_and_dtypes_of_the_future_are_measured_too(tmp_path: Path) -> None:
+    tensors = {
+        "e2m3": Raw("F6_E2M3", (4,), b"abc"),
+        "e3m2": Raw("F6_E3M2", (2, 4), b"abcdef"),
+        "new": Raw("Q5_NEXT", (9,), b"abcde"),
+    }
     header = read_header(write_file(tmp_path, safetensors_bytes(tensors)))
-    assert header.bytes_by_dtype == {"F4": 2, "Q5_NEXT": 5}
+    assert header.bytes_by_dtype == {"F6_E2M3": 3, "F6_E3M2": 6, "Q5_NEXT": 5}
 
 
 def entry(**changes: Any) -> bytes:

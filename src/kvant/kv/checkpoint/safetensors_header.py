@@ -192,8 +192,7 @@ def _entry(name: str, fields: Any, start: int, path: Path) -> TensorEntry:
         raise _broken(path, f"tensor {name!r} has data_offsets {fields.get('data_offsets')!r}")
     begin, end = offsets
     bits = _BITS.get(dtype)
-    # Comparing bits, not bytes: a 4-bit tensor may have an odd number of elements in its last byte.
-    if bits is not None and -(-math.prod(shape) * bits // 8) != end - begin:
+    if bits is not None and math.prod(shape) * bits != 8 * (end - begin):
         raise _broken(
             path, f"tensor {name!r} ({dtype}, shape {shape}) cannot take {end - begin} bytes"
         )

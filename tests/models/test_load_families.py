@@ -17,7 +17,7 @@ from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import tiny, tiny_multimodal
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 24  # with the longest prompt three windows and a half
@@ -28,6 +28,11 @@ def load(name: str, directory: Path, k: KVDtype = KVDtype.FLOAT32) -> LoadedMode
     path = tiny.build(name, directory)
     geometry = tiny.geometry(name)
     return load_model(path, driver.plan(geometry.layers, k), geometry, device=CPU)
+
+
+def generated_by_kvant(model: LoadedModel, chunk: int) -> list[list[int]]:
+    pool = driver.pool(model.plan, 32)
+    return driver.greedy(model, pool, backend(), PROMPTS, NUM_TOKENS, chunk=chunk)
 
 
 def generated_by_transformers(path: Path) -> list[list[int]]:
@@ -58,6 +63,12 @@ def test_greedy_float32_tokens_are_those_of_transformers(name: str, tmp_path: Pa
     model = load(name, tmp_path)
     expected = generated_by_transformers(tmp_path / name)
     for chunk in (7, 1000):
-        pool = driver.pool(model.plan, 32)
-        found = driver.greedy(model, pool, backend(), PROMPTS, NUM_TOKENS, chunk=chunk)
-        assert found == expected
+        assert generated_by_kvant(model, chunk) == expected
+
+
+@pytest.mark.parametrize("name", tiny_multimodal.NAMES)
+def test_the_text_model_of_a_multimodal_checkpoint_runs_alike(name: str, tmp_path: Path) -> None:
+    path = tiny_multimodal.build(name, tmp_path)
+    geometry = tiny_multimodal.geometry(name)
+    model = load_model(path, driver.plan(geometry.layers), geometry, device=CPU)
+    assert generated_by_kvant(model, chunk=7) == generated_by_transformers(path)

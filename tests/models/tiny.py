@@ -78,6 +78,11 @@ FAMILIES: dict[str, Family] = {
         "MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW, "head_dim": 16},
         windows=(WINDOW,) * 4,
     ),
+    "mixtral": Family(
+        "MixtralConfig", "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        windows=(WINDOW,) * 4,
+    ),
     "gemma2": Family(
         "Gemma2Config", "Gemma2ForCausalLM",
         {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW,

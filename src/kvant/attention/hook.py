@@ -26,8 +26,8 @@ ATTENTION_NAME = "kvant"
 # Keywords that models hand through to attention and that ask for nothing here: positions are
 # already in q and k, and hidden states are collected outside of attention.
 _WITHOUT_MEANING = frozenset({"position_ids", "cache_position", "output_hidden_states"})
-# Keywords that ask for nothing as long as they are false.
-_MUST_BE_FALSE = frozenset({"use_cache", "output_attentions", "output_router_logits"})
+# Keywords that ask for nothing as long as they are None or False.
+_MUST_BE_FALSE = frozenset({"use_cache", "output_attentions", "output_router_logits", "labels"})
 
 
 def register() -> None:
@@ -128,7 +128,9 @@ def _layer(module: nn.Module, call: StepCall) -> LayerGeometry:
 
 def _check_others(module: nn.Module, others: Mapping[str, object]) -> None:
     for name, value in others.items():
-        if name in _WITHOUT_MEANING or (name in _MUST_BE_FALSE and not value):
+        if name in _WITHOUT_MEANING:
+            continue
+        if name in _MUST_BE_FALSE and (value is None or value is False):
             continue
         raise _fault(module, f"passes {name}={value!r} to attention, which Kvant does not honour")
 

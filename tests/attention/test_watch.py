@@ -1,0 +1,70 @@
+"""The proof of the first forward: who must write, who must attend, and what a gap is called."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvant.attention.base import AttentionParams, StepCall
+from kvant.attention.reference.backend import backend
+from kvant.attention.watch import WatchedBackend, check_all_were_reached, watch
+from kvant.errors import EngineFault
+from kvant.kv.geometry import Attention
+from tests.attention import driver
+
+ROWS = torch.ones(3, 2, 32)
+OWNER = driver.layer(index=0)
+SHARING = dataclasses.replace(driver.layer(index=1), attention=Attention.SHARED, shared_with=0)
+RECURRENT = dataclasses.replace(driver.layer(index=2), attention=Attention.NONE)
+
+
+def watched() -> tuple[StepCall, tuple[WatchedBackend, ...]]:
+    """A call over an owner, a layer that shares its KV, and a layer without attention."""
+    pool = driver.pool(driver.plan([OWNER, SHARING, RECURRENT]), 3)
+    return watch(StepCall(driver.step([[1]], [3], [3]), pool, (backend(),) * 3))
+
+
+def write(call: StepCall, layer: int) -> None:
+    call.backends[layer].write(call.pool[layer], ROWS, ROWS, call.step)
+
+
+def attend(call: StepCall, layer: int) -> torch.Tensor:
+    q = torch.ones(3, 4, 32)
+    return call.backends[layer].attend(call.pool[layer], q, call.step, AttentionParams(1.0))
+
+
+def test_an_owner_that_writes_and_attends_and_a_sharer_that_attends_are_enough() -> None:
+    call, backends = watched()
+    write(call, 0)
+    attend(call, 0)
+    attend(call, 1)
+    check_all_were_reached(call, backends, "Model")
+
+
+@pytest.mark.parametrize(
+    ("writes", "attends", "silent"),
+    [
+        ((), (0, 1), "layers.0"),
+        ((0,), (1,), "layers.0"),
+        ((0,), (0,), "layers.1"),
+        ((0, 1), (0,), "layers.1"),
+    ],
+)
+def test_a_gap_names_the_model_and_the_layer(
+    writes: tuple[int, ...], attends: tuple[int, ...], silent: str
+) -> None:
+    call, backends = watched()
+    for layer in writes:
+        write(call, layer)
+    for layer in attends:
+        attend(call, layer)
+    with pytest.raises(EngineFault, match=f"Model.*{silent}.self_attn:"):
+        check_all_were_reached(call, backends, "Model")
+
+
+def test_a_watched_backend_passes_everything_on() -> None:
+    call, _ = watched()
+    write(call, 0)
+    assert torch.equal(attend(call, 0), torch.ones(3, 4, 32))

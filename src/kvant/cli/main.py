@@ -36,11 +36,12 @@ def _root(
 
 
 def _add_commands() -> None:
-    from kvant.cli import chat, demo, doctor, generate, plan
+    from kvant.cli import chat, demo, doctor, generate, plan, serve
 
     app.command("chat")(chat.chat)
     app.command("generate")(generate.generate)
     app.command("plan")(plan.plan)
+    app.command("serve")(serve.serve)
     app.command("doctor")(doctor.doctor)
     app.command("demo")(demo.demo)
 

@@ -100,7 +100,7 @@ def plan(
     ):
         made = make_plan(_as_on_this_machine(made))
     if output is Format.JSON:
-        from kvant.cli.plan_json import plan_json
+        from kvant.engine.plan_json import plan_json
 
         json.dump(plan_json(made), sys.stdout, indent=2)
         sys.stdout.write("\n")

@@ -1,0 +1,126 @@
+"""The engine's process: `python -P -m kvant.server.engine_process ipc://SOCKET`, started by the supervisor.
+
+Standard input brings the arguments, one line of JSON, and then stays open: its end means that the API
+process is gone, and this process ends too. Everything else travels over the socket.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from kvant.engine.build import BuiltEngine, build_engine
+from kvant.engine.plan_json import plan_json
+from kvant.errors import KvantError
+from kvant.server.arguments import EngineArguments, engine_config
+from kvant.server.engine_loop import EngineLoop
+from kvant.server.messages import Fault, FromEngine, Loading, Ready, encode, read_to_engine
+
+HEARTBEAT_SECONDS = 0.2
+_log = logging.getLogger(__name__)
+
+
+def main(address: str) -> int:
+    """Start, report, serve until told to stop; the exit code."""
+    logging.basicConfig(stream=sys.stderr, format="kvant engine: %(message)s")
+    arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    context = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(address)
+
+    def send(message: FromEngine) -> None:
+        socket.send(encode(message))
+
+    try:
+        config = engine_config(arguments)
+        built = build_engine(
+            config, progress=lambda task, done, total: send(Loading(task, done, total))
+        )
+        ready = _ready(built)
+    except KvantError as fault:
+        return _refuse(socket, Fault(str(fault), fault.exit_code))
+    except Exception as fault:
+        _log.debug("start-up failed", exc_info=True)
+        return _refuse(socket, Fault(f"the engine could not start: {fault!r}", 1))
+    send(ready)
+    _serve(EngineLoop(built.engine), socket)
+    return 0
+
+
+def _serve(loop: EngineLoop, socket: zmq.Socket[bytes]) -> None:
+    """Messages, a step, a report; for ever. Faults that are no single request's end it."""
+    pause = int(HEARTBEAT_SECONDS * 1000)
+    last_report = 0.0
+    while True:
+        wait = 0 if loop.engine.has_work or loop.has_news else pause
+        took = False
+        while socket.poll(wait):
+            wait, took = 0, True
+            try:
+                message = read_to_engine(socket.recv())
+            except msgspec.MsgspecError:
+                _log.exception("a message that is none was dropped")
+                continue
+            loop.take(message)
+        report = loop.step()
+        now = time.monotonic()
+        if took or report.pieces or report.failures or now - last_report > HEARTBEAT_SECONDS / 2:
+            last_report = now
+            socket.send(encode(report))
+
+
+def _ready(built: BuiltEngine) -> Ready:
+    target = built.planned.target
+    return Ready(
+        model=target.local.name,
+        path=str(target.local.path),
+        revision=target.local.revision,
+        plan=json.dumps(plan_json(built.planned)).encode(),
+        stored_as=_stored_as(built),
+        bytes_per_token=built.kv.bytes_per_token,
+        capacity_tokens=built.planned.memory.capacity_tokens or 0,
+        max_model_len=built.engine.limits.max_model_len,
+        max_num_seqs=built.engine.limits.max_num_seqs,
+        vocab_size=built.engine.vocab_size,
+        page_size=built.kv.page_size,
+        notes=built.notes,
+    )
+
+
+def _stored_as(built: BuiltEngine) -> str:
+    """Every format in use, the most frequent first: "fp8 (28 layers), float32 (2 layers)"."""
+    counts: dict[str, int] = {}
+    for layer in built.kv.layers:
+        if layer.k is not None:
+            name = str(layer.k.dtype)
+            if layer.v is not None and layer.v.dtype is not layer.k.dtype:
+                name += f"/{layer.v.dtype}"
+            counts[name] = counts.get(name, 0) + 1
+    shown = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} ({count} layers)" for name, count in shown)
+
+
+def _refuse(socket: zmq.Socket[bytes], fault: Fault) -> int:
+    socket.send(encode(fault))
+    socket.close(linger=5000)
+    socket.context.term()
+    return fault.exit_code
+
+
+def _end_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,163 @@
+"""What the API process and the engine process say to each other: msgpack, strictly typed, never pickle.
+
+The engine's process reads `ToEngine` and writes `FromEngine`; decoding refuses every unknown field
+and every wrong type. Ids are the API process's own numbers and never repeat, restarts included.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvant.engine.request import FinishReason
+from kvant.engine.sampling_params import SamplingParams
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kvant.engine.sampling_params.SamplingParams`, field by field."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        """Checked; RequestError names the field at fault."""
+        return SamplingParams(**msgspec.structs.asdict(self))
+
+
+class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="submit"):
+    """One sequence to complete. salt: see `Engine.submit`."""
+
+    id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    salt: str
+
+
+class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
+    """End these, wherever they are; unknown ones are no fault."""
+
+    ids: tuple[int, ...]
+
+
+ToEngine = Submit | Cancel
+
+
+class Loading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loading"):
+    """A download or conversion during start-up, in bytes."""
+
+    task: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
+    """The engine takes requests. plan: the JSON of `kvant plan`. path: where the tokenizer lies."""
+
+    model: str
+    path: str
+    revision: str | None
+    plan: bytes
+    stored_as: str
+    bytes_per_token: int
+    capacity_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    page_size: int
+    notes: tuple[str, ...]
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fault"):
+    """The engine could not start: a message for the user, and the exit code that fits it."""
+
+    message: str
+    exit_code: int
+
+
+class Logprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One token's log-probability and the likeliest ones, as (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What a step added to one sequence. The fields after `num_tokens` are set with the last piece.
+
+    logprobs: of all the sequence's tokens. num_cached_tokens: of the prompt.
+    """
+
+    id: int
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    logprobs: tuple[Logprobs, ...] | None = None
+
+
+FailureKind = Literal["refused", "numerical_error", "engine_fault", "engine_died"]
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The end of a sequence without a result. param: the field at fault where it was refused."""
+
+    id: int
+    kind: FailureKind
+    message: str
+    param: str | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """`kvant.engine.result.EngineStats`, field by field."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_held_pages: int = 0
+    num_idle_pages: int = 0
+    num_usable_pages: int = 0
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):
+    """What happened since the last one. An empty report is the heartbeat of an idle engine."""
+
+    stats: Stats
+    pieces: tuple[Piece, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+
+FromEngine = Loading | Ready | Fault | Report
+
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, strict=True)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine, strict=True)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def read_to_engine(data: bytes) -> ToEngine:
+    """msgspec.ValidationError or DecodeError for anything that is not exactly such a message."""
+    return _to_engine.decode(data)
+
+
+def read_from_engine(data: bytes) -> FromEngine:
+    """msgspec.ValidationError or DecodeError for anything that is not exactly such a message."""
+    return _from_engine.decode(data)

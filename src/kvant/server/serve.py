@@ -1,0 +1,228 @@
+"""The API process: binds, starts the engine, answers, drains, and ends with an exit code that is true.
+
+Nothing in this process imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvicorn
+
+from kvant.errors import BadValue, WayOut
+from kvant.kv.memory import format_size
+from kvant.server.app import make_app
+from kvant.server.arguments import EngineArguments
+from kvant.server.config import ServerConfig
+from kvant.server.deadlines import protocol_with
+from kvant.server.messages import Ready
+from kvant.server.metrics import Metrics
+from kvant.server.service import Service
+from kvant.server.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_FORCED = 130
+
+
+def serve(arguments: EngineArguments, config: ServerConfig, *, say: Callable[[str], None]) -> int:
+    """Serve until a signal; the exit code. say: prints a line for the user.
+
+    Raises KvantError for what the user can mend, before or instead of serving.
+    """
+    bound = bind(config.host, config.port)
+    try:
+        return asyncio.run(_Server(arguments, config, bound, say).run())
+    finally:
+        bound.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a port in use is told before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(128)  # a second server fails here where SO_REUSEADDR let it bind
+    except OSError as fault:
+        sock.close()
+        raise BadValue(
+            f"--host {host} --port {port} cannot be listened on",
+            why=fault.strerror or str(fault),
+            ways_out=(WayOut("take any free port", ("--port", "0")),),
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. Names other than localhost count as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without signal handlers of its own: draining is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+@dataclass(slots=True)
+class _Server:
+    arguments: EngineArguments
+    config: ServerConfig
+    bound: socket.socket
+    say: Callable[[str], None]
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        metrics = Metrics(self.config.served_names[0])
+        supervisor = Supervisor(
+            self.arguments,
+            self.config.restarts,
+            on_ready=lambda ready: self._on_ready(service, ready),
+            on_loading=_Loading(self.say),
+        )
+        service = Service(self.config, supervisor, metrics)
+        metrics.watch(supervisor)
+        signals: asyncio.Queue[int] = asyncio.Queue()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, signals.put_nowait, number)
+        http = self._uvicorn(service)
+        watched = asyncio.create_task(supervisor.run())
+        serving = asyncio.create_task(http.serve(sockets=[self.bound]))
+        signalled = asyncio.create_task(signals.get())
+        try:
+            await asyncio.wait((watched, serving, signalled), return_when=asyncio.FIRST_COMPLETED)
+            if signalled.done() and not watched.done():
+                return await self._drain(service, http, serving, signals)
+            return watched.result() if watched.done() else 1
+        finally:
+            signalled.cancel()
+            http.should_exit = True
+            await supervisor.stop()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(watched, serving, return_exceptions=True), 3)
+
+    async def _drain(
+        self,
+        service: Service,
+        http: uvicorn.Server,
+        serving: asyncio.Task[None],
+        signals: asyncio.Queue[int],
+    ) -> int:
+        """New requests are refused, running ones may end; a second signal ends them at once."""
+        service.draining = True
+        held = service.admission.held
+        if held:
+            self.say(f"kvant: shutting down; waiting for {held} sequences (signal again to force)")
+        forced = asyncio.create_task(signals.get())
+        ended = time.monotonic() + self.config.shutdown_timeout
+        while service.admission.held and time.monotonic() < ended and not forced.done():
+            await asyncio.wait((forced,), timeout=0.05)
+        http.should_exit = True
+        http.force_exit = forced.done()
+        if service.admission.held:
+            # Every client is told; their streams end with an error event.
+            await service.supervisor.stop()
+        await asyncio.wait((serving, forced), timeout=2, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            http.force_exit = True
+        code = _FORCED if forced.done() else 0
+        forced.cancel()
+        return code
+
+    def _uvicorn(self, service: Service) -> uvicorn.Server:
+        limits = self.config.limits
+        return _Uvicorn(
+            uvicorn.Config(
+                make_app(service),
+                http=protocol_with(limits),
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=limits.keep_alive_seconds,
+                timeout_graceful_shutdown=2,
+                limit_concurrency=limits.connections,
+                h11_max_incomplete_event_size=limits.header_bytes,
+            )
+        )
+
+    def _on_ready(self, service: Service, ready: Ready) -> None:
+        first = service.facts is None
+        service.set_ready(ready)
+        if not first:
+            _log.warning("the engine serves again")
+            return
+        host, port = self.bound.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        name = self.config.served_names[0]
+        facts = service.facts
+        assert facts is not None
+        for note in ready.notes:
+            self.say(f"kvant: {note}")
+        if facts.defaults:
+            shown = ", ".join(f"{k} {v}" for k, v in facts.defaults.items())
+            self.say(f"kvant: the model's own sampling defaults apply: {shown}")
+        key = "an API key is needed" if self.config.api_keys else "no API key"
+        header = " -H 'Authorization: Bearer KEY'" if self.config.api_keys else ""
+        self.say(
+            f"kvant: KV cache: {ready.stored_as}; {ready.bytes_per_token:,} bytes a token, "
+            f"{ready.capacity_tokens:,} tokens "
+            f"({format_size(ready.capacity_tokens * ready.bytes_per_token)}), "
+            f"{ready.max_model_len:,} a sequence"
+        )
+        self.say(f"kvant: try: curl {url}/v1/models{header}")
+        self.say(f"kvant: ready: {name} on {url} ({key})")
+
+
+class _Loading:
+    """One line a task."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._seen: set[str] = set()
+
+    def __call__(self, task: str, done: int, total: int) -> None:
+        if task not in self._seen:
+            self._seen.add(task)
+            self._say(f"kvant: {task} ({format_size(total)})")
+
+
+def check_host(host: str, *, has_key: bool, insecure: bool) -> None:
+    """BadValue where everybody on the network could use the server without a key."""
+    if not is_loopback(host) and not has_key and not insecure:
+        raise BadValue(
+            f"--host {host} would let everybody who reaches it use this server",
+            why="it is not a loopback address, and there is no --api-key",
+            ways_out=(
+                WayOut("ask for a key", ("--api-key", "SECRET")),
+                WayOut("stay on this machine", ("--host", "127.0.0.1")),
+                WayOut("really let everybody in", ("--insecure-no-auth",)),
+            ),
+        )
+
+
+def log_to_stderr() -> None:
+    """Warnings and errors as plain lines; a traceback only for our own bugs."""
+    logging.basicConfig(stream=sys.stderr, format="kvant: %(message)s", level=logging.WARNING)

@@ -1,0 +1,257 @@
+"""What a request becomes: a place, tokens, sequences in the engine, and their events."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvant.engine.tokenizing import Tokenizing
+from kvant.errors import RequestError
+from kvant.server.admission import Admission
+from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
+from kvant.server.channel import Channel, Event
+from kvant.server.config import ServerConfig
+from kvant.server.messages import Failure, Piece, Ready
+from kvant.server.metrics import Metrics
+from kvant.server.supervisor import State, Supervisor
+from kvant.server.tokenizer import open_tokenizer
+from kvant.server.validate import Facts, Generation, Prompt, check_length
+
+_DEFAULTS = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (-1, 2**31), "min_p": (0, 1)}
+"""What of a generation config applies to requests that do not say, and between which bounds."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One of a request's answers so far. index: its place among the choices."""
+
+    index: int
+    num_prompt_tokens: int
+    num_tokens: int = 0
+    ended: Piece | None = None
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in the engine. Whoever opened it closes it, on every path.
+
+    sequences: by id, in the order of the choices, `copies` of each prompt.
+    """
+
+    sequences: dict[int, Sequence]
+    copies: int
+    channel: Channel
+    deadline: float
+    num_prompt_tokens: int
+    started: float
+    last_event: float
+    open_ids: set[int] = field(default_factory=set)
+
+
+class Service:
+    """The server's side of every endpoint, without HTTP."""
+
+    def __init__(self, config: ServerConfig, supervisor: Supervisor, metrics: Metrics) -> None:
+        self.config = config
+        self.supervisor = supervisor
+        self.metrics = metrics
+        self.admission = Admission()
+        self.draining = False
+        self.started = int(time.time())
+        self.tokenizing: Tokenizing | None = None
+        self.facts: Facts | None = None
+        self._salt_key = json.dumps(config.api_keys).encode()
+
+    def set_ready(self, ready: Ready) -> None:
+        """Called each time an engine has started; the tokenizer is read once."""
+        queued = self.config.max_queued
+        self.admission.capacity = ready.max_num_seqs + (
+            4 * ready.max_num_seqs if queued is None else queued
+        )
+        if self.facts is None:
+            path = Path(ready.path)
+            self.tokenizing = open_tokenizer(path)
+            self.facts = Facts(
+                names=self.config.served_names,
+                max_model_len=ready.max_model_len,
+                vocab_size=ready.vocab_size,
+                has_tokenizer=self.tokenizing is not None,
+                defaults=read_defaults(path) if self.config.model_defaults else {},
+            )
+
+    @property
+    def alive(self) -> bool:
+        """The engine runs and reports."""
+        return self.supervisor.state is State.READY and self.facts is not None
+
+    @property
+    def accepting(self) -> bool:
+        return self.alive and not self.draining
+
+    def require(self) -> Facts:
+        """The model's facts; ApiError 503 while nothing can be generated."""
+        if self.draining:
+            raise unavailable("this server is shutting down", code="draining")
+        if not self.alive or self.facts is None:
+            state = self.supervisor.state.value
+            raise unavailable(f"the engine is {state}", code=f"engine_{state}")
+        return self.facts
+
+    def salt_of(self, key: str | None, asked: str) -> str:
+        """Cached pages are shared within one API key and one salt, never across."""
+        if key is None:
+            return asked
+        return hmac.new(self._salt_key, f"{key}\0{asked}".encode(), "sha256").hexdigest()
+
+    async def open(self, generation: Generation, *, key: str | None) -> Running:
+        """Reserve a place, tokenise, submit. The caller must `close` what it gets."""
+        facts = self.require()
+        self.admission.take(generation.num_sequences)
+        try:
+            prompts = await asyncio.to_thread(self._tokenise, generation, facts)
+            self.require()  # it may have died meanwhile
+            return self._submit(generation, prompts, self.salt_of(key, generation.salt))
+        except BaseException:
+            self.admission.give_back(generation.num_sequences)
+            raise
+
+    async def events(self, running: Running) -> AsyncIterator[list[tuple[Sequence, Piece]] | None]:
+        """Pieces as they come, several at once where they have waited; None where nothing came for so
+        long that a client should be shown a sign of life. ApiError where a sequence fails.
+        """
+        limits = self.config.limits
+        while running.open_ids:
+            wait = min(limits.ping_seconds, running.deadline - time.monotonic())
+            if running.channel.overflowed:
+                raise ApiError(
+                    503, "the answer was not read", type="server_error", code="slow_reader"
+                )
+            try:
+                async with asyncio.timeout(max(0.0, wait)):
+                    first = await running.channel.get()
+            except TimeoutError:
+                if time.monotonic() >= running.deadline:
+                    raise ApiError(
+                        503,
+                        f"the request took longer than {limits.request_seconds:g} s",
+                        type="server_error",
+                        code="request_timeout",
+                    ) from None
+                yield None
+                continue
+            yield [self._note(running, event) for event in (first, *running.channel.get_waiting())]
+
+    def close(self, running: Running) -> None:
+        """Cancel what still runs and free the places."""
+        if running.open_ids:
+            self.supervisor.cancel(running.open_ids)
+            self.metrics.aborted(len(running.open_ids))
+        self.admission.give_back(len(running.sequences))
+
+    def _tokenise(self, generation: Generation, facts: Facts) -> list[tuple[int, ...]]:
+        """In a thread: the tokenizers library lets go of the interpreter while it works."""
+        name = "messages" if generation.conversation is not None else "prompt"
+        found = []
+        try:
+            if generation.conversation is not None:
+                assert self.tokenizing is not None
+                found.append(tuple(self.tokenizing.encode_chat(generation.conversation)))
+            for prompt in generation.prompts:
+                found.append(self.encode(prompt))
+        except RequestError as fault:
+            raise of_request(fault) from None
+        for tokens in found:
+            check_length(tokens, generation, name, facts)
+        return found
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizing is None:
+            raise bad_request("this model has no tokenizer: give token ids", "prompt")
+        return tuple(self.tokenizing.encode(prompt))
+
+    def _submit(self, generation: Generation, prompts: list[tuple[int, ...]], salt: str) -> Running:
+        work = []
+        for prompt in prompts:
+            for copy in range(generation.n):
+                sampling = generation.sampling
+                if sampling.seed is not None and copy:
+                    # Other answers, and the same ones each time.
+                    sampling = msgspec.structs.replace(
+                        sampling, seed=(sampling.seed + copy + 2**63) % 2**64 - 2**63
+                    )
+                work.append((prompt, sampling))
+        channel = Channel(self.config.limits.stream_buffer_bytes)
+        ids = self.supervisor.submit(work, salt, channel)
+        sequences = {id: Sequence(index, len(work[index][0])) for index, id in enumerate(ids)}
+        now = time.monotonic()
+        self.metrics.submitted(generation, [len(prompt) for prompt in prompts])
+        return Running(
+            sequences,
+            generation.n,
+            channel,
+            now + self.config.limits.request_seconds,
+            sum(len(prompt) for prompt in prompts),
+            now,
+            now,
+            set(ids),
+        )
+
+    def _note(self, running: Running, event: Event) -> tuple[Sequence, Piece]:
+        sequence = running.sequences[event.id]
+        if isinstance(event, Failure):
+            running.open_ids.discard(event.id)
+            self.metrics.failed(event.kind)
+            raise of_failure(event)
+        now = time.monotonic()
+        if sequence.num_tokens == 0:
+            self.metrics.first_token(now - running.started)
+        else:
+            self.metrics.next_token(now - running.last_event)
+        running.last_event = now
+        sequence.num_tokens += event.num_tokens
+        if event.finish_reason is not None:
+            running.open_ids.discard(event.id)
+            sequence.ended = event
+            self.metrics.finished(
+                event.finish_reason.value,
+                seconds=now - running.started,
+                prompt_tokens=sequence.num_prompt_tokens,
+                cached_tokens=event.num_cached_tokens,
+                tokens=sequence.num_tokens,
+            )
+        return sequence, event
+
+
+def read_defaults(path: Path) -> Mapping[str, float | int]:
+    """Sampling defaults of a model's generation config. What sampling here has not is said in the log."""
+    try:
+        found = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as fault:
+        _log.warning("generation_config.json cannot be read and is left out: %s", fault)
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    defaults: dict[str, float | int] = {}
+    for name, (low, high) in _DEFAULTS.items():
+        value = found.get(name)
+        if isinstance(value, int | float) and low <= value <= high and (value or name != "top_p"):
+            defaults[name] = value
+    if found.get("do_sample") is False:
+        defaults = {"temperature": 0}
+    if found.get("repetition_penalty") not in (None, 1, 1.0):
+        _log.warning("the model's repetition_penalty is not offered and is left out")
+    return defaults

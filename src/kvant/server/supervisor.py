@@ -1,0 +1,268 @@
+"""The engine's process from outside: started, watched, talked to, started again.
+
+STARTING -> READY -> RESTARTING -> READY ...      until `stop`, or until it gives up
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import Enum
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvant.errors import KvantError
+from kvant.server.arguments import EngineArguments
+from kvant.server.channel import Channel
+from kvant.server.config import Restarts
+from kvant.server.messages import (
+    Cancel,
+    Failure,
+    Fault,
+    Loading,
+    Ready,
+    Sampling,
+    Stats,
+    Submit,
+    ToEngine,
+    encode,
+    read_from_engine,
+)
+
+GAVE_UP = 70
+"""Exit code when the engine died too often: EX_SOFTWARE of sysexits.h, so that a service manager restarts."""
+
+_CHECK_SECONDS = 0.2
+_log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+class StartFault(KvantError):
+    """The engine could not start; the message is for the user as it stands."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Supervisor:
+    """Owns the engine's process. All methods belong to one event loop.
+
+    on_ready: called each time the engine takes requests. on_loading: told of downloads.
+    """
+
+    def __init__(
+        self,
+        arguments: EngineArguments,
+        restarts: Restarts,
+        *,
+        on_ready: Callable[[Ready], None],
+        on_loading: Callable[[str, int, int], None],
+    ) -> None:
+        self.state = State.STARTING
+        self.ready: Ready | None = None
+        self.stats = Stats()
+        self.num_deaths = 0
+        self._arguments = arguments
+        self._restarts = restarts
+        self._on_ready, self._on_loading = on_ready, on_loading
+        self._ids = itertools.count(1)
+        self._channels: dict[int, Channel] = {}
+        self._socket: zmq.asyncio.Socket | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._fault: Fault | None = None
+        self._last_report = 0.0
+        self._stopping = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id while it lives."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is State.READY
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have been submitted and have not ended."""
+        return len(self._channels)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def submit(
+        self, work: Iterable[tuple[tuple[int, ...], Sampling]], salt: str, channel: Channel
+    ) -> list[int]:
+        """Hand sequences to the engine; their ids. Events come through the channel, the end included."""
+        ids = []
+        for prompt, sampling in work:
+            id = next(self._ids)
+            self._channels[id] = channel
+            ids.append(id)
+            self._send(Submit(id, prompt, sampling, salt))
+        return ids
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """End these; nothing more comes for them. Those that have ended are left alone."""
+        open_ids = tuple(id for id in ids if self._channels.pop(id, None) is not None)
+        if open_ids:
+            self._send(Cancel(open_ids))
+
+    def _send(self, message: ToEngine) -> None:
+        if self._socket is not None and self.state is State.READY:
+            # Without a high-water mark nothing waits and nothing is dropped; order is kept, and the
+            # socket itself remembers what it could not send at once.
+            self._socket.send(encode(message))
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Keep an engine alive; the process's exit code. StartFault where it cannot even start once."""
+        deaths: deque[float] = deque()
+        directory = Path(tempfile.mkdtemp(prefix="kvant-"))  # mode 0700
+        try:
+            for incarnation in itertools.count():
+                served = await self._live(directory / f"engine-{incarnation}")
+                if self._stopping.is_set():
+                    return 0
+                if self.ready is None:
+                    fault = self._fault or Fault("the engine ended while it was starting", 1)
+                    raise StartFault(fault.message, fault.exit_code)
+                now = time.monotonic()
+                deaths.append(now)
+                while deaths and now - deaths[0] > self._restarts.window_seconds:
+                    deaths.popleft()
+                if self._fault is not None and not served:
+                    _log.error("the engine could not start again: %s", self._fault.message)
+                if not self._restarts.allowed or len(deaths) > self._restarts.most:
+                    _log.error("giving up: the engine died %d times", len(deaths))
+                    return GAVE_UP
+                self.state = State.RESTARTING
+                pause = self._restarts.first_pause_seconds * 2 ** (len(deaths) - 1)
+                _log.warning("the engine died; starting it again in %g s", pause)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), pause)
+                    return 0
+            raise AssertionError("unreachable")
+        finally:
+            self.state = State.STOPPED
+            self._fail_all()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def stop(self) -> None:
+        """End the engine; `run` then returns 0."""
+        self._stopping.set()
+        self._kill()
+
+    async def _live(self, path: Path) -> bool:
+        """One engine, from start to end; whether it ever took requests."""
+        self._fault = None
+        context = zmq.asyncio.Context.instance()
+        socket = context.socket(zmq.PAIR)
+        socket.set_hwm(0)
+        socket.linger = 0
+        socket.bind(f"ipc://{path}")
+        self._socket = socket
+        command = ("-P", "-m", "kvant.server.engine_process", f"ipc://{path}")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        self._process = process
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(self._arguments) + b"\n")
+        reader = asyncio.create_task(self._read(socket))
+        watcher = asyncio.create_task(self._watch())
+        try:
+            await process.wait()
+            served = self.state is State.READY
+            if not served:
+                # Its last words may still be on the way.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(reader), 0.5)
+            return served
+        finally:
+            if self.state is State.READY:
+                self.state = State.RESTARTING
+                self.num_deaths += not self._stopping.is_set()
+            self._fail_all()
+            self._process = None
+            for task in (reader, watcher):
+                task.cancel()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.gather(reader, watcher, return_exceptions=True)
+            socket.close()
+            self._socket = None
+            process.stdin.close()
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        """Messages until the engine reports a fault. One that is none ends the engine, not this process."""
+        while True:
+            data = await socket.recv()
+            try:
+                message = read_from_engine(data)
+            except msgspec.MsgspecError:
+                _log.exception("the engine said what no engine says")
+                self._kill()
+                return
+            self._last_report = time.monotonic()
+            match message:
+                case Loading():
+                    self._on_loading(message.task, message.done, message.total)
+                case Ready():
+                    self.ready = message
+                    self.state = State.READY
+                    self._on_ready(message)
+                case Fault():
+                    self._fault = message
+                    return
+                case _:
+                    self.stats = message.stats
+                    for piece in message.pieces:
+                        ended = piece.finish_reason is not None
+                        self._route(piece.id, piece, ended=ended)
+                    for failure in message.failures:
+                        self._route(failure.id, failure, ended=True)
+
+    def _route(self, id: int, event: object, *, ended: bool) -> None:
+        channel = self._channels.pop(id, None) if ended else self._channels.get(id)
+        if channel is not None:  # else it was cancelled, and this is late
+            channel.put(event)  # type: ignore[arg-type]
+
+    async def _watch(self) -> None:
+        """Kill an engine that has stopped to report."""
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            silent = time.monotonic() - self._last_report
+            if self.state is State.READY and silent > self._restarts.engine_timeout:
+                _log.error("the engine has not reported for %.1f s and is ended", silent)
+                self._kill()
+                return
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def _fail_all(self) -> None:
+        channels, self._channels = self._channels, {}
+        self.stats = Stats(num_usable_pages=self.stats.num_usable_pages)
+        for id, channel in channels.items():
+            channel.put(Failure(id, "engine_died", "the engine died while it served this request"))

@@ -88,7 +88,7 @@ def chat(
         kv_cache_memory=kv_cache_memory,
         prefix_caching=prefix_caching,
         max_model_len=max_model_len,
-        max_num_seqs=1,
+        max_num_seqs=None,
         max_num_batched_tokens=max_num_batched_tokens,
         device=device,
     )
@@ -96,7 +96,7 @@ def chat(
     model_options.sampling_from(sampling, None)  # wrong flags are refused before the model loads
     console = Console()
     try:
-        llm = model_options.open_llm(flags, console)
+        llm = model_options.open_llm(flags, console, num_requests=1)
         _refuse_without_template(llm, model)
         params = model_options.sampling_from(sampling, llm.model_path)
         Conversation(llm, params, console, system).run()

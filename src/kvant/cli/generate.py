@@ -126,7 +126,7 @@ def generate(
     params = model_options.sampling_from(sampling, None)
     texts = [sys.stdin.read() if text == "-" else text for text in prompts]
     try:
-        llm = model_options.open_llm(flags, Console(stderr=True))
+        llm = model_options.open_llm(flags, Console(stderr=True), num_requests=len(texts))
         with model_options.mendable():
             _answer(llm, texts, params, chat=chat, output=output)
     except KeyboardInterrupt:

@@ -127,11 +127,14 @@ class ModelFlags:
     device: str
 
 
-def open_llm(flags: ModelFlags, console: Console) -> LLM:
-    """Plan and load. What was chosen, and every warning of the plan, goes to `console`."""
+def open_llm(flags: ModelFlags, console: Console, *, num_requests: int) -> LLM:
+    """Plan and load. What was chosen, and every warning of the plan, goes to `console`.
+
+    num_requests: how many there will be at once; no memory is taken for more unless flags ask for it.
+    """
     from kvant.attention.select import parse_backend
     from kvant.cli.progress import bars
-    from kvant.engine.config import make_config
+    from kvant.engine.config import default_step, make_config
     from kvant.engine.device import host_device
     from kvant.engine.llm import LLM
     from kvant.engine.planning import PlanRequest
@@ -156,9 +159,10 @@ def open_llm(flags: ModelFlags, console: Console) -> LLM:
         kv_cache_bytes=None if memory is None else parse_size(memory, asked_by="--kv-cache-memory"),
         device=host_device(flags.device),
     )
+    most_seqs = min(num_requests, default_step(request.device)[0])
     config = make_config(
         request,
-        max_num_seqs=flags.max_num_seqs,
+        max_num_seqs=most_seqs if flags.max_num_seqs is None else flags.max_num_seqs,
         max_num_batched_tokens=flags.max_num_batched_tokens,
         prefix_caching=flags.prefix_caching,
     )

@@ -1,6 +1,6 @@
 """Train a DFlash drafter for a transformers model, from the model's own answers.
 
-    python recipes/train_dflash.py --target DIR_OR_GGUF --out DIR \\
+    python recipes/train_dflash.py --target DIR_OR_GGUF --out DIR --mask-token-id 16 \\
         --prompts data/gsm8k/gsm8k_train.jsonl --templates data/prompts/chat_templates.json \\
         --eval gsm8k=data/gsm8k/gsm8k_test.jsonl:200 --eval chat=data/prompts/chat_heldout.jsonl
 
@@ -456,7 +456,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     data("--templates", type=Path, help="topics and templates to write prompts from")
     data("--extend", type=Path, help="the OUT of an earlier run, whose answers are learnt from too")
     data("--chat", type=int, default=9000, help="prompts to write from chat templates")
-    data("--word-problems", type=int, default=2000, help="prompts to write from word problems")
+    data("--word-problems", type=int, default=2500, help="prompts to write from word problems")
     data("--continued", type=int, default=2, help="answers with a sampled start, per file prompt")
     data("--continued-chat", type=int, default=1, help="the same, per written prompt")
     data("--varied", type=int, default=2, help="copies of each file prompt with other numbers")
@@ -474,7 +474,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     shape("--target-layers", type=layer_list, help="or the layers themselves: 1,8,15")
     shape("--mask-token-id", type=int, required=True, help="a token that text does not contain")
     train = parser.add_argument_group("training").add_argument
-    train("--steps", type=int, default=6000)
+    train("--steps", type=int, default=5100)
     train(
         "--limit-minutes", type=float, default=20.0, help="end training by then, fewer steps or not"
     )
@@ -482,8 +482,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     train("--rows-per-step", type=int, default=48)
     train("--anchors-per-row", type=int, default=256)
     train("--optimizer", choices=("muon", "adamw"), default="muon")
-    train("--learning-rate", type=float, default=2e-3)
-    train("--weight-decay", type=float, default=0.1)
+    train("--learning-rate", type=float, default=4e-3)
+    train("--weight-decay", type=float, default=0.3)
     train("--alpha", type=float, default=0.5, help="smoothing of the loss weights (D-PACE)")
     train("--log-every", type=int, default=200)
     test = parser.add_argument_group("evaluation").add_argument

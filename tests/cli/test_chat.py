@@ -238,7 +238,18 @@ def test_ctrl_c_twice_within_an_answer_leaves(terminal: Terminal) -> None:
     assert terminal.process.wait(20) == 130
 
 
-def test_the_end_of_input_ends_the_conversation(terminal: Terminal) -> None:
-    terminal.read_until(lambda s: "you> " in s, "the prompt")
-    terminal.write("\x04")
-    assert terminal.process.wait(20) == 0
+def test_the_end_of_input_ends_the_conversation(
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(prompt: str) -> str:
+        assert prompt == "you> "
+        raise EOFError
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", end)
+    conversation.run()
+    assert conversation.messages == []

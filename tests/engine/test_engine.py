@@ -290,6 +290,50 @@ def test_leaving_a_stream_cancels_its_request() -> None:
     stream.close()
     assert not engine.has_work
     assert engine.stats.num_held_pages == 0
+    assert list(stream) == []
+
+
+def test_dropping_a_stream_cancels_its_request_even_before_its_first_piece() -> None:
+    engine, _ = make_engine()
+    stream = engine.stream(engine.submit(prompt_of(9), greedy(40)))
+    assert engine.has_work
+    del stream
+    assert not engine.has_work
+    for _ in engine.stream(engine.submit(prompt_of(9), greedy(40))):
+        break
+    assert not engine.has_work
+
+
+def test_streams_read_in_turn_and_requests_run_between_lose_nothing() -> None:
+    engine, _ = make_engine()
+    first = engine.stream(engine.submit(prompt_of(9), greedy(12)))
+    second = engine.stream(engine.submit(prompt_of(5, 1), greedy(6)))
+    pieces = [next(first), next(first)]
+    assert list(generate(engine, [prompt_of(7, 2)], greedy(20))[0].token_ids)  # runs all to the end
+    pieces += first
+    assert [t for p in pieces for t in p.token_ids] == answer(prompt_of(9), 12)
+    assert [t for p in second for t in p.token_ids] == answer(prompt_of(5, 1), 6)
+
+
+def test_a_stream_whose_request_is_cancelled_elsewhere_ends_with_that_result() -> None:
+    engine, _ = make_engine()
+    number = engine.submit(prompt_of(9), greedy(12))
+    stream = engine.stream(number)
+    next(stream)
+    engine.cancel(number)
+    (last,) = stream
+    assert last.result is not None
+    assert last.result.finish_reason == "cancelled"
+
+
+def test_a_fault_of_the_device_reaches_the_reader_of_a_stream() -> None:
+    engine, runner = make_engine()
+    stream = engine.stream(engine.submit(prompt_of(9), greedy(12)))
+    runner.fail_at = 2
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        list(stream)
+    assert not engine.has_work
+    assert list(stream) == []
 
 
 def test_a_broken_ownership_is_found_by_the_audit() -> None:

@@ -9,7 +9,7 @@ steps any request can be cancelled.
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+import weakref
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from kvant.engine.runner import Runner
 from kvant.engine.sampler import Sampled, sample
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
+from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault, RequestError
 from kvant.kv.pages import PageAllocator, root_hash
@@ -43,6 +44,12 @@ class _Live:
     sequence: Sequence
     text: TextStream | None
     stop_reason: str | int | None = None
+    stream: weakref.ref[TokenStream] | None = None  # weak: a stream that is dropped cancels
+
+    def tell(self, piece: Progress) -> None:
+        stream = None if self.stream is None else self.stream()
+        if stream is not None:
+            stream.put(piece)
 
 
 class Engine:
@@ -129,7 +136,11 @@ class Engine:
     def cancel(self, number: int) -> Result | None:
         """End a request now; its pages are free at once. None if it has ended already."""
         live = self._live.get(number)
-        return None if live is None else self._finish(live, FinishReason.CANCELLED)
+        if live is None:
+            return None
+        result = self._finish(live, FinishReason.CANCELLED)
+        live.tell(Progress(number, (), "", result))
+        return result
 
     def step(self) -> list[Progress]:
         """Run once; what became of every request that got a token or ended.
@@ -159,19 +170,17 @@ class Engine:
                 # to be found by others.
                 self.scheduler.advance(chunk)
             if token is not None:
-                progress.append(self._take(self._live[chunk.sequence.number], token))
+                live = self._live[chunk.sequence.number]
+                progress.append(self._take(live, token))
+                live.tell(progress[-1])
         return progress
 
-    def stream(self, number: int) -> Generator[Progress, None, None]:
-        """Step until this request has ended; its progress. Others advance beside it.
-
-        A caller that leaves early cancels the request.
-        """
-        try:
-            while number in self._live:
-                yield from (p for p in self.step() if p.number == number)
-        finally:
-            self.cancel(number)
+    def stream(self, number: int) -> TokenStream:
+        """The progress of a request that was submitted and has not run yet. Others advance beside it."""
+        live = self._live[number]
+        stream = TokenStream(self.step, lambda: self.cancel(number))
+        live.stream = weakref.ref(stream)
+        return stream
 
     def audit(self) -> None:
         """Recompute all ownership of pages from scratch. EngineFault with every finding."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,9 @@ from kvant.engine.build import build_engine
 from kvant.engine.config import EngineConfig, kv_requests, make_config
 from kvant.engine.device import host_device
 from kvant.engine.planning import DEFAULT_PAGE_SIZE, Plan, PlanRequest
-from kvant.engine.result import Progress, Result
+from kvant.engine.result import Result
 from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.stream import TokenStream
 from kvant.engine.tokenizing import Message, Tokenizing
 from kvant.errors import BadValue, RequestError
 from kvant.kv.memory import parse_size
@@ -158,7 +159,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, salt: str = ""
-    ) -> Generator[Progress, None, None]:
+    ) -> TokenStream:
         """Complete one prompt piece by piece; the last piece carries the result.
 
         Leaving the loop early cancels the request.

@@ -1,0 +1,48 @@
+"""One request's progress as an iterator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvant.engine.result import Progress
+
+
+class TokenStream(Iterator[Progress]):
+    """Yields what each step adds to one request, and steps the engine when there is nothing yet.
+
+    Whoever steps the engine fills it, so nothing is lost when several are read in turn. The last piece
+    carries the result. Closing it, or dropping it, cancels what is not finished.
+    """
+
+    def __init__(self, step: Callable[[], object], close: Callable[[], object]) -> None:
+        self._step = step
+        self._close = close
+        self._pieces: deque[Progress] = deque()
+        self._ended = False
+
+    def put(self, piece: Progress) -> None:
+        """For the engine."""
+        self._pieces.append(piece)
+
+    def __next__(self) -> Progress:
+        if self._ended:
+            raise StopIteration
+        try:
+            while not self._pieces:
+                self._step()
+        except BaseException:
+            self.close()
+            raise
+        piece = self._pieces.popleft()
+        self._ended = piece.result is not None
+        return piece
+
+    def close(self) -> None:
+        """Cancel the request if it has not finished; nothing more is yielded."""
+        if not self._ended:
+            self._ended = True
+            self._close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -90,6 +90,7 @@ def test_it_contacts_nobody_and_shows_no_token(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     result = run()
     assert result.exit_code == 0
     assert "secret" not in result.stdout

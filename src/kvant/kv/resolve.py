@@ -179,12 +179,19 @@ def _decide(
             f"{wish.where} asks for {wish.asked} in layer {layer.index} of {around.model}",
             why=wish.why,
             tried=considered,
-            ways_out=(STORE_MODEL_DTYPE,),
+            ways_out=(*_nearest(wish), STORE_MODEL_DTYPE),
         )
     wished = None if wish is None else _wished(wish, side)
     if wish is None or wished is None:
         return _Decision(model, Source.MODEL, around.compute_because, considered)
     return _Decision(wished, Source.CHECKPOINT, wish.where, considered, wish, soft=True)
+
+
+def _nearest(wish: UnreadableWish) -> tuple[WayOut, ...]:
+    if wish.nearest is None:
+        return ()
+    arguments = ("--kv-cache-dtype", str(wish.nearest))
+    return (WayOut("choose the nearest format there is", arguments),)
 
 
 def _explicit_steps(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from kvant.kv.checkpoint.facts import CheckpointKV
+from kvant.kv.checkpoint.lookup import unclaimed
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import CheckpointScales
 from kvant.kv.geometry import Attention
 from kvant.kv.spec import Choice, KVPlan, ScaleState, Source
 
@@ -35,11 +37,15 @@ def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
                 index,
             )
     lines = [f"{text} ({_span(layers, len(plan.layers))})" for text, layers in found.items()]
-    return (*lines, *checkpoint.notes)
+    strays = unclaimed(checkpoint, (layer.geometry for layer in plan.layers))
+    return (*lines, *checkpoint.notes, *strays)
 
 
 def _of_choice(choice: Choice) -> list[str]:
     lines = []
+    takes_scale = choice.dtype.format.checkpoint_scales is not CheckpointScales.NEVER
+    if choice.scale.state is ScaleState.UNUSED and takes_scale:
+        lines.append(f"{choice.dtype} does not use the checkpoint's scales: {choice.scale.because}")
     if choice.scale.state is ScaleState.UNCALIBRATED and choice.dtype in (
         KVDtype.FP8_E4M3,
         KVDtype.FP8_E4M3FNUZ,

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 _INT64 = 2**63
+_Item = TypeVar("_Item")
+
+
+class _AtTheFirst(FailFast):
+    """Hashable, as part of a union must be."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+Items = Annotated[list[_Item], _AtTheFirst()]
+"""A list that is refused at its first wrong item: a million wrong ones make one error."""
 
 
 class _Body(BaseModel):
@@ -21,7 +33,7 @@ class TextPart(_Body):
 
 class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
 
 
 class StreamOptions(_Body):
@@ -32,18 +44,18 @@ class GenerationBody(_Body):
     """What both ways to generate take. None: the model's generation config, else OpenAI's default."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, lt=_INT64)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=_INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=_INT64)
     min_p: float | None = Field(None, ge=0, le=1)
-    min_tokens: int | None = Field(None, ge=0)
-    n: int | None = Field(None, ge=1)
-    best_of: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0, lt=_INT64)
+    n: int | None = Field(None, ge=1, lt=_INT64)
+    best_of: int | None = Field(None, ge=1, lt=_INT64)
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=_INT64)]] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -53,24 +65,24 @@ class GenerationBody(_Body):
 
 
 class ChatBody(GenerationBody):
-    messages: list[ChatMessage]
+    messages: Items[ChatMessage]
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, lt=_INT64)
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0)
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    logprobs: int | None = Field(None, ge=0, lt=_INT64)
 
 
 class TokenizeBody(_Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Items[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(_Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]

@@ -67,7 +67,9 @@ def parse(body: bytes, model: type[_Body]) -> _Body:
     try:
         return model.model_validate_json(body)
     except ValidationError as fault:
-        error = fault.errors(include_url=False, include_input=False, include_context=False)[0]
+        errors = fault.errors(include_url=False, include_input=False, include_context=False)
+        # Where several forms are allowed, the one that was understood furthest says what is wrong.
+        error = max(errors, key=lambda error: len(error["loc"]))
         param = _param(error["loc"])
         message = error["msg"]
         if error["type"] == "json_invalid":

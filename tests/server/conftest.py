@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.harness import Server, build_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
+def server(model: Path) -> Iterator[Server]:
+    """One server with default limits for every test that does not change its life."""
+    with Server(model, ("--kv-cache-dtype", "fp8_per_token_head", "--max-num-seqs", "8")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def guarded(model: Path) -> Iterator[Server]:
+    """A server with a key and limits small enough to reach."""
+    flags = (
+        "--api-key", "sesame", "--api-key", "other", "--max-body-bytes", "2000",
+        "--header-timeout", "1", "--body-timeout", "1", "--max-num-seqs", "2",
+        "--max-num-queued-reqs", "1", "--request-timeout", "2",
+    )  # fmt: skip
+    with Server(model, flags, key="sesame") as server:
+        yield server

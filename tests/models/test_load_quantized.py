@@ -153,6 +153,17 @@ def test_weights_are_decoded_while_loading_and_nothing_is_printed(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_missing_compressed_tensors_package_is_named_with_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = build_quantized(tmp_path)
+    monkeypatch.setattr(
+        "transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False
+    )
+    with pytest.raises(NotServable, match="pip install compressed-tensors"):
+        plan_and_load(path, None)
+
+
 def test_a_checkpoint_of_which_only_the_kv_cache_is_quantised_has_plain_weights(
     tmp_path: Path,
 ) -> None:

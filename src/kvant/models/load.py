@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from kvant.attention.hook import ATTENTION_NAME, register
-from kvant.errors import BadCheckpoint, EngineFault, NotServable, WayOut
+from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
 from kvant.kv.checkpoint.values import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
@@ -123,9 +123,13 @@ def _read_weights(
             device_map=None if device.type == "cpu" else {"": device},
             output_loading_info=True,
         )
+    except torch.OutOfMemoryError as fault:
+        raise DoesNotFit(f"{path} does not fit on {device}", why=str(fault)) from fault
     except ImportError as fault:
         raise NotServable(
-            f"{path} needs a package that is not installed", why=str(fault)
+            f"{path} needs a package that is not installed",
+            why=str(fault),
+            ways_out=(WayOut("install the package named above with pip"),),
         ) from fault
     except OSError as fault:
         raise BadCheckpoint(

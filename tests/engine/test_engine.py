@@ -82,6 +82,19 @@ def test_under_constant_preemption_everybody_ends_with_the_same_answer() -> None
     assert [list(r.token_ids) for r in results] == [answer(p, 30) for p in prompts]
 
 
+def test_nobody_is_admitted_into_the_page_that_a_running_request_needs_next() -> None:
+    engine, _ = make_engine(num_pages=5)  # four pages of four tokens
+    first = engine.submit(prompt_of(7), greedy(5))
+    engine.step()  # holds two pages; the token after next needs a third
+    second = engine.submit(prompt_of(5, 1), greedy(2))
+    engine.step()
+    assert (engine.stats.num_running, engine.stats.num_waiting) == (1, 1)
+    results = run(engine)
+    assert engine.stats.num_preemptions == 0
+    assert list(results[first].token_ids) == answer(prompt_of(7), 5)
+    assert list(results[second].token_ids) == answer(prompt_of(5, 1), 2)
+
+
 def test_the_oldest_request_is_never_preempted() -> None:
     engine, _ = make_engine(num_pages=13, max_num_seqs=8)
     results = generate(engine, [prompt_of(4, i) for i in range(8)], greedy(30))

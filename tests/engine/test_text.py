@@ -125,7 +125,7 @@ def test_a_character_that_stays_incomplete_is_shown_as_such_at_the_end(
 def test_a_prompt_that_ends_within_a_character_is_not_repeated(byte_tokenizer: Tokenizer) -> None:
     fox = byte_tokenizer.encode("🦊").ids
     text, _ = stream(byte_tokenizer, byte_tokenizer.encode("prompt ").ids + fox[:2], fox[2:])
-    assert "prompt" not in text
+    assert text.strip("\ufffd") == "", "a part of the prompt came out again"
 
 
 def test_a_decoder_that_trims_the_first_space_sees_the_prompt() -> None:

@@ -1,0 +1,102 @@
+"""Rules of the house that a machine can check: where format names may stand, and what is never called."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvant.kv.names import known_names
+
+SOURCE = Path(__file__).parent.parent / "src" / "kvant"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Words that are also torch's names of dtypes or plain English.
+_AMBIGUOUS = {
+    "auto",
+    "model",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float",
+    "half",
+    "fp32",
+    "fp16",
+    "bf16",
+}
+_EDGE = {
+    "kv/dtype.py",  # where formats have their names
+    "cli/demo.py",  # a command line of its own
+    "cli/refused.py",  # a way out, as arguments
+    "models/geometry/weight_recipe.py",  # names of weight recipes in configs
+}
+# Dialects of checkpoints have words of their own for formats: reading them is an edge too.
+_EDGE_ROOMS = ("kv/checkpoint/",)
+
+
+def strings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """String constants that are not docstrings."""
+    docs = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_no_format_name_is_a_string_past_the_edge(path: Path) -> None:
+    name = relative(path)
+    if name in _EDGE or name.startswith(_EDGE_ROOMS):
+        return
+    formats = set(known_names()) - _AMBIGUOUS
+    found = [
+        f"{name}:{s.lineno} {s.value!r}"
+        for s in strings(ast.parse(path.read_text()))
+        if s.value in formats
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
+    forbidden = {
+        "eval",
+        "exec",
+        "pickle",
+        "cloudpickle",
+        "recv_pyobj",
+        "send_pyobj",
+        "shelve",
+        "marshal",
+    }
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not forbidden & {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in forbidden
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("eval", "exec", "torch.load"), f"{path}:{node.lineno}"
+            assert called.rpartition(".")[2] not in ("recv_pyobj", "send_pyobj")
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_formats_are_not_told_apart_by_spelling(path: Path) -> None:
+    """`name.startswith("fp8")` is how engines came to read int4 bytes as fp8."""
+    starts = {name[:3] for name in set(known_names()) - _AMBIGUOUS}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr in ("startswith", "endswith"):
+            words = [a.value for a in ast.walk(node) if isinstance(a, ast.Constant)]
+            spelled = [w for w in words if isinstance(w, str) and w[:3] in starts]
+            assert not spelled, f"{path}:{node.lineno} {spelled}"

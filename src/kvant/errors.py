@@ -104,6 +104,8 @@ class DoesNotFit(ConfigError):
 class RequestError(KvantError):
     """One request is wrong. `param` names the field at fault."""
 
+    exit_code = 2
+
     def __init__(self, message: str, *, param: str | None = None) -> None:
         self.param = param
         super().__init__(message)

@@ -6,9 +6,11 @@ own widths, so formats mix freely and page sizes need never divide each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,9 +95,7 @@ class KVPool:
         planes: dict[str, list[Tensor]] = {"k": [], "v": []}
         for label, plane in spec.planes:
             planes[label[0]].append(
-                torch.zeros(
-                    (*shape, plane.width), dtype=TORCH_ELEMENT[plane.element], device=self.device
-                )
+                _zeros((*shape, plane.width), TORCH_ELEMENT[plane.element], self.device)
             )
         outside: list[Tensor | None] = []
         for side, choice in ((Side.K, spec.k), (Side.V, spec.v)):
@@ -106,3 +106,14 @@ class KVPool:
             value = torch.tensor([choice.scale.fixed]) if given is None else given
             outside.append(value.to(device=self.device, dtype=torch.float32))
         return LayerCache(spec, tuple(planes["k"]), tuple(planes["v"]), outside[0], outside[1])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU in memory that the system hands out at first use.
+
+    torch.zeros writes every byte, which for a pool of gigabytes takes seconds at every start.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -149,15 +151,20 @@ class Server:
     def complete(self, prompt: object = "abc", **more: Any) -> Answer:
         return self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **more})
 
-    def open_stream(self, **more: Any) -> http.client.HTTPResponse:
-        """A stream whose head has arrived; the caller reads or closes it."""
+    @contextmanager
+    def open_stream(self, **more: Any) -> Iterator[http.client.HTTPResponse]:
+        """A stream whose head has arrived; leaving closes the connection, read or not."""
         connection = self.connect()
         body = {"prompt": "abc", "stream": True, "temperature": 0, "ignore_eos": True, **more}
         sent = {"Content-Type": "application/json", **self.headers()}
         connection.request("POST", "/v1/completions", json.dumps(body), sent)
         response = connection.getresponse()
-        assert response.status == 200
-        return response
+        try:
+            assert response.status == 200
+            yield response
+        finally:
+            response.close()
+            connection.close()
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples, whatever their labels."""

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -20,8 +21,10 @@ from kvant.engine.build import BuiltEngine, build_engine
 from kvant.engine.plan_json import plan_json
 from kvant.errors import KvantError
 from kvant.server.arguments import EngineArguments, engine_config
-from kvant.server.engine_loop import EngineLoop
 from kvant.server.messages import Fault, FromEngine, Loading, Ready, encode, read_to_engine
+
+if TYPE_CHECKING:
+    from kvant.server.engine_loop import EngineLoop
 
 HEARTBEAT_SECONDS = 0.2
 _log = logging.getLogger(__name__)
@@ -52,6 +55,8 @@ def main(address: str) -> int:
         _log.debug("start-up failed", exc_info=True)
         return _refuse(socket, Fault(f"the engine could not start: {fault!r}", 1))
     send(ready)
+    from kvant.server.engine_loop import EngineLoop  # with torch, which refusals do without
+
     _serve(EngineLoop(built.engine), socket)
     return 0
 

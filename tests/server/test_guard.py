@@ -1,0 +1,190 @@
+"""Keys, limits at their value and one beyond, deadlines, and a full queue."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from tests.server.harness import Answer, Server
+
+PATHS = (
+    ("GET", "/v1/models"), ("GET", "/ready"), ("GET", "/metrics"), ("GET", "/version"),
+    ("GET", "/openapi.json"), ("GET", "/v1/kv/plan"), ("GET", "/nothing"), ("GET", "//v1/models"),
+    ("GET", "/v1%2Fmodels"), ("GET", "/health/../v1/models"), ("GET", "/docs"),
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"),
+    ("POST", "/detokenize"), ("POST", "/health/"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_nothing_but_health_answers_without_a_key(guarded: Server, method: str, path: str) -> None:
+    for headers in (
+        {"Authorization": ""}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"},
+        {"Authorization": "", "X-Api-Key": "sesam"}, {"Authorization": "Bearer sesame2"},
+        {"Authorization": "", "Host": "x/health?"}, {"Authorization": "Bearer \xff"},
+    ):  # fmt: skip
+        answer = guarded.send(method, path, {} if method == "POST" else None, headers)
+        assert answer.status == 401
+        assert answer.error["code"] == "invalid_api_key"
+
+
+def test_keys_are_taken_both_ways_and_health_needs_none(guarded: Server) -> None:
+    none = {"Authorization": ""}
+    assert guarded.send("GET", "/health", headers=none).status == 200
+    assert (
+        guarded.send("GET", "/v1/models", headers={"Authorization": "Bearer sesame"}).status == 200
+    )
+    assert (
+        guarded.send("GET", "/v1/models", headers={"Authorization": "bearer other"}).status == 200
+    )
+    assert guarded.send("GET", "/v1/models", headers={**none, "X-Api-Key": "sesame"}).status == 200
+
+
+def test_keys_do_not_share_cached_pages(guarded: Server) -> None:
+    prompt = "the same long prompt under two keys, more than a page"
+
+    def cached(key: str) -> int:
+        answer = guarded.post(
+            "/v1/completions",
+            {"prompt": prompt, "max_tokens": 1},
+            headers={"Authorization": f"Bearer {key}"},
+        )
+        count: int = answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    assert cached("sesame") == 0
+    assert cached("sesame") > 0
+    assert cached("other") == 0
+
+
+def _padded(size: int) -> bytes:
+    empty = len(json.dumps({"prompt": "a", "max_tokens": 1, "pad": ""}))
+    return json.dumps({"prompt": "a", "max_tokens": 1, "pad": "x" * (size - empty)}).encode()
+
+
+def test_a_body_may_have_its_limit_and_no_byte_more(guarded: Server) -> None:
+    assert guarded.post("/v1/completions", _padded(2000)).status == 200
+    answer = guarded.post("/v1/completions", _padded(2001))
+    assert answer.status == 413
+    assert answer.error["code"] == "body_too_large"
+
+
+def _raw(server: Server, data: bytes, *, seconds: float = 5.0) -> bytes:
+    """Bytes in, everything that comes back until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as sock:
+        sock.sendall(data)
+        found = b""
+        while part := sock.recv(65536):
+            found += part
+        return found
+
+
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n"
+
+
+def test_a_chunked_body_is_counted_as_it_comes(guarded: Server) -> None:
+    chunk = b"%x\r\n%s\r\n" % (500, b" " * 500)
+    head = _HEAD + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = _raw(guarded, head + chunk * 6)  # and never an end
+    assert answer.startswith(b"HTTP/1.1 413")
+
+
+def test_a_hundred_headers_pass_and_one_more_does_not(guarded: Server) -> None:
+    ours = 2  # Host and Authorization
+    for count, expected in ((100 - ours, b"HTTP/1.1 200"), (101 - ours, b"HTTP/1.1 431")):
+        extra = b"".join(b"x-%d: 1\r\n" % i for i in range(count - 1)) + b"Connection: close\r\n"
+        head = b"GET /version HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n" + extra
+        assert _raw(guarded, head + b"\r\n").startswith(expected)
+
+
+def test_a_large_header_is_refused(guarded: Server) -> None:
+    head = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Large: " + b"x" * 200_000 + b"\r\n\r\n"
+    try:
+        answer = _raw(guarded, head)
+    except ConnectionError:
+        return  # closed while we were still sending
+    assert answer.split()[1] in (b"400", b"431")
+
+
+@pytest.mark.parametrize(
+    "start", [b"", b"GET /health HT", _HEAD, _HEAD + b"Content-Length: 50\r\n\r\n{"]
+)
+def test_requests_that_trickle_are_ended(guarded: Server, start: bytes) -> None:
+    """One byte every 0.2 s keeps no connection beyond the deadline of one second."""
+    started = time.monotonic()
+    with socket.create_connection(("127.0.0.1", guarded.port), timeout=0.2) as sock:
+        sock.sendall(start)
+        while time.monotonic() - started < 5:
+            try:
+                if sock.recv(4096) == b"":
+                    break
+                continue
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                break
+            try:
+                sock.sendall(b"a" if start else b"")
+            except ConnectionError:
+                break
+    assert 0.8 <= time.monotonic() - started < 2.5
+
+
+def test_a_slow_answer_is_no_slow_request(guarded: Server) -> None:
+    """The control: deadlines are for receiving; what takes longer to answer is answered."""
+    started = time.monotonic()
+    with guarded.open_stream(max_tokens=4000) as response:
+        body = response.read()
+    assert time.monotonic() - started > 1.2
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert b"request_timeout" in body, "after --request-timeout an error event ends it"
+    guarded.wait_idle(2)
+
+
+def test_a_full_queue_is_429_with_retry_after(guarded: Server) -> None:
+    guarded.wait_idle(5)
+    with ExitStack() as running:
+        for _ in range(3):  # two run, one waits
+            running.enter_context(guarded.open_stream(max_tokens=4000))
+        started = time.monotonic()
+        answer = guarded.complete("abc")
+        took = time.monotonic() - started
+    assert answer.status == 429
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert answer.error["code"] == "server_full"
+    assert took < 0.5
+    guarded.wait_idle(3)
+    assert guarded.complete("abc", max_tokens=1).status == 200
+
+
+def test_a_burst_is_held_to_the_bound_exactly(guarded: Server) -> None:
+    guarded.wait_idle(5)
+    answers: list[Answer] = []
+
+    def ask() -> None:
+        answers.append(guarded.complete("abc", max_tokens=40, ignore_eos=True))
+
+    threads = [threading.Thread(target=ask) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    most = 0.0
+    while any(thread.is_alive() for thread in threads):
+        names = ("kvant:num_requests_running", "kvant:num_requests_waiting")
+        most = max(most, sum(guarded.metric(name) for name in names))
+    statuses = [answer.status for answer in answers]
+    assert set(statuses) == {200, 429}
+    assert most <= 3
+    guarded.wait_idle(3)
+
+
+def test_more_sequences_than_the_server_can_ever_hold_are_no_matter_of_waiting(
+    guarded: Server,
+) -> None:
+    assert guarded.complete("abc", n=3, max_tokens=1).status == 200
+    answer = guarded.complete("abc", n=4, max_tokens=1)
+    assert answer.status == 400

@@ -1,0 +1,76 @@
+"""The official client, unchanged, against the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.harness import MODEL_LEN, Server
+
+openai = pytest.importorskip("openai")
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[object]:
+    url = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        yield client
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_chats_whole_and_streamed_are_the_same(client: object, server: Server) -> None:
+    more = {"model": server.model.name, "messages": HELLO, "temperature": 0, "max_tokens": 16}
+    whole = client.chat.completions.create(**more)  # type: ignore[attr-defined]
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.prompt_tokens_details.cached_tokens >= 0
+    text, usage = "", None
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(  # type: ignore[attr-defined]
+        **more, stream=True, stream_options=options
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert usage is not None
+    assert usage.completion_tokens == 16
+
+
+def test_completions_and_models(client: object, server: Server) -> None:
+    (model,) = client.models.list().data  # type: ignore[attr-defined]
+    answer = client.completions.create(  # type: ignore[attr-defined]
+        model=model.id, prompt=["a", "b"], max_tokens=3, temperature=0, logprobs=1
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert len(answer.choices[0].logprobs.token_logprobs) == 3
+
+
+def test_errors_are_the_clients_own_classes(client: object, server: Server) -> None:
+    create = client.chat.completions.create  # type: ignore[attr-defined]
+    with pytest.raises(openai.NotFoundError) as missing:
+        create(model="gpt-4", messages=HELLO)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        create(model=server.model.name, messages=HELLO, temperature=3)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        create(model=server.model.name, messages=HELLO, max_tokens=MODEL_LEN)
+    assert long.value.code == "context_length_exceeded"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with pytest.raises(openai.BadRequestError) as tools:
+        create(model=server.model.name, messages=HELLO, tools=[tool])
+    assert tools.value.param == "tools"
+
+
+def test_a_key_is_asked_for_in_the_clients_way(guarded: Server) -> None:
+    url = f"http://127.0.0.1:{guarded.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="sesame", max_retries=0) as client:
+        assert client.models.list().data
+    with (
+        openai.OpenAI(base_url=url, api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()

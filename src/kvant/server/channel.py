@@ -21,7 +21,7 @@ class Channel:
         self.overflowed = False
 
     def put(self, event: Event) -> None:
-        size = len(event.text) * 4 if isinstance(event, Piece) else 0
+        size = _size(event)
         self.overflowed |= self._waiting + size > self._most_bytes
         if not self.overflowed or isinstance(event, Failure):
             self._waiting += size
@@ -29,7 +29,7 @@ class Channel:
 
     async def get(self) -> Event:
         event = await self._events.get()
-        self._waiting -= len(event.text) * 4 if isinstance(event, Piece) else 0
+        self._waiting -= _size(event)
         return event
 
     def get_waiting(self) -> list[Event]:
@@ -39,3 +39,12 @@ class Channel:
             found.append(self._events.get_nowait())
         self._waiting = 0
         return found
+
+
+_PIECE_BYTES = 64
+_CHAR_BYTES = 4
+
+
+def _size(event: Event) -> int:
+    """About what an event takes while it waits."""
+    return _PIECE_BYTES + _CHAR_BYTES * len(event.text) if isinstance(event, Piece) else 0

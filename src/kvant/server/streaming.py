@@ -72,9 +72,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # A client that left is no fault of anybody's.
-            with contextlib.suppress(Disconnected, OSError):
-                await unless_disconnected(receive, self._write(send))
+            limits = self._service.config.limits
+            most = limits.request_seconds + limits.ping_seconds
+            # A client that left, or that never reads, is no fault of anybody's.
+            with contextlib.suppress(Disconnected, OSError, TimeoutError):
+                async with asyncio.timeout(most):
+                    await unless_disconnected(receive, self._write(send))
         finally:
             self._closed()
 

@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from kvant.errors import KvantError
 from kvant.server.arguments import EngineArguments
-from kvant.server.channel import Channel
+from kvant.server.channel import Channel, Event
 from kvant.server.config import Restarts
 from kvant.server.messages import (
     Cancel,
@@ -241,10 +241,12 @@ class Supervisor:
                     for failure in message.failures:
                         self._route(failure.id, failure, ended=True)
 
-    def _route(self, id: int, event: object, *, ended: bool) -> None:
+    def _route(self, id: int, event: Event, *, ended: bool) -> None:
         channel = self._channels.pop(id, None) if ended else self._channels.get(id)
         if channel is not None:  # else it was cancelled, and this is late
-            channel.put(event)  # type: ignore[arg-type]
+            channel.put(event)
+            if channel.overflowed and not ended:
+                self.cancel((id,))  # nobody reads what it computes
 
     async def _watch(self) -> None:
         """Kill an engine that has stopped to report."""

@@ -1,0 +1,136 @@
+"""The engine's side: no one request ends it, and nobody waits for an answer that never comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvant.engine.request import FinishReason
+from kvant.errors import EngineFault
+from kvant.server.engine_loop import MOST_FAILED_STEPS, EngineLoop
+from kvant.server.messages import Cancel, Failure, Piece, Sampling, Submit
+from tests.engine.fakes import VOCAB, answer, make_engine
+
+GREEDY = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+def _submit(id: int, prompt: tuple[int, ...], sampling: Sampling = GREEDY) -> Submit:
+    return Submit(id, prompt, sampling, "")
+
+
+def _run(loop: EngineLoop) -> tuple[dict[int, Piece], dict[int, Failure]]:
+    """Everybody's last piece or failure; fails if somebody is told of two ends."""
+    ended: dict[int, Piece] = {}
+    failed: dict[int, Failure] = {}
+    while loop.engine.has_work or loop.has_news:
+        report = loop.step()
+        for piece in report.pieces:
+            assert piece.id not in ended | failed
+            if piece.finish_reason is not None:
+                ended[piece.id] = piece
+        for failure in report.failures:
+            assert failure.id not in ended | failed
+            failed[failure.id] = failure
+    loop.engine.audit()
+    assert loop.engine.stats.num_held_pages == 0
+    return ended, failed
+
+
+def test_requests_are_answered_under_their_own_ids() -> None:
+    engine, _ = make_engine()
+    loop = EngineLoop(engine)
+    for id in (70, 7):
+        loop.take(_submit(id, (id, 5)))
+    ended, failed = _run(loop)
+    assert set(ended) == {70, 7}
+    assert failed == {}
+    assert ended[7].finish_reason is FinishReason.LENGTH
+
+
+def test_a_wrong_request_is_refused_alone_though_the_validator_let_it_pass() -> None:
+    engine, _ = make_engine()
+    loop = EngineLoop(engine)
+    loop.take(_submit(1, (5, 6)))
+    wrong = {
+        2: _submit(2, (VOCAB,)),
+        3: _submit(3, ()),
+        4: _submit(4, (5,), Sampling(temperature=-1.0)),
+        5: _submit(5, (5,), Sampling(stop=("x",))),
+        6: _submit(6, (5,) * 10_000),
+    }
+    for message in wrong.values():
+        loop.take(message)
+    ended, failed = _run(loop)
+    assert set(ended) == {1}
+    assert set(failed) == set(wrong)
+    assert {failure.kind for failure in failed.values()} == {"refused"}
+    assert failed[4].param == "temperature"
+
+
+def test_a_step_that_fails_costs_those_who_took_part_and_nobody_else() -> None:
+    engine, runner = make_engine(max_num_seqs=2)
+    loop = EngineLoop(engine)
+    for id in (1, 2, 3):
+        loop.take(_submit(id, (id, 5)))
+    loop.step()
+    runner.fail_at = len(runner.steps)
+    ended, failed = _run(loop)
+    assert {id: failure.kind for id, failure in failed.items()} == dict.fromkeys(
+        (1, 2), "engine_fault"
+    )
+    assert set(ended) == {3}
+
+
+def test_a_device_that_only_fails_ends_the_engine() -> None:
+    engine, runner = make_engine()
+    loop = EngineLoop(engine)
+    for id in range(MOST_FAILED_STEPS):
+        loop.take(_submit(id, (5, 6)))
+        runner.fail_at = len(runner.steps)
+        if id < MOST_FAILED_STEPS - 1:
+            assert [failure.id for failure in loop.step().failures] == [id]
+    with pytest.raises(EngineFault, match="steps failed"):
+        loop.step()
+
+
+def test_nan_ends_its_own_request_with_numerical_error() -> None:
+    engine, runner = make_engine()
+    runner.poison = lambda context: context[:2] == [8, 8]
+    loop = EngineLoop(engine)
+    loop.take(_submit(1, (8, 8)))
+    loop.take(_submit(2, (8, 9)))
+    ended, failed = _run(loop)
+    assert failed[1].kind == "numerical_error"
+    assert set(ended) == {2}
+
+
+def test_cancelling_is_silent_repeatable_and_takes_unknown_ids() -> None:
+    engine, _ = make_engine()
+    loop = EngineLoop(engine)
+    for id in (1, 2):
+        loop.take(_submit(id, (id, 5)))
+    loop.step()
+    loop.take(Cancel((1, 99)))
+    loop.take(Cancel((1,)))
+    ended, failed = _run(loop)
+    assert set(ended) == {2}
+    assert failed == {}
+    loop.take(Cancel((2,)))
+
+
+def test_what_an_idle_engine_reports_is_a_heartbeat() -> None:
+    engine, _ = make_engine()
+    report = EngineLoop(engine).step()
+    assert report.pieces == ()
+    assert report.failures == ()
+    assert report.stats.num_usable_pages == engine.stats.num_usable_pages
+
+
+def test_the_fake_engine_answers_what_it_should() -> None:
+    """The control of this file: tokens counted here are the engine's own."""
+    engine, _ = make_engine()
+    loop = EngineLoop(engine)
+    loop.take(_submit(1, (5, 6)))
+    count = 0
+    while engine.has_work:
+        count += sum(piece.num_tokens for piece in loop.step().pieces)
+    assert count == len(answer((5, 6), 6)) == 6

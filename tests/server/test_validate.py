@@ -1,0 +1,100 @@
+"""The one door: whatever the bytes are, it returns a request within the limits or raises ApiError."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvant.server.api_error import ApiError
+from kvant.server.config import Limits
+from kvant.server.protocol import ChatBody, CompletionBody
+from kvant.server.unsupported import UNSUPPORTED
+from kvant.server.validate import Facts, read_chat, read_completion
+
+LIMITS = Limits()
+FACTS = Facts(("m",), 100, 50, True, {"temperature": 0.5})
+NAMES = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *UNSUPPORTED})
+
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-3, 200)
+    | st.floats()
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), _VALUES, max_size=6))
+@settings(max_examples=400, deadline=None)
+def test_no_body_gets_anything_but_a_request_or_an_api_error(body: dict[str, Any]) -> None:
+    data = json.dumps({"prompt": "a", "messages": [{"role": "user", "content": "a"}], **body})
+    for read in (read_chat, read_completion):
+        try:
+            found = read(data.encode(), LIMITS, FACTS)
+        except ApiError as refused:
+            statuses = {refused.status}
+            json.dumps(refused.body).encode()
+            assert statuses <= {400, 404}
+            continue
+        assert 1 <= found.num_sequences <= LIMITS.sequences
+        found.sampling.params()
+
+
+@given(st.binary(max_size=300))
+@example(b"\xff")
+@settings(max_examples=200, deadline=None)
+def test_no_bytes_get_anything_else_either(data: bytes) -> None:
+    for read in (read_chat, read_completion):
+        with pytest.raises(ApiError):
+            read(data, LIMITS, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("most", "at", "beyond"),
+    [
+        ("n", {"n": 128}, {"n": 129}),
+        ("prompts", {"prompt": ["a"] * 256}, {"prompt": ["a"] * 257}),
+        ("sequences", {"prompt": ["a"] * 4, "n": 128}, {"prompt": ["a"] * 5, "n": 128}),
+        ("logprobs", {"logprobs": 20}, {"logprobs": 21}),
+        ("stops", {"stop": ["a"] * 16}, {"stop": ["a"] * 17}),
+        ("stop chars", {"stop": "a" * 256}, {"stop": "a" * 257}),
+        ("salt", {"cache_salt": "a" * 256}, {"cache_salt": "a" * 257}),
+        ("seed", {"seed": 2**63 - 1}, {"seed": 2**63}),
+        ("token ids", {"stop_token_ids": [49]}, {"stop_token_ids": [50]}),
+        ("prompt ids", {"prompt": [49]}, {"prompt": [50]}),
+        ("temperature", {"temperature": 2}, {"temperature": 2.0001}),
+    ],
+)
+def test_every_limit_holds_at_its_value_and_not_one_beyond(
+    most: str, at: dict[str, Any], beyond: dict[str, Any]
+) -> None:
+    read_completion(json.dumps({"prompt": "a", **at}).encode(), LIMITS, FACTS)
+    with pytest.raises(ApiError) as fault:
+        read_completion(json.dumps({"prompt": "a", **beyond}).encode(), LIMITS, FACTS)
+    assert fault.value.status == 400
+
+
+def test_the_models_defaults_apply_where_a_request_does_not_say() -> None:
+    silent = read_completion(b'{"prompt":"a"}', LIMITS, FACTS)
+    assert silent.sampling.temperature == 0.5
+    spoken = read_completion(b'{"prompt":"a","temperature":1}', LIMITS, FACTS)
+    assert spoken.sampling.temperature == 1
+
+
+def test_large_wrong_bodies_are_refused_quickly() -> None:
+    wrong = b'{"prompt":[' + b'"a",' * 1_000_000 + b"1]}"
+    started = time.perf_counter()
+    with pytest.raises(ApiError):
+        read_completion(wrong, LIMITS, FACTS)
+    assert time.perf_counter() - started < 2

@@ -1,0 +1,150 @@
+"""The larger figures, each with the number it is held to. Slow; they print what they measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server.harness import Server, events
+from tests.server.test_disconnect import LONG, _send
+
+pytestmark = pytest.mark.slow
+
+
+def test_500_random_disconnects_each_give_their_pages_back(server: Server) -> None:
+    chance = random.Random(500)
+    engine, usable = server.engine_pid(), server.metric("kvant:pages_usable")
+    worst = 0.0
+    for _ in range(500):
+        sock = _send(server, {**LONG, "stream": chance.random() < 0.5})
+        time.sleep(chance.choice((0.0, 0.01, 0.05)))
+        sock.close()
+        worst = max(worst, server.wait_idle(5))
+    print(f"500 disconnects: worst {worst * 1000:.0f} ms")
+    assert worst <= 1.0
+    assert server.engine_pid() == engine
+    assert server.metric("kvant:pages_usable") == usable
+
+
+def test_32_requests_survive_kill_9(model: Path) -> None:
+    with Server(model, ("--max-num-seqs", "32")) as server:
+        bodies: list[bytes] = []
+        statuses: list[int] = []
+        ends: list[float] = []
+        more = {"max_tokens": 4000, "ignore_eos": True}
+
+        def stream() -> None:
+            with server.open_stream(**more) as response:
+                bodies.append(response.read())
+            ends.append(time.monotonic())
+
+        def call() -> None:
+            statuses.append(server.complete("abc", **more).status)
+            ends.append(time.monotonic())
+
+        threads = [threading.Thread(target=target) for target in [stream] * 16 + [call] * 16]
+        for thread in threads:
+            thread.start()
+        while server.metric("kvant:num_requests_running") < 32:
+            time.sleep(0.01)
+        killed = time.monotonic()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        while server.get("/health").status == 200:
+            time.sleep(0.005)
+        unhealthy = time.monotonic() - killed
+        for thread in threads:
+            thread.join(30)
+        while server.get("/ready").status != 200:
+            time.sleep(0.02)
+        back = time.monotonic() - killed
+        told = max(ends) - killed
+        print(f"kill -9: health 503 {unhealthy:.2f} s, last told {told:.2f} s, back {back:.1f} s")
+        assert len(ends) == 32
+        assert statuses == [503] * 16
+        assert all(events(body)[-1]["error"]["code"] == "engine_died" for body in bodies)
+        assert unhealthy <= 1.0
+        assert told <= 2.0
+        assert server.complete("abc", max_tokens=2).status == 200
+
+
+def test_400_trickling_connections_are_ended_and_others_hardly_notice(model: Path) -> None:
+    with Server(model, ("--header-timeout", "3", "--body-timeout", "3")) as server:
+
+        def latency() -> float:
+            started = time.monotonic()
+            assert server.complete("abc", max_tokens=1).status == 200
+            return time.monotonic() - started
+
+        before = statistics.median(latency() for _ in range(50))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+        starts = [head] * 200 + [head + b"Content-Length: 500\r\n\r\n{"] * 200
+        started = time.monotonic()
+        socks = []
+        for start in starts:
+            sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+            sock.sendall(start)
+            socks.append(sock)
+        during = statistics.median(latency() for _ in range(50))
+        for sock in socks:
+            while sock.recv(4096):
+                pass
+            sock.close()
+        ended = time.monotonic() - started
+        print(f"slow-loris: all ended {ended:.1f} s; {before * 1000:.1f} -> {during * 1000:.1f} ms")
+        assert ended <= 10
+
+
+def test_overload_keeps_the_queue_exact_and_refuses_at_once(model: Path) -> None:
+    flags = ("--max-num-seqs", "4", "--max-num-queued-reqs", "4")
+    with Server(model, flags) as server:
+        seconds, clients = 20.0, 160
+        refused: list[float] = []
+        counts = {200: 0, 429: 0}
+        others: list[int] = []
+        ended = time.monotonic() + seconds
+        data = json.dumps({"prompt": "abc", "max_tokens": 64, "ignore_eos": True})
+
+        def client() -> None:
+            connection = server.connect()
+            while time.monotonic() < ended:
+                started = time.monotonic()
+                sent = {"Content-Type": "application/json"}
+                connection.request("POST", "/v1/completions", data, sent)
+                response = connection.getresponse()
+                response.read()
+                if response.status not in counts:
+                    others.append(response.status)
+                    break
+                counts[response.status] += 1
+                if response.status == 429:
+                    refused.append(time.monotonic() - started)
+                    time.sleep(0.5)
+            connection.close()
+
+        threads = [threading.Thread(target=client) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        most = 0.0
+        names = ("kvant:num_requests_running", "kvant:num_requests_waiting")
+        while any(thread.is_alive() for thread in threads):
+            most = max(most, sum(server.metric(name) for name in names))
+            time.sleep(0.1)
+        refused.sort()
+        p50, p99 = (refused[int(len(refused) * share)] for share in (0.5, 0.99))
+        print(
+            f"overload: {counts}, p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms, held {most:.0f}"
+        )
+        assert others == []
+        assert most <= 8
+        assert counts[200] > 0
+        assert counts[429] > 0
+        server.wait_idle(5)

@@ -148,3 +148,30 @@ def test_overload_keeps_the_queue_exact_and_refuses_at_once(model: Path) -> None
         assert counts[200] > 0
         assert counts[429] > 0
         server.wait_idle(5)
+
+
+def test_a_text_of_5_mb_does_not_hold_up_the_others(server: Server) -> None:
+    lags: list[float] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        connection = server.connect()
+        while not done.is_set():
+            started = time.monotonic()
+            connection.request("GET", "/version")
+            connection.getresponse().read()
+            lags.append(time.monotonic() - started)
+            time.sleep(0.002)
+        connection.close()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    started = time.monotonic()
+    answer = server.complete("the quick brown fox jumps, " * 200_000)
+    took = time.monotonic() - started
+    done.set()
+    asking.join()
+    print(f"5 MB of text: refused after {took:.1f} s, worst lag {max(lags) * 1000:.0f} ms")
+    assert answer.status == 400
+    assert answer.error["code"] == "context_length_exceeded"
+    assert max(lags) < took / 4

@@ -37,12 +37,17 @@ class Tokenizing:
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the model puts before every text (such as a BOS token)."""
         try:
-            return list(self.backend.encode(text).ids)
+            return self._ids(text, add_special_tokens=add_special_tokens)
         except TypeError:  # tokenizers takes no lone surrogates
             raise RequestError("the prompt is no valid Unicode text", param="prompt") from None
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # As a batch of one: only then the library lets other threads run while it works.
+        (found,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's template, up to where the assistant speaks."""
@@ -63,7 +68,7 @@ class Tokenizing:
             ) from fault
         assert isinstance(text, str)
         # The template writes its own special tokens; a second BOS would be one too many.
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
 
 
 def open_tokenizer(path: Path) -> Tokenizing | None:

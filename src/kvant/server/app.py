@@ -248,7 +248,7 @@ async def _tokenize(service: Service, given: TokenizeBody) -> Response:
             special = given.add_special_tokens is not False
             prompt = given.prompt
             tokens = await asyncio.to_thread(
-                lambda: list(backend.encode(prompt, add_special_tokens=special).ids)
+                service.tokenizing.encode, prompt, add_special_tokens=special
             )
     except RequestError as fault:
         raise of_request(fault) from None

@@ -44,6 +44,8 @@ def open_tokenizer(path: Path) -> Tokenizing | None:
 def _import_transformers() -> None:
     if "transformers" in sys.modules or "torch" in sys.modules:
         return
+    # Threads of its own would have to survive the fork that starts the next engine.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:

@@ -17,7 +17,7 @@ from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel
 
-CHUNK = 64
+CHUNK = 128
 
 
 def text_logits(

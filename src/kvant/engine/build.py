@@ -11,6 +11,7 @@ from kvant.engine.config import EngineConfig
 from kvant.engine.device import free_bytes, torch_device
 from kvant.engine.planning import Plan, make_plan
 from kvant.engine.scheduler import SchedulerLimits
+from kvant.engine.threads import wait_without_spinning
 from kvant.engine.tokenizing import Tokenizing, open_tokenizer
 from kvant.errors import NotServable
 from kvant.kv.spec import KVPlan
@@ -48,6 +49,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     """
     planned, max_model_len, notes = plan_engine(config, progress=progress)
     # Only now torch and transformers are needed: refusals above answer without them.
+    wait_without_spinning()
     from kvant.engine.engine import CacheIdentity, Engine
     from kvant.engine.runner import ModelRunner
     from kvant.models.load import load_model

@@ -61,7 +61,8 @@ class KVDtype(Enum):
         scale_place=ScalePlace.PLANE, scale_encoding=Encoding.FLOAT32,
     )  # fmt: skip
     INT4_PER_TOKEN_HEAD = KVFormat(
-        "int4_per_token_head", "int4_per_token_head", "Hadamard-rotated, scale and zero point per token and KV head",
+        "int4_per_token_head", "int4_per_token_head",
+        "Hadamard-rotated, scale and zero point per token and KV head",
         Encoding.UINT4, 4, granularity=Granularity.TOKEN_HEAD, symmetric=False,
         zero_point=ZeroPoint.SCALE_MANTISSA, packing=Packing.ADJACENT_LOW_FIRST,
         rotation=Rotation.HADAMARD, scale_place=ScalePlace.PLANE, scale_encoding=Encoding.FLOAT32,

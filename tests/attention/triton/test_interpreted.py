@@ -16,11 +16,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from kvant.attention.triton.backend import TritonBackend, attend  # noqa: E402
-from kvant.attention.triton.tuning import NEVER_SPLIT, Shape  # noqa: E402
-from kvant.kv.codecs import codec_for  # noqa: E402
-from kvant.kv.dtype import KVDtype  # noqa: E402
-from tests.attention.triton import case  # noqa: E402
+from kvant.attention.triton.backend import TritonBackend, attend
+from kvant.attention.triton.tuning import NEVER_SPLIT, Shape
+from kvant.kv.codecs import codec_for
+from kvant.kv.dtype import KVDtype
+from tests.attention.triton import case
 
 pytestmark = [
     pytest.mark.skipif(not case.INTERPRETED, reason="compiled here: the gpu tests cover this"),

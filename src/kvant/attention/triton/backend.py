@@ -210,7 +210,7 @@ def _pad(head_dim: int, reading: Reading) -> int:
 def _multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return 4  # Triton's interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _is_nvidia(device: torch.device) -> bool:

@@ -157,7 +157,9 @@ def _tile(
 
     block = 0.0
     if SCALING_K == BLOCK:
-        block = _block_scales(k_scales, _at(page, small, HEAD_K // 16, PAGE, HEADS), there, HEAD_K // 16, PAD_K, PTX)
+        block = _block_scales(
+            k_scales, _at(page, small, HEAD_K // 16, PAGE, HEADS), there, HEAD_K // 16, PAD_K, PTX
+        )
     parts = _elements(k, block, KIND_K, FULL, PTX)
     x = tl.dot(q[0], tl.trans(parts[0]), input_precision="ieee")
     if len(parts) > 1:
@@ -200,7 +202,9 @@ def _tile(
     elif KIND_V == INT8:
         zeros = zeros * fade + tl.sum(p.to(tl.float32), 1) * 128.0
     if SCALING_V == BLOCK:
-        block = _block_scales(v_scales, _at(page, small, HEAD_V // 16, PAGE, HEADS), there, HEAD_V // 16, PAD_V, PTX)
+        block = _block_scales(
+            v_scales, _at(page, small, HEAD_V // 16, PAGE, HEADS), there, HEAD_V // 16, PAD_V, PTX
+        )
     parts = _elements(v, block, KIND_V, FULL, PTX)
     f = fade[:, None]
     if len(parts) == 1:
@@ -250,8 +254,9 @@ def paged_attention(
 
     Writes `out` where a sequence is one item long and DIRECT, else partials.
 
-    q: [T, HEADS * GROUP, HEAD_K] by its strides; out: [T, HEADS * GROUP, HEAD_V]; partial: [items, HEADS, ROWS,
-    HEAD_V] float32, each row divided by its sum; partial_lse: [items, HEADS, ROWS] float32, base 2.
+    q: [T, HEADS * GROUP, HEAD_K] by its strides; out: [T, HEADS * GROUP, HEAD_V];
+    partial: [items, HEADS, ROWS, HEAD_V] float32, each row divided by its sum;
+    partial_lse: [items, HEADS, ROWS] float32, base 2.
     K_OUTER, V_OUTER: 0 where there is no scale outside the
     pages, 1 for one float32, 2 for [HEADS]. FIXED: items are stretches of `least`
     tiles counted from token 0, whatever the batch.
@@ -335,7 +340,9 @@ def paged_attention(
         q = (q[0], q1)
     elif ELEMENTS_K == 4:
         q1 = _query_part(q_row, there, jk, sign, inverse, ELEMENTS_K, 1, KIND_K, FULL, HEAD_K)
-        q2 = _query_part(q_row, there, jk, sign * even, inverse, ELEMENTS_K, 2, KIND_K, FULL, HEAD_K)
+        q2 = _query_part(
+            q_row, there, jk, sign * even, inverse, ELEMENTS_K, 2, KIND_K, FULL, HEAD_K
+        )
         q3 = _query_part(q_row, there, jk, sign, inverse, ELEMENTS_K, 3, KIND_K, FULL, HEAD_K)
         q_sum = (q_sum + tl.sum(q2.to(tl.float32), 1)) / even
         q_sum += tl.sum(q1.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)

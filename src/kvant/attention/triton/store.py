@@ -8,8 +8,6 @@ import triton.language as tl
 from kvant.attention.triton.codec import (
     BFLOAT16,
     E4M3,
-    E4M3NUZ,
-    E5M2,
     FLOAT16,
     FLOAT32,
     INT8,

@@ -204,7 +204,7 @@ def _outer(scale: Tensor | None) -> int:
 
 def _pad(head_dim: int, reading: Reading) -> int:
     """Words of a row, padded to a power of two that a matrix product takes."""
-    return max(16, triton.next_power_of_2(head_dim // reading.elements))
+    return max(16, int(triton.next_power_of_2(head_dim // reading.elements)))
 
 
 def _multiprocessors(device: torch.device) -> int:

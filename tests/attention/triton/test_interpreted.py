@@ -30,8 +30,8 @@ pytestmark = [
 
 FORMATS = list(KVDtype)
 WRITTEN = [name for name in FORMATS if name is not KVDtype.BFLOAT16]
-SPLIT = Shape(rows=16, tile=16, warps=1, stages=1, least=1, waves=8)
-WHOLE = Shape(rows=16, tile=16, warps=1, stages=1, least=NEVER_SPLIT, waves=1)
+SPLIT = Shape(rows=16, tile=16, warps=1, stages=1, programs=8)
+WHOLE = Shape(rows=16, tile=16, warps=1, stages=1, programs=1, least=NEVER_SPLIT)
 
 
 def check(x: case.Case, shape: Shape = SPLIT, *, bound: float = 2e-3, fixed: bool = False) -> None:

@@ -12,7 +12,7 @@ from kvant.attention.triton.combine import combine
 from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.rotation import rotate_rows
 from kvant.attention.triton.store import store_rows
-from kvant.attention.triton.tuning import NEVER_SPLIT, Shape, shape_for
+from kvant.attention.triton.tuning import NEVER_SPLIT, Shape, items_aimed_at, shape_for
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
 
@@ -116,13 +116,14 @@ def attend(
         num_seqs * -(-step.max_seqlen_q * group // shape.rows),
         tokens * group // shape.rows + num_seqs,
     )
-    target = max(1, shape.waves * _multiprocessors(q.device) // heads)
+    processors = _multiprocessors(q.device)
+    target = items_aimed_at(shape, blocks, processors, heads)
     if fixed:
         least = max(1, FIXED_SPLIT // shape.tile)
         items = blocks * -(-step.max_seqlen_kv // (least * shape.tile))
         splits = items > blocks
     else:
-        splits = blocks < target
+        splits = blocks * heads < 4 * shape.programs * processors
         least = shape.least if splits else NEVER_SPLIT
         items = blocks + target if splits else blocks
     direct = not v.rotated

@@ -1,4 +1,7 @@
-"""Launch shapes: how large the tiles are, and into how many items a batch is cut."""
+"""Launch shapes: how large the tiles are, and into how many items a batch is cut.
+
+Numbers are from the H200; docs/benchmarks/attention.md has the log.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,58 @@ from dataclasses import dataclass
 from kvant.attention.triton.codec import READING, Kind
 from kvant.kv.dtype import KVDtype
 
+NEVER_SPLIT = 1 << 24
+"""Least tiles of an item that no sequence reaches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How one launch of the attention kernel is cut.
 
     rows: query rows (query, head of the group) of a program. tile: keys of one iteration.
-    least: shortest stretch of keys, in tiles. waves: items aimed at, in programs per multiprocessor.
+    programs: how many are resident on a multiprocessor. least: shortest stretch of keys in tiles.
     """
 
     rows: int
     tile: int
     warps: int
     stages: int
-    least: int
-    waves: int
+    programs: int
+    least: int = 1
     max_registers: int | None = None
-
-
-NEVER_SPLIT = 1 << 24
-"""A `least` no sequence reaches."""
 
 
 def shape_for(k: KVDtype, v: KVDtype, head_dim: int, rows: int, *, full: bool) -> Shape:
     """The shape for `rows` query rows of one sequence and KV head. full: float32 products."""
-    wide = max(READING[k].word.itemsize, 4 if full else 0) >= 4 or head_dim > 256
-    native = READING[k].elements == 1
+    a, b = READING[k], READING[v]
+    if full or max(a.word.itemsize, b.word.itemsize) > 2:
+        return Shape(16, 16, 4, 2, 2)
     if rows <= 16:
-        if wide:
-            return Shape(16, 16, 4, 2, 8, 8)
+        if head_dim > 256:
+            return Shape(16, 32, 4, 2, 2)
         if head_dim > 128:
-            return Shape(16, 32, 2, 2, 4, 12)
-        return Shape(16, 32, 1, 3, 4, 24)
+            return Shape(16, 32, 2, 2, 4)
+        if a.elements == b.elements == 4 or Kind.E4M3 in (a.kind, b.kind):
+            return Shape(16, 64, 1, 2, 8)
+        return Shape(16, 32, 1, 2, 8)
+    if head_dim > 128:
+        return Shape(32, 32, 4, 2, 2)
     if rows <= 32:
-        return Shape(32, 16 if wide else 32, 4, 2, 4, 12)
-    if rows <= 64 or wide or head_dim > 128 or READING[v].kind is Kind.E2M1 or not native:
-        return Shape(64, 16 if wide else 64, 4, 2, 4, 8)
-    return Shape(128, 64, 8, 3, 4, 8)
+        return Shape(32, 64, 4, 2, 2)
+    if 4 in (a.elements, b.elements):
+        # Not 64 rows: Triton 3.6 then multiplies with wgmma, whose operand of 32 columns (the words
+        # of 128 numbers) it reads past the end of shared memory.
+        return Shape(32, 64, 2, 3, 4)
+    native = a.elements == b.elements == 1
+    return Shape(64, 64, 4, 3, 2) if native else Shape(64, 128, 4, 2, 1)
+
+
+def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) -> int:
+    """Items besides one for each row block, so that programs fill the device a whole number of times.
+
+    blocks: bound on row blocks of the step.
+    """
+    slots = max(1, shape.programs * multiprocessors // heads)
+    halves = 2 if shape.rows <= 16 else 1  # short programs: leave room for two items a block
+    rounds = -(-halves * blocks // slots)
+    return max(1, rounds * slots - blocks)

@@ -1,0 +1,195 @@
+"""The compiled kernels against the float64 reference over stored bytes: python -m pytest -m gpu here."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from kvant.attention.triton.backend import TritonBackend
+from kvant.kv.codecs import codec_for
+from kvant.kv.dtype import KVDtype
+from tests.attention.triton import case
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = [name for name in KVDtype if name is not KVDtype.FP8_E4M3FNUZ]  # AMD's alone
+FLOATS = (torch.bfloat16, torch.float16)
+LONG = ((700, 1), (33, 1), (1, 1), (2049, 1))
+VERIFY = ((700, 16), (33, 5), (16, 16), (1100, 16))
+PREFILL = ((300, 300), (700, 130), (65, 1))
+STEPS = {"decode": LONG, "verify": VERIFY, "prefill": PREFILL}
+
+
+def check(x: case.Case, backend: TritonBackend | None = None) -> None:
+    """16-bit products with float32 sums: bfloat16 keeps 8 bits, float16 11."""
+    backend = backend or TritonBackend()
+    expected_bytes = _written(x)
+    backend.write(x.cache, x.k, x.v, x.step)
+    assert case.same_bytes((*x.cache.k, *x.cache.v), expected_bytes)
+    found = backend.attend(x.cache, x.q, x.step, x.params)
+    names = {choice.dtype for choice in (x.cache.spec.k, x.cache.spec.v) if choice is not None}
+    bound = 1e-3
+    if x.q.dtype is torch.bfloat16 or KVDtype.BFLOAT16 in names:
+        bound = 5e-3
+    if x.q.dtype is torch.float32:
+        bound = 2e-5
+    assert case.error(found, x.expected()) < bound
+
+
+def _written(x: case.Case) -> list[torch.Tensor]:
+    """What storage holds after the step's rows are written by definition."""
+    keep = x.step.slot_mapping >= 0
+    out = []
+    for planes, choice, rows, scale in (
+        (x.cache.k, x.cache.spec.k, x.k, x.cache.k_scale),
+        (x.cache.v, x.cache.spec.v, x.v, x.cache.v_scale),
+    ):
+        assert choice is not None
+        for plane, part in zip(planes, codec_for(choice.dtype).encode(rows, scale), strict=True):
+            plane = plane.clone()
+            plane.view(-1, *plane.shape[2:])[x.step.slot_mapping[keep]] = part[keep]
+            out.append(plane)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float32], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize("sequences", list(STEPS.values()), ids=list(STEPS))
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+def test_every_format_is_written_and_read_as_its_definition_says(
+    name: KVDtype, sequences: Any, causal: bool, dtype: torch.dtype
+) -> None:
+    if dtype is torch.float32:
+        sequences = tuple((length, min(new, 4)) for length, new in sequences)
+    check(
+        case.prepare(
+            name, heads=(8, 2), head_dims=(128, 128), sequences=sequences, causal=causal,
+            dtype=dtype, device="cuda",
+        )
+    )  # fmt: skip
+
+
+def _pairs() -> list[tuple[KVDtype, KVDtype]]:
+    ordered = list(itertools.permutations(FORMATS, 2))
+    return ordered[::3]  # every format several times on either side
+
+
+@pytest.mark.parametrize(("k", "v"), _pairs(), ids=str)
+def test_k_and_v_formats_are_independent(k: KVDtype, v: KVDtype) -> None:
+    for sequences in (LONG, VERIFY):
+        check(
+            case.prepare(
+                k, v, heads=(8, 2), head_dims=(128, 128), sequences=sequences,
+                dtype=torch.bfloat16, device="cuda",
+            )
+        )  # fmt: skip
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "window": {"window": 100},
+    "window, both ways": {"window": 100, "causal": False},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 3.0},
+    "pages of 32": {"page_size": 32},
+    "pages of 64": {"page_size": 64},
+    "unequal head sizes": {"head_dims": (128, 64)},
+    "head size 64": {"head_dims": (64, 64)},
+    "head size 80": {"head_dims": (80, 80)},
+    "head size 96": {"head_dims": (96, 96)},
+    "head size 256": {"head_dims": (256, 256)},
+    "head size 512": {"head_dims": (512, 512)},
+    "one head each": {"heads": (4, 4)},
+    "groups of 3": {"heads": (9, 3)},
+    "groups of 16": {"heads": (32, 2)},
+    "a scale per head": {"per_head_scales": True},
+    "padding": {"padding": 3},
+}
+
+
+@pytest.mark.parametrize("sequences", list(STEPS.values()), ids=list(STEPS))
+@pytest.mark.parametrize("variant", list(VARIANTS.values()), ids=list(VARIANTS))
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        (KVDtype.BFLOAT16, KVDtype.BFLOAT16),
+        (KVDtype.FP8_E4M3, KVDtype.NVFP4),
+        (KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD),
+        (KVDtype.NVFP4, KVDtype.INT4_PER_TOKEN_HEAD),
+    ],
+    ids=str,
+)
+def test_every_kind_of_attention_matches_the_reference(
+    k: KVDtype, v: KVDtype, variant: dict[str, Any], sequences: Any
+) -> None:
+    asked: dict[str, Any] = {"heads": (8, 2), "head_dims": (128, 128), **variant}
+    check(case.prepare(k, v, sequences=sequences, dtype=torch.bfloat16, device="cuda", **asked))
+
+
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+def test_in_batch_invariant_mode_a_query_has_the_same_bits_however_it_is_asked(
+    name: KVDtype,
+) -> None:
+    backend = TritonBackend(batch_invariant=True)
+    x = case.prepare(
+        name, heads=(8, 2), head_dims=(128, 128), sequences=((2100, 40), (700, 9), (1300, 1)),
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    check(x, backend)
+    found = backend.attend(x.cache, x.q, x.step, x.params)
+    for last in (39, 17):
+        one = replace(
+            x.step,
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
+            seqlens_kv=torch.tensor([2060 + last + 1], dtype=torch.int32, device="cuda"),
+            page_table=x.step.page_table[:1],
+            max_seqlen_q=1,
+            max_seqlen_kv=2060 + last + 1,
+        )
+        alone = backend.attend(x.cache, x.q[last : last + 1], one, x.params)
+        assert torch.equal(alone[0], found[last])
+
+
+def test_a_captured_graph_follows_the_lengths() -> None:
+    backend = TritonBackend()
+    x = case.prepare(
+        KVDtype.INT8_PER_TOKEN_HEAD, heads=(8, 2), head_dims=(128, 128),
+        sequences=((900, 1), (1500, 1)), dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    backend.write(x.cache, x.k, x.v, x.step)
+    backend.attend(x.cache, x.q, x.step, x.params)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = backend.attend(x.cache, x.q, x.step, x.params)
+    for lengths in ((900, 1500), (17, 1499), (1, 1)):
+        x.step.seqlens_kv.copy_(torch.tensor(lengths, dtype=torch.int32))
+        found.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert case.error(found, x.expected()) < 5e-3
+
+
+def test_rows_beyond_int32_elements_are_reached() -> None:
+    x = case.prepare(
+        KVDtype.FP8_E5M2, heads=(4, 4), head_dims=(128, 128), sequences=((600, 1),),
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    backend = TritonBackend()
+    backend.write(x.cache, x.k, x.v, x.step)
+    pages = 2**31 // (16 * 4 * 128) + x.cache.k[0].shape[0]
+    far = []
+    for planes in (x.cache.k, x.cache.v):
+        (plane,) = planes
+        big = torch.full((pages, *plane.shape[1:]), 0xFF, dtype=torch.uint8, device="cuda")
+        big[-plane.shape[0] :] = plane
+        far.append((big,))
+    cache = replace(x.cache, k=far[0], v=far[1])
+    step = replace(x.step, page_table=x.step.page_table + (pages - x.cache.k[0].shape[0]))
+    assert torch.equal(
+        backend.attend(cache, x.q, step, x.params), backend.attend(x.cache, x.q, x.step, x.params)
+    )

@@ -24,7 +24,7 @@ BYTES = {
 }
 
 
-@pytest.mark.parametrize("dtype", KVDtype)
+@pytest.mark.parametrize("dtype", BYTES)
 def test_row_bytes_are_those_of_the_layout(dtype: KVDtype) -> None:
     assert {dim: 2 * dtype.format.row_bytes(dim) for dim in BYTES[dtype]} == BYTES[dtype]
 

@@ -120,6 +120,17 @@ def test_in_batch_invariant_mode_a_query_has_the_same_bits_alone_and_among_other
         assert torch.equal(one[0], found[last])
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_rows_of_zeros_are_read_as_zeros(fixed: bool) -> None:
+    """Their scales are the smallest there are: nothing made of them may overflow."""
+    for name in (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD):
+        x = case.prepare(name, sequences=((20, 20),))
+        zeros = torch.zeros_like(x.k)
+        TritonBackend().write(x.cache, zeros, zeros, x.step)
+        found = attend(x.cache, x.q, x.step, x.params, SPLIT, fixed=fixed)
+        assert torch.equal(found, torch.zeros_like(found))
+
+
 def test_float32_queries_are_computed_in_float32() -> None:
     for name in (KVDtype.FLOAT32, KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.NVFP4):
         x = case.prepare(name, sequences=((20, 1),), dtype=torch.float32)

@@ -32,6 +32,7 @@ from kvant.attention.triton.workmap import find_item, tiles_per_split
 LOWEST = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(32768.0)
 LOG2E = tl.constexpr(1.4426950408889634)
+SMALL = tl.constexpr(2.0**-100)  # least reference for value scales: HEADROOM / SMALL is finite
 
 
 @triton.jit
@@ -125,7 +126,8 @@ def _tile(
     HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     WORDS_K: tl.constexpr, WORDS_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
     KIND_K: tl.constexpr, SCALING_K: tl.constexpr, KIND_V: tl.constexpr, SCALING_V: tl.constexpr,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, FULL: tl.constexpr, FIXED: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values.
 
@@ -192,9 +194,19 @@ def _tile(
 
     if SCALING_V == ROW or SCALING_V == ROW_ZERO:
         scale, zero = _row_scales(v_scales, _at(page, small, 1, PAGE, HEADS), there, SCALING_V)
-        new_reference = tl.maximum(reference, tl.max(scale, 0))
+        if FIXED:
+            # Each row's own, over what it sees: other queries of the block must not change its bits.
+            if MASKED:
+                seen = tl.max(tl.where(ok, scale[None, :], 0.0), 1)
+            else:
+                seen = tl.max(scale, 0)
+            new_reference = tl.maximum(reference, seen)
+            up = 1.0 / new_reference * HEADROOM
+            p = p * scale[None, :] * up[:, None]
+        else:
+            new_reference = tl.maximum(reference, tl.max(scale, 0))
+            p *= (scale * (HEADROOM / new_reference))[None, :]
         fade *= reference / new_reference
-        p *= (scale * (HEADROOM / new_reference))[None, :]
         reference = new_reference
     p = _operand(p, KIND_V, FULL)
     if KIND_V == UINT4:
@@ -364,7 +376,9 @@ def paged_attention(
     top = tl.full((ROWS,), LOWEST, tl.float32)
     den = tl.zeros((ROWS,), tl.float32)
     zeros = tl.zeros((ROWS,), tl.float32)
-    reference = 1.1754943508222875e-38
+    reference = SMALL
+    if FIXED:
+        reference = tl.full((ROWS,), SMALL, tl.float32)
     WORDS_K: tl.constexpr = HEAD_K // ELEMENTS_K
     WORDS_V: tl.constexpr = HEAD_V // ELEMENTS_V
     pages = page_table + seq.to(tl.int64) * max_pages
@@ -377,14 +391,14 @@ def paged_attention(
                 state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
                 k_codes, k_scales, v_codes, v_scales, pages, head,
                 TILE, HEADS, PAGE, HEAD_K, HEAD_V, WORDS_K, WORDS_V, PAD_K, PAD_V,
-                KIND_K, SCALING_K, KIND_V, SCALING_V, False, SOFTCAP, FULL, PTX,
+                KIND_K, SCALING_K, KIND_V, SCALING_V, False, SOFTCAP, FULL, FIXED, PTX,
             )  # fmt: skip
     for at in tl.range(masked_from, end, TILE, num_stages=1):
         state = _tile(
             state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
             k_codes, k_scales, v_codes, v_scales, pages, head,
             TILE, HEADS, PAGE, HEAD_K, HEAD_V, WORDS_K, WORDS_V, PAD_K, PAD_V,
-            KIND_K, SCALING_K, KIND_V, SCALING_V, True, SOFTCAP, FULL, PTX,
+            KIND_K, SCALING_K, KIND_V, SCALING_V, True, SOFTCAP, FULL, FIXED, PTX,
         )  # fmt: skip
     acc, top, den, zeros, reference, _ = state
     if SOFTCAP:

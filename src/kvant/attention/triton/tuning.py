@@ -51,6 +51,8 @@ def shape_for(k: KVDtype, v: KVDtype, head_dim: int, rows: int, *, full: bool) -
     if 4 in (a.elements, b.elements):
         # Not 64 rows: Triton 3.6 then multiplies with wgmma, whose operand of 32 columns (the words
         # of 128 numbers) it reads past the end of shared memory.
+        if Kind.E2M1 in (a.kind, b.kind):
+            return Shape(32, 32, 1, 2, 8)
         return Shape(32, 64, 2, 3, 4)
     native = a.elements == b.elements == 1
     return Shape(64, 64, 4, 3, 2) if native else Shape(64, 128, 4, 2, 1)

@@ -1,0 +1,62 @@
+"""What the Triton backend says of a need, without triton or a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvant.attention.need import DeviceFacts, DeviceKind, Need
+from kvant.attention.triton import info
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from tests.attention import driver
+
+H200 = DeviceFacts(DeviceKind.CUDA, "sm_90")
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "_refuse_package", lambda: None)
+
+
+def need(k: KVDtype, v: KVDtype | None = None, device: DeviceFacts = H200) -> Need:
+    layer = driver.layer(head_dim_k=128)
+    return Need(layer, k, v or k, ComputeDtype.BFLOAT16, 16, device)
+
+
+@pytest.mark.parametrize("name", [n for n in KVDtype if n is not KVDtype.FP8_E4M3FNUZ], ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_90a"])
+def test_every_format_of_nvidia_is_served_from_sm_80(name: KVDtype, arch: str) -> None:
+    assert info.refuse(need(name, device=DeviceFacts(DeviceKind.CUDA, arch))) is None
+
+
+def test_the_encoding_of_gfx942_is_refused_elsewhere_with_the_reason() -> None:
+    assert "gfx942" in (info.refuse(need(KVDtype.FP8_E4M3FNUZ)) or "")
+    gfx942 = DeviceFacts(DeviceKind.ROCM, "gfx942")
+    assert info.refuse(need(KVDtype.FP8_E4M3FNUZ, device=gfx942)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        (DeviceFacts(DeviceKind.CPU), "GPUs only"),
+        (DeviceFacts(DeviceKind.CUDA, "sm_75"), "sm_75"),
+        (DeviceFacts(DeviceKind.CUDA), "unknown"),
+        (DeviceFacts(DeviceKind.ROCM, "gfx1100"), "gfx1100"),
+    ],
+    ids=str,
+)
+def test_a_device_it_cannot_use_is_named(device: DeviceFacts, says: str) -> None:
+    assert says in (info.refuse(need(KVDtype.BFLOAT16, device=device)) or "")
+
+
+def test_shapes_it_cannot_use_are_named() -> None:
+    fine = need(KVDtype.BFLOAT16)
+    assert "1024" in (info.refuse(replace(fine, layer=driver.layer(head_dim_k=1024))) or "")
+    assert "24" in (info.refuse(replace(fine, page_size=24)) or "")
+    assert "float64" in (info.refuse(replace(fine, compute=ComputeDtype.FLOAT64)) or "")
+
+
+def test_a_missing_package_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "_refuse_package", lambda: "the package triton is not installed")
+    assert "not installed" in (info.refuse(need(KVDtype.BFLOAT16)) or "")

@@ -139,6 +139,7 @@ def open_llm(flags: ModelFlags, console: Console, *, num_requests: int) -> LLM:
     from kvant.engine.llm import LLM
     from kvant.engine.planning import PlanRequest
     from kvant.kv.memory import parse_size
+    from kvant.kv.names import parse_compute_dtype
 
     memory = flags.kv_cache_memory
     request = PlanRequest(
@@ -152,7 +153,7 @@ def open_llm(flags: ModelFlags, console: Console, *, num_requests: int) -> LLM:
             missing_scales=flags.missing_scales,
         ),
         revision=flags.revision,
-        dtype=options.compute_dtype_from(flags.dtype),
+        dtype=parse_compute_dtype(flags.dtype, asked_by="--dtype"),
         backend=parse_backend(flags.attention_backend, asked_by="--attention-backend"),
         page_size=flags.page_size,
         max_model_len=flags.max_model_len,

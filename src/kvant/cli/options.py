@@ -9,10 +9,8 @@ from typing import Annotated
 import typer
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.engine.config import ENV_KV_CACHE_DTYPE, kv_requests
+from kvant.engine.config import ENV_KV_CACHE_DTYPE, flag_and_value, kv_requests
 from kvant.errors import UnknownName
-from kvant.kv.dtype import ComputeDtype
-from kvant.kv.names import parse_compute_dtype
 from kvant.kv.request import Requests
 from kvant.models.geometry.compute_dtype import host_cpu_has_bf16
 
@@ -121,20 +119,8 @@ def requests_from(
         policy=policy,
         missing_scales=missing_scales,
         strict=strict,
-        label=_flag_and_value,
+        label=flag_and_value,
     )
-
-
-_FLAGS = {"kv_cache_rules": "--kv-cache-rule"}
-
-
-def _flag_and_value(name: str, value: object) -> str:
-    return f"{_FLAGS.get(name, '--' + name.replace('_', '-'))} {value}"
-
-
-def compute_dtype_from(text: str) -> ComputeDtype | None:
-    """None for `auto`."""
-    return None if text == "auto" else parse_compute_dtype(text, asked_by="--dtype")
 
 
 _DEVICES = {

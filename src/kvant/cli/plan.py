@@ -65,6 +65,7 @@ def plan(
     from kvant.attention.select import parse_backend
     from kvant.engine.speculative_config import parse_speculative_config
     from kvant.kv.memory import parse_size
+    from kvant.kv.names import parse_compute_dtype
 
     refuse_calculated_scales(calculate_kv_scales)
     refuse_tensor_parallel(tensor_parallel_size)
@@ -80,7 +81,7 @@ def plan(
             missing_scales=missing_scales,
         ),
         revision=revision,
-        dtype=options.compute_dtype_from(dtype),
+        dtype=parse_compute_dtype(dtype, asked_by="--dtype"),
         backend=parse_backend(attention_backend, asked_by="--attention-backend"),
         page_size=page_size,
         max_model_len=max_model_len,

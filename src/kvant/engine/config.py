@@ -98,5 +98,13 @@ def kv_requests(
     return found if policy is None else found.merged(read_policy(policy))
 
 
+_FLAGS = {"kv_cache_rules": "--kv-cache-rule"}
+
+
+def flag_and_value(name: str, value: object) -> str:
+    """An argument as it reads on a command line: the `label` of `kv_requests` for commands."""
+    return f"{_FLAGS.get(name, '--' + name.replace('_', '-'))} {value}"
+
+
 def _asked(text: str, by: str) -> Asked:
     return Asked(parse_format(text, asked_by=by), by)

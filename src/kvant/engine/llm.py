@@ -76,7 +76,7 @@ class LLM:
                 label=lambda name, value: f"{name}={value!r}",
             ),
             revision=revision,
-            dtype=None if dtype == "auto" else parse_compute_dtype(dtype, asked_by="dtype"),
+            dtype=parse_compute_dtype(dtype, asked_by="dtype"),
             backend=parse_backend(attention_backend, asked_by="attention_backend"),
             page_size=_page_size(page_size, block_size),
             max_model_len=_at_least_one("max_model_len", max_model_len),

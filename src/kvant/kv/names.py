@@ -67,8 +67,10 @@ def parse_format(text: str, *, asked_by: str) -> FormatRequest:
     return FormatRequest(k, parse_one(parts[1], asked_by=asked_by) if len(parts) == 2 else k)
 
 
-def parse_compute_dtype(text: str, *, asked_by: str) -> ComputeDtype:
-    """The dtype a model computes in ("bfloat16", "bf16", ...), without `auto`."""
+def parse_compute_dtype(text: str, *, asked_by: str) -> ComputeDtype | None:
+    """The dtype a model computes in ("bfloat16", "bf16", ...); None for `auto`."""
+    if text == Follow.CHECKPOINT.value:
+        return None
     name = text.strip().lower()
     name = _COMPUTE.get(name, name)
     try:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvant.errors import BadCheckpoint, BadValue, NotServable, WayOut
-from kvant.kv.checkpoint.audit import audit
+from kvant.kv.checkpoint.audit import STORE_MODEL_DTYPE, audit
 from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, Side, UnreadableWish
 from kvant.kv.checkpoint.lookup import wish_for
 from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
@@ -26,8 +26,6 @@ from kvant.kv.names import Request
 from kvant.kv.request import Asked, KVRequest, LayerRule, Selector
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Rejected, Role, Source
 from kvant.kv.warn import plan_warnings
-
-STORE_MODEL_DTYPE = WayOut("store the model dtype instead", ("--kv-cache-dtype", "model"))
 
 
 @dataclass(frozen=True, slots=True)

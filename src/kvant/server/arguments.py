@@ -7,14 +7,12 @@ from pathlib import Path
 import msgspec
 
 from kvant.attention.select import parse_backend
-from kvant.engine.config import EngineConfig, kv_requests, make_config
+from kvant.engine.config import EngineConfig, flag_and_value, kv_requests, make_config
 from kvant.engine.device import host_device
 from kvant.engine.planning import DEFAULT_PAGE_SIZE, PlanRequest
 from kvant.engine.speculative_config import parse_speculative_config
 from kvant.kv.memory import parse_size
 from kvant.kv.names import parse_compute_dtype
-
-_FLAGS = {"kv_cache_rules": "--kv-cache-rule"}
 
 
 class EngineArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,12 +50,10 @@ def engine_config(given: EngineArguments) -> EngineConfig:
             policy=None if given.policy is None else Path(given.policy),
             missing_scales=given.missing_scales,
             strict=given.strict,
-            label=_flag_and_value,
+            label=flag_and_value,
         ),
         revision=given.revision,
-        dtype=None
-        if given.dtype == "auto"
-        else parse_compute_dtype(given.dtype, asked_by="--dtype"),
+        dtype=parse_compute_dtype(given.dtype, asked_by="--dtype"),
         backend=parse_backend(given.attention_backend, asked_by="--attention-backend"),
         page_size=given.page_size,
         max_model_len=given.max_model_len,
@@ -76,7 +72,3 @@ def engine_config(given: EngineArguments) -> EngineConfig:
         prefix_caching=given.prefix_caching,
         seed=given.seed,
     )
-
-
-def _flag_and_value(name: str, value: object) -> str:
-    return f"{_FLAGS.get(name, '--' + name.replace('_', '-'))} {value}"

@@ -7,12 +7,26 @@ from typing import Protocol, cast
 
 from kvant.attention.base import AttentionBackend
 from kvant.attention.select import BACKENDS
-from kvant.errors import EngineFault
+from kvant.errors import EngineFault, NotServable, WayOut
 from kvant.kv.spec import KVPlan
 
 
 class _BackendModule(Protocol):
     def backend(self) -> AttentionBackend: ...
+
+
+def _import(name: str, module: str) -> _BackendModule:
+    try:
+        return cast(_BackendModule, importlib.import_module(module))
+    except ModuleNotFoundError as fault:
+        raise NotServable(
+            f"the attention backend {name} cannot run here",
+            why=f"the package {fault.name} is not installed",
+            ways_out=(
+                WayOut(f"pip install {fault.name}"),
+                WayOut("take the slow one", ("--attention-backend", "reference")),
+            ),
+        ) from fault
 
 
 def load_backends(plan: KVPlan) -> tuple[AttentionBackend, ...]:
@@ -22,8 +36,7 @@ def load_backends(plan: KVPlan) -> tuple[AttentionBackend, ...]:
 
     def load(name: str) -> AttentionBackend:
         if name not in loaded:
-            module = cast(_BackendModule, importlib.import_module(modules[name]))
-            loaded[name] = module.backend()
+            loaded[name] = _import(name, modules[name]).backend()
         return loaded[name]
 
     names: list[str | None] = [layer.backend for layer in plan.layers]

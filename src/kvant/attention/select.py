@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
+from kvant.attention.triton.info import INFO as TRITON
 from kvant.errors import UnknownName
 from kvant.kv.dtype import KVDtype
 from kvant.kv.geometry import Attention
 from kvant.kv.resolve import Served
 from kvant.kv.spec import Rejected
 
-BACKENDS: tuple[BackendInfo, ...] = (REFERENCE,)
+BACKENDS: tuple[BackendInfo, ...] = (TRITON, REFERENCE)
 """Every backend, fastest first: the first that does not refuse serves the layer."""
 
 
@@ -35,6 +36,8 @@ def select(need: Need, *, only: BackendInfo | None = None) -> Served:
             rejected.append(Rejected(info.name, f"--attention-backend {only.name} was asked for"))
             continue
         reason = _refuse_formats(need) or info.refuse(need)
+        if reason is None and only is None and info is REFERENCE and _is_gpu(need.device):
+            reason = "on a GPU it is chosen by name only: --attention-backend reference"
         if reason is None:
             return Served(True, info.name, tuple(rejected))
         rejected.append(Rejected(info.name, reason))
@@ -46,6 +49,10 @@ def allow(need: Need, *, not_runnable: str) -> Served:
     reason = _refuse_formats(need)
     rejected = tuple(Rejected(info.name, reason or not_runnable) for info in BACKENDS)
     return Served(reason is None, None, rejected)
+
+
+def _is_gpu(device: DeviceFacts) -> bool:
+    return device.kind is not DeviceKind.CPU
 
 
 def _refuse_formats(need: Need) -> str | None:

@@ -28,10 +28,10 @@ class Batch:
     sampled: list[Sequence]
 
 
-def build_batch(
-    chunks: Items[Chunk], page_table: PageTable, page_size: int, device: torch.device
-) -> Batch:
-    """Everything is computed for all chunks at once; only the tokens are gathered one by one."""
+def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> Batch:
+    """A batch on the host. Everything is computed for all chunks at once; only the tokens are
+    gathered one by one.
+    """
     count = len(chunks)
     starts = np.fromiter((c.start for c in chunks), np.int64, count)
     lengths = np.fromiter((c.num_tokens for c in chunks), np.int64, count)
@@ -49,18 +49,18 @@ def build_batch(
 
     samples = np.fromiter((c.samples for c in chunks), np.bool_, count)
     step = Step(
-        cu_seqlens_q=torch.from_numpy(cu_seqlens.astype(np.int32)).to(device),
-        seqlens_kv=torch.from_numpy(seqlens_kv.astype(np.int32)).to(device),
-        page_table=torch.from_numpy(table).to(device),
-        slot_mapping=torch.from_numpy(slots).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        cu_seqlens_q=torch.from_numpy(cu_seqlens.astype(np.int32)),
+        seqlens_kv=torch.from_numpy(seqlens_kv.astype(np.int32)),
+        page_table=torch.from_numpy(table),
+        slot_mapping=torch.from_numpy(slots),
+        positions=torch.from_numpy(positions),
         max_seqlen_q=int(lengths.max()),
         max_seqlen_kv=longest,
     )
     return Batch(
-        input_ids=torch.tensor(_tokens(chunks), dtype=torch.int64, device=device),
+        input_ids=torch.tensor(_tokens(chunks), dtype=torch.int64),
         step=step,
-        logits_index=torch.from_numpy(cu_seqlens[1:][samples] - 1).to(device),
+        logits_index=torch.from_numpy(cu_seqlens[1:][samples] - 1),
         sampled=[c.sequence for c in chunks if c.samples],
     )
 

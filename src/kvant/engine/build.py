@@ -58,10 +58,16 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     device = torch_device(planned.request.device)
     tokenizing = open_tokenizer(target.local.path)
     model = load_model(
-        target.local.path, target.kv, target.geometry, device=device, max_model_len=max_model_len
+        target.local.path,
+        target.kv,
+        target.geometry,
+        device=device,
+        max_model_len=max_model_len,
+        random_weights=config.random_weights,
     )
     assert planned.memory.num_pages is not None
     runner = ModelRunner(model, planned.memory.num_pages)
+    runner.capture(config.max_num_seqs, max_model_len)
     engine = Engine(
         runner,
         SchedulerLimits(
@@ -104,8 +110,9 @@ def plan_engine(
     budget = choose_kv_bytes(first, free_bytes(config.plan.device), config.max_num_seqs)
     request = replace(config.plan, kv_cache_bytes=budget)
     choose_max_model_len(make_plan(request))
-    locate(request.model, revision=request.revision, weights=True, progress=progress)
-    planned = make_plan(request, weights=True)
+    weights = not config.random_weights
+    locate(request.model, revision=request.revision, weights=weights, progress=progress)
+    planned = make_plan(request, weights=weights)
     max_model_len, note = choose_max_model_len(planned)
     notes = [] if note is None else [note]
     return planned, max_model_len, (*notes, *planned.target.local.notes)

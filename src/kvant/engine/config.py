@@ -21,7 +21,8 @@ ENV_KV_CACHE_DTYPE = "KVANT_KV_CACHE_DTYPE"
 class EngineConfig:
     """plan: the model, its device and its KV cache. The rest: how requests share one step.
 
-    seed: of the seeds of requests without one; None draws it.
+    seed: of the seeds of requests without one; None draws it. random_weights: load no weights, for
+    timings of a model of which only the configuration is there.
     """
 
     plan: PlanRequest
@@ -29,6 +30,7 @@ class EngineConfig:
     max_num_batched_tokens: int
     prefix_caching: bool = True
     seed: int | None = None
+    random_weights: bool = False
 
 
 def make_config(

@@ -234,9 +234,7 @@ class Engine:
     def _run(self, chunks: list[Chunk], pages_to_zero: list[int]) -> list[Sampled]:
         if pages_to_zero:
             self.runner.zero(pages_to_zero)
-        batch = build_batch(
-            chunks, self.scheduler.page_table, self.limits.page_size, self.runner.device
-        )
+        batch = build_batch(chunks, self.scheduler.page_table, self.limits.page_size)
         logits = self.runner.run(batch)
         return sample(logits, batch.sampled, self.eos_token_ids)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvant.attention.backends import load_backends
-from kvant.attention.base import StepCall
+from kvant.attention.base import Step, StepCall
 from kvant.engine.batch import Batch
+from kvant.engine.graphs import DecodeGraphs
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel
 
@@ -26,7 +28,10 @@ class Runner(Protocol):
         ...
 
     def run(self, batch: Batch) -> Tensor:
-        """Write the batch's K and V; logits [len(batch.sampled), vocab_size]."""
+        """Write the batch's K and V; logits [len(batch.sampled), vocab_size], valid until the next run.
+
+        The batch's tensors are on the host.
+        """
         ...
 
 
@@ -37,6 +42,7 @@ class ModelRunner:
         self.model = model
         self.pool = KVPool(model.plan, num_pages, device=model.device, scales=model.scales)
         self._backends = load_backends(model.plan)
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def device(self) -> torch.device:
@@ -46,5 +52,40 @@ class ModelRunner:
         self.pool.zero(pages)
 
     def run(self, batch: Batch) -> Tensor:
-        call = StepCall(batch.step, self.pool, self._backends)
-        return self.model.forward(batch.input_ids, call, batch.logits_index)
+        graphs = self._graphs
+        if graphs is not None and graphs.holds(batch.step):
+            logits = graphs.run(batch.input_ids, batch.step)
+            if len(batch.sampled) == logits.shape[0]:
+                return logits
+            return logits[batch.logits_index.to(self.device)]
+        if self.device.type == "cpu":
+            return self._forward(batch.input_ids, batch.step, batch.logits_index)
+        there = self.device
+        return self._forward(
+            batch.input_ids.to(there), _moved(batch.step, there), batch.logits_index.to(there)
+        )
+
+    def capture(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Record decode steps as CUDA graphs; on a CPU there is nothing to do."""
+        if self.device.type == "cpu":
+            return
+        pages = -(-max_model_len // self.model.plan.page_size)
+        graphs = DecodeGraphs(self._forward, max_num_seqs, pages, max_model_len, self.device)
+        graphs.capture()
+        self._graphs = graphs
+
+    def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
+        return self.model.forward(
+            input_ids, StepCall(step, self.pool, self._backends), logits_index
+        )
+
+
+def _moved(step: Step, device: torch.device) -> Step:
+    return replace(
+        step,
+        cu_seqlens_q=step.cu_seqlens_q.to(device),
+        seqlens_kv=step.seqlens_kv.to(device),
+        page_table=step.page_table.to(device),
+        slot_mapping=step.slot_mapping.to(device),
+        positions=step.positions.to(device),
+    )

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 
 from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
@@ -51,13 +52,15 @@ def load_model(
     *,
     device: torch.device,
     max_model_len: int | None = None,
+    random_weights: bool = False,
 ) -> LoadedModel:
     """The model in the directory `path`, computing in the plan's dtype.
 
     Reads safetensors only and runs no code that comes with the checkpoint. max_model_len: the
     longest sequence that will be served, None for the longest the model allows; it fixes rotary
-    frequencies that depend on it. Raises NotServable for what Kvant cannot run, BadCheckpoint for
-    weights that are missing or do not fit.
+    frequencies that depend on it. random_weights: read no weight, for timings.
+    Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or do
+    not fit.
     """
     if geometry.not_runnable is not None:
         raise NotServable(f"{path} can be planned but not run", why=geometry.not_runnable)
@@ -70,7 +73,11 @@ def load_model(
         config = _read_config(path)
         leave_weights_only(config, path)
         with quiet_compressed_tensors(is_compressed(config)):
-            module, unused = _read_weights(path, config, plan.compute_dtype, device)
+            if random_weights:
+                module = _make_weights(config, plan.compute_dtype, device)
+                unused: tuple[str, ...] = ()
+            else:
+                module, unused = _read_weights(path, config, plan.compute_dtype, device)
             decode_weights(module)
     fix_frequencies(module, max_model_len or geometry.max_model_len)
     check_nothing_quantises_kv(module)
@@ -143,6 +150,29 @@ def _read_weights(
     _check_complete(path, info)
     assert isinstance(module, PreTrainedModel)
     return module, tuple(sorted(info["unexpected_keys"]))
+
+
+def _make_weights(
+    config: PreTrainedConfig, compute: ComputeDtype, device: torch.device
+) -> PreTrainedModel:
+    """The module with small random numbers, made on the device itself."""
+    with torch.device(device), no_init_weights():
+        made: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config,
+            dtype=TORCH_COMPUTE[compute],
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=False,
+        )
+    assert isinstance(made, PreTrainedModel)
+    module = made
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+        elif name.endswith(".bias"):
+            parameter.data.zero_()
+    module.train(False)
+    return module
 
 
 def _check_complete(path: Path, info: Mapping[str, Any]) -> None:

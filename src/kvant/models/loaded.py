@@ -14,6 +14,7 @@ from kvant.attention.hook import ATTENTION_NAME
 from kvant.attention.watch import check_all_were_reached, watch
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.spec import KVPlan
+from kvant.models.fused import fuse
 
 
 class LoadedModel:
@@ -37,6 +38,7 @@ class LoadedModel:
         self.device = device
         self.unused_tensors = unused_tensors
         self._module = module
+        self._fused = fuse(module, plan)
         self._proved = False
 
     @property
@@ -60,7 +62,11 @@ class LoadedModel:
         tensors = {id(t): t for t in (*self._module.parameters(), *self._module.buffers())}
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
-    @torch.no_grad()
+    @property
+    def is_fused(self) -> bool:
+        """Whether Kvant's own decoder runs the weights; otherwise transformers' modules do."""
+        return self._fused is not None
+
     def forward(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
         """Run one step and return logits [len(logits_index), vocab_size], float32 or wider.
 
@@ -68,21 +74,20 @@ class LoadedModel:
         in T. Writes the step's keys and values into the pool. Raises EngineFault at the first
         forward if a planned layer does not attend through the pool.
         """
-        if self._proved:
-            return self._run(input_ids, call, logits_index)
-        watched, backends = watch(call)
-        logits = self._run(input_ids, watched, logits_index)
-        check_all_were_reached(call, backends, type(self._module).__name__)
-        self._proved = True
-        return logits
+        return self.forward_with_hidden(input_ids, call, logits_index, ())[0]
 
+    @torch.no_grad()
     def forward_with_hidden(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`forward`, and what these decoder layers hand on: [T, hidden_size] each, as computed."""
-        with _tap(self._decoder_layers, layers) as taps:
-            logits = self.forward(input_ids, call, logits_index)
-        return logits, tuple(taps[index] for index in layers)
+        if self._proved:
+            return self._run(input_ids, call, logits_index, layers)
+        watched, backends = watch(call)
+        found = self._run(input_ids, watched, logits_index, layers)
+        check_all_were_reached(call, backends, type(self._module).__name__)
+        self._proved = True
+        return found
 
     @property
     def _decoder_layers(self) -> nn.ModuleList:
@@ -90,17 +95,22 @@ class LoadedModel:
         assert isinstance(found, nn.ModuleList)
         return found
 
-    def _run(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
-        """The packed tokens as a batch of one."""
-        out = self._module(
-            input_ids=input_ids[None],
-            position_ids=call.step.positions[None],
-            use_cache=False,
-            logits_to_keep=logits_index,
-            **{ATTENTION_NAME: call},
-        )
-        logits: Tensor = out.logits[0]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    def _run(
+        self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if self._fused is not None:
+            logits, taken = self._fused.forward(input_ids, call, logits_index, layers)
+        else:
+            with _tap(self._decoder_layers, layers) as taps:
+                out = self._module(
+                    input_ids=input_ids[None],  # the packed tokens as a batch of one
+                    position_ids=call.step.positions[None],
+                    use_cache=False,
+                    logits_to_keep=logits_index,
+                    **{ATTENTION_NAME: call},
+                )
+            logits, taken = out.logits[0], tuple(taps[index] for index in layers)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), taken
 
 
 @contextmanager

@@ -7,16 +7,13 @@ from dataclasses import replace
 import pytest
 
 from kvant.attention.need import DeviceFacts, DeviceKind, Need
+from kvant.attention.reference.info import INFO as REFERENCE
+from kvant.attention.select import select
 from kvant.attention.triton import info
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from tests.attention import driver
 
 H200 = DeviceFacts(DeviceKind.CUDA, "sm_90")
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "_refuse_package", lambda: None)
 
 
 def need(k: KVDtype, v: KVDtype | None = None, device: DeviceFacts = H200) -> Need:
@@ -57,6 +54,11 @@ def test_shapes_it_cannot_use_are_named() -> None:
     assert "float64" in (info.refuse(replace(fine, compute=ComputeDtype.FLOAT64)) or "")
 
 
-def test_a_missing_package_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "_refuse_package", lambda: "the package triton is not installed")
-    assert "not installed" in (info.refuse(need(KVDtype.BFLOAT16)) or "")
+def test_a_gpu_is_planned_with_triton_and_the_reference_only_by_name() -> None:
+    asked = need(KVDtype.FP8_E4M3)
+    served = select(asked)
+    assert served.backend == "triton"
+    refused = replace(asked, compute=ComputeDtype.FLOAT64)
+    assert not select(refused).is_served
+    assert "by name" in str(select(refused).rejected)
+    assert select(refused, only=REFERENCE).backend == "reference"

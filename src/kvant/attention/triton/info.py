@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 from kvant.attention.need import BackendInfo, DeviceKind, Need
@@ -33,7 +32,7 @@ def refuse(need: Need) -> str | None:
         return f"pages are a power of two of tokens, not {need.page_size}"
     if need.compute is ComputeDtype.FLOAT64:
         return "the kernels compute in float32 at most; float64 is the reference backend's"
-    return _refuse_device(need) or _refuse_formats(need) or _refuse_package()
+    return _refuse_device(need) or _refuse_formats(need)
 
 
 def _refuse_device(need: Need) -> str | None:
@@ -54,12 +53,6 @@ def _refuse_formats(need: Need) -> str | None:
     fnuz = KVDtype.FP8_E4M3FNUZ in (need.k, need.v)
     if fnuz and need.device.arch not in _NUZ:
         return f"{KVDtype.FP8_E4M3FNUZ} is the encoding of {', '.join(_NUZ)} alone"
-    return None
-
-
-def _refuse_package() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
     return None
 
 

@@ -12,7 +12,7 @@ from kvant.kv.spec import KVPlan
 
 
 class _BackendModule(Protocol):
-    def backend(self) -> AttentionBackend: ...
+    def backend(self, *, batch_invariant: bool = False) -> AttentionBackend: ...
 
 
 def _import(name: str, module: str) -> _BackendModule:
@@ -29,14 +29,24 @@ def _import(name: str, module: str) -> _BackendModule:
         ) from fault
 
 
-def load_backends(plan: KVPlan) -> tuple[AttentionBackend, ...]:
-    """The backend of every layer by layer index; a layer without one of its own has its owner's."""
+def load_backends(plan: KVPlan, *, batch_invariant: bool = False) -> tuple[AttentionBackend, ...]:
+    """The backend of every layer by layer index; a layer without one of its own has its owner's.
+
+    batch_invariant: as the plan was made; see `BackendInfo`.
+    """
     modules = {info.name: info.module for info in BACKENDS}
+    able = {info.name for info in BACKENDS if info.batch_invariant}
     loaded: dict[str, AttentionBackend] = {}
 
     def load(name: str) -> AttentionBackend:
         if name not in loaded:
-            loaded[name] = _import(name, modules[name]).backend()
+            module = _import(name, modules[name])
+            if not batch_invariant:
+                loaded[name] = module.backend()
+            elif name in able:
+                loaded[name] = module.backend(batch_invariant=True)
+            else:
+                raise EngineFault(f"backend {name} was planned, but is not batch-invariant")
         return loaded[name]
 
     names: list[str | None] = [layer.backend for layer in plan.layers]

@@ -34,7 +34,10 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One layer's storage on one device. v is None for MLA."""
+    """One layer's storage on one device. v is None for MLA.
+
+    batch_invariant: whether a query's result may depend on nothing but its own sequence.
+    """
 
     layer: LayerGeometry
     k: KVDtype
@@ -42,6 +45,7 @@ class Need:
     compute: ComputeDtype
     page_size: int
     device: DeviceFacts
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,12 @@ class BackendInfo:
     """A backend as planning knows it. module: where `backend()` makes the real one (imports torch).
 
     refuse: why the backend cannot serve this need, or None; pure, and callable without the device.
+    batch_invariant: whether it can promise that, bit for bit, a query's result depends neither on what
+    else is in the step nor on how many queries of its sequence are. Then `backend()` takes
+    `batch_invariant=True`.
     """
 
     name: str
     module: str
     refuse: Callable[[Need], str | None]
+    batch_invariant: bool = False

@@ -35,7 +35,7 @@ def select(need: Need, *, only: BackendInfo | None = None) -> Served:
         if only is not None and info is not only:
             rejected.append(Rejected(info.name, f"--attention-backend {only.name} was asked for"))
             continue
-        reason = _refuse_formats(need) or info.refuse(need)
+        reason = _refuse_formats(need) or _refuse_mode(need, info) or info.refuse(need)
         if reason is None and only is None and info is REFERENCE and _is_gpu(need.device):
             reason = "on a GPU it is chosen by name only: --attention-backend reference"
         if reason is None:
@@ -53,6 +53,12 @@ def allow(need: Need, *, not_runnable: str) -> Served:
 
 def _is_gpu(device: DeviceFacts) -> bool:
     return device.kind is not DeviceKind.CPU
+
+
+def _refuse_mode(need: Need, info: BackendInfo) -> str | None:
+    if need.batch_invariant and not info.batch_invariant:
+        return "its results depend on the batch, and --batch-invariant was asked for"
+    return None
 
 
 def _refuse_formats(need: Need) -> str | None:

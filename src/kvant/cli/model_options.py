@@ -118,6 +118,7 @@ class ModelFlags:
     strict: bool
     page_size: int
     attention_backend: str
+    batch_invariant: bool
     revision: str | None
     kv_cache_memory: str | None
     prefix_caching: bool
@@ -156,6 +157,7 @@ def open_llm(flags: ModelFlags, console: Console, *, num_requests: int) -> LLM:
         dtype=parse_compute_dtype(flags.dtype, asked_by="--dtype"),
         backend=parse_backend(flags.attention_backend, asked_by="--attention-backend"),
         page_size=flags.page_size,
+        batch_invariant=flags.batch_invariant,
         max_model_len=flags.max_model_len,
         kv_cache_bytes=None if memory is None else parse_size(memory, asked_by="--kv-cache-memory"),
         device=host_device(flags.device),

@@ -87,6 +87,14 @@ Dtype = Annotated[
 Backend = Annotated[
     str, typer.Option("--attention-backend", metavar="B", help="auto, or one backend by name.")
 ]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="Each answer is bitwise the same alone or in any batch, with any chunking, caching or "
+        "preemption; slower.",
+    ),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")
 ]

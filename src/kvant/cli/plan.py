@@ -35,6 +35,7 @@ def plan(
     strict: options.Strict = False,
     page_size: options.PageSize = 16,
     attention_backend: options.Backend = "auto",
+    batch_invariant: options.BatchInvariant = False,
     speculative_config: options.Speculative = None,
     revision: options.Revision = None,
     memory: Annotated[
@@ -84,6 +85,7 @@ def plan(
         dtype=parse_compute_dtype(dtype, asked_by="--dtype"),
         backend=parse_backend(attention_backend, asked_by="--attention-backend"),
         page_size=page_size,
+        batch_invariant=batch_invariant,
         max_model_len=max_model_len,
         memory_bytes=None if memory is None else parse_size(memory, asked_by="--memory"),
         kv_cache_bytes=None

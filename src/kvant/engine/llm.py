@@ -53,6 +53,7 @@ class LLM:
         kv_cache_memory: int | str | None = None,
         strict: bool = False,
         attention_backend: str | None = None,
+        batch_invariant: bool = False,
         page_size: int | None = None,
         block_size: int | None = None,
         max_model_len: int | None = None,
@@ -81,6 +82,7 @@ class LLM:
             page_size=_page_size(page_size, block_size),
             max_model_len=_at_least_one("max_model_len", max_model_len),
             kv_cache_bytes=_size("kv_cache_memory", kv_cache_memory),
+            batch_invariant=batch_invariant,
             device=host_device(device, asked_by="device"),
         )
         config = make_config(

@@ -20,6 +20,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "dtype": plan.target.kv.compute_dtype.value,
         "dtype_because": plan.target.kv.compute_because,
         "page_size": plan.target.kv.page_size,
+        "batch_invariant": plan.request.batch_invariant,
         "target": _model(plan.target),
         "draft": None if plan.draft is None else _draft(plan, plan.draft),
         "memory": {

@@ -33,7 +33,10 @@ DEFAULT_PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Everything that decides a plan. dtype None: `auto`. Sizes in bytes."""
+    """Everything that decides a plan. dtype None: `auto`. Sizes in bytes.
+
+    batch_invariant: only backends that can promise it are chosen, and the model computes so.
+    """
 
     model: str
     device: DeviceFacts
@@ -46,6 +49,7 @@ class PlanRequest:
     memory_bytes: int | None = None
     kv_cache_bytes: int | None = None
     speculative: SpeculativeConfig | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,9 @@ def _surroundings(
     compute, because = resolve_compute_dtype(request.dtype, geometry, request.device)
 
     def serve(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Served:
-        need = Need(layer, k, v, compute, request.page_size, request.device)
+        need = Need(
+            layer, k, v, compute, request.page_size, request.device, request.batch_invariant
+        )
         if geometry.not_runnable is not None:
             return allow(need, not_runnable=geometry.not_runnable)
         return select(need, only=request.backend if role is Role.TARGET else None)

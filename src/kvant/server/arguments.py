@@ -28,6 +28,7 @@ class EngineArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool = False
     page_size: int = DEFAULT_PAGE_SIZE
     attention_backend: str = "auto"
+    batch_invariant: bool = False
     speculative_config: str | None = None
     revision: str | None = None
     device: str = "auto"
@@ -56,6 +57,7 @@ def engine_config(given: EngineArguments) -> EngineConfig:
         dtype=parse_compute_dtype(given.dtype, asked_by="--dtype"),
         backend=parse_backend(given.attention_backend, asked_by="--attention-backend"),
         page_size=given.page_size,
+        batch_invariant=given.batch_invariant,
         max_model_len=given.max_model_len,
         kv_cache_bytes=None
         if given.kv_cache_memory is None

@@ -76,9 +76,9 @@ class TritonBackend:
         return attend(cache, q, step, params, shape, fixed=self.batch_invariant)
 
 
-def backend() -> AttentionBackend:
+def backend(*, batch_invariant: bool = False) -> AttentionBackend:
     """The backend as the engine uses it."""
-    return TritonBackend()
+    return TritonBackend(batch_invariant=batch_invariant)
 
 
 def attend(

@@ -21,10 +21,13 @@ def server(model: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def guarded(model: Path) -> Iterator[Server]:
-    """A server with a key and limits small enough to reach."""
+def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with keys and limits small enough to reach."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("# who may use it\n\nother\n")
     flags = (
-        "--api-key", "sesame", "--api-key", "other", "--max-body-bytes", "2000",
+        "--api-key", "sesame", "--api-key-file", str(keys),
+        "--allowed-origins", "https://app.example", "--max-body-bytes", "2000",
         "--header-timeout", "1", "--body-timeout", "1", "--max-num-seqs", "2",
         "--max-num-queued-reqs", "1", "--request-timeout", "2",
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -186,11 +187,49 @@ def test_metrics_have_the_names_that_routers_and_dashboards_read(server: Server)
         "inter_token_latency_seconds", "prompt_tokens", "generation_tokens",
         "request_success", "request_prompt_tokens", "request_generation_tokens",
         "num_preemptions", "request_params_n", "request_params_max_tokens",
+        "request_queue_time_seconds", "request_prefill_time_seconds",
+        "request_decode_time_seconds", "request_inference_time_seconds",
+        "request_time_per_output_token_seconds", "request_max_num_generation_tokens",
+        "iteration_tokens_total", "corrupted_requests",
     ):  # fmt: skip
         assert f"vllm:{name}" in families
+    counted = [line.split("{")[0].split()[0] for line in text.splitlines() if line[:1] != "#"]
+    for name in ("gpu_prefix_cache_hits_total", "gpu_prefix_cache_queries_total"):
+        assert f"vllm:{name}" in counted
     assert server.metric("vllm:generation_tokens_total") == before + 5
     info = families["vllm:cache_config_info"].samples[0].labels
     assert info["block_size"] == "16"
+
+
+def test_metrics_tell_what_every_layer_stores(server: Server) -> None:
+    text = server.get("/metrics").body.decode()
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    layers = families["kvant:layer_kv_bytes_per_token"].samples
+    planned = server.get("/v1/kv/plan").json["target"]["layers"]
+    found = {(s.labels["layer"], s.labels["k"], s.labels["v"]): s.value for s in layers}
+    assert found == {
+        (str(x["layer"]), x["k"]["format"], x["v"]["format"]): x["bytes_per_token"] for x in planned
+    }
+    held = server.metric("kvant:kv_bytes_held")
+    per_page = server.metric("kvant:kv_bytes_per_token") * 16
+    assert held == server.metric("kvant:pages_held") * per_page
+
+
+def test_metrics_tell_where_the_time_of_a_request_went(server: Server) -> None:
+    names = ("queue", "prefill", "decode", "inference")
+    names = tuple(f"vllm:request_{name}_time_seconds" for name in names)
+    before = {name: server.metric(f"{name}_sum") for name in names}
+    count = server.metric(f"{names[0]}_count")
+    tokens = server.metric("vllm:iteration_tokens_total_sum")
+    started = time.monotonic()
+    server.complete("abc", max_tokens=20, ignore_eos=True)
+    took = time.monotonic() - started
+    queue, prefill, decode, inference = (server.metric(f"{n}_sum") - before[n] for n in names)
+    assert server.metric(f"{names[0]}_count") == count + 1
+    assert inference == pytest.approx(prefill + decode)
+    assert 0 < queue + inference < took
+    assert min(prefill, decode) > 0
+    assert server.metric("vllm:iteration_tokens_total_sum") - tokens <= 3 + 20 - 1
 
 
 def test_labels_come_from_closed_sets(server: Server) -> None:

@@ -182,6 +182,67 @@ def test_a_burst_is_held_to_the_bound_exactly(guarded: Server) -> None:
     guarded.wait_idle(3)
 
 
+def test_a_full_server_answers_before_the_body_has_come(guarded: Server) -> None:
+    guarded.wait_idle(5)
+    head = _HEAD + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    with ExitStack() as running:
+        for _ in range(3):
+            running.enter_context(guarded.open_stream(max_tokens=4000))
+        with socket.create_connection(("127.0.0.1", guarded.port), timeout=0.9) as sock:
+            sock.sendall(head)  # and nothing of the body
+            assert sock.recv(4096).startswith(b"HTTP/1.1 429")
+    guarded.wait_idle(3)
+
+
+def test_what_the_guard_refuses_is_counted(guarded: Server) -> None:
+    def refused() -> float:
+        text = guarded.get("/metrics").body.decode()
+        found = [x for x in text.splitlines() if 'route="/v1/models",status="401"' in x]
+        return float(found[0].split()[-1]) if found else 0.0
+
+    before = refused()
+    guarded.send("GET", "/v1/models", headers={"Authorization": ""})
+    assert refused() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("http://localhost:3000", True),
+        ("https://127.0.0.1", True),
+        ("http://[::1]:8080", True),
+        ("https://app.example", True),
+        ("https://evil.example", False),
+        ("http://localhost.evil.example", False),
+        ("http://localhost:3000.evil.example", False),
+        ("null", False),
+    ],
+)
+def test_browsers_let_in_pages_of_this_machine_and_those_that_are_named(
+    guarded: Server, origin: str, allowed: bool
+) -> None:
+    shown = origin if allowed else None
+    answer = guarded.send("GET", "/v1/models", headers={"Origin": origin})
+    assert answer.headers.get("access-control-allow-origin") == shown
+    asked = {
+        "Authorization": "", "Origin": origin, "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }  # fmt: skip
+    preflight = guarded.send("OPTIONS", "/v1/chat/completions", headers=asked)
+    assert (preflight.status == 200) == allowed
+    assert preflight.headers.get("access-control-allow-origin") == shown
+    plain = guarded.send("OPTIONS", "/v1/models", headers={"Authorization": ""})
+    assert plain.status == 401, "only a preflight request needs no key"
+
+
+def test_what_is_no_http_is_refused_in_the_common_shape(guarded: Server) -> None:
+    for garbage in (b"\x16\x03\x01\r\n\r\n", b"GET / XTTP/1.1\r\n\r\n", b"GET\r\n\r\n"):
+        answer = _raw(guarded, garbage)
+        head, body = answer.split(b"\r\n\r\n", 1)
+        assert head.startswith(b"HTTP/1.1 400")
+        assert json.loads(body)["error"]["code"] == "bad_http"
+
+
 def test_more_sequences_than_the_server_can_ever_hold_are_no_matter_of_waiting(
     guarded: Server,
 ) -> None:

@@ -89,7 +89,7 @@ def test_a_killed_engine_costs_its_requests_an_error_and_comes_back(model: Path)
         _until(lambda: server.get("/ready").status == 200, 60)
         assert server.engine_pid() != first
         assert server.complete("xyz", max_tokens=8).json["choices"] == golden
-        assert server.metric("kvant:engine_deaths") == 1
+        assert server.metric("kvant:engine_deaths_total") == 1
 
 
 def test_sigterm_lets_running_requests_finish_and_ends_with_0(model: Path) -> None:
@@ -125,8 +125,9 @@ def test_without_time_to_drain_clients_are_told_and_it_ends_within_four_seconds(
         assert server.process.wait(10) == 0
         assert time.monotonic() - started < 4
         clients.join()
-        assert events(clients.bodies[0])[-1]["error"]["code"] == "engine_died"
+        assert events(clients.bodies[0])[-1]["error"]["code"] == "shutting_down"
         assert clients.answers[0].status == 503
+        assert clients.answers[0].error["code"] == "shutting_down"
         assert not _alive(engine)
 
 

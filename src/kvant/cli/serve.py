@@ -44,6 +44,24 @@ def serve(
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            help="File with one key a line; lines with # are comments.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-origins",
+            metavar="ORIGIN",
+            help="Pages, beside this machine's own, that may use it in a browser; * for all; "
+            "may be repeated.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
     insecure_no_auth: Annotated[
         bool,
         typer.Option(
@@ -67,6 +85,15 @@ def serve(
             "--max-num-queued-reqs",
             min=0,
             help="Sequences that may wait; four times --max-num-seqs without.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    max_num_queued_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-queued-tokens",
+            min=1,
+            help="Prompt tokens that may wait; without, what takes ten seconds as measured.",
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None,
@@ -173,16 +200,20 @@ def serve(
     if generation_config not in ("auto", "none"):
         raise BadValue(f"--generation-config {generation_config}", why="it is auto or none")
     _require_packages()
+    from kvant.server.access import check_host, check_keys, check_origins, read_keys
     from kvant.server.arguments import EngineArguments
     from kvant.server.config import Limits, Restarts, ServerConfig
-    from kvant.server.serve import check_host, log_to_stderr
+    from kvant.server.serve import log_to_stderr
     from kvant.server.serve import serve as run
 
     keys = tuple(api_key or ())
     if not keys and (from_env := os.environ.get(ENV_API_KEY)):
         keys = (from_env,)
-    if "" in keys:
-        raise BadValue("--api-key is empty", why="everybody would have it")
+    if api_key_file is not None:
+        keys += read_keys(api_key_file)
+    check_keys(keys)
+    origins = tuple(allowed_origins or ())
+    check_origins(origins)
     check_host(host, has_key=bool(keys), insecure=insecure_no_auth)
     arguments = EngineArguments(
         model=model,
@@ -212,6 +243,8 @@ def serve(
         served_names=tuple(served_model_name or (_name_of(model),)),
         api_keys=keys,
         max_queued=max_num_queued_reqs,
+        max_queued_tokens=max_num_queued_tokens,
+        allowed_origins=origins,
         shutdown_timeout=shutdown_timeout,
         model_defaults=generation_config == "auto",
         limits=Limits(

@@ -51,11 +51,7 @@ class Tokenizing:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's template, up to where the assistant speaks."""
-        if not self.has_chat_template:
-            raise RequestError(
-                "this model has no chat template: it completes texts, it does not converse",
-                param="messages",
-            )
+        self.require_chat_template()
         try:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
@@ -67,8 +63,19 @@ class Tokenizing:
                 f"the chat template refuses this conversation: {fault}", param="messages"
             ) from fault
         assert isinstance(text, str)
-        # The template writes its own special tokens; a second BOS would be one too many.
+        return self.encode_rendered(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what a template has written: its own special tokens, and no BOS beside them."""
         return self._ids(text, add_special_tokens=False)
+
+    def require_chat_template(self) -> None:
+        """RequestError for a model that only completes texts."""
+        if not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template: it completes texts, it does not converse",
+                param="messages",
+            )
 
 
 def open_tokenizer(path: Path) -> Tokenizing | None:

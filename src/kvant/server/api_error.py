@@ -73,6 +73,6 @@ def of_failure(failure: Failure) -> ApiError:
     """What the engine said of a sequence that ended without a result."""
     if failure.kind == "refused":
         return bad_request(failure.message, failure.param)
-    if failure.kind == "engine_died":
+    if failure.kind in ("engine_died", "shutting_down"):
         return unavailable(failure.message, code=failure.kind)
     return ApiError(500, failure.message, type="server_error", code=failure.kind)

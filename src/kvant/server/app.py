@@ -18,7 +18,7 @@ from kvant import __version__
 from kvant.errors import RequestError
 from kvant.server.answers import Shape
 from kvant.server.api_error import ApiError, bad_request, internal, of_request
-from kvant.server.guard import KEY, Disconnected, Guard, read_body
+from kvant.server.guard import KEY, App, Disconnected, Guard, read_body, with_cors
 from kvant.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvant.server.service import Service
 from kvant.server.streaming import EventStream, unless_disconnected
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499
 
 
-def make_app(service: Service) -> Guard:
+def make_app(service: Service) -> App:
     """The ASGI application: the guard, and behind it the routes."""
     app = FastAPI(title="Kvant", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
@@ -155,13 +155,14 @@ def make_app(service: Service) -> Guard:
     async def left(request: Request, fault: Disconnected) -> Response:
         return Response(status_code=_CLIENT_LEFT)  # nobody reads it; it is counted
 
-    return Guard(_Counted(app, service), limits, service.config.api_keys)
+    guard = Guard(app, limits, service.config.api_keys, service.turn_away)
+    return with_cors(_Counted(guard, service), service.config.allowed_origins)
 
 
 class _Counted:
     """Counts answers by route, and turns what nobody caught into a 500 in the common shape."""
 
-    def __init__(self, app: FastAPI, service: Service) -> None:
+    def __init__(self, app: App, service: Service) -> None:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -182,8 +183,8 @@ class _Counted:
                 await response(scope, receive, watched)
         finally:
             if scope["type"] == "http" and status:
-                route = scope.get("route")
-                path = getattr(route, "path", "other").replace("{model:path}", "{model}")
+                route = scope.get("route")  # none where the guard refused
+                path = getattr(route, "path", scope["path"]).replace("{model:path}", "{model}")
                 self._service.metrics.answered(path, status)
 
 
@@ -242,7 +243,7 @@ async def _tokenize(service: Service, given: TokenizeBody) -> Response:
                     "the chat template writes its own special tokens", "add_special_tokens"
                 )
             talk = conversation(given.messages, facts)
-            tokens = await asyncio.to_thread(service.tokenizing.encode_chat, talk)
+            tokens = list(await service.encode_chat(talk))
         else:
             assert given.prompt is not None
             special = given.add_special_tokens is not False

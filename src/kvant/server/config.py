@@ -31,6 +31,7 @@ class Limits:
     cache_salt_chars: int = 256
     request_seconds: float = 600.0
     stream_buffer_bytes: int = 2**20
+    template_seconds: float = 2.0
     ping_seconds: float = 15.0
 
 
@@ -52,7 +53,9 @@ class Restarts:
 class ServerConfig:
     """host and port to bind, port 0 for any free one. served_names: the model's names for clients; the
     first is the one it answers with. api_keys: empty lets everybody in. max_queued: sequences that may
-    wait beside those that run; None is four times max_num_seqs.
+    wait beside those that run; None is four times max_num_seqs. max_queued_tokens: of prompts that wait;
+    None is what is computed in ten seconds. allowed_origins: of pages in browsers, beside this machine's
+    own; "*" is every page.
     """
 
     host: str
@@ -60,6 +63,8 @@ class ServerConfig:
     served_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     max_queued: int | None = None
+    max_queued_tokens: int | None = None
+    allowed_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     model_defaults: bool = True
     limits: Limits = field(default_factory=Limits)

@@ -1,26 +1,25 @@
 """uvicorn's h11 protocol with deadlines: a request that does not arrive in time ends its connection.
 
-uvicorn itself waits for ever for the rest of a header or of a body.
+uvicorn itself waits for ever for the rest of a header or of a body. What is refused here, before there
+is a request, is refused in the common shape too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from http import HTTPStatus
 from typing import Any
 
 import h11
+import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvant.server.api_error import ApiError, unavailable
 from kvant.server.config import Limits
 
-_TIMEOUT = (
-    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\n\r\n%s"
-)
-_BODY = (
-    b'{"error":{"message":"the request did not arrive in time",'
-    b'"type":"invalid_request_error","param":null,"code":"receipt_timeout"}}'
-)
+_TOO_LATE = ApiError(408, "the request did not arrive in time", code="receipt_timeout")
+_RETRY_SECONDS = 2
 
 
 def protocol_with(limits: Limits) -> type[asyncio.Protocol]:
@@ -34,6 +33,15 @@ def protocol_with(limits: Limits) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            if len(self.connections) > limits.connections:
+                self._refuse(
+                    unavailable(
+                        f"this server has {limits.connections} connections and takes no more",
+                        code="too_many_connections",
+                        retry_after=_RETRY_SECONDS,
+                    )
+                )
+                return
             self._await(h11.IDLE, limits.header_seconds)
 
         def data_received(self, data: bytes) -> None:
@@ -67,10 +75,39 @@ def protocol_with(limits: Limits) -> type[asyncio.Protocol]:
 
         def _too_late(self) -> None:
             self._timer = None
-            if not self.transport.is_closing():
-                if self._awaited is h11.IDLE:
-                    # Nothing of an answer is on the wire yet.
-                    self.transport.write(_TIMEOUT % (len(_BODY), _BODY))
+            if self.transport.is_closing():
+                return
+            if self._awaited is h11.IDLE:  # nothing of an answer is on the wire yet
+                self._refuse(_TOO_LATE)
+            else:
                 self.transport.close()
 
+        def send_400_response(self, msg: str) -> None:
+            """Called while a h11.RemoteProtocolError is handled: what came is no HTTP, or too large."""
+            fault = sys.exception()
+            status = fault.error_status_hint if isinstance(fault, h11.RemoteProtocolError) else 400
+            if self.conn.our_state is h11.IDLE:
+                self._refuse(ApiError(status, msg, code="bad_http"))
+            else:
+                self.transport.close()
+
+        def _refuse(self, fault: ApiError) -> None:
+            self._disarm()
+            self.transport.write(_whole(fault))
+            self.transport.close()
+
     return DeadlineProtocol
+
+
+def _whole(fault: ApiError) -> bytes:
+    """The answer, head and body, that ends its connection."""
+    body = msgspec.json.encode(fault.body)
+    headers = {
+        "connection": "close",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **fault.headers,
+    }
+    lines = [f"HTTP/1.1 {fault.status} {HTTPStatus(fault.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join((*lines, "", "")).encode() + body

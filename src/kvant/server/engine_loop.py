@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import dataclass
 
 from kvant.engine.engine import Engine
 from kvant.engine.request import FinishReason
@@ -17,11 +19,15 @@ from kvant.server.messages import (
     Report,
     Stats,
     Submit,
+    Times,
     ToEngine,
 )
 
 MOST_FAILED_STEPS = 3
 """So many failed steps in a row mean that the device is broken, not a request."""
+
+PROMPT_STEP_TOKENS = 64
+"""Steps of fewer tokens are mostly decodes and say nothing of how fast prompts are computed."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +41,9 @@ class EngineLoop:
         self._ids: dict[int, int] = {}  # by the engine's number
         self._failures: list[Failure] = []
         self._failed_steps = 0
+        self._clocks: dict[int, _Clock] = {}  # by the engine's number
+        self._queued: set[int] = set()  # of them, those that have not run yet
+        self._speed = 0.0
 
     @property
     def has_news(self) -> bool:
@@ -47,7 +56,7 @@ class EngineLoop:
                 for id in message.ids:
                     number = self._numbers.pop(id, None)
                     if number is not None:
-                        del self._ids[number]
+                        self._drop(number)
                         self.engine.cancel(number)
             case Submit():
                 self._submit(message)
@@ -57,8 +66,7 @@ class EngineLoop:
         pieces: list[Piece] = []
         if self.engine.has_work:
             try:
-                for progress in self.engine.step():
-                    self._take(progress, pieces)
+                self._step(pieces)
                 self._failed_steps = 0
             except Exception:
                 self._survive()
@@ -74,10 +82,32 @@ class EngineLoop:
                 stats.num_steps,
                 stats.num_computed_tokens,
                 stats.num_preemptions,
+                self._speed,
             ),
             tuple(pieces),
             failures,
         )
+
+    def _step(self, pieces: list[Piece]) -> None:
+        before = self.engine.stats.num_computed_tokens
+        started = time.monotonic()
+        done = self.engine.step()
+        ended = time.monotonic()
+        computed = self.engine.stats.num_computed_tokens - before
+        if computed >= PROMPT_STEP_TOKENS:
+            speed = computed / max(ended - started, 1e-9)
+            self._speed += (0.2 if self._speed else 1.0) * (speed - self._speed)
+        if self._queued:
+            scheduler = self.engine.scheduler
+            running = (s.number for s in scheduler.sequences()[: scheduler.num_running])
+            ran = self._queued.intersection((*running, *(progress.number for progress in done)))
+            self._queued -= ran
+            for number in ran:
+                self._clocks[number].started = started
+        for progress in done:
+            if (clock := self._clocks.get(progress.number)) is not None:
+                clock.first = clock.first or ended
+            self._take(progress, pieces)
 
     def _submit(self, message: Submit) -> None:
         if message.id in self._numbers:
@@ -96,6 +126,8 @@ class EngineLoop:
             return
         self._numbers[message.id] = number
         self._ids[number] = message.id
+        self._clocks[number] = _Clock(time.monotonic())
+        self._queued.add(number)
 
     def _take(self, progress: Progress, pieces: list[Piece]) -> None:
         id = self._ids.get(progress.number)
@@ -108,6 +140,7 @@ class EngineLoop:
         if result.finish_reason is FinishReason.NUMERICAL_ERROR:
             self._fail(progress.number, "numerical_error", _NUMERICAL)
             return
+        times = self._clocks[progress.number].read()
         self._forget(progress.number)
         logprobs = None
         if result.logprobs is not None:
@@ -121,6 +154,7 @@ class EngineLoop:
                 result.stop_reason,
                 result.num_cached_tokens,
                 logprobs,
+                times,
             )
         )
 
@@ -139,9 +173,28 @@ class EngineLoop:
         self._failures.append(Failure(self._forget(number), kind, message))
 
     def _forget(self, number: int) -> int:
-        id = self._ids.pop(number)
+        id = self._drop(number)
         del self._numbers[id]
         return id
+
+    def _drop(self, number: int) -> int:
+        del self._clocks[number]
+        self._queued.discard(number)
+        return self._ids.pop(number)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When one sequence came, first ran, and had its first token; 0.0 where it has not."""
+
+    submitted: float
+    started: float = 0.0
+    first: float = 0.0
+
+    def read(self) -> Times:
+        """At its end."""
+        first = self.first
+        return Times(self.started - self.submitted, first - self.started, time.monotonic() - first)
 
 
 _OURS = "the engine failed on this request; the server's log says more"

@@ -76,9 +76,10 @@ def _serve(loop: EngineLoop, socket: zmq.Socket[bytes]) -> None:
                 _log.exception("a message that is none was dropped")
                 continue
             loop.take(message)
+        worked = loop.engine.has_work
         report = loop.step()
         now = time.monotonic()
-        if took or report.pieces or report.failures or now - last_report > HEARTBEAT_SECONDS / 2:
+        if took or worked or report.failures or now - last_report > HEARTBEAT_SECONDS / 2:
             last_report = now
             socket.send(encode(report))
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
+from starlette.middleware.cors import CORSMiddleware
 
 from kvant.server.api_error import ApiError
 from kvant.server.config import Limits
@@ -21,15 +22,27 @@ KEY = "kvant.api_key"
 """Where in the scope the key of an authorised request stands."""
 
 _OPEN_PATHS = frozenset({"/health"})
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Where a request takes places in the engine."""
 
 
 class Guard:
-    """Refuses before anything is routed or read. The path is the scope's, never one a header can forge."""
+    """Refuses before anything is routed or read. The path is the scope's, never one a header can forge.
 
-    def __init__(self, app: App, limits: Limits, api_keys: tuple[str, ...]) -> None:
+    turn_away: why no request to generate could be taken now, whatever its body says; None if it may.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        limits: Limits,
+        api_keys: tuple[str, ...],
+        turn_away: Callable[[], ApiError | None],
+    ) -> None:
         self._app = app
         self._limits = limits
         self._keys = tuple(key.encode() for key in api_keys)
+        self._turn_away = turn_away
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -65,6 +78,10 @@ class Guard:
         length = dict(headers).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._limits.body_bytes:
             raise too_large(self._limits)
+        if scope["path"] in GENERATING and scope["method"] == "POST":
+            fault = self._turn_away()
+            if fault is not None:
+                raise fault
 
 
 def too_large(limits: Limits) -> ApiError:
@@ -92,14 +109,17 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
 
 
 async def answer_error(send: Send, fault: ApiError) -> None:
-    """The error as a whole answer. The connection ends: what is left of the body is not read."""
+    """The error as a whole answer. Where it is final the connection ends: the body is not read. A client
+    that is to try again keeps its connection; its body is dropped as it comes.
+    """
     body = msgspec.json.encode(fault.body)
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),
-        "connection": "close",
         **fault.headers,
     }
+    if fault.retry_after is None:
+        headers["connection"] = "close"
     if fault.status == 401:
         headers["www-authenticate"] = "Bearer"
     await send(
@@ -121,3 +141,22 @@ def _given_key(headers: list[tuple[bytes, bytes]]) -> bytes:
         if name == b"x-api-key":
             return value.strip()
     return b""
+
+
+LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+
+
+def with_cors(app: App, allowed_origins: tuple[str, ...]) -> App:
+    """Lets pages of this machine, and of these origins, read answers in a browser.
+
+    Preflight requests carry no key, so they are answered here, in front of the guard.
+    """
+    return CORSMiddleware(
+        app,
+        allow_origins=allowed_origins,
+        allow_origin_regex=LOOPBACK_ORIGIN,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("retry-after", "x-should-retry"),
+        max_age=600,
+    )

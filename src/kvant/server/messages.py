@@ -94,6 +94,16 @@ class Logprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     top: tuple[tuple[int, float], ...]
 
 
+class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Seconds of one sequence on the engine's clock: until it first ran, then until its first token,
+    then until its end.
+    """
+
+    queue: float
+    prefill: float
+    decode: float
+
+
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """What a step added to one sequence. The fields after `num_tokens` are set with the last piece.
 
@@ -107,9 +117,10 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     logprobs: tuple[Logprobs, ...] | None = None
+    times: Times | None = None
 
 
-FailureKind = Literal["refused", "numerical_error", "engine_fault", "engine_died"]
+FailureKind = Literal["refused", "numerical_error", "engine_fault", "engine_died", "shutting_down"]
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -122,7 +133,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`kvant.engine.result.EngineStats`, field by field."""
+    """`kvant.engine.result.EngineStats`, field by field, and how fast prompts are computed (0: unknown)."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -132,6 +143,7 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    prompt_tokens_per_second: float = 0.0
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):

@@ -5,16 +5,26 @@ Label values come from closed sets; nothing a client sends becomes one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+    from kvant.server.admission import Admission
+    from kvant.server.messages import Ready, Stats, Times
     from kvant.server.supervisor import Supervisor
     from kvant.server.validate import Generation
 
@@ -67,22 +77,50 @@ class Metrics:
         self._itl = histogram("vllm:inter_token_latency_seconds", "Step to step.", _TOKEN_SECONDS)
         self._per_prompt = histogram("vllm:request_prompt_tokens", "Tokens a prompt.", _TOKENS)
         self._per_answer = histogram("vllm:request_generation_tokens", "Tokens an answer.", _TOKENS)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Until it first ran.", _SECONDS)
+        self._prefill = histogram(
+            "vllm:request_prefill_time_seconds", "First run to first token.", _SECONDS
+        )
+        self._decode = histogram(
+            "vllm:request_decode_time_seconds", "First token to last.", _SECONDS
+        )
+        self._inference = histogram(
+            "vllm:request_inference_time_seconds", "First run to last token.", _SECONDS
+        )
+        self._each = histogram(
+            "vllm:request_time_per_output_token_seconds", "Decode time a token.", _TOKEN_SECONDS
+        )
+        self._longest = histogram(
+            "vllm:request_max_num_generation_tokens", "Longest answer of a request.", _TOKENS
+        )
+        self._iteration = histogram("vllm:iteration_tokens_total", "Tokens a step.", _TOKENS)
+        self._steps = counter("kvant:steps", "Steps of all engines.")
+        self._preemptions = [counter(f"{p}:num_preemptions", "Preemptions.") for p in both]
         self._n = histogram("vllm:request_params_n", "n of a request.", _TOKENS[:8])
         self._max = histogram("vllm:request_params_max_tokens", "max_tokens asked.", _TOKENS)
-        for many in (self._prompt_tokens, self._tokens, self._queries, self._hits):
+        ProcessCollector(registry=self._registry)
+        for many in (
+            self._prompt_tokens, self._tokens, self._queries, self._hits, self._preemptions,
+        ):  # fmt: skip
             for one in many:
                 one.labels(model)  # a counter is there from the start
         for success in self._success:
             for reason in ("stop", "length"):
                 success.labels(model, reason)
-        for kind in ("refused", "numerical_error", "engine_fault", "engine_died"):
+        for kind in (
+            "refused",
+            "numerical_error",
+            "engine_fault",
+            "engine_died",
+            "shutting_down",
+        ):
             self._failed.labels(model, kind)
-        for single in (self._aborted, self._corrupted, self._unknown):
+        for single in (self._aborted, self._corrupted, self._unknown, self._steps):
             single.labels(model)
 
-    def watch(self, supervisor: Supervisor) -> None:
+    def watch(self, supervisor: Supervisor, admission: Admission) -> None:
         """Show the engine's own numbers, as they are when somebody asks."""
-        self._registry.register(_EngineGauges(self._model, supervisor))
+        self._registry.register(_EngineGauges(self._model, supervisor, admission))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -100,6 +138,30 @@ class Metrics:
 
     def next_token(self, seconds: float) -> None:
         self._itl.labels(self._model).observe(seconds)
+
+    def stepped(self, before: Stats, after: Stats) -> None:
+        """What one report of the engine adds. A new engine counts from nothing."""
+        if after.num_steps < before.num_steps:
+            before = type(after)()
+        if steps := after.num_steps - before.num_steps:
+            self._steps.labels(self._model).inc(steps)
+            tokens = after.num_computed_tokens - before.num_computed_tokens
+            self._iteration.labels(self._model).observe(tokens / steps)
+        for one in self._preemptions:
+            one.labels(self._model).inc(after.num_preemptions - before.num_preemptions)
+
+    def timed(self, times: Times, tokens: int) -> None:
+        """Where the time of one sequence went."""
+        self._queue.labels(self._model).observe(times.queue)
+        self._prefill.labels(self._model).observe(times.prefill)
+        self._decode.labels(self._model).observe(times.decode)
+        self._inference.labels(self._model).observe(times.prefill + times.decode)
+        if tokens > 1:
+            self._each.labels(self._model).observe(times.decode / (tokens - 1))
+
+    def answered_whole(self, longest: int) -> None:
+        """All answers of one request have ended, the longest with so many tokens."""
+        self._longest.labels(self._model).observe(longest)
 
     def finished(
         self, reason: str, *, seconds: float, prompt_tokens: int, cached_tokens: int, tokens: int
@@ -131,8 +193,8 @@ class Metrics:
 
 
 class _EngineGauges(Collector):
-    def __init__(self, model: str, supervisor: Supervisor) -> None:
-        self._model, self._supervisor = model, supervisor
+    def __init__(self, model: str, supervisor: Supervisor, admission: Admission) -> None:
+        self._model, self._supervisor, self._admission = model, supervisor, admission
 
     def collect(self) -> Iterable[Metric]:
         stats, ready = self._supervisor.stats, self._supervisor.ready
@@ -148,14 +210,23 @@ class _EngineGauges(Collector):
         yield self._gauge("kvant:pages_held", "Pages that sequences hold.", stats.num_held_pages)
         yield self._gauge("kvant:pages_idle", "Cached pages without owner.", stats.num_idle_pages)
         yield self._gauge("kvant:pages_usable", "Pages in all.", stats.num_usable_pages)
-        yield self._gauge("kvant:steps", "Steps of this engine.", stats.num_steps)
-        for prefix in ("kvant", "vllm"):
-            family = CounterMetricFamily(
-                f"{prefix}:num_preemptions", "Preemptions of this engine.", labels=("model_name",)
-            )
-            family.add_metric((self._model,), stats.num_preemptions)
-            yield family
-        yield self._gauge("kvant:engine_deaths", "Engines that died.", self._supervisor.num_deaths)
+        admission = self._admission
+        yield self._gauge("kvant:sequences_held", "Places in use.", admission.held)
+        yield self._gauge("kvant:sequences_most", "Places in all.", admission.capacity)
+        yield self._gauge(
+            "kvant:queued_prompt_tokens", "Of prompts without a token.", admission.queued_tokens
+        )
+        yield self._gauge(
+            "kvant:queued_prompt_tokens_most", "As many may wait.", admission.most_tokens
+        )
+        yield self._gauge(
+            "kvant:prompt_tokens_per_second", "As measured.", stats.prompt_tokens_per_second
+        )
+        deaths = CounterMetricFamily(
+            "kvant:engine_deaths", "Engines that died.", labels=("model_name",)
+        )
+        deaths.add_metric((self._model,), self._supervisor.num_deaths)
+        yield deaths
         yield self._gauge("kvant:engine_up", "1: ready.", float(self._supervisor.is_ready))
         if ready is not None:
             info = GaugeMetricFamily(
@@ -170,8 +241,52 @@ class _EngineGauges(Collector):
                 "kvant:kv_bytes_per_token", "Stored for each token.", ready.bytes_per_token
             )
             yield bytes_
+            yield from self._layers(ready, stats)
+
+    def _layers(self, ready: Ready, stats: Stats) -> Iterable[Metric]:
+        """What every layer stores, and how much of each format is held."""
+        label = ("model_name", "k", "v")
+        each = GaugeMetricFamily(
+            "kvant:layer_kv_bytes_per_token", "Stored by one layer.", labels=(*label, "layer")
+        )
+        held = GaugeMetricFamily(
+            "kvant:kv_bytes_held", "In pages that sequences hold.", labels=label
+        )
+        by_format: dict[tuple[str, str], int] = {}
+        for layer in layers_of(ready.plan):
+            formats = (self._model, layer.k, layer.v)
+            each.add_metric((*formats, str(layer.index)), layer.bytes_per_token)
+            by_format[layer.k, layer.v] = (
+                by_format.get((layer.k, layer.v), 0) + layer.bytes_per_token
+            )
+        for (k, v), size in by_format.items():
+            held.add_metric((self._model, k, v), size * stats.num_held_pages * ready.page_size)
+        yield each
+        yield held
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=("model_name",))
         family.add_metric((self._model,), value)
         return family
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMetric:
+    """One layer of a plan. k and v: names of formats, "none" for a layer that stores nothing itself."""
+
+    index: int
+    k: str
+    v: str
+    bytes_per_token: int
+
+
+def layers_of(plan: bytes) -> list[LayerMetric]:
+    """The layers of `kvant plan --format json`."""
+
+    def named(choice: dict[str, str] | None) -> str:
+        return "none" if choice is None else choice["format"]
+
+    return [
+        LayerMetric(layer["layer"], named(layer["k"]), named(layer["v"]), layer["bytes_per_token"])
+        for layer in json.loads(plan)["target"]["layers"]
+    ]

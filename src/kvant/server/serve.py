@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -32,6 +31,7 @@ from kvant.server.supervisor import Supervisor
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FORCED = 130
+_REQUEST_LINE = 8 * 2**10
 
 
 def serve(arguments: EngineArguments, config: ServerConfig, *, say: Callable[[str], None]) -> int:
@@ -65,16 +65,6 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Names other than localhost count as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class _Uvicorn(uvicorn.Server):
     """Without signal handlers of its own: draining is decided here."""
 
@@ -98,9 +88,11 @@ class _Server:
             self.config.restarts,
             on_ready=lambda ready: self._on_ready(service, ready),
             on_loading=_Loading(self.say),
+            on_report=lambda before, after: service.note_report(before, after),
         )
         service = Service(self.config, supervisor, metrics)
-        metrics.watch(supervisor)
+        metrics.watch(supervisor, service.admission)
+        service.renderer.start()
         signals: asyncio.Queue[int] = asyncio.Queue()
         for number in _SIGNALS:
             loop.add_signal_handler(number, signals.put_nowait, number)
@@ -117,6 +109,7 @@ class _Server:
             signalled.cancel()
             http.should_exit = True
             await supervisor.stop()
+            await service.renderer.stop()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.gather(watched, serving, return_exceptions=True), 3)
 
@@ -163,8 +156,7 @@ class _Server:
                 proxy_headers=False,
                 timeout_keep_alive=limits.keep_alive_seconds,
                 timeout_graceful_shutdown=2,
-                limit_concurrency=limits.connections,
-                h11_max_incomplete_event_size=limits.header_bytes,
+                h11_max_incomplete_event_size=limits.header_bytes + _REQUEST_LINE,
             )
         )
 
@@ -207,20 +199,6 @@ class _Loading:
         if task not in self._seen:
             self._seen.add(task)
             self._say(f"kvant: {task} ({format_size(total)})")
-
-
-def check_host(host: str, *, has_key: bool, insecure: bool) -> None:
-    """BadValue where everybody on the network could use the server without a key."""
-    if not is_loopback(host) and not has_key and not insecure:
-        raise BadValue(
-            f"--host {host} would let everybody who reaches it use this server",
-            why="it is not a loopback address, and there is no --api-key",
-            ways_out=(
-                WayOut("ask for a key", ("--api-key", "SECRET")),
-                WayOut("stay on this machine", ("--host", "127.0.0.1")),
-                WayOut("really let everybody in", ("--insecure-no-auth",)),
-            ),
-        )
 
 
 def log_to_stderr() -> None:

@@ -8,20 +8,22 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from kvant.engine.tokenizing import Tokenizing
+from kvant.engine.tokenizing import Message, Tokenizing
 from kvant.errors import RequestError
 from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
 from kvant.server.channel import Channel, Event
 from kvant.server.config import ServerConfig
-from kvant.server.messages import Failure, Piece, Ready
+from kvant.server.messages import Failure, Piece, Ready, Stats
 from kvant.server.metrics import Metrics
 from kvant.server.supervisor import State, Supervisor
+from kvant.server.template import Renderer
 from kvant.server.tokenizer import open_tokenizer
 from kvant.server.validate import Facts, Generation, Prompt, check_length
 
@@ -33,10 +35,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Sequence:
-    """One of a request's answers so far. index: its place among the choices."""
+    """One of a request's answers so far. index: its place among the choices. queued_tokens: of its prompt,
+    while it waits for its first token; other answers to the same prompt find them in the cache.
+    """
 
     index: int
     num_prompt_tokens: int
+    queued_tokens: int
     num_tokens: int = 0
     ended: Piece | None = None
 
@@ -65,7 +70,8 @@ class Service:
         self.config = config
         self.supervisor = supervisor
         self.metrics = metrics
-        self.admission = Admission()
+        self.admission = Admission(config.max_queued_tokens)
+        self.renderer = Renderer(config.limits.template_seconds)
         self.draining = False
         self.started = int(time.time())
         self.tokenizing: Tokenizing | None = None
@@ -89,6 +95,11 @@ class Service:
                 defaults=read_defaults(path) if self.config.model_defaults else {},
             )
 
+    def note_report(self, before: Stats, after: Stats) -> None:
+        """Called with the engine's numbers before and after each step."""
+        self.metrics.stepped(before, after)
+        self.admission.tokens_per_second = after.prompt_tokens_per_second
+
     @property
     def alive(self) -> bool:
         """The engine runs and reports."""
@@ -107,6 +118,14 @@ class Service:
             raise unavailable(f"the engine is {state}", code=f"engine_{state}")
         return self.facts
 
+    def turn_away(self) -> ApiError | None:
+        """Why nothing could be generated now, whatever is asked; None if something could."""
+        try:
+            self.require()
+        except ApiError as fault:
+            return fault
+        return self.admission.full()
+
     def salt_of(self, key: str | None, asked: str) -> str:
         """Cached pages are shared within one API key and one salt, never across."""
         if key is None:
@@ -118,8 +137,9 @@ class Service:
         facts = self.require()
         self.admission.take(generation.num_sequences)
         try:
-            prompts = await asyncio.to_thread(self._tokenise, generation, facts)
+            prompts = await self._tokenise(generation, facts)
             self.require()  # it may have died meanwhile
+            self.admission.take_tokens(sum(map(len, prompts)))
             return self._submit(generation, prompts, self.salt_of(key, generation.salt))
         except BaseException:
             self.admission.give_back(generation.num_sequences)
@@ -157,17 +177,23 @@ class Service:
             self.supervisor.cancel(running.open_ids)
             self.metrics.aborted(len(running.open_ids))
         self.admission.give_back(len(running.sequences))
+        for sequence in running.sequences.values():
+            self._left_queue(sequence)
 
-    def _tokenise(self, generation: Generation, facts: Facts) -> list[tuple[int, ...]]:
-        """In a thread: the tokenizers library lets go of the interpreter while it works."""
-        name = "messages" if generation.conversation is not None else "prompt"
-        found = []
+    def _left_queue(self, sequence: Sequence) -> None:
+        self.admission.give_back_tokens(sequence.queued_tokens)
+        sequence.queued_tokens = 0
+
+    async def _tokenise(self, generation: Generation, facts: Facts) -> list[tuple[int, ...]]:
+        talk = generation.conversation
+        name = "prompt" if talk is None else "messages"
         try:
-            if generation.conversation is not None:
-                assert self.tokenizing is not None
-                found.append(tuple(self.tokenizing.encode_chat(generation.conversation)))
-            for prompt in generation.prompts:
-                found.append(self.encode(prompt))
+            if talk is not None:
+                found = [await self.encode_chat(talk)]
+            else:
+                found = await asyncio.to_thread(
+                    lambda: [self.encode(p) for p in generation.prompts]
+                )
         except RequestError as fault:
             raise of_request(fault) from None
         for tokens in found:
@@ -175,11 +201,25 @@ class Service:
         return found
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """For a thread: the tokenizers library lets go of the interpreter while it works."""
         if not isinstance(prompt, str):
             return prompt
+        return tuple(self._with_tokenizer("prompt").encode(prompt))
+
+    async def encode_chat(self, talk: Items[Message]) -> tuple[int, ...]:
+        """A conversation as a prompt, as `Tokenizing.encode_chat` has it, the template within limits."""
+        tokenizing = self._with_tokenizer("messages")
+        tokenizing.require_chat_template()
+        tokenizer = tokenizing.tokenizer
+        text = await self.renderer.render(
+            tokenizer.get_chat_template(), talk, tokenizer.special_tokens_map
+        )
+        return tuple(await asyncio.to_thread(tokenizing.encode_rendered, text))
+
+    def _with_tokenizer(self, param: str) -> Tokenizing:
         if self.tokenizing is None:
-            raise bad_request("this model has no tokenizer: give token ids", "prompt")
-        return tuple(self.tokenizing.encode(prompt))
+            raise bad_request("this model has no tokenizer: give token ids as a prompt", param)
+        return self.tokenizing
 
     def _submit(self, generation: Generation, prompts: list[tuple[int, ...]], salt: str) -> Running:
         work = []
@@ -194,7 +234,10 @@ class Service:
                 work.append((prompt, sampling))
         channel = Channel(self.config.limits.stream_buffer_bytes)
         ids = self.supervisor.submit(work, salt, channel)
-        sequences = {id: Sequence(index, len(work[index][0])) for index, id in enumerate(ids)}
+        sequences = {}
+        for index, id in enumerate(ids):
+            size = len(work[index][0])
+            sequences[id] = Sequence(index, size, 0 if index % generation.n else size)
         now = time.monotonic()
         self.metrics.submitted(generation, [len(prompt) for prompt in prompts])
         return Running(
@@ -215,6 +258,7 @@ class Service:
             self.metrics.failed(event.kind)
             raise of_failure(event)
         now = time.monotonic()
+        self._left_queue(sequence)
         if sequence.num_tokens == 0:
             self.metrics.first_token(now - running.started)
         else:
@@ -231,6 +275,10 @@ class Service:
                 cached_tokens=event.num_cached_tokens,
                 tokens=sequence.num_tokens,
             )
+            if event.times is not None:
+                self.metrics.timed(event.times, sequence.num_tokens)
+            if not running.open_ids:
+                self.metrics.answered_whole(max(s.num_tokens for s in running.sequences.values()))
         return sequence, event
 
 

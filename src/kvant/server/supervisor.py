@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import shutil
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -32,6 +30,7 @@ from kvant.server.messages import (
     Fault,
     Loading,
     Ready,
+    Report,
     Sampling,
     Stats,
     Submit,
@@ -39,6 +38,7 @@ from kvant.server.messages import (
     encode,
     read_from_engine,
 )
+from kvant.server.socket_directory import SocketDirectory
 
 GAVE_UP = 70
 """Exit code when the engine died too often: EX_SOFTWARE of sysexits.h, so that a service manager restarts."""
@@ -66,6 +66,7 @@ class Supervisor:
     """Owns the engine's process. All methods belong to one event loop.
 
     on_ready: called each time the engine takes requests. on_loading: told of downloads.
+    on_report: called with the numbers before and after each step; they begin anew with each engine.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Supervisor:
         *,
         on_ready: Callable[[Ready], None],
         on_loading: Callable[[str, int, int], None],
+        on_report: Callable[[Stats, Stats], None],
     ) -> None:
         self.state = State.STARTING
         self.ready: Ready | None = None
@@ -82,7 +84,7 @@ class Supervisor:
         self.num_deaths = 0
         self._arguments = arguments
         self._restarts = restarts
-        self._on_ready, self._on_loading = on_ready, on_loading
+        self._on_ready, self._on_loading, self._on_report = on_ready, on_loading, on_report
         self._ids = itertools.count(1)
         self._channels: dict[int, Channel] = {}
         self._socket: zmq.asyncio.Socket | None = None
@@ -136,10 +138,10 @@ class Supervisor:
     async def run(self) -> int:
         """Keep an engine alive; the process's exit code. StartFault where it cannot even start once."""
         deaths: deque[float] = deque()
-        directory = Path(tempfile.mkdtemp(prefix="kvant-"))  # mode 0700
+        directory = SocketDirectory()
         try:
             for incarnation in itertools.count():
-                served = await self._live(directory / f"engine-{incarnation}")
+                served = await self._live(directory.path / f"engine-{incarnation}")
                 if self._stopping.is_set():
                     return 0
                 if self.ready is None:
@@ -164,7 +166,7 @@ class Supervisor:
         finally:
             self.state = State.STOPPED
             self._fail_all()
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.remove()
 
     async def stop(self) -> None:
         """End the engine; `run` then returns 0."""
@@ -233,8 +235,9 @@ class Supervisor:
                 case Fault():
                     self._fault = message
                     return
-                case _:
-                    self.stats = message.stats
+                case Report():
+                    before, self.stats = self.stats, message.stats
+                    self._on_report(before, message.stats)
                     for piece in message.pieces:
                         ended = piece.finish_reason is not None
                         self._route(piece.id, piece, ended=ended)
@@ -267,4 +270,12 @@ class Supervisor:
         channels, self._channels = self._channels, {}
         self.stats = Stats(num_usable_pages=self.stats.num_usable_pages)
         for id, channel in channels.items():
-            channel.put(Failure(id, "engine_died", "the engine died while it served this request"))
+            channel.put(_cut(id) if self._stopping.is_set() else _died(id))
+
+
+def _died(id: int) -> Failure:
+    return Failure(id, "engine_died", "the engine died while it served this request")
+
+
+def _cut(id: int) -> Failure:
+    return Failure(id, "shutting_down", "this server was shut down before the answer was complete")

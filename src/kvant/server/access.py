@@ -1,0 +1,70 @@
+"""Who may use a server: addresses, keys and origins, checked before anything is started."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+
+from kvant.errors import BadValue, WayOut
+
+_KEY = re.compile(r"[\x21-\x7e]+")
+_ORIGIN = re.compile(r"https?://[^/\s]+")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. Names other than localhost count as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_host(host: str, *, has_key: bool, insecure: bool) -> None:
+    """BadValue where everybody on the network could use the server without a key."""
+    if not is_loopback(host) and not has_key and not insecure:
+        raise BadValue(
+            f"--host {host} would let everybody who reaches it use this server",
+            why="it is not a loopback address, and there is no --api-key",
+            ways_out=(
+                WayOut("ask for a key", ("--api-key", "SECRET")),
+                WayOut("stay on this machine", ("--host", "127.0.0.1")),
+                WayOut("really let everybody in", ("--insecure-no-auth",)),
+            ),
+        )
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The keys of a file, one a line; empty lines and lines that begin with # are left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise BadValue(f"--api-key-file {path} cannot be read", why=str(fault)) from None
+    lines = (line.strip() for line in text.splitlines())
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise BadValue(f"--api-key-file {path} holds no key", why="everybody would be let in")
+    return keys
+
+
+def check_keys(keys: tuple[str, ...]) -> None:
+    """BadValue for a key that no client could send, or that everybody has."""
+    for key in keys:
+        if not _KEY.fullmatch(key):  # the key itself is a secret and is not shown
+            raise BadValue(
+                "an API key is empty or has characters that no HTTP header carries",
+                why="a key is visible ASCII without spaces",
+            )
+
+
+def check_origins(origins: tuple[str, ...]) -> None:
+    """BadValue for what is no origin, such as an address with a path."""
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise BadValue(
+                f"--allowed-origins {origin} is no origin",
+                why="an origin is SCHEME://HOST or SCHEME://HOST:PORT, without a path",
+                ways_out=(WayOut("let every page use it", ("--allowed-origins", "*")),),
+            )

@@ -1,0 +1,133 @@
+"""Rendering chat templates within limits: see `kvant.server.template_process`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvant.errors import RequestError
+from kvant.server.template_process import Render, Rendered
+
+_START_SECONDS = 60.0
+_GRACE_SECONDS = 0.5
+_answers = msgspec.msgpack.Decoder(Rendered)
+
+
+class Renderer:
+    """One process that renders, one conversation after the other; started again when it dies.
+
+    seconds: that one conversation may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
+        self._turn = asyncio.Lock()
+        self._exchanges: set[asyncio.Task[str]] = set()
+
+    def start(self) -> None:
+        """Begin to start the process, which takes a second."""
+        self._starting = asyncio.create_task(self._start())
+
+    async def stop(self) -> None:
+        for task in (*self._exchanges, *filter(None, (self._starting,))):
+            task.cancel()
+        await asyncio.gather(*self._exchanges, return_exceptions=True)
+        if self._starting is not None:
+            with contextlib.suppress(asyncio.CancelledError, OSError, TimeoutError, EOFError):
+                self._process = await self._starting
+        await self._end()
+
+    async def render(
+        self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """The conversation as text, up to where the assistant speaks. RequestError where it cannot be."""
+        request = Render(template, tuple(dict(m) for m in messages), dict(variables))
+        exchange = asyncio.create_task(self._exchange(msgspec.msgpack.encode(request)))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._done)
+        # Whoever asked may leave; an exchange that was begun is ended, or the next would read its answer.
+        return await asyncio.shield(exchange)
+
+    def _done(self, exchange: asyncio.Task[str]) -> None:
+        self._exchanges.discard(exchange)
+        if not exchange.cancelled():
+            exchange.exception()  # seen, even if nobody waits for it any more
+
+    async def _exchange(self, data: bytes) -> str:
+        async with self._turn:
+            process = await self._ready()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                async with asyncio.timeout(self._seconds + _GRACE_SECONDS):
+                    process.stdin.write(len(data).to_bytes(4, "big") + data)
+                    await process.stdin.drain()
+                    answer = _answers.decode(await _frame(process.stdout))
+            except (TimeoutError, EOFError, OSError):
+                await self._end()
+                self.start()
+                raise RequestError(
+                    f"the chat template took longer than {self._seconds:g} s or too much memory",
+                    param="messages",
+                ) from None
+            except BaseException:
+                await self._end()
+                raise
+        if answer.text is None:
+            raise RequestError(
+                f"the chat template refuses this conversation: {answer.fault}", param="messages"
+            )
+        return answer.text
+
+    async def _ready(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            if self._starting is None:
+                self.start()
+            assert self._starting is not None
+            try:
+                self._process = await self._starting
+            finally:
+                self._starting = None
+        return self._process
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        command = ("-P", "-m", "kvant.server.template_process", str(self._seconds))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(_START_SECONDS):
+                await _frame(process.stdout)
+        except BaseException:
+            await _killed(process)
+            raise
+        return process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await _killed(process)
+
+
+async def _killed(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+async def _frame(source: asyncio.StreamReader) -> bytes:
+    size = int.from_bytes(await source.readexactly(4), "big")
+    return await source.readexactly(size)

@@ -1,0 +1,75 @@
+"""Places and waiting tokens: what is allowed is allowed, one more is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvant.server.admission import QUEUE_SECONDS, Admission
+from kvant.server.api_error import ApiError
+
+
+def _refused(call: object, *arguments: int) -> ApiError:
+    with pytest.raises(ApiError) as fault:
+        call(*arguments)  # type: ignore[operator]
+    return fault.value
+
+
+def test_the_last_place_is_given_and_no_place_beyond() -> None:
+    admission = Admission()
+    admission.capacity = 8
+    admission.take(7)
+    assert admission.full() is None
+    admission.take(1)
+    assert _refused(admission.take, 1).status == 429
+    full = admission.full()
+    assert full is not None
+    assert full.status == 429
+    admission.give_back(1)
+    assert admission.full() is None
+    admission.take(1)
+
+
+def test_what_never_fits_is_no_matter_of_waiting() -> None:
+    admission = Admission()
+    admission.capacity = 8
+    admission.take(8)
+    assert _refused(admission.take, 9).status == 400
+
+
+def test_tokens_may_wait_up_to_the_limit_and_not_one_more() -> None:
+    admission = Admission(100)
+    admission.take_tokens(60)
+    assert _refused(admission.take_tokens, 41).status == 429
+    admission.take_tokens(40)
+    assert admission.full() is not None
+    admission.give_back_tokens(1)
+    assert admission.full() is None
+    admission.give_back_tokens(99)
+    assert admission.queued_tokens == 0
+
+
+def test_a_prompt_of_any_length_is_let_in_where_none_waits() -> None:
+    admission = Admission(100)
+    admission.take_tokens(101)
+    assert _refused(admission.take_tokens, 1).status == 429
+
+
+def test_without_a_limit_ten_seconds_of_measured_work_may_wait() -> None:
+    admission = Admission()
+    assert admission.most_tokens == math.inf, "nothing has been measured"
+    admission.tokens_per_second = 50.0
+    assert admission.most_tokens == 50 * QUEUE_SECONDS
+    admission.take_tokens(500)
+    refused = _refused(admission.take_tokens, 1)
+    assert refused.status == 429
+    assert refused.retry_after == 5, "half of what waits, at that speed"
+
+
+def test_retry_after_is_between_a_second_and_a_minute() -> None:
+    admission = Admission(10)
+    admission.take_tokens(10**9)
+    for speed in (0.0, 1e-9, 1e9):
+        admission.tokens_per_second = speed
+        assert 1 <= (_refused(admission.take_tokens, 1).retry_after or 0) <= 60

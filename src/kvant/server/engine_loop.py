@@ -82,10 +82,10 @@ class EngineLoop:
                 stats.num_steps,
                 stats.num_computed_tokens,
                 stats.num_preemptions,
-                self._speed,
             ),
             tuple(pieces),
             failures,
+            self._speed,
         )
 
     def _step(self, pieces: list[Piece]) -> None:

@@ -133,7 +133,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`kvant.engine.result.EngineStats`, field by field, and how fast prompts are computed (0: unknown)."""
+    """`kvant.engine.result.EngineStats`, field by field."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -143,15 +143,18 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_preemptions: int = 0
-    prompt_tokens_per_second: float = 0.0
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):
-    """What happened since the last one. An empty report is the heartbeat of an idle engine."""
+    """What happened since the last one. An empty report is the heartbeat of an idle engine.
+
+    prompt_tokens_per_second: how fast prompts are computed; 0 where it is not known yet.
+    """
 
     stats: Stats
     pieces: tuple[Piece, ...] = ()
     failures: tuple[Failure, ...] = ()
+    prompt_tokens_per_second: float = 0.0
 
 
 FromEngine = Loading | Ready | Fault | Report

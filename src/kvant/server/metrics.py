@@ -220,7 +220,7 @@ class _EngineGauges(Collector):
             "kvant:queued_prompt_tokens_most", "As many may wait.", admission.most_tokens
         )
         yield self._gauge(
-            "kvant:prompt_tokens_per_second", "As measured.", stats.prompt_tokens_per_second
+            "kvant:prompt_tokens_per_second", "As measured.", admission.tokens_per_second
         )
         deaths = CounterMetricFamily(
             "kvant:engine_deaths", "Engines that died.", labels=("model_name",)

@@ -88,7 +88,7 @@ class _Server:
             self.config.restarts,
             on_ready=lambda ready: self._on_ready(service, ready),
             on_loading=_Loading(self.say),
-            on_report=lambda before, after: service.note_report(before, after),
+            on_report=lambda before, report: service.note_report(before, report),
         )
         service = Service(self.config, supervisor, metrics)
         metrics.watch(supervisor, service.admission)

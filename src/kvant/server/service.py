@@ -20,7 +20,7 @@ from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
 from kvant.server.channel import Channel, Event
 from kvant.server.config import ServerConfig
-from kvant.server.messages import Failure, Piece, Ready, Stats
+from kvant.server.messages import Failure, Piece, Ready, Report, Stats
 from kvant.server.metrics import Metrics
 from kvant.server.supervisor import State, Supervisor
 from kvant.server.template import Renderer
@@ -95,10 +95,10 @@ class Service:
                 defaults=read_defaults(path) if self.config.model_defaults else {},
             )
 
-    def note_report(self, before: Stats, after: Stats) -> None:
-        """Called with the engine's numbers before and after each step."""
-        self.metrics.stepped(before, after)
-        self.admission.tokens_per_second = after.prompt_tokens_per_second
+    def note_report(self, before: Stats, report: Report) -> None:
+        """Called with the engine's numbers before each report, and the report."""
+        self.metrics.stepped(before, report.stats)
+        self.admission.tokens_per_second = report.prompt_tokens_per_second
 
     @property
     def alive(self) -> bool:

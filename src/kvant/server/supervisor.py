@@ -66,7 +66,7 @@ class Supervisor:
     """Owns the engine's process. All methods belong to one event loop.
 
     on_ready: called each time the engine takes requests. on_loading: told of downloads.
-    on_report: called with the numbers before and after each step; they begin anew with each engine.
+    on_report: called with the numbers before each report and the report; each engine counts from nothing.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Supervisor:
         *,
         on_ready: Callable[[Ready], None],
         on_loading: Callable[[str, int, int], None],
-        on_report: Callable[[Stats, Stats], None],
+        on_report: Callable[[Stats, Report], None],
     ) -> None:
         self.state = State.STARTING
         self.ready: Ready | None = None
@@ -237,7 +237,7 @@ class Supervisor:
                     return
                 case Report():
                     before, self.stats = self.stats, message.stats
-                    self._on_report(before, message.stats)
+                    self._on_report(before, message)
                     for piece in message.pieces:
                         ended = piece.finish_reason is not None
                         self._route(piece.id, piece, ended=ended)

@@ -9,6 +9,23 @@ from torch import Tensor
 
 from kvant.kv.pool import KVPool, LayerCache
 
+LONG = 256
+"""Query tokens from which a sequence of a step is listed as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongQuery:
+    """A sequence of a step with many query tokens, in numbers of the host.
+
+    sequence: its place in the step. first_token: its first query's place in T. length: tokens in
+    the cache after this step's are written, the num_tokens of this step among them.
+    """
+
+    sequence: int
+    first_token: int
+    num_tokens: int
+    length: int
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -22,6 +39,8 @@ class Step:
     positions: [T] int64, rotary positions.
     max_seqlen_q, max_seqlen_kv: host copies of the largest lengths.
     causal: query i of a sequence with n queries sees keys up to seqlen_kv - n + i; otherwise all.
+    long: the sequences with LONG queries or more, for backends that treat them in another way; they
+    find all the others in `rest`, where those have no tokens in the cache (None if there are none).
     """
 
     cu_seqlens_q: Tensor
@@ -32,6 +51,8 @@ class Step:
     max_seqlen_q: int
     max_seqlen_kv: int
     causal: bool = True
+    long: tuple[LongQuery, ...] = ()
+    rest: Step | None = None
 
 
 @dataclass(frozen=True, slots=True)

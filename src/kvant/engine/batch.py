@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import Step
+from kvant.attention.long import list_long
 from kvant.engine.page_table import PageTable
 from kvant.engine.request import Sequence
 from kvant.engine.scheduler import Chunk
@@ -48,14 +49,18 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
     slots = pages * page_size + positions % page_size
 
     samples = np.fromiter((c.samples for c in chunks), np.bool_, count)
-    step = Step(
-        cu_seqlens_q=torch.from_numpy(cu_seqlens.astype(np.int32)),
-        seqlens_kv=torch.from_numpy(seqlens_kv.astype(np.int32)),
-        page_table=torch.from_numpy(table),
-        slot_mapping=torch.from_numpy(slots),
-        positions=torch.from_numpy(positions),
-        max_seqlen_q=int(lengths.max()),
-        max_seqlen_kv=longest,
+    step = list_long(
+        Step(
+            cu_seqlens_q=torch.from_numpy(cu_seqlens.astype(np.int32)),
+            seqlens_kv=torch.from_numpy(seqlens_kv.astype(np.int32)),
+            page_table=torch.from_numpy(table),
+            slot_mapping=torch.from_numpy(slots),
+            positions=torch.from_numpy(positions),
+            max_seqlen_q=int(lengths.max()),
+            max_seqlen_kv=longest,
+        ),
+        lengths,
+        seqlens_kv,
     )
     return Batch(
         input_ids=torch.tensor(_tokens(chunks), dtype=torch.int64),

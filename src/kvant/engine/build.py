@@ -67,7 +67,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     )
     assert planned.memory.num_pages is not None
     runner = ModelRunner(model, planned.memory.num_pages)
-    runner.capture(config.max_num_seqs, max_model_len)
+    runner.capture(config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
     engine = Engine(
         runner,
         SchedulerLimits(

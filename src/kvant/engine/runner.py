@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
 from kvant.engine.batch import Batch
 from kvant.engine.graphs import DecodeGraphs
+from kvant.engine.warm_up import warm_up
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel
 
@@ -43,13 +44,18 @@ class ModelRunner:
         self.pool = KVPool(model.plan, num_pages, device=model.device, scales=model.scales)
         self._backends = load_backends(model.plan)
         self._graphs: DecodeGraphs | None = None
+        self._clear: Callable[[Sequence[int]], None] = self.pool.zero
+        if self.device.type != "cpu":
+            from kvant.attention.triton.zero import PageEraser
+
+            self._clear = PageEraser(self.pool.planes()).clear
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     def zero(self, pages: Sequence[int]) -> None:
-        self.pool.zero(pages)
+        self._clear(pages)
 
     def run(self, batch: Batch) -> Tensor:
         graphs = self._graphs
@@ -65,10 +71,14 @@ class ModelRunner:
             batch.input_ids.to(there), _moved(batch.step, there), batch.logits_index.to(there)
         )
 
-    def capture(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Record decode steps as CUDA graphs; on a CPU there is nothing to do."""
+    def capture(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+        """Compile what a GPU needs and record decode steps as CUDA graphs, so that no request waits.
+
+        On a CPU there is nothing to do.
+        """
         if self.device.type == "cpu":
             return
+        warm_up(self.model, self.pool, self._forward, max_num_batched_tokens, max_model_len)
         pages = -(-max_model_len // self.model.plan.page_size)
         graphs = DecodeGraphs(self._forward, max_num_seqs, pages, max_model_len, self.device)
         graphs.capture()
@@ -88,4 +98,5 @@ def _moved(step: Step, device: torch.device) -> Step:
         page_table=step.page_table.to(device),
         slot_mapping=step.slot_mapping.to(device),
         positions=step.positions.to(device),
+        rest=None if step.rest is None else _moved(step.rest, device),
     )

@@ -76,8 +76,12 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         """Bytes actually allocated for pages."""
+        return sum(plane.numel() * plane.element_size() for plane in self.planes())
+
+    def planes(self) -> list[Tensor]:
+        """Every plane once, layers that share counted with their owner."""
         owned = {id(cache): cache for cache in self._layers.values()}.values()
-        return sum(t.numel() * t.element_size() for c in owned for t in (*c.k, *c.v))
+        return [plane for cache in owned for plane in (*cache.k, *cache.v)]
 
     def zero(self, pages: Sequence[int]) -> None:
         """Clear pages in every layer, before they are handed to a new owner.
@@ -85,9 +89,8 @@ class KVPool:
         A recycled page may hold NaN bytes of its last owner; masked attention multiplies them by 0.
         """
         index = torch.as_tensor(pages, device=self.device, dtype=torch.int64)
-        for cache in {id(c): c for c in self._layers.values()}.values():
-            for plane in (*cache.k, *cache.v):
-                plane.index_fill_(0, index, 0)
+        for plane in self.planes():
+            plane.index_fill_(0, index, 0)
 
     def _allocate(self, spec: LayerSpec, scales: Mapping[tuple[int, Side], Tensor]) -> LayerCache:
         g = spec.geometry

@@ -63,6 +63,11 @@ class LoadedModel:
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it computes in."""
+        return self._module.dtype
+
+    @property
     def is_fused(self) -> bool:
         """Whether Kvant's own decoder runs the weights; otherwise transformers' modules do."""
         return self._fused is not None

@@ -6,12 +6,16 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from kvant.attention.long import list_long
+from kvant.attention.triton import prefill
 from kvant.attention.triton.backend import TritonBackend
+from kvant.attention.triton.zero import PageEraser
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
 from tests.attention.triton import case
@@ -193,3 +197,38 @@ def test_rows_beyond_int32_elements_are_reached() -> None:
     assert torch.equal(
         backend.attend(cache, x.q, step, x.params), backend.attend(x.cache, x.q, x.step, x.params)
     )
+
+
+LONG_STEPS = {
+    "square": ((700, 700),),
+    "after a prefix": ((6500, 900), (1025, 1000)),
+    "beside others": ((40, 1), (5000, 300), (900, 7), (2100, 2100), (33, 33)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sequences", list(LONG_STEPS.values()), ids=list(LONG_STEPS))
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+def test_long_prompts_read_what_is_stored(
+    name: KVDtype, sequences: Any, dtype: torch.dtype
+) -> None:
+    x = case.prepare(
+        name, heads=(8, 2), head_dims=(128, 128), sequences=sequences, dtype=dtype, device="cuda"
+    )
+    lengths = np.array([new for _, new in sequences])
+    step = list_long(x.step, lengths, np.array([length for length, _ in sequences]))
+    assert step.long
+    assert prefill.serves(x.cache, x.q, x.params, causal=True)
+    check(replace(x, step=step))
+
+
+def test_pages_are_cleared_in_every_plane_and_no_other_page_is_touched() -> None:
+    planes = [
+        torch.full((9, 16, 2, width), 7, dtype=torch.uint8, device="cuda") for width in (64, 4, 128)
+    ]
+    PageEraser(planes).clear([3, 8])
+    for plane in planes:
+        cleared = (plane.view(9, -1) == 0).all(1).tolist()
+        kept = (plane.view(9, -1) == 7).all(1).tolist()
+        assert cleared == [page in (3, 8) for page in range(9)]
+        assert kept == [page not in (3, 8) for page in range(9)]

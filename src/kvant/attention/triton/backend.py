@@ -7,10 +7,20 @@ import triton
 from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
-from kvant.attention.triton.codec import READING, Reading
+from kvant.attention.triton.codec import READING
 from kvant.attention.triton.combine import combine
+from kvant.attention.triton.launch import (
+    has_ptx,
+    is_nvidia,
+    multiprocessors,
+    outer,
+    pad,
+    rotate,
+    stores,
+    words,
+)
 from kvant.attention.triton.paged import paged_attention
-from kvant.attention.triton.rotation import rotate_rows
+from kvant.attention.triton.prefill import attend_long, serves
 from kvant.attention.triton.store import store_rows
 from kvant.attention.triton.tuning import NEVER_SPLIT, Shape, items_aimed_at, shape_for
 from kvant.kv.codecs.rotation import block_length
@@ -44,14 +54,14 @@ class TritonBackend:
         head_k, head_v = k.shape[-1], v.shape[-1]
         rows = 8
         store_rows[(triton.cdiv(num_rows, rows), 2)](
-            k, k.stride(0), k.stride(1), *_stores(cache.k), cache.k_scale,
-            v, v.stride(0), v.stride(1), *_stores(cache.v), cache.v_scale,
+            k, k.stride(0), k.stride(1), *stores(cache.k), cache.k_scale,
+            v, v.stride(0), v.stride(1), *stores(cache.v), cache.v_scale,
             step.slot_mapping, num_rows,
-            HEADS=heads, ROWS=rows, PTX=_is_nvidia(k.device),
-            KIND_K=int(a.kind), SCALING_K=int(a.scaling), OUTER_K=_outer(cache.k_scale),
+            HEADS=heads, ROWS=rows, PTX=is_nvidia(k.device),
+            KIND_K=int(a.kind), SCALING_K=int(a.scaling), OUTER_K=outer(cache.k_scale),
             HEAD_K=head_k, PAD_K=triton.next_power_of_2(head_k),
             ROTATION_K=block_length(head_k) if a.rotated else 0,
-            KIND_V=int(b.kind), SCALING_V=int(b.scaling), OUTER_V=_outer(cache.v_scale),
+            KIND_V=int(b.kind), SCALING_V=int(b.scaling), OUTER_V=outer(cache.v_scale),
             HEAD_V=head_v, PAD_V=triton.next_power_of_2(head_v),
             ROTATION_V=block_length(head_v) if b.rotated else 0,
             num_warps=4,
@@ -63,6 +73,19 @@ class TritonBackend:
         Tokens of sequences without stored tokens get zeros. In a captured graph, `max_seqlen_q`
         bounds every replay (and in batch-invariant mode `max_seqlen_kv` too).
         """
+        long = step.long and not self.batch_invariant
+        if not long or not serves(cache, q, params, causal=step.causal):
+            return self._attend(cache, q, step, params)
+        if step.rest is None:
+            out = q.new_zeros(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
+        else:
+            out = self._attend(cache, q, step.rest, params)
+        for stretch in step.long:
+            attend_long(cache, q, out, step, params, stretch)
+        return out
+
+    def _attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """Everything through the paged kernel."""
         g = cache.spec.geometry
         assert cache.spec.k is not None
         assert cache.spec.v is not None
@@ -116,7 +139,7 @@ def attend(
         num_seqs * -(-step.max_seqlen_q * group // shape.rows),
         tokens * group // shape.rows + num_seqs,
     )
-    processors = _multiprocessors(q.device)
+    processors = multiprocessors(q.device)
     target = items_aimed_at(shape, blocks, processors, heads)
     if fixed:
         least = max(1, FIXED_SPLIT // shape.tile)
@@ -135,7 +158,7 @@ def attend(
     partial = q.new_empty((*shape_of_parts, head_v), dtype=torch.float32)
     partial_lse = q.new_empty(shape_of_parts, dtype=torch.float32)
 
-    planes = [*_words(cache.k, k), *_words(cache.v, v)]
+    planes = [*words(cache.k, k), *words(cache.v, v)]
     work = (step.cu_seqlens_q, step.seqlens_kv)
     options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
     paged_attention[(heads * items,)](
@@ -147,12 +170,12 @@ def attend(
         GROUP=group, HEADS=heads, HEAD_K=head_k, HEAD_V=head_v,
         PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
         KIND_K=int(k.kind), SCALING_K=int(k.scaling), ELEMENTS_K=k.elements,
-        FACTOR_K=k.factor, PAD_K=_pad(head_k, k),
+        FACTOR_K=k.factor, PAD_K=pad(head_k, k),
         KIND_V=int(v.kind), SCALING_V=int(v.scaling), ELEMENTS_V=v.elements,
-        FACTOR_V=v.factor, PAD_V=_pad(head_v, v),
-        K_OUTER=_outer(cache.k_scale), V_OUTER=_outer(cache.v_scale),
+        FACTOR_V=v.factor, PAD_V=pad(head_v, v),
+        K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
         CAUSAL=causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
-        FULL=full, DIRECT=direct, FIXED=fixed, PTX=_has_ptx(q.device),
+        FULL=full, DIRECT=direct, FIXED=fixed, PTX=has_ptx(q.device),
         num_warps=shape.warps, num_stages=shape.stages, **options,
     )  # fmt: skip
     if parts:
@@ -165,59 +188,3 @@ def attend(
             num_warps=1,
         )  # fmt: skip
     return out
-
-
-def rotate(x: Tensor, block: int) -> Tensor:
-    """Rows of x [.., n] (contiguous or not) rotated and divided by `block`: float32."""
-    x = x.contiguous()
-    out = torch.empty_like(x, dtype=torch.float32)
-    n = x.shape[-1]
-    rows = x.numel() // n
-    rotate_rows[(triton.cdiv(rows, 4),)](
-        x, out, rows, 1.0 / block,
-        HEAD=n, PAD=triton.next_power_of_2(n), SIZE=block, ROWS=4, num_warps=1,
-    )  # fmt: skip
-    return out
-
-
-def _words(planes: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, Tensor | None]:
-    """A side's planes as kernels load them: words, and scales or None."""
-    codes = planes[0].view(reading.word)
-    if reading.scale is None:
-        return codes, None
-    return codes, planes[1].view(reading.scale)
-
-
-def _stores(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    """A side's planes as the writer stores them: codes, and scales (float32 as bits) or None."""
-    if len(planes) == 1:
-        return planes[0], None
-    scales = planes[1]
-    return planes[0], scales.view(torch.int32) if scales.dtype is torch.float32 else scales
-
-
-def _outer(scale: Tensor | None) -> int:
-    """0 without a scale outside the pages, 1 for one, 2 for one per KV head."""
-    if scale is None:
-        return 0
-    return 1 if scale.numel() == 1 else 2
-
-
-def _pad(head_dim: int, reading: Reading) -> int:
-    """Words of a row, padded to a power of two that a matrix product takes."""
-    return max(16, int(triton.next_power_of_2(head_dim // reading.elements)))
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 4  # Triton's interpreter
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _is_nvidia(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
-
-
-def _has_ptx(device: torch.device) -> bool:
-    """Whether inline PTX with e4m3 conversions can be used: NVIDIA, sm_89 and later."""
-    return _is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,66 @@
+"""What launches share: planes as kernels load them, and facts of the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from kvant.attention.triton.codec import Reading
+from kvant.attention.triton.rotation import rotate_rows
+
+
+def rotate(x: Tensor, block: int) -> Tensor:
+    """Rows of x [.., n] (contiguous or not) rotated and divided by `block`: float32."""
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=torch.float32)
+    n = x.shape[-1]
+    rows = x.numel() // n
+    rotate_rows[(triton.cdiv(rows, 4),)](
+        x, out, rows, 1.0 / block,
+        HEAD=n, PAD=triton.next_power_of_2(n), SIZE=block, ROWS=4, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def words(planes: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, Tensor | None]:
+    """A side's planes as kernels load them: words, and scales or None."""
+    codes = planes[0].view(reading.word)
+    if reading.scale is None:
+        return codes, None
+    return codes, planes[1].view(reading.scale)
+
+
+def stores(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    """A side's planes as the writer stores them: codes, and scales (float32 as bits) or None."""
+    if len(planes) == 1:
+        return planes[0], None
+    scales = planes[1]
+    return planes[0], scales.view(torch.int32) if scales.dtype is torch.float32 else scales
+
+
+def outer(scale: Tensor | None) -> int:
+    """0 without a scale outside the pages, 1 for one, 2 for one per KV head."""
+    if scale is None:
+        return 0
+    return 1 if scale.numel() == 1 else 2
+
+
+def pad(head_dim: int, reading: Reading) -> int:
+    """Words of a row, padded to a power of two that a matrix product takes."""
+    return max(16, int(triton.next_power_of_2(head_dim // reading.elements)))
+
+
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 4  # Triton's interpreter
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def is_nvidia(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def has_ptx(device: torch.device) -> bool:
+    """Whether inline PTX with e4m3 conversions can be used: NVIDIA, sm_89 and later."""
+    return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,179 @@
+"""Long stretches of queries: keys and values are decoded once, then cuDNN multiplies.
+
+With hundreds of queries of one sequence, products cost more than bytes, and cuDNN's attention
+reaches 600 TFLOP/s on an H200 where the paged kernel reaches 360. It reads what was stored, decoded
+to the queries' dtype, never the keys and values that have not been through their format.
+
+cuDNN prepares a plan for every new shape, which takes 27 ms, and knows causal attention only where
+queries and keys start together. So everything is made of few shapes: a square at the end, padded at
+its end (nobody sees the padding), and before it blocks of keys that every query sees; the parts are
+joined by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+from torch import Tensor
+
+from kvant.attention.base import LONG, AttentionParams, LongQuery, Step
+from kvant.attention.triton.codec import READING, Reading
+from kvant.attention.triton.gather import gather_rows
+from kvant.attention.triton.join import join_rows
+from kvant.attention.triton.launch import has_ptx, outer, rotate, words
+from kvant.kv.codecs.rotation import block_length
+from kvant.kv.geometry import LayerGeometry
+from kvant.kv.pool import KVPool, LayerCache
+
+_BLOCKS = (65536, 16384, 4096, 1024)
+"""Keys of one product before the square; what is left over goes into the square."""
+
+
+def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: bool) -> bool:
+    """Whether cuDNN computes what this layer means."""
+    plain = params.window is None and not params.softcap and params.sinks is None
+    return causal and plain and _serves(cache.spec.geometry, q.dtype, q.device)
+
+
+def _serves(g: LayerGeometry, dtype: torch.dtype, device: torch.device) -> bool:
+    return (
+        dtype in (torch.float16, torch.bfloat16)
+        and g.head_dim_k == g.head_dim_v
+        and g.head_dim_k in (64, 96, 128)
+        and g.window is None
+        and not g.softcap
+        and not g.sinks
+        and has_ptx(device)
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    )
+
+
+def square_size(num_tokens: int) -> int:
+    """Tokens of the square that holds so many: few sizes, at most an eighth of them padding."""
+    step = 256 if num_tokens <= 2048 else 1024
+    return -(-num_tokens // step) * step
+
+
+def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, bool]]:
+    """(queries, keys, causal) of every product that steps of so many tokens can need."""
+    squares = {square_size(n) for n in range(LONG, max_num_tokens + _BLOCKS[-1] + 1, 256)}
+    for size in sorted(squares):
+        yield size, size, True
+        if size <= square_size(max_num_tokens):
+            yield from ((size, block, False) for block in _BLOCKS if block <= max_length)
+
+
+def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: int) -> None:
+    """Have cuDNN plan every shape now, so that no request waits for it: 27 ms each."""
+    shapes = {
+        (g.num_q_heads, g.num_kv_heads, g.head_dim_k)
+        for g in (spec.geometry for spec in pool.plan.layers)
+        if g.has_kv and _serves(g, dtype, pool.device)
+    }
+    for q_heads, kv_heads, head_dim in shapes:
+        for queries, keys, causal in sizes(max_num_tokens, max_length):
+            q = torch.zeros(queries, q_heads, head_dim, dtype=dtype, device=pool.device)
+            k = torch.zeros(keys, kv_heads, head_dim, dtype=dtype, device=pool.device)
+            _product(q, k, k, 1.0, causal=causal)
+
+
+def attend_long(
+    cache: LayerCache,
+    q: Tensor,
+    out: Tensor,
+    step: Step,
+    params: AttentionParams,
+    long: LongQuery,
+) -> None:
+    """Fill the rows of one sequence in out [T, num_q_heads, head_dim]; causal."""
+    prefix = long.length - long.num_tokens
+    spare = prefix % _BLOCKS[-1]
+    before = prefix - spare
+    size = square_size(spare + long.num_tokens)
+    k = decoded(cache, 0, step, long, before + size, q.dtype)
+    v = decoded(cache, 1, step, long, before + size, q.dtype)
+    rows = slice(long.first_token, long.first_token + long.num_tokens)
+    # The square's first `spare` queries are nobody's; they only put the others in their places.
+    square = q.new_zeros(size, *q.shape[1:])
+    square[spare : spare + long.num_tokens] = q[rows]
+    found, lse = _product(square, k[before:], v[before:], params.scale, causal=True)
+    mine = slice(spare, spare + long.num_tokens)
+    if not before:
+        out[rows] = found[mine]
+        return
+    padded = square_size(long.num_tokens)
+    queries = q.new_zeros(padded, *q.shape[1:])
+    queries[: long.num_tokens] = q[rows]
+    total = found[mine].to(torch.float32)
+    total_lse = lse[:, mine].contiguous()
+    for start, count in _blocks(before):
+        keys = slice(start, start + count)
+        part, part_lse = _product(queries, k[keys], v[keys], params.scale, causal=False)
+        _join(total, total_lse, part, part_lse)
+    out[rows] = total.to(out.dtype)
+
+
+def decoded(
+    cache: LayerCache, side: int, step: Step, long: LongQuery, tokens: int, dtype: torch.dtype
+) -> Tensor:
+    """A sequence's stored keys (side 0) or values (side 1): [tokens, num_kv_heads, head_dim].
+
+    Zeros behind its end.
+    """
+    g = cache.spec.geometry
+    choice, planes, scale, head = (
+        (cache.spec.k, cache.k, cache.k_scale, g.head_dim_k)
+        if side == 0
+        else (cache.spec.v, cache.v, cache.v_scale, g.head_dim_v)
+    )
+    assert choice is not None
+    reading: Reading = READING[choice.dtype]
+    out = torch.empty(tokens, g.num_kv_heads, head, dtype=dtype, device=planes[0].device)
+    tile = 32
+    gather_rows[(triton.cdiv(tokens, tile), g.num_kv_heads)](
+        *words(planes, reading), scale, step.page_table[long.sequence], out, long.length,
+        HEADS=g.num_kv_heads, HEAD=head, PAGE=cache.page_size, TILE=tile,
+        KIND=int(reading.kind), SCALING=int(reading.scaling), ELEMENTS=reading.elements,
+        FACTOR=reading.factor, PAD=triton.next_power_of_2(head // reading.elements),
+        OUTER=outer(scale), PTX=has_ptx(out.device), num_warps=4,
+    )  # fmt: skip
+    return rotate(out, block_length(head)).to(dtype) if reading.rotated else out
+
+
+def _blocks(count: int) -> Iterator[tuple[int, int]]:
+    """(start, keys) of the products that cover `count` keys, the longest first."""
+    start = 0
+    for size in _BLOCKS:
+        while count - start >= size:
+            yield start, size
+            start += size
+
+
+def _product(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """q [n, num_q_heads, d], k and v [m, num_kv_heads, d] -> [n, num_q_heads, d], lse [heads, n]."""
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        None,
+        True,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+    )
+    return found[0][0].transpose(0, 1), found[1][0, :, :, 0]
+
+
+def _join(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Take another part into total [n, heads, d] float32 and total_lse [heads, n], in place."""
+    n, heads, d = total.shape
+    join_rows[(n, heads)](
+        total, total_lse, total_lse.stride(0), part, part.stride(0), part.stride(1),
+        part_lse, part_lse.stride(0), HEADS=heads, D=d, PAD=triton.next_power_of_2(d), num_warps=1,
+    )  # fmt: skip

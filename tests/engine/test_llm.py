@@ -15,7 +15,7 @@ from kvant.engine.budget import CPU_SHARE
 from kvant.engine.device import free_host_bytes
 from kvant.engine.llm import Prompt
 from kvant.engine.runner import ModelRunner
-from kvant.errors import BadValue, DoesNotFit, RequestError, UnknownName
+from kvant.errors import BadValue, DoesNotFit, NotServable, RequestError, UnknownName
 from kvant.kv.dtype import KVDtype
 from tests.engine import tiny_chat
 from tests.models import tiny
@@ -218,7 +218,9 @@ def _must_not_be_called(*_: object, **__: object) -> None:
         ({"page_size": 8, "block_size": 16}, BadValue),
         ({"kv_cache_dtype_skip_layers": [99]}, BadValue),
         ({"revision": "main"}, BadValue),
-        ({"kv_cache_dytpe": "fp8"}, TypeError),
+        ({"kv_cache_dytpe": "fp8"}, UnknownName),
+        ({"tensor_parallel_size": 2}, NotServable),
+        ({"calculate_kv_scales": True}, NotServable),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.cli import model_options, options
-from kvant.cli.refused import refuse_calculated_scales, refuse_tensor_parallel
+from kvant.cli import model_options
+from kvant.cli.configured import configured
+from kvant.engine.config import EngineOptions
+from kvant.engine.settings import Settings
 from kvant.errors import NotServable, RequestError, WayOut
 
 if TYPE_CHECKING:
@@ -33,10 +35,9 @@ COMMANDS = {
 }
 
 
+@configured(EngineOptions, without=("seed", "max_num_seqs"))
 def chat(
-    model: Annotated[
-        str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")
-    ] = model_options.DEFAULT_MODEL,
+    settings: Settings,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="Tokens of one answer at most.")
@@ -46,24 +47,6 @@ def chat(
     top_p: model_options.TopP = None,
     min_p: model_options.MinP = None,
     seed: model_options.Seed = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    skip_layers: options.SkipLayers = None,
-    rules: options.Rules = None,
-    policy: options.Policy = None,
-    missing_scales: options.MissingScales = "error",
-    strict: options.Strict = False,
-    page_size: options.PageSize = 16,
-    kv_cache_memory: model_options.KVMemory = None,
-    dtype: options.Dtype = "auto",
-    attention_backend: options.Backend = "auto",
-    batch_invariant: options.BatchInvariant = False,
-    revision: options.Revision = None,
-    max_model_len: model_options.MaxModelLen = None,
-    max_num_batched_tokens: model_options.MaxNumBatchedTokens = None,
-    prefix_caching: model_options.PrefixCaching = True,
-    device: model_options.Device = "auto",
-    calculate_kv_scales: options.CalculateScales = False,
-    tensor_parallel_size: options.TensorParallel = 1,
 ) -> None:
     """Talk with a model.
 
@@ -72,34 +55,12 @@ def chat(
     """
     from rich.console import Console
 
-    refuse_calculated_scales(calculate_kv_scales)
-    refuse_tensor_parallel(tensor_parallel_size)
-    flags = model_options.ModelFlags(
-        model=model,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        skip_layers=skip_layers,
-        rules=rules,
-        policy=policy,
-        missing_scales=missing_scales,
-        strict=strict,
-        page_size=page_size,
-        attention_backend=attention_backend,
-        batch_invariant=batch_invariant,
-        revision=revision,
-        kv_cache_memory=kv_cache_memory,
-        prefix_caching=prefix_caching,
-        max_model_len=max_model_len,
-        max_num_seqs=None,
-        max_num_batched_tokens=max_num_batched_tokens,
-        device=device,
-    )
     sampling = model_options.SamplingFlags(temperature, top_k, top_p, min_p, seed, max_tokens)
     model_options.sampling_from(sampling, None)  # wrong flags are refused before the model loads
     console = Console()
     try:
-        llm = model_options.open_llm(flags, console, num_requests=1)
-        _refuse_without_template(llm, model)
+        llm = model_options.open_llm(settings, console, num_requests=1)
+        _refuse_without_template(llm, llm.plan.model)
         params = model_options.sampling_from(sampling, llm.model_path)
         Conversation(llm, params, console, system).run()
     except KeyboardInterrupt:

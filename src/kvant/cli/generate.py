@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.cli import model_options, options
-from kvant.cli.refused import refuse_calculated_scales, refuse_tensor_parallel
+from kvant.cli import model_options
+from kvant.cli.configured import configured
+from kvant.engine.config import EngineOptions
+from kvant.engine.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +27,9 @@ class Output(Enum):
     JSON = "json"
 
 
+@configured(EngineOptions, model="--model -m", without=("seed",))
 def generate(
+    settings: Settings,
     prompts: Annotated[
         list[str],
         typer.Argument(
@@ -34,9 +38,6 @@ def generate(
             show_default=False,
         ),
     ],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Directory, hub id, .gguf file, or smollm2.")
-    ] = model_options.DEFAULT_MODEL,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="New tokens at most, for each prompt.")
     ] = 128,
@@ -72,25 +73,6 @@ def generate(
             rich_help_panel=model_options.SAMPLING_PANEL,
         ),
     ] = False,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    skip_layers: options.SkipLayers = None,
-    rules: options.Rules = None,
-    policy: options.Policy = None,
-    missing_scales: options.MissingScales = "error",
-    strict: options.Strict = False,
-    page_size: options.PageSize = 16,
-    kv_cache_memory: model_options.KVMemory = None,
-    dtype: options.Dtype = "auto",
-    attention_backend: options.Backend = "auto",
-    batch_invariant: options.BatchInvariant = False,
-    revision: options.Revision = None,
-    max_model_len: model_options.MaxModelLen = None,
-    max_num_seqs: model_options.MaxNumSeqs = None,
-    max_num_batched_tokens: model_options.MaxNumBatchedTokens = None,
-    prefix_caching: model_options.PrefixCaching = True,
-    device: model_options.Device = "auto",
-    calculate_kv_scales: options.CalculateScales = False,
-    tensor_parallel_size: options.TensorParallel = 1,
 ) -> None:
     """Complete prompts and print the answers.
 
@@ -100,35 +82,13 @@ def generate(
     """
     from rich.console import Console
 
-    refuse_calculated_scales(calculate_kv_scales)
-    refuse_tensor_parallel(tensor_parallel_size)
-    flags = model_options.ModelFlags(
-        model=model,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        skip_layers=skip_layers,
-        rules=rules,
-        policy=policy,
-        missing_scales=missing_scales,
-        strict=strict,
-        page_size=page_size,
-        attention_backend=attention_backend,
-        batch_invariant=batch_invariant,
-        revision=revision,
-        kv_cache_memory=kv_cache_memory,
-        prefix_caching=prefix_caching,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        device=device,
-    )
     sampling = model_options.SamplingFlags(
         temperature, top_k, top_p, min_p, seed, max_tokens, stop, ignore_eos
     )
     params = model_options.sampling_from(sampling, None)
     texts = [sys.stdin.read() if text == "-" else text for text in prompts]
     try:
-        llm = model_options.open_llm(flags, Console(stderr=True), num_requests=len(texts))
+        llm = model_options.open_llm(settings, Console(stderr=True), num_requests=len(texts))
         with model_options.mendable():
             _answer(llm, texts, params, chat=chat, output=output)
     except KeyboardInterrupt:

@@ -13,10 +13,13 @@ from typing import Annotated
 
 import typer
 
-from kvant.cli import options
-from kvant.cli.refused import refuse_calculated_scales, refuse_tensor_parallel
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.cli.configured import configured
+from kvant.engine.config import PlanOptions, plan_request
 from kvant.engine.planning import Plan, PlanRequest, make_plan
-from kvant.errors import DoesNotFit
+from kvant.engine.settings import Settings
+from kvant.errors import DoesNotFit, UnknownName
+from kvant.models.geometry.compute_dtype import host_cpu_has_bf16
 
 
 class Format(Enum):
@@ -24,30 +27,12 @@ class Format(Enum):
     JSON = "json"
 
 
+@configured(PlanOptions, needs_model=True)
 def plan(
-    model: Annotated[str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")],
-    dtype: options.Dtype = "auto",
-    kv_cache_dtype: options.KVCacheDtype = None,
-    skip_layers: options.SkipLayers = None,
-    rules: options.Rules = None,
-    policy: options.Policy = None,
-    missing_scales: options.MissingScales = "error",
-    strict: options.Strict = False,
-    page_size: options.PageSize = 16,
-    attention_backend: options.Backend = "auto",
-    batch_invariant: options.BatchInvariant = False,
-    speculative_config: options.Speculative = None,
-    revision: options.Revision = None,
+    settings: Settings,
     memory: Annotated[
         str | None,
         typer.Option("--memory", metavar="SIZE", help="The device's memory, such as 80GiB."),
-    ] = None,
-    kv_cache_memory: Annotated[
-        str | None,
-        typer.Option("--kv-cache-memory", metavar="SIZE", help="Give the pages exactly this much."),
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", min=1, help="Tokens of one sequence.")
     ] = None,
     device: Annotated[
         str,
@@ -59,47 +44,19 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the plan as .svg or .png.")
     ] = None,
-    calculate_kv_scales: options.CalculateScales = False,
-    tensor_parallel_size: options.TensorParallel = 1,
 ) -> None:
     """Show what every layer would store and who decided it; loads no weights."""
-    from kvant.attention.select import parse_backend
-    from kvant.engine.speculative_config import parse_speculative_config
     from kvant.kv.memory import parse_size
-    from kvant.kv.names import parse_compute_dtype
 
-    refuse_calculated_scales(calculate_kv_scales)
-    refuse_tensor_parallel(tensor_parallel_size)
-    request = PlanRequest(
-        model=model,
-        device=options.device_from(device),
-        requests=options.requests_from(
-            kv_cache_dtype,
-            skip_layers,
-            rules,
-            policy,
-            strict=strict,
-            missing_scales=missing_scales,
-        ),
-        revision=revision,
-        dtype=parse_compute_dtype(dtype, asked_by="--dtype"),
-        backend=parse_backend(attention_backend, asked_by="--attention-backend"),
-        page_size=page_size,
-        batch_invariant=batch_invariant,
-        max_model_len=max_model_len,
+    request = replace(
+        plan_request(settings, device_from(device)),
         memory_bytes=None if memory is None else parse_size(memory, asked_by="--memory"),
-        kv_cache_bytes=None
-        if kv_cache_memory is None
-        else parse_size(kv_cache_memory, asked_by="--kv-cache-memory"),
-        speculative=None
-        if speculative_config is None
-        else parse_speculative_config(speculative_config),
     )
     made = make_plan(request)
     if (
         made.target.weights.bytes is not None
         and device == "cpu"
-        and not (memory or kv_cache_memory)
+        and not (memory or request.kv_cache_bytes)
     ):
         made = make_plan(_as_on_this_machine(made))
     if output is Format.JSON:
@@ -117,6 +74,24 @@ def plan(
         from kvant.cli.plan_plot import plot_plan
 
         plot_plan(made, plot)
+
+
+_DEVICES = {
+    "cuda": DeviceFacts(DeviceKind.CUDA, "sm_90"),
+    "sm_80": DeviceFacts(DeviceKind.CUDA, "sm_80"),
+    "sm_90": DeviceFacts(DeviceKind.CUDA, "sm_90"),
+    "sm_100": DeviceFacts(DeviceKind.CUDA, "sm_100"),
+    "gfx942": DeviceFacts(DeviceKind.ROCM, "gfx942"),
+}
+
+
+def device_from(text: str) -> DeviceFacts:
+    """The device to plan for; it need not be present."""
+    if text == "cpu":
+        return DeviceFacts(DeviceKind.CPU, has_bf16=host_cpu_has_bf16())
+    if text not in _DEVICES:
+        raise UnknownName("device", text, ("cpu", *_DEVICES), asked_by="--device")
+    return _DEVICES[text]
 
 
 def _as_on_this_machine(made: Plan) -> PlanRequest:

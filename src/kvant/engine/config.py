@@ -1,20 +1,132 @@
-"""What an engine is asked to be: made once at the edge, frozen."""
+"""What an engine is asked to be: the options of engines, and the frozen configuration made of them once."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.engine.planning import PlanRequest
-from kvant.errors import BadValue, UnknownName
-from kvant.kv.names import parse_format
+from kvant.attention.select import parse_backend
+from kvant.engine.device import host_device
+from kvant.engine.options import Kind, option, options_of
+from kvant.engine.planning import DEFAULT_PAGE_SIZE, PlanRequest
+from kvant.engine.refused import refuse_calculated_scales, refuse_tensor_parallel
+from kvant.engine.settings import Said, Settings
+from kvant.engine.speculative_config import parse_speculative_config
+from kvant.kv.memory import parse_size
+from kvant.kv.names import parse_compute_dtype, parse_format
 from kvant.kv.policy import read_policy
 from kvant.kv.request import Asked, KVRequest, Requests, parse_rule, parse_skips
 
-ENV_KV_CACHE_DTYPE = "KVANT_KV_CACHE_DTYPE"
+DEFAULT_MODEL = "smollm2"
+_KV = "KV cache"
+_RUN = "Engine"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What decides a plan, wherever the model runs."""
+
+    model: str = option(DEFAULT_MODEL, "Directory, hub id, .gguf file, or smollm2.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.", unset="main")
+    dtype: str = option("auto", "Dtype to compute in; auto is the config's.", metavar="D")
+    kv_cache_dtype: str | None = option(
+        None,
+        "Format of the KV cache: a name, K/V, auto (the checkpoint's wish) or model "
+        "(the model dtype).",
+        metavar="F|K/V",
+        unset="auto",
+        panel=_KV,
+    )
+    kv_cache_dtype_skip_layers: tuple[str, ...] = option(
+        (),
+        "Layers that store the model dtype: 0,1,-1,4-7,re:PATTERN,sliding_window,full.",
+        kind=Kind.LAYERS,
+        metavar="L,..",
+        panel=_KV,
+    )
+    kv_cache_rules: tuple[str, ...] = option(
+        (),
+        "Format for some layers, such as 0-3:bf16 or full:k=fp8; may be repeated.",
+        flag_name="--kv-cache-rule",
+        metavar="L,..:F",
+        panel=_KV,
+    )
+    kv_cache_policy: str | None = option(
+        None,
+        "YAML file with kv_cache_dtype, skip_layers and rules.",
+        metavar="FILE",
+        unset="none",
+        panel=_KV,
+    )
+    kv_missing_scales: str = option(
+        "error",
+        "What to do where the checkpoint promises scales that are not there.",
+        choices=("error", "one"),
+        metavar="error|one",
+        panel=_KV,
+    )
+    strict: bool = option(
+        False,
+        "A checkpoint's wish that cannot be served is an error, not a downgrade.",
+        panel=_KV,
+    )
+    page_size: int = option(
+        DEFAULT_PAGE_SIZE, "Tokens a page.", low=1, high=256, aliases=("block_size",), panel=_KV
+    )
+    kv_cache_memory: str | None = option(
+        None,
+        "Memory of the KV cache, such as 2GiB.",
+        kind=Kind.SIZE,
+        metavar="SIZE",
+        unset="on a CPU a quarter of what is free, or less where less can be used",
+        panel=_KV,
+    )
+    attention_backend: str = option("auto", "auto, or one backend by name.", metavar="B")
+    batch_invariant: bool = option(
+        False,
+        "Each answer is bitwise the same alone or in any batch, with any chunking, caching or "
+        "preemption; slower.",
+    )
+    speculative_config: str | None = option(
+        None,
+        'Drafter: {"method":"dflash","model":..,"num_speculative_tokens":..,"kv_cache_dtype":..}.',
+        kind=Kind.OBJECT,
+        metavar="JSON",
+        unset="no drafter",
+    )
+    max_model_len: int | None = option(
+        None,
+        "Tokens of one sequence, prompt and answer.",
+        low=1,
+        unset="the model's, or what fits",
+        panel=_RUN,
+    )
+    calculate_kv_scales: bool = option(False, "Refused, with the reason.", hidden=True)
+    tensor_parallel_size: int = option(1, "One device so far.", low=1, short=("-tp",), hidden=True)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions(PlanOptions):
+    """What decides how requests run on it, too."""
+
+    max_num_seqs: int | None = option(
+        None, "Requests that run at once.", low=1, unset="32 on a CPU, else 256", panel=_RUN
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "Tokens of one step.", low=1, unset="512 on a CPU, else 8192", panel=_RUN
+    )
+    enable_prefix_caching: bool = option(
+        True, "Share pages between requests that begin alike.", panel=_RUN
+    )
+    device: str = option("auto", "auto, cpu or cuda.", panel=_RUN)
+    seed: int | None = option(
+        None, "Of the seeds of requests without one.", unset="drawn", panel=_RUN
+    )
+
+
+PLAN_OPTIONS = options_of(PlanOptions)
+ENGINE_OPTIONS = options_of(EngineOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +145,51 @@ class EngineConfig:
     random_weights: bool = False
 
 
-def make_config(
-    plan: PlanRequest,
-    *,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    prefix_caching: bool = True,
-    seed: int | None = None,
+def engine_config(
+    settings: Settings, *, num_requests: int | None = None, random_weights: bool = False
 ) -> EngineConfig:
-    """A checked configuration; what is None becomes the device's default."""
-    for name, value in (
-        ("max_num_seqs", max_num_seqs),
-        ("max_num_batched_tokens", max_num_batched_tokens),
-    ):
-        if value is not None and value < 1:
-            raise BadValue(f"{name} is {value}", why="it must be 1 or more")
-    seqs, tokens = default_step(plan.device)
+    """ConfigError, naming who said it, for everything that makes no sense.
+
+    num_requests: how many there will be at most, where that is known: no memory is taken for more
+    unless max_num_seqs asks for it.
+    """
+    options = settings.build(EngineOptions)
+    device = host_device(options.device, asked_by=_by(settings, "device"))
+    seqs, tokens = default_step(device)
+    if num_requests is not None:
+        seqs = min(seqs, num_requests)
     return EngineConfig(
-        plan,
-        seqs if max_num_seqs is None else max_num_seqs,
-        tokens if max_num_batched_tokens is None else max_num_batched_tokens,
-        prefix_caching,
-        seed,
+        plan_request(settings, device),
+        seqs if options.max_num_seqs is None else options.max_num_seqs,
+        tokens if options.max_num_batched_tokens is None else options.max_num_batched_tokens,
+        options.enable_prefix_caching,
+        options.seed,
+        random_weights,
+    )
+
+
+def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
+    """What decides the plan, with its types: the last time that a format is text."""
+    options = settings.build(PlanOptions)
+    refuse_calculated_scales(options.calculate_kv_scales)
+    refuse_tensor_parallel(options.tensor_parallel_size)
+    memory, draft = options.kv_cache_memory, options.speculative_config
+    return PlanRequest(
+        model=options.model,
+        device=device,
+        requests=_kv_requests(settings, options),
+        revision=options.revision,
+        dtype=parse_compute_dtype(options.dtype, asked_by=_by(settings, "dtype")),
+        backend=parse_backend(
+            options.attention_backend, asked_by=_by(settings, "attention_backend")
+        ),
+        page_size=options.page_size,
+        max_model_len=options.max_model_len,
+        kv_cache_bytes=None
+        if memory is None
+        else parse_size(memory, asked_by=_by(settings, "kv_cache_memory")),
+        speculative=None if draft is None else parse_speculative_config(draft),
+        batch_invariant=options.batch_invariant,
     )
 
 
@@ -63,50 +198,39 @@ def default_step(device: DeviceFacts) -> tuple[int, int]:
     return (32, 512) if device.kind is DeviceKind.CPU else (256, 8192)
 
 
-def kv_requests(
-    *,
-    kv_cache_dtype: str | None,
-    skip_layers: Iterable[str],
-    rules: Iterable[str],
-    policy: Path | None,
-    missing_scales: str,
-    strict: bool,
-    label: Callable[[str, object], str],
-) -> Requests:
-    """What was asked of the KV cache: arguments over environment over policy file.
-
-    label: how an argument's name and value read to whoever gave it, for plans and error messages.
-    """
-    if missing_scales not in ("error", "one"):
-        by = label("kv_missing_scales", missing_scales)
-        raise UnknownName("value", missing_scales, ("error", "one"), asked_by=by)
-    asked: tuple[Asked, ...] = ()
-    if kv_cache_dtype is not None:
-        asked = (_asked(kv_cache_dtype, label("kv_cache_dtype", kv_cache_dtype)),)
+def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
+    """What was asked of the KV cache. A format keeps everybody who named one; the policy file is weakest."""
+    asked = tuple(_asked(said) for said in settings.said.get("kv_cache_dtype", ()))
     found = Requests(
         target=KVRequest(
-            explicit=asked, strict=strict, missing_scales_as_one=missing_scales == "one"
+            explicit=asked,
+            strict=options.strict,
+            missing_scales_as_one=options.kv_missing_scales == "one",
         )
     )
-    for text in skip_layers:
-        by = label("kv_cache_dtype_skip_layers", text)
+    for text, by in _items(settings, "kv_cache_dtype_skip_layers"):
         found = found.merged(parse_skips(text, asked_by=by))
-    for text in rules:
-        found = found.merged(parse_rule(text, asked_by=label("kv_cache_rules", text)))
-    if (from_env := os.environ.get(ENV_KV_CACHE_DTYPE)) is not None:
-        by = f"{ENV_KV_CACHE_DTYPE} {from_env}"
-        weaker = Requests(target=KVRequest(explicit=(_asked(from_env, by),)))
-        found = found.merged(weaker)
-    return found if policy is None else found.merged(read_policy(policy))
+    for text, by in _items(settings, "kv_cache_rules"):
+        found = found.merged(parse_rule(text, asked_by=by))
+    policy = options.kv_cache_policy
+    return found if policy is None else found.merged(read_policy(Path(policy)))
 
 
-_FLAGS = {"kv_cache_rules": "--kv-cache-rule"}
+def _asked(said: Said) -> Asked:
+    by = said.label(said.value)
+    return Asked(parse_format(str(said.value), asked_by=by), by)
 
 
-def flag_and_value(name: str, value: object) -> str:
-    """An argument as it reads on a command line: the `label` of `kv_requests` for commands."""
-    return f"{_FLAGS.get(name, '--' + name.replace('_', '-'))} {value}"
+def _items(settings: Settings, name: str) -> list[tuple[str, str]]:
+    """Each text of a list, and how it reads to whoever gave it."""
+    said = settings.get(name)
+    if said is None:
+        return []
+    assert isinstance(said.value, tuple)
+    return [(text, said.label(text)) for text in said.value]
 
 
-def _asked(text: str, by: str) -> Asked:
-    return Asked(parse_format(text, asked_by=by), by)
+def _by(settings: Settings, name: str) -> str:
+    """Who said an option's value; the default is nobody's, and its flag is how to change it."""
+    said = settings.get(name)
+    return "--" + name.replace("_", "-") if said is None else said.by.removesuffix("=")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from kvant.attention.select import parse_backend
 from kvant.engine.build import build_engine
-from kvant.engine.config import EngineConfig, kv_requests, make_config
-from kvant.engine.device import host_device
-from kvant.engine.planning import DEFAULT_PAGE_SIZE, Plan, PlanRequest
+from kvant.engine.config import EngineConfig
+from kvant.engine.llm_options import LLMOptions, config_of
+from kvant.engine.planning import Plan
 from kvant.engine.result import Result
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.stream import TokenStream
 from kvant.engine.tokenizing import Message, Tokenizing
-from kvant.errors import BadValue, RequestError
-from kvant.kv.memory import parse_size
-from kvant.kv.names import parse_compute_dtype
+from kvant.errors import RequestError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
 
@@ -34,65 +31,21 @@ class LLM:
         for result in llm.generate(["Once upon a time", "The sea"], SamplingParams(temperature=0)):
             print(result.text)
 
-    model: a directory, a .gguf file, a hub id, or "smollm2". Arguments mean what the flags of the same
-    names mean (`kvant generate --help`). Sizes are bytes or texts such as "2GiB". block_size is another
-    name for page_size. Not thread-safe. Raises ConfigError, before weights are read, for everything
-    that cannot be as asked.
+    model: a directory, a .gguf file, a hub id, or "smollm2", the default. Options mean what the flags of
+    the same names mean (docs/configuration.md); what is not given comes from KVANT_ variables, else is
+    the default. Sizes are bytes or texts such as "2GiB". Not thread-safe; `kvant.AsyncLLM` is for
+    programs that serve many. Raises ConfigError, before weights are read, for everything that cannot be
+    as asked.
     """
 
     def __init__(
         self,
-        model: str | Path = "smollm2",
+        model: str | Path | None = None,
         *,
-        dtype: str = "auto",
-        kv_cache_dtype: str | None = None,
-        kv_cache_dtype_skip_layers: str | Sequence[int | str] = (),
-        kv_cache_rules: str | Sequence[str] = (),
-        kv_cache_policy: str | Path | None = None,
-        kv_missing_scales: str = "error",
-        kv_cache_memory: int | str | None = None,
-        strict: bool = False,
-        attention_backend: str | None = None,
-        batch_invariant: bool = False,
-        page_size: int | None = None,
-        block_size: int | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        enable_prefix_caching: bool = True,
-        revision: str | None = None,
-        device: str = "auto",
-        seed: int | None = None,
         progress: local.Progress | None = None,
+        **options: Unpack[LLMOptions],
     ) -> None:
-        plan = PlanRequest(
-            model=str(model),
-            requests=kv_requests(
-                kv_cache_dtype=kv_cache_dtype,
-                skip_layers=_texts(kv_cache_dtype_skip_layers),
-                rules=_texts(kv_cache_rules),
-                policy=None if kv_cache_policy is None else Path(kv_cache_policy),
-                missing_scales=kv_missing_scales,
-                strict=strict,
-                label=lambda name, value: f"{name}={value!r}",
-            ),
-            revision=revision,
-            dtype=parse_compute_dtype(dtype, asked_by="dtype"),
-            backend=parse_backend(attention_backend, asked_by="attention_backend"),
-            page_size=_page_size(page_size, block_size),
-            max_model_len=_at_least_one("max_model_len", max_model_len),
-            kv_cache_bytes=_size("kv_cache_memory", kv_cache_memory),
-            batch_invariant=batch_invariant,
-            device=host_device(device, asked_by="device"),
-        )
-        config = make_config(
-            plan,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            prefix_caching=enable_prefix_caching,
-            seed=seed,
-        )
-        self._built = build_engine(config, progress=progress)
+        self._built = build_engine(config_of(model, options), progress=progress)
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: local.Progress | None = None) -> LLM:
@@ -205,29 +158,3 @@ def _pair(
             f"{len(several)} prompts and {len(params)} sampling_params", param="sampling_params"
         )
     return list(zip(several, params, strict=True))
-
-
-def _texts(given: str | Sequence[int | str]) -> list[str]:
-    return [given] if isinstance(given, str) else [str(item) for item in given]
-
-
-def _size(name: str, given: int | str | None) -> int | None:
-    if given is None:
-        return None
-    return parse_size(str(given), asked_by=name)
-
-
-def _at_least_one(name: str, given: int | None) -> int | None:
-    if given is not None and given < 1:
-        raise BadValue(f"{name} is {given}", why="it must be 1 or more")
-    return given
-
-
-def _page_size(page_size: int | None, block_size: int | None) -> int:
-    if page_size is not None and block_size is not None and page_size != block_size:
-        raise BadValue(
-            f"page_size is {page_size} and block_size is {block_size}",
-            why="they are two names for one thing",
-        )
-    found = block_size if page_size is None else page_size
-    return _at_least_one("page_size", found) or DEFAULT_PAGE_SIZE

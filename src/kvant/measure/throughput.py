@@ -9,7 +9,6 @@ the same shape warms up and is not counted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import sys
@@ -17,12 +16,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvant.engine.config import EngineConfig, flag_and_value, kv_requests, make_config
-from kvant.engine.device import host_device
+from kvant.engine.config import ENGINE_OPTIONS, engine_config
 from kvant.engine.llm import LLM
-from kvant.engine.planning import PlanRequest
 from kvant.engine.sampling_params import SamplingParams
-from kvant.kv.memory import parse_size
+from kvant.engine.settings import read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +69,14 @@ def run_load(llm: LLM, load: Load, *, seed: int) -> Round:
 
 
 def make_llm(arguments: argparse.Namespace) -> LLM:
-    plan = PlanRequest(
-        model=arguments.model,
-        requests=kv_requests(
-            kv_cache_dtype=arguments.kv_cache_dtype,
-            skip_layers=(),
-            rules=(),
-            policy=None,
-            missing_scales="one",
-            strict=False,
-            label=flag_and_value,
-        ),
-        page_size=arguments.page_size,
-        device=host_device(arguments.device),
-        max_model_len=arguments.max_model_len,
-        kv_cache_bytes=None
-        if arguments.kv_cache_memory is None
-        else parse_size(arguments.kv_cache_memory, asked_by="--kv-cache-memory"),
-    )
-    config: EngineConfig = make_config(
-        plan,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        prefix_caching=False,
-        seed=0,
-    )
-    return LLM.from_config(dataclasses.replace(config, random_weights=arguments.random_weights))
+    names = (
+        "model", "kv_cache_dtype", "kv_cache_memory", "page_size", "device", "max_model_len",
+        "max_num_seqs", "max_num_batched_tokens",
+    )  # fmt: skip
+    given: dict[str, object] = {name: getattr(arguments, name) for name in names}
+    given |= {"kv_missing_scales": "one", "enable_prefix_caching": False, "seed": 0}
+    settings = read_settings(ENGINE_OPTIONS, given=given, by=lambda option: option.flag, environ={})
+    return LLM.from_config(engine_config(settings, random_weights=arguments.random_weights))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -1,38 +1,111 @@
-"""What a server is asked to be, and every limit it keeps. Made once at the edge, frozen."""
+"""What a server is asked to be, and every limit it keeps: options, made once at the edge, frozen."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvant.engine.options import option, options_of
 from kvant.engine.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS
+
+_SERVER = "Server"
+_LIMITS = "Limits"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one client can ask for. A value is allowed, one more is refused.
 
-    Sizes in bytes, times in seconds. sequences: prompts times n of one request.
-    stream_buffer_bytes: text that waits for a client that reads slowly; more ends its request.
+    Sizes in bytes, times in seconds.
     """
 
-    body_bytes: int = 32 * 2**20
-    header_bytes: int = 32 * 2**10
-    header_count: int = 100
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    keep_alive_seconds: int = 5
-    connections: int = 1024
-    prompts: int = 256
-    n: int = 128
-    sequences: int = 512
-    top_logprobs: int = MAX_LOGPROBS
-    stops: int = MAX_STOPS
-    stop_chars: int = MAX_STOP_CHARS
-    cache_salt_chars: int = 256
-    request_seconds: float = 600.0
-    stream_buffer_bytes: int = 2**20
-    template_seconds: float = 2.0
-    ping_seconds: float = 15.0
+    body_bytes: int = option(
+        32 * 2**20, "Bytes of a request's body.", name="max_body_bytes", low=1, panel=_LIMITS
+    )
+    header_bytes: int = option(
+        32 * 2**10,
+        "Bytes of a request's header.",
+        name="max_header_bytes",
+        low=256,
+        panel=_LIMITS,
+    )
+    header_count: int = option(
+        100, "Lines of a request's header.", name="max_header_count", low=1, panel=_LIMITS
+    )
+    header_seconds: float = option(
+        10.0,
+        "Seconds in which a request's header must arrive.",
+        name="header_timeout",
+        low=0.1,
+        panel=_LIMITS,
+    )
+    body_seconds: float = option(
+        30.0,
+        "Seconds in which a request's body must arrive.",
+        name="body_timeout",
+        low=0.1,
+        panel=_LIMITS,
+    )
+    keep_alive_seconds: int = option(
+        5,
+        "Seconds that a connection may wait for its next request.",
+        name="keep_alive_timeout",
+        low=1,
+        panel=_LIMITS,
+    )
+    connections: int = option(
+        1024, "Connections at once.", name="max_connections", low=1, panel=_LIMITS
+    )
+    prompts: int = option(256, "Prompts of one request.", name="max_prompts", low=1, panel=_LIMITS)
+    n: int = option(128, "Answers to one prompt.", name="max_n", low=1, panel=_LIMITS)
+    sequences: int = option(
+        512, "Prompts times n of one request.", name="max_sequences", low=1, panel=_LIMITS
+    )
+    top_logprobs: int = option(
+        MAX_LOGPROBS,
+        "Log-probabilities at one token.",
+        name="max_top_logprobs",
+        low=0,
+        high=MAX_LOGPROBS,
+        panel=_LIMITS,
+    )
+    stops: int = option(
+        MAX_STOPS, "Stop strings.", name="max_stops", low=0, high=MAX_STOPS, panel=_LIMITS
+    )
+    stop_chars: int = option(
+        MAX_STOP_CHARS,
+        "Characters of a stop string.",
+        name="max_stop_chars",
+        low=1,
+        high=MAX_STOP_CHARS,
+        panel=_LIMITS,
+    )
+    cache_salt_chars: int = option(
+        256, "Characters of a cache_salt.", name="max_cache_salt_chars", low=1, panel=_LIMITS
+    )
+    request_seconds: float = option(
+        600.0, "Seconds for one request.", name="request_timeout", low=0.1, panel=_LIMITS
+    )
+    stream_buffer_bytes: int = option(
+        2**20,
+        "Bytes of text that wait for a client that reads slowly; more ends its request.",
+        name="max_stream_buffer_bytes",
+        low=1,
+        panel=_LIMITS,
+    )
+    template_seconds: float = option(
+        2.0,
+        "Seconds in which a conversation must be rendered by the chat template.",
+        name="template_timeout",
+        low=0.1,
+        panel=_LIMITS,
+    )
+    ping_seconds: float = option(
+        15.0,
+        "Seconds of silence after which a stream says that it is alive.",
+        name="ping_interval",
+        low=0.1,
+        panel=_LIMITS,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +115,105 @@ class Restarts:
     engine_timeout: seconds without a heartbeat after which an engine counts as hung and is killed.
     """
 
-    allowed: bool = True
-    most: int = 3
-    window_seconds: float = 600.0
-    first_pause_seconds: float = 0.5
-    engine_timeout: float = 60.0
+    allowed: bool = option(
+        True,
+        "Start a dead engine again, three times in ten minutes by default.",
+        name="restart",
+        panel=_SERVER,
+    )
+    most: int = option(
+        3, "So many times before giving up.", name="max_restarts", low=0, panel=_SERVER
+    )
+    window_seconds: float = option(
+        600.0, "Seconds in which restarts are counted.", name="restart_window", low=1, panel=_SERVER
+    )
+    first_pause_seconds: float = option(
+        0.5,
+        "Seconds before the first restart; each next one waits twice as long.",
+        name="restart_pause",
+        low=0,
+        panel=_SERVER,
+    )
+    engine_timeout: float = option(
+        60.0,
+        "Seconds of silence after which an engine counts as hung.",
+        low=1,
+        panel=_SERVER,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """host and port to bind, port 0 for any free one. served_names: the model's names for clients; the
-    first is the one it answers with. api_keys: empty lets everybody in. max_queued: sequences that may
-    wait beside those that run; None is four times max_num_seqs. max_queued_tokens: of prompts that wait;
-    None is what is computed in ten seconds. allowed_origins: of pages in browsers, beside this machine's
-    own; "*" is every page.
+    """host and port to bind. served_names: the model's names for clients; the first is the one it
+    answers with. api_keys: empty lets everybody in. max_queued: sequences that may wait beside those
+    that run; None is four times max_num_seqs. max_queued_tokens: of prompts that wait; None is what is
+    computed in ten seconds. allowed_origins: of pages in browsers, beside this machine's own; "*" is
+    every page.
     """
 
-    host: str
-    port: int
-    served_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    max_queued: int | None = None
-    max_queued_tokens: int | None = None
-    allowed_origins: tuple[str, ...] = ()
-    shutdown_timeout: float = 30.0
-    model_defaults: bool = True
+    host: str = option("127.0.0.1", "Address to listen on.", panel=_SERVER)
+    port: int = option(8000, "0: any free one.", low=0, high=65535, panel=_SERVER)
+    served_names: tuple[str, ...] = option(
+        (),
+        "Name for clients, instead of the model's own; may be repeated, the first one answers.",
+        name="served_model_name",
+        panel=_SERVER,
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "Key that clients must send; may be repeated.",
+        name="api_key",
+        secret=True,
+        panel=_SERVER,
+    )
+    api_key_file: str | None = option(
+        None,
+        "File with one key a line; lines with # are comments.",
+        metavar="FILE",
+        unset="none",
+        panel=_SERVER,
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Pages, beside this machine's own, that may use it in a browser; * for all; may be repeated.",
+        metavar="ORIGIN",
+        panel=_SERVER,
+    )
+    insecure_no_auth: bool = option(
+        False, "Listen beyond this machine without a key.", panel=_SERVER
+    )
+    max_queued: int | None = option(
+        None,
+        "Sequences that may wait.",
+        name="max_num_queued_reqs",
+        low=0,
+        unset="four times max_num_seqs",
+        panel=_SERVER,
+    )
+    max_queued_tokens: int | None = option(
+        None,
+        "Prompt tokens that may wait.",
+        name="max_num_queued_tokens",
+        low=1,
+        unset="what takes ten seconds, as measured",
+        panel=_SERVER,
+    )
+    shutdown_timeout: float = option(
+        30.0, "Seconds that running requests get after SIGTERM.", low=0, panel=_SERVER
+    )
+    generation_config: str = option(
+        "auto",
+        "Whether the model's own sampling defaults apply.",
+        choices=("auto", "none"),
+        metavar="auto|none",
+        panel=_SERVER,
+    )
     limits: Limits = field(default_factory=Limits)
     restarts: Restarts = field(default_factory=Restarts)
+
+    @property
+    def model_defaults(self) -> bool:
+        return self.generation_config == "auto"
+
+
+SERVER_OPTIONS = options_of(ServerConfig)

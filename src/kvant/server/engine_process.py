@@ -18,9 +18,10 @@ import msgspec
 import zmq
 
 from kvant.engine.build import BuiltEngine, build_engine
+from kvant.engine.config import engine_config
 from kvant.engine.plan_json import plan_json
+from kvant.engine.settings import Settings
 from kvant.errors import KvantError
-from kvant.server.arguments import EngineArguments, engine_config
 from kvant.server.messages import Fault, FromEngine, Loading, Ready, encode, read_to_engine
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 def main(address: str) -> int:
     """Start, report, serve until told to stop; the exit code."""
     logging.basicConfig(stream=sys.stderr, format="kvant engine: %(message)s")
-    arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
@@ -44,7 +45,7 @@ def main(address: str) -> int:
         socket.send(encode(message))
 
     try:
-        config = engine_config(arguments)
+        config = engine_config(settings)
         built = build_engine(
             config, progress=lambda task, done, total: send(Loading(task, done, total))
         )

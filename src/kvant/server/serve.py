@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from kvant.engine.settings import Settings
 from kvant.errors import BadValue, WayOut
 from kvant.kv.memory import format_size
 from kvant.server.app import make_app
-from kvant.server.arguments import EngineArguments
 from kvant.server.config import ServerConfig
 from kvant.server.deadlines import protocol_with
 from kvant.server.messages import Ready
@@ -34,14 +34,14 @@ _FORCED = 130
 _REQUEST_LINE = 8 * 2**10
 
 
-def serve(arguments: EngineArguments, config: ServerConfig, *, say: Callable[[str], None]) -> int:
+def serve(settings: Settings, config: ServerConfig, *, say: Callable[[str], None]) -> int:
     """Serve until a signal; the exit code. say: prints a line for the user.
 
     Raises KvantError for what the user can mend, before or instead of serving.
     """
     bound = bind(config.host, config.port)
     try:
-        return asyncio.run(_Server(arguments, config, bound, say).run())
+        return asyncio.run(_Server(settings, config, bound, say).run())
     finally:
         bound.close()
 
@@ -75,7 +75,7 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(slots=True)
 class _Server:
-    arguments: EngineArguments
+    settings: Settings
     config: ServerConfig
     bound: socket.socket
     say: Callable[[str], None]
@@ -84,7 +84,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         metrics = Metrics(self.config.served_names[0])
         supervisor = Supervisor(
-            self.arguments,
+            self.settings,
             self.config.restarts,
             on_ready=lambda ready: self._on_ready(service, ready),
             on_loading=_Loading(self.say),

@@ -20,8 +20,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kvant.engine.settings import Settings
 from kvant.errors import KvantError
-from kvant.server.arguments import EngineArguments
 from kvant.server.channel import Channel, Event
 from kvant.server.config import Restarts
 from kvant.server.messages import (
@@ -71,7 +71,7 @@ class Supervisor:
 
     def __init__(
         self,
-        arguments: EngineArguments,
+        settings: Settings,
         restarts: Restarts,
         *,
         on_ready: Callable[[Ready], None],
@@ -82,7 +82,7 @@ class Supervisor:
         self.ready: Ready | None = None
         self.stats = Stats()
         self.num_deaths = 0
-        self._arguments = arguments
+        self._settings = settings
         self._restarts = restarts
         self._on_ready, self._on_loading, self._on_report = on_ready, on_loading, on_report
         self._ids = itertools.count(1)
@@ -188,7 +188,7 @@ class Supervisor:
         )
         self._process = process
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(self._arguments) + b"\n")
+        process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
         reader = asyncio.create_task(self._read(socket))
         watcher = asyncio.create_task(self._watch())
         try:

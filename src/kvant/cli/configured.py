@@ -1,0 +1,157 @@
+"""Commands whose flags follow from tables of options.
+
+    @configured(EngineOptions)
+    def generate(settings: Settings, prompts: ...) -> None: ...
+
+The command gets every flag of the tables, --config and --print-config; what holds arrives as `settings`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvant.cli.print_config import config_lines
+from kvant.engine.config import DEFAULT_MODEL, ENGINE_OPTIONS
+from kvant.engine.options import Kind, Option, options_of
+from kvant.engine.settings import (
+    CONFIG_VARIABLE,
+    Settings,
+    read_settings,
+    refuse_unknown_variables,
+)
+from kvant.errors import BadValue, WayOut
+from kvant.server.config import SERVER_OPTIONS
+
+ALL_OPTIONS = (*ENGINE_OPTIONS, *SERVER_OPTIONS)
+"""What a configuration file may hold: one file serves every command."""
+
+_TYPES: dict[Kind, Any] = {
+    Kind.COUNT: int | None,
+    Kind.NUMBER: float | None,
+    Kind.SWITCH: bool | None,
+    Kind.TEXTS: list[str] | None,
+    Kind.LAYERS: list[str] | None,
+}
+_METAVARS = {Kind.COUNT: "INT", Kind.NUMBER: "NUMBER", Kind.TEXT: "TEXT", Kind.TEXTS: "TEXT"}
+_ENDING = (
+    "Every option can also be set as a variable KVANT_NAME or as a key of the YAML file that --config "
+    "names; a flag beats a variable, a variable beats the file (docs/configuration.md)."
+)
+Command = Callable[..., None]
+
+
+def configured(
+    *tables: type,
+    model: str = "argument",
+    needs_model: bool = False,
+    without: Sequence[str] = (),
+) -> Callable[[Command], Command]:
+    """model: "argument", or the flags that name it. needs_model: somebody must name one, there is no
+    default. without: options the command gives no flag.
+    """
+    options = tuple(o for o in options_of(*tables) if o.name not in without)
+
+    def wrap(command: Command) -> Command:
+        def run(**arguments: Any) -> None:
+            given = {option.name: arguments.pop(option.name) for option in options}
+            file, show = arguments.pop("config"), arguments.pop("print_config")
+            settings = _settings(given, file)
+            if show:
+                for line in config_lines(options_of(*tables), settings):
+                    sys.stdout.write(line + "\n")
+                return
+            if needs_model and settings.get("model") is None:
+                raise BadValue(
+                    f"kvant {command.__name__}: no model is named",
+                    ways_out=(WayOut("take the demo model", (DEFAULT_MODEL,)),),
+                )
+            command(settings, **arguments)
+
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        parameters = [_parameter(o, model, needed=needs_model) for o in options]
+        parameters += [_CONFIG, _PRINT_CONFIG]
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *parameters)]
+        )
+        run.__name__ = command.__name__
+        run.__doc__ = f"{command.__doc__ or ''}\n\n{_ENDING}"
+        return run
+
+    return wrap
+
+
+def _settings(given: dict[str, Any], file: Path | None) -> Settings:
+    named = os.environ.get(CONFIG_VARIABLE)
+    refuse_unknown_variables(ALL_OPTIONS, os.environ)
+    path = file if file is not None or named is None else Path(named)
+    return read_settings(
+        ALL_OPTIONS,
+        # An option that may be repeated is an empty list where it was not given.
+        given={name: None if value == [] else value for name, value in given.items()},
+        by=lambda option: "MODEL" if option.name == "model" else option.flag,
+        environ=os.environ,
+        file=path,
+    )
+
+
+def _parameter(option: Option, model: str, *, needed: bool) -> inspect.Parameter:
+    default = option.unset if option.default is None else _shown(option)
+    help = option.help + (f"  [default: {default}]" if default and not option.hidden else "")
+    info: Any
+    if option.name == "model" and model == "argument":
+        info = typer.Argument(help=option.help if needed else help, show_default=False)
+    else:
+        flags = model.split() if option.name == "model" else option.flags
+        info = typer.Option(
+            *flags,
+            help=help,
+            metavar=option.metavar or _METAVARS.get(option.kind),
+            rich_help_panel=option.panel,
+            hidden=option.hidden,
+            show_default=False,
+        )
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[_TYPES.get(option.kind, str | None), info],
+    )
+
+
+def _shown(option: Option) -> str:
+    """A default as help shows it; nothing for switches and lists, whose defaults go without saying."""
+    if option.kind is Kind.SWITCH:
+        return "on" if option.default else ""
+    return "" if isinstance(option.default, tuple) else str(option.default)
+
+
+_CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help=f"YAML file of options.  [env: {CONFIG_VARIABLE}]"
+        ),
+    ],
+)
+_PRINT_CONFIG = inspect.Parameter(
+    "print_config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Show every option's value and who set it, as a file for --config, and end.",
+        ),
+    ],
+)

@@ -8,12 +8,15 @@ import random
 import signal
 import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.server import light_client
 from tests.server.harness import Server, events
 from tests.server.test_disconnect import LONG, _send
 
@@ -104,50 +107,43 @@ def test_400_trickling_connections_are_ended_and_others_hardly_notice(model: Pat
 
 
 def test_overload_keeps_the_queue_exact_and_refuses_at_once(model: Path) -> None:
+    """Twenty times as many clients as places, for a minute."""
     flags = ("--max-num-seqs", "4", "--max-num-queued-reqs", "4")
     with Server(model, flags) as server:
-        seconds, clients = 20.0, 160
-        refused: list[float] = []
-        counts = {200: 0, 429: 0}
-        others: list[int] = []
-        ended = time.monotonic() + seconds
-        data = json.dumps({"prompt": "abc", "max_tokens": 64, "ignore_eos": True})
-
-        def client() -> None:
-            connection = server.connect()
-            while time.monotonic() < ended:
-                started = time.monotonic()
-                sent = {"Content-Type": "application/json"}
-                connection.request("POST", "/v1/completions", data, sent)
-                response = connection.getresponse()
-                response.read()
-                if response.status not in counts:
-                    others.append(response.status)
-                    break
-                counts[response.status] += 1
-                if response.status == 429:
-                    refused.append(time.monotonic() - started)
-                    time.sleep(0.5)
-            connection.close()
-
-        threads = [threading.Thread(target=client) for _ in range(clients)]
-        for thread in threads:
-            thread.start()
-        most = 0.0
-        names = ("kvant:num_requests_running", "kvant:num_requests_waiting")
-        while any(thread.is_alive() for thread in threads):
-            most = max(most, sum(server.metric(name) for name in names))
-            time.sleep(0.1)
-        refused.sort()
-        p50, p99 = (refused[int(len(refused) * share)] for share in (0.5, 0.99))
-        print(
-            f"overload: {counts}, p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms, held {most:.0f}"
+        seconds, clients = 60, 160
+        command = (sys.executable, "-S", light_client.__file__)
+        memory = _resident(server)
+        client = subprocess.Popen(
+            [*command, str(server.port), str(clients), str(seconds), "0.5"],
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        assert others == []
-        assert most <= 8
-        assert counts[200] > 0
-        assert counts[429] > 0
+        most = 0.0
+        while client.poll() is None:
+            names = ("kvant:num_requests_running", "kvant:num_requests_waiting")
+            most = max(most, sum(server.metric(name) for name in names))
+            time.sleep(1.0)
+        assert client.stdout is not None
+        found = json.loads(client.stdout.read())
+        client.stdout.close()
+        counts, refused = found["counts"], found["refused"]
+        grown = _resident(server) / memory - 1
+        print(
+            f"overload: {counts}, 429 in ms: p50 {refused['p50'] * 1000:.1f}, p99 "
+            f"{refused['p99'] * 1000:.1f}, worst {refused['worst'] * 1000:.0f}; held {most:.0f}, "
+            f"memory {grown:+.1%}"
+        )
+        assert set(counts) == {"200", "429"}
+        assert most == 8
+        assert refused["p99"] <= 0.05
+        assert grown < 0.05
         server.wait_idle(5)
+
+
+def _resident(server: Server) -> int:
+    """Bytes of the API process."""
+    pages = Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
 def test_a_text_of_5_mb_does_not_hold_up_the_others(server: Server) -> None:

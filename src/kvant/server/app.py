@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -19,7 +18,8 @@ from kvant.errors import RequestError
 from kvant.server.answers import Shape
 from kvant.server.api_error import ApiError, bad_request, internal, of_request
 from kvant.server.guard import KEY, App, Disconnected, Guard, read_body, with_cors
-from kvant.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from kvant.server.openapi import document
+from kvant.server.protocol import DetokenizeBody, TokenizeBody
 from kvant.server.service import Service
 from kvant.server.streaming import EventStream, unless_disconnected
 from kvant.server.unsupported import refuse_unsupported
@@ -39,7 +39,7 @@ _CLIENT_LEFT = 499
 
 def make_app(service: Service) -> App:
     """The ASGI application: the guard, and behind it the routes."""
-    app = FastAPI(title="Kvant", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     limits = service.config.limits
 
@@ -77,13 +77,13 @@ def make_app(service: Service) -> App:
 
         return await unless_disconnected(request.receive, whole())
 
-    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await body_of(request)
         generation = read_chat(body, limits, service.require())
         return await generate(request, generation, chat=True)
 
-    @app.post("/v1/completions", openapi_extra=_takes(CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await body_of(request)
         generation = read_completion(body, limits, service.require())
@@ -106,12 +106,12 @@ def make_app(service: Service) -> App:
         assert service.supervisor.ready is not None
         return Response(service.supervisor.ready.plan, media_type="application/json")
 
-    @app.post("/tokenize", openapi_extra=_takes(TokenizeBody))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         given = parse(await body_of(request), TokenizeBody)
         return await unless_disconnected(request.receive, _tokenize(service, given))
 
-    @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         given = parse(await body_of(request), DetokenizeBody)
         facts = service.require()
@@ -137,6 +137,10 @@ def make_app(service: Service) -> App:
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": __version__})
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return _json(document(limits, service.facts, has_keys=bool(service.config.api_keys)))
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, fault: ApiError) -> Response:
@@ -190,12 +194,6 @@ class _Counted:
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
-
-
-def _takes(model: type[BaseModel]) -> dict[str, Any]:
-    """The request body's schema, for /openapi.json; bodies are read by hand."""
-    schema = model.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _state(service: Service, good: bool) -> Response:

@@ -64,6 +64,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         device=device,
         max_model_len=max_model_len,
         random_weights=config.random_weights,
+        batch_invariant=planned.request.batch_invariant,
     )
     assert planned.memory.num_pages is not None
     runner = ModelRunner(model, planned.memory.num_pages)

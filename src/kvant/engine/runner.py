@@ -42,7 +42,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, num_pages: int) -> None:
         self.model = model
         self.pool = KVPool(model.plan, num_pages, device=model.device, scales=model.scales)
-        self._backends = load_backends(model.plan)
+        self._backends = load_backends(model.plan, batch_invariant=model.batch_invariant)
         self._graphs: DecodeGraphs | None = None
         self._clear: Callable[[Sequence[int]], None] = self.pool.zero
         if self.device.type != "cpu":

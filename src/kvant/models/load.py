@@ -53,12 +53,14 @@ def load_model(
     device: torch.device,
     max_model_len: int | None = None,
     random_weights: bool = False,
+    batch_invariant: bool = False,
 ) -> LoadedModel:
     """The model in the directory `path`, computing in the plan's dtype.
 
     Reads safetensors only and runs no code that comes with the checkpoint. max_model_len: the
     longest sequence that will be served, None for the longest the model allows; it fixes rotary
     frequencies that depend on it. random_weights: read no weight, for timings.
+    batch_invariant: as the plan was made.
     Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or do
     not fit.
     """
@@ -85,7 +87,7 @@ def load_model(
     if text._attn_implementation != ATTENTION_NAME:
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
-    return LoadedModel(module, plan, scales, device, unused)
+    return LoadedModel(module, plan, scales, device, unused, batch_invariant=batch_invariant)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

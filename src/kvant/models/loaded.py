@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -12,9 +13,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from kvant.attention.base import StepCall
 from kvant.attention.hook import ATTENTION_NAME
 from kvant.attention.watch import check_all_were_reached, watch
+from kvant.errors import NotServable, WayOut
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.spec import KVPlan
-from kvant.models.fused import fuse
+from kvant.models.fused import FusedDecoder, fuse
+from kvant.models.invariant.linear import TiledLinear
+from kvant.models.invariant.mode import Paused, RowByRow
 
 
 class LoadedModel:
@@ -22,7 +26,8 @@ class LoadedModel:
 
     plan: what its layers store. scales: the checkpoint's scales that the plan uses, float32 [1] or
     [num_kv_heads] by (layer index, side), for `KVPool`. unused_tensors: names of weights in the
-    files that nothing of the model uses (scales among them).
+    files that nothing of the model uses (scales among them). batch_invariant: each row's result is,
+    bit for bit, its own, with backends of the same promise. NotServable where that cannot be had.
     """
 
     def __init__(
@@ -32,6 +37,8 @@ class LoadedModel:
         scales: Mapping[tuple[int, Side], Tensor],
         device: torch.device,
         unused_tensors: tuple[str, ...],
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self.plan = plan
         self.scales = scales
@@ -40,6 +47,10 @@ class LoadedModel:
         self._module = module
         self._fused = fuse(module, plan)
         self._proved = False
+        self.batch_invariant = batch_invariant
+        self._row_by_row: RowByRow | None = None
+        if batch_invariant:
+            self._row_by_row = _make_invariant(module, self._fused, device)
 
     @property
     def generation(self) -> GenerationConfig:
@@ -103,6 +114,19 @@ class LoadedModel:
     def _run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        mode = self._row_by_row
+        if mode is None:
+            return self._compute(input_ids, call, logits_index, layers)
+        backends = {id(backend): Paused(backend, mode) for backend in call.backends}
+        paused = tuple(backends[id(backend)] for backend in call.backends)
+        with mode:
+            return self._compute(
+                input_ids, dataclasses.replace(call, backends=paused), logits_index, layers
+            )
+
+    def _compute(
+        self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if self._fused is not None:
             logits, taken = self._fused.forward(input_ids, call, logits_index, layers)
         else:
@@ -116,6 +140,30 @@ class LoadedModel:
                 )
             logits, taken = out.logits[0], tuple(taps[index] for index in layers)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), taken
+
+
+def _make_invariant(
+    module: PreTrainedModel, fused: FusedDecoder | None, device: torch.device
+) -> RowByRow | None:
+    """Give a model products in fixed tiles; the mode in which its modules must run, if they do."""
+    linear = TiledLinear()
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            linear.prove(part.weight, part.bias)
+    if fused is not None:
+        fused.make_invariant(linear)
+        return None
+    name = type(module).__name__
+    if device.type != "cpu":
+        raise NotServable(
+            f"--batch-invariant cannot be promised for {name} on a GPU",
+            why="there it is kept by Kvant's own decoder, which runs plain dense models only",
+            ways_out=(
+                WayOut("run without --batch-invariant"),
+                WayOut("run on the CPU", ("--device", "cpu")),
+            ),
+        )
+    return RowByRow(linear, name)
 
 
 @contextmanager

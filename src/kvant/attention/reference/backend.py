@@ -4,7 +4,8 @@
 
 Rows past a sequence's end, and rows behind the first query's window, are cut off before any
 arithmetic, so whatever bytes lie there (NaN too) cannot reach a result. Each sequence is computed
-alone: what else is in the step does not change its bits.
+alone: what else is in the step does not change its bits. In batch-invariant mode neither does how
+many of its tokens are in the step, see `tiles`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
 from kvant.attention.reference.scores import attend_rows
+from kvant.attention.reference.tiles import ROW_TILE, attend_tiles
 from kvant.kv.codecs import codec_for
 from kvant.kv.pool import LayerCache
 from kvant.kv.spec import Choice
@@ -27,7 +29,8 @@ GROUP_PAGES = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The rows of the cache that one sequence's queries can see.
+    """The rows of the cache that one sequence's queries can see (in batch-invariant mode: from the
+    tile on in which they see the first).
 
     q_start, q_end: its queries in T. seqlen_kv: its length. first: the first visible token.
     first_page, end_page: columns of the page table.
@@ -46,13 +49,17 @@ class ReferenceBackend:
     """`AttentionBackend` for any device.
 
     compute: least dtype of all arithmetic; float64 makes an oracle. Wider queries raise it;
-    narrower ones are widened and the result is rounded back.
+    narrower ones are widened and the result is rounded back. batch_invariant: a query's result does
+    not depend, bit for bit, on what else is in the step.
     """
 
     name = "reference"
 
-    def __init__(self, compute: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, compute: torch.dtype = torch.float32, *, batch_invariant: bool = False
+    ) -> None:
         self.compute = compute
+        self.batch_invariant = batch_invariant
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
         """Encode k, v [T, num_kv_heads, head_dim] and put them into `step.slot_mapping`'s slots."""
@@ -71,7 +78,8 @@ class ReferenceBackend:
         head_dims = cache.spec.geometry.head_dim_k, cache.spec.geometry.head_dim_v
         compute = torch.promote_types(self.compute, q.dtype)
         out = q.new_zeros(q.shape[0], q.shape[1], head_dims[1])
-        for group in _groups(_spans(step, params.window, cache.page_size)):
+        tile = ROW_TILE if self.batch_invariant else 1
+        for group in _groups(_spans(step, params.window, cache.page_size, tile)):
             tables = [step.page_table[s.sequence, s.first_page : s.end_page] for s in group]
             pages = torch.cat(tables)
             k = _rows(cache.k, cache.spec.k, cache.k_scale, pages, head_dims[0], compute)
@@ -81,20 +89,33 @@ class ReferenceBackend:
                 start = base + s.first - s.first_page * cache.page_size
                 end = start + s.seqlen_kv - s.first
                 base += (s.end_page - s.first_page) * cache.page_size
-                out[s.q_start : s.q_end] = attend_rows(
-                    q[s.q_start : s.q_end].to(compute),
-                    k[start:end],
-                    v[start:end],
-                    offset=s.seqlen_kv - (s.q_end - s.q_start) - s.first,
-                    causal=step.causal,
-                    params=params,
-                )
+                queries = q[s.q_start : s.q_end].to(compute)
+                position = s.seqlen_kv - len(queries)
+                if self.batch_invariant:
+                    out[s.q_start : s.q_end] = attend_tiles(
+                        queries,
+                        k[start:end],
+                        v[start:end],
+                        first=s.first,
+                        position=position,
+                        causal=step.causal,
+                        params=params,
+                    )
+                else:
+                    out[s.q_start : s.q_end] = attend_rows(
+                        queries,
+                        k[start:end],
+                        v[start:end],
+                        offset=position - s.first,
+                        causal=step.causal,
+                        params=params,
+                    )
         return out
 
 
-def backend() -> AttentionBackend:
+def backend(*, batch_invariant: bool = False) -> AttentionBackend:
     """The backend as the engine uses it: float32 at least."""
-    return ReferenceBackend()
+    return ReferenceBackend(batch_invariant=batch_invariant)
 
 
 def _store(
@@ -123,8 +144,8 @@ def _rows(
     return codec_for(choice.dtype).decode(gathered, scale, head_dim, dtype)
 
 
-def _spans(step: Step, window: int | None, page_size: int) -> Iterator[_Span]:
-    """What each sequence with queries and stored tokens reads."""
+def _spans(step: Step, window: int | None, page_size: int, tile: int) -> Iterator[_Span]:
+    """What each sequence with queries and stored tokens reads, from a multiple of `tile` on."""
     offsets = step.cu_seqlens_q.tolist()
     for sequence, seqlen_kv in enumerate(step.seqlens_kv.tolist()):
         q_start, q_end = offsets[sequence], offsets[sequence + 1]
@@ -133,6 +154,7 @@ def _spans(step: Step, window: int | None, page_size: int) -> Iterator[_Span]:
         first_query = seqlen_kv - (q_end - q_start)
         assert first_query >= 0 or not step.causal, "a step's own tokens are among the stored ones"
         first = 0 if window is None else max(0, first_query - window + 1)
+        first -= first % tile
         end_page = -(-seqlen_kv // page_size)
         yield _Span(sequence, q_start, q_end, seqlen_kv, first, first // page_size, end_page)
 

@@ -18,4 +18,4 @@ def refuse(need: Need) -> str | None:
     )
 
 
-INFO = BackendInfo("reference", "kvant.attention.reference.backend", refuse)
+INFO = BackendInfo("reference", "kvant.attention.reference.backend", refuse, batch_invariant=True)

@@ -24,7 +24,7 @@ from transformers import (
 
 from kvant.attention.base import AttentionParams, StepCall
 from kvant.kv.spec import KVPlan
-from kvant.models.fused.kernels import Kernels, TorchKernels
+from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [T, in], weight [out, in], bias [out] or None -> [T, out]."""
@@ -84,6 +84,12 @@ class FusedDecoder:
         self._head_bias: Tensor | None = head.bias
         self._eps = float(decoder.norm.variance_epsilon)
         self._kernels = kernels_for(self._embedding)
+
+    def make_invariant(self, linear: Linear) -> None:
+        """From now on no row's result depends on the rows beside it. linear: of that kind."""
+        self.linear = linear
+        if isinstance(self._kernels, TorchKernels):
+            self._kernels = InvariantTorchKernels()
 
     def forward(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()

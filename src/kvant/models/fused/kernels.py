@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvant.models.invariant.vectors import by_whole_vectors
+
 
 class Kernels(Protocol):
     """T tokens, all tensors on one device. Weights of norms are [width]."""
@@ -84,6 +86,14 @@ class TorchKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+class InvariantTorchKernels(TorchKernels):
+    """The same on a CPU, where SiLU would depend on where a number stands; the rest does not."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return by_whole_vectors(F.silu, gate) * up
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

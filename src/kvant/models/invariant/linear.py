@@ -1,0 +1,135 @@
+"""Matrix products in tiles of fixed numbers of rows.
+
+A library chooses another kernel, and with it another order of sums, for another number of rows. So a
+product runs in tiles of numbers of rows that were proved, on this machine and for this weight's shape,
+to give every row the same bits wherever it stands and whatever stands beside it. Rows that do not
+fill a tile are padded with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvant.errors import NotServable, WayOut
+
+_TILES = {"cpu": (8, 16, 32, 64, 128, 256), "cuda": (128, 256, 512, 1024, 2048)}
+"""Numbers of rows that are tried. The smallest costs a CPU hardly more than the weights' way from
+memory; larger ones serve prompts, where they give the same bits as the smallest."""
+
+_ALIGNMENT = 64
+"""Bytes; libraries may treat the beginning of less aligned rows apart."""
+
+_Key = tuple[object, ...]
+
+
+class TiledLinear:
+    """`torch.nn.functional.linear` whose rows do not depend on each other.
+
+    Remembers what was proved, for each shape, dtype and number of threads.
+    """
+
+    def __init__(self) -> None:
+        self._base: dict[_Key, int] = {}
+        self._proved: dict[tuple[_Key, int], bool] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [.., in], weight [out, in], bias [out] or None -> [.., out]. NotServable as `prove`."""
+        rows = x.reshape(-1, x.shape[-1])
+        parts = []
+        start = 0
+        while start < len(rows):
+            left = len(rows) - start
+            size = self._tile(left, weight, bias)
+            part = F.linear(_tile_of(rows[start : start + size], size), weight, bias)
+            parts.append(part if size <= left else part[:left])
+            start += size
+        if not parts:
+            return x.new_empty(*x.shape[:-1], weight.shape[0])
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def prove(self, weight: Tensor, bias: Tensor | None = None) -> int:
+        """The smallest tile for this weight. NotServable if no tile treats its rows alike."""
+        key = _key(weight, bias)
+        if key not in self._base:
+            for size in _TILES[weight.device.type]:
+                if _rows_are_alike(size, weight, bias):
+                    self._base[key] = size
+                    break
+            else:
+                raise _refusal(weight)
+        return self._base[key]
+
+    def _tile(self, left: int, weight: Tensor, bias: Tensor | None) -> int:
+        """The tile for the next of `left` rows: one that they fill, or just do not."""
+        base = self.prove(weight, bias)
+        for size in reversed(_TILES[weight.device.type]):
+            if base < size and 3 * size <= 4 * left and self._is_proved(size, base, weight, bias):
+                return size
+        return base
+
+    def _is_proved(self, size: int, base: int, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether a tile of this size gives the bits of the smallest."""
+        key = _key(weight, bias), size
+        if key not in self._proved:
+            x = _numbers(size, weight, seed=size)
+            small = [F.linear(_tile_of(part, base), weight, bias) for part in torch.split(x, base)]
+            self._proved[key] = torch.equal(F.linear(x, weight, bias), torch.cat(small)[:size])
+        return self._proved[key]
+
+
+def _rows_are_alike(size: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a row's result is the same in every place and beside other rows.
+
+    Moving all rows by one compares each place with the next one, so all of them with each other.
+    """
+    x, others = _numbers(size, weight, seed=0), _numbers(size, weight, seed=1)
+    first = F.linear(x, weight, bias)
+    for shift in (1, size // 2 + 1):
+        if not torch.equal(F.linear(x.roll(shift, 0), weight, bias), first.roll(shift, 0)):
+            return False
+    for place in (0, size // 2, size - 1):
+        mixed = others.clone()
+        mixed[place] = x[0]
+        if not torch.equal(F.linear(mixed, weight, bias)[place], first[0]):
+            return False
+    return True
+
+
+def _tile_of(rows: Tensor, size: int) -> Tensor:
+    """Rows with zeros behind them up to `size`, contiguous and aligned."""
+    if len(rows) < size:
+        return F.pad(rows, (0, 0, 0, size - len(rows)))
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
+
+
+def _numbers(rows: int, weight: Tensor, *, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, weight.shape[1], generator=generator)
+    return x.to(device=weight.device, dtype=weight.dtype)
+
+
+def _key(weight: Tensor, bias: Tensor | None) -> _Key:
+    """Everything a library may choose a kernel by, but the number of rows."""
+    return (
+        weight.device,
+        weight.dtype,
+        weight.shape,
+        weight.stride(),
+        weight.data_ptr() % _ALIGNMENT,
+        bias is None,
+        torch.get_num_threads(),
+    )
+
+
+def _refusal(weight: Tensor) -> NotServable:
+    out, into = weight.shape
+    return NotServable(
+        "--batch-invariant cannot be promised here",
+        why=f"torch's {weight.dtype} matrix product of {into} by {out} on {weight.device} gives a row "
+        "other bits in another place, in tiles of every size that was tried",
+        ways_out=(WayOut("run without --batch-invariant"),),
+    )

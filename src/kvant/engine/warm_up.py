@@ -7,7 +7,6 @@ import torch
 
 from kvant.attention.base import Step
 from kvant.attention.long import list_long
-from kvant.attention.triton.prefill import prepare
 from kvant.engine.graphs import Forward
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel
@@ -28,6 +27,8 @@ def warm_up(
             step = _nowhere(lengths, page_size, model.device)
             ids = torch.zeros_like(step.positions)
             forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
+    from kvant.attention.triton.prefill import prepare  # Triton is there where there is a GPU
+
     prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
     torch.cuda.synchronize(model.device)
 

@@ -72,7 +72,9 @@ class UnknownName(ConfigError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, asked_by: str = "") -> None:
         names = list(known)
-        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+        spelled = {known.lower(): known for known in reversed(names)}
+        close = difflib.get_close_matches(name.lower(), spelled, n=3, cutoff=0.5)
+        near = [spelled[found] for found in close]
         by = f" (asked by {asked_by})" if asked_by else ""
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         super().__init__(

@@ -153,6 +153,7 @@ def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
     """A flat mapping. Dashes and underscores in keys are the same; null is as good as nothing."""
     options = {name: option for option in known for name in option.names}
     found: dict[str, Said] = {}
+    seen: set[str] = set()
     faults: list[str] = []
     for key, line, raw in _entries(path):
         name = key.replace("-", "_")
@@ -160,13 +161,14 @@ def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
             raise UnknownName("key", key, _shown(known), asked_by=f"{path}:{line}")
         option = options[name]
         by = f"{path}:{line}: {option.name}"
-        if option.name in found:
+        if option.name in seen:
             faults.append(f"{by} stands there twice")
         elif raw is not None:
             try:
                 found[option.name] = Said(option.read(raw, by), by)
             except ConfigError as fault:
                 faults.append(f"{fault.what}; {fault.why}")
+        seen.add(option.name)
     if faults:
         raise BadValue("\n".join(faults), why=f"{path} is read before anything is started")
     return found

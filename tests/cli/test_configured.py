@@ -58,7 +58,9 @@ def test_what_is_shown_is_a_file_that_says_the_same(file: Path, tmp_path: Path) 
     first = kvant("serve", "--config", file, "--print-config")
     again = tmp_path / "again.yaml"
     again.write_text(first.out)
-    assert shown(kvant("serve", "--config", again, "--print-config")) == shown(first)
+    second = shown(kvant("serve", "--config", again, "--print-config"))
+    assert second.pop("api_key") == []  # keys were not shown
+    assert second == shown(first)
 
 
 def test_the_file_can_be_named_by_a_variable_and_serves_every_command(file: Path) -> None:

@@ -172,7 +172,8 @@ def test_an_unset_context_becomes_what_fits_and_says_so(path: Path) -> None:
 def test_an_explicit_context_that_does_not_fit_is_refused_and_its_ways_out_work(path: Path) -> None:
     with pytest.raises(DoesNotFit) as caught:
         make(path, kv_cache_memory="64KiB", kv_cache_dtype="float32")
-    assert any("int4_per_token_head: " in line for line in caught.value.tried)
+    held = {line.split()[1]: int(line.split()[3]) for line in caught.value.tried}
+    assert held["float32"] < held["bfloat16"] < held["int4_per_token_head"]
     for way in caught.value.ways_out:
         flag, value = way.arguments
         change = {flag.removeprefix("--").replace("-", "_"): int(value)}

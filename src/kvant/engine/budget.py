@@ -82,7 +82,7 @@ def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
         f"{format_size(plan.memory.kv_bytes or 0)} of KV cache",
         why=f"{kv.bytes_per_token} bytes a token leave room for {capacity}",
         tried=[
-            f"--kv-cache-dtype {str(other.format):<20} holds {other.capacity_tokens:>9,} tokens"
+            f"--kv-cache-dtype {other.format!s:<20} holds {other.capacity_tokens:>9,} tokens"
             for other in what_if(plan)
             if other.capacity_tokens is not None
         ],

@@ -74,6 +74,7 @@ def test_the_standard_drafter_looks_both_ways_without_a_window() -> None:
         mask_token_id=151669,
         style=DraftStyle.Z_LAB,
         draft_vocab_size=151936,
+        target_vocab_size=151936,
     )
 
 

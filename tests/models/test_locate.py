@@ -245,3 +245,11 @@ def test_the_way_out_of_pickled_weights_works(tmp_path: Path) -> None:
     program = way.text.split('python -c "')[1].split('"')[0]
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
     assert locate(str(tmp_path / "OUT")).notes == ()
+
+
+def test_a_shipped_drafter_has_a_name() -> None:
+    found = locate("smollm2-dflash")
+    assert (found.path.name, found.source) == ("smollm2-dflash", ModelSource.SHIPPED)
+    assert (found.path / "model.safetensors").is_file()
+    with pytest.raises(ModelNotFound, match="did you mean smollm2-dflash"):
+        locate("smollm2-dflsh")

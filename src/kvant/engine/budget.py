@@ -7,7 +7,6 @@ from kvant.engine.planning import Plan
 from kvant.engine.what_if import what_if
 from kvant.errors import DoesNotFit, WayOut
 from kvant.kv.memory import RESERVE_SHARE, SCRATCH_PAGES, format_size
-from kvant.kv.spec import KVPlan
 
 CPU_SHARE = 0.25
 """Share of a CPU's free memory that pages get when nobody says how much."""
@@ -19,7 +18,7 @@ def choose_kv_bytes(plan: Plan, free: int, max_num_seqs: int) -> int:
     free: bytes free on the device before anything is loaded. Raises DoesNotFit where the weights and
     what was asked are more than that.
     """
-    weights = plan.target.weights.bytes or 0
+    weights = plan.weights_bytes or 0
     asked = plan.request.kv_cache_bytes
     if asked is not None:
         if weights + asked > free:
@@ -29,20 +28,20 @@ def choose_kv_bytes(plan: Plan, free: int, max_num_seqs: int) -> int:
         share = int(free * CPU_SHARE)
     else:
         share = int(free * (1 - RESERVE_SHARE)) - weights
-    usable = most_bytes(plan.target.kv, plan.target.geometry.max_model_len, plan, max_num_seqs)
+    usable = most_bytes(plan.target.geometry.max_model_len, plan, max_num_seqs)
     chosen = share if usable is None else min(share, usable)
     if chosen <= 0 or weights + chosen > free:
-        raise _no_room(plan, weights, max(chosen, plan.target.kv.page_bytes * 2), free)
+        raise _no_room(plan, weights, max(chosen, plan.page_bytes * 2), free)
     return chosen
 
 
-def most_bytes(kv: KVPlan, limit: int | None, plan: Plan, max_num_seqs: int) -> int | None:
+def most_bytes(limit: int | None, plan: Plan, max_num_seqs: int) -> int | None:
     """Bytes that max_num_seqs sequences of the greatest length fill; None if no length is known."""
     longest = limit if plan.request.max_model_len is None else plan.request.max_model_len
     if longest is None:
         return None
-    pages = max_num_seqs * -(-longest // kv.page_size)
-    return (pages + SCRATCH_PAGES) * kv.page_bytes
+    pages = max_num_seqs * -(-longest // plan.request.page_size)
+    return (pages + SCRATCH_PAGES) * plan.page_bytes
 
 
 def choose_max_model_len(plan: Plan) -> tuple[int, str | None]:
@@ -54,7 +53,7 @@ def choose_max_model_len(plan: Plan) -> tuple[int, str | None]:
     wanted = plan.request.max_model_len
     if capacity == 0:
         asked = plan.request.kv_cache_bytes or 0
-        needed = plan.target.kv.page_bytes * (SCRATCH_PAGES + 1)
+        needed = plan.page_bytes * (SCRATCH_PAGES + 1)
         raise DoesNotFit(
             f"{format_size(asked)} of KV cache hold not a single page of {plan.target.local.name}",
             why=f"a page and the scratch page of {plan.target.kv.page_size} tokens take "
@@ -65,8 +64,9 @@ def choose_max_model_len(plan: Plan) -> tuple[int, str | None]:
     if wanted is None:
         if limit is not None and limit <= capacity:
             return limit, None
+        given = format_size(plan.request.kv_cache_bytes or 0)
         return capacity, (
-            f"max_model_len is {capacity}: what {format_size(plan.memory.kv_bytes or 0)} of KV cache hold"
+            f"max_model_len is {capacity}: what {given} of KV cache hold"
             + ("" if limit is None else f" (the model could address {limit})")
         )
     if wanted > capacity:
@@ -75,12 +75,12 @@ def choose_max_model_len(plan: Plan) -> tuple[int, str | None]:
 
 
 def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
-    kv = plan.target.kv
-    pages = -(-wanted // kv.page_size) + SCRATCH_PAGES
+    page_size = plan.request.page_size
+    pages = -(-wanted // page_size) + SCRATCH_PAGES
     return DoesNotFit(
         f"one sequence of --max-model-len {wanted} does not fit into "
-        f"{format_size(plan.memory.kv_bytes or 0)} of KV cache",
-        why=f"{kv.bytes_per_token} bytes a token leave room for {capacity}",
+        f"{format_size(plan.request.kv_cache_bytes or 0)} of KV cache",
+        why=f"{plan.page_bytes // page_size} bytes a token leave room for {capacity}",
         tried=[
             f"--kv-cache-dtype {other.format!s:<20} holds {other.capacity_tokens:>9,} tokens"
             for other in what_if(plan)
@@ -88,7 +88,7 @@ def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
         ],
         ways_out=(
             WayOut("take a shorter one", ("--max-model-len", str(capacity))),
-            WayOut("give it more memory", ("--kv-cache-memory", str(pages * kv.page_bytes))),
+            WayOut("give it more memory", ("--kv-cache-memory", str(pages * plan.page_bytes))),
         ),
     )
 
@@ -96,7 +96,7 @@ def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
 def _no_room(plan: Plan, weights: int, kv: int, free: int) -> DoesNotFit:
     left = free - weights
     ways = []
-    if left >= plan.target.kv.page_bytes * (SCRATCH_PAGES + 1):
+    if left >= plan.page_bytes * (SCRATCH_PAGES + 1):
         ways.append(WayOut("give the pages less", ("--kv-cache-memory", str(left // 2))))
     ways.append(WayOut("use a smaller or quantised model, or free some memory"))
     return DoesNotFit(

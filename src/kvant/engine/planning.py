@@ -14,7 +14,7 @@ from typing import Any
 from kvant.attention.need import BackendInfo, DeviceFacts, Need
 from kvant.attention.select import allow, device_encodings, select
 from kvant.engine.speculative_config import SpeculativeConfig
-from kvant.errors import BadCheckpoint, BadValue
+from kvant.errors import BadCheckpoint, BadValue, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.dtype import ComputeDtype, KVDtype
@@ -27,6 +27,7 @@ from kvant.models.geometry import DraftFacts, read_draft_geometry, read_geometry
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
 from kvant.models.locate import LocalModel, locate
 from kvant.models.weights import WeightBytes, weight_bytes_of
+from kvant.speculative.dflash.files import check_files, read_network
 
 DEFAULT_PAGE_SIZE = 16
 
@@ -54,9 +55,10 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """One model of a plan: where it lies, its shape, its weights and what it stores."""
+    """One model of a plan: where it lies, its config.json, its shape, its weights and what it stores."""
 
     local: LocalModel
+    config: Mapping[str, Any]
     geometry: ModelGeometry
     checkpoint: CheckpointKV
     weights: WeightBytes
@@ -72,6 +74,31 @@ class Plan:
     draft: PlannedModel | None
     draft_facts: DraftFacts | None
     memory: MemoryPlan
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts of one sequence in one step at most; 0 without speculation."""
+        asked = self.request.speculative
+        if asked is None:
+            return 0
+        if asked.num_speculative_tokens is not None:
+            return asked.num_speculative_tokens
+        if self.draft_facts is not None:
+            return self.draft_facts.block_size - 1
+        default = asked.method.num_speculative_tokens
+        assert default is not None, "a method without a drafter has a default"
+        return default
+
+    @property
+    def weights_bytes(self) -> int | None:
+        """Of target and drafter; None where the target's are not known."""
+        draft = 0 if self.draft is None else self.draft.weights.bytes or 0
+        return None if self.target.weights.bytes is None else self.target.weights.bytes + draft
+
+    @property
+    def page_bytes(self) -> int:
+        """A page in the pools of target and drafter, which share page ids."""
+        return self.target.kv.page_bytes + (0 if self.draft is None else self.draft.kv.page_bytes)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -100,7 +127,7 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
     target = _resolve_model(request, request.requests.target, local, config, geometry, Role.TARGET)
     draft: PlannedModel | None = None
     facts: DraftFacts | None = None
-    if request.speculative is not None:
+    if request.speculative is not None and request.speculative.method.has_model:
         draft, facts = _plan_draft(request, request.speculative, target, weights)
     memory = plan_memory(
         request.memory_bytes,
@@ -122,12 +149,16 @@ def _plan_draft(
     """The drafter takes the target's road: own request, own checkpoint, own geometry."""
     local, config = _open(speculative.model, speculative.revision, weights=weights)
     geometry, facts = read_draft_geometry(config, target.geometry)
+    read_network(config)
+    if weights:
+        check_files(local.path, config, geometry, facts)
     most = facts.block_size - 1
     wanted = speculative.num_speculative_tokens
     if wanted is not None and wanted > most:
         raise BadValue(
             f"--speculative-config: num_speculative_tokens {wanted} is more than {speculative.model} drafts",
             why=f"its block of {facts.block_size} drafts at most {most} tokens",
+            ways_out=(WayOut(f"leave num_speculative_tokens out, or give at most {most}"),),
         )
     asked = request.requests.for_draft()
     if speculative.kv_cache_dtype is not None:
@@ -147,7 +178,7 @@ def _resolve_model(
     checkpoint = read_checkpoint(local.path, config)
     kv = resolve(asked, checkpoint, geometry, _surroundings(request, local.name, geometry, role))
     weights = weight_bytes_of(local.path, config, geometry, compute=kv.compute_dtype)
-    return PlannedModel(local, geometry, checkpoint, weights, kv)
+    return PlannedModel(local, config, geometry, checkpoint, weights, kv)
 
 
 def resolve_again(plan: Plan, asked: KVRequest) -> KVPlan:
@@ -213,7 +244,7 @@ def _memory_warnings(plan: Plan) -> list[str]:
         and memory.capacity_tokens is not None
         and memory.capacity_tokens < wanted
     ):
-        lacking = (wanted - memory.capacity_tokens) * plan.target.kv.bytes_per_token
+        lacking = (wanted - memory.capacity_tokens) * plan.page_bytes // plan.request.page_size
         return [
             f"one sequence of --max-model-len {wanted} does not fit: room for "
             f"{memory.capacity_tokens} tokens, {format_size(lacking)} are missing"

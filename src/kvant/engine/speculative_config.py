@@ -1,30 +1,37 @@
-"""`--speculative-config`: the drafter, as JSON in vLLM's words, parsed once."""
+"""`--speculative-config`: how tokens are drafted, as JSON in vLLM's words, parsed once."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvant.errors import BadValue, UnknownName
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
+from kvant.speculative.methods import METHODS, Method, find_method
 
 FLAG = "--speculative-config"
-_METHODS = ("dflash",)
-_KEYS = ("method", "model", "num_speculative_tokens", "kv_cache_dtype", "revision")
+_KEYS = ("method", "num_speculative_tokens", "adaptive")
+_MODEL_KEYS = ("model", "kv_cache_dtype", "revision")
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """A drafter. num_speculative_tokens None: as many as its block allows."""
+    """What was asked. model: the drafter, "" for methods without one.
 
-    method: str
-    model: str
+    num_speculative_tokens None: as many as its block allows. adaptive: whether it steps aside where
+    it does not pay. options: the method's own numbers, all of them.
+    """
+
+    method: Method
+    model: str = ""
     num_speculative_tokens: int | None = None
     kv_cache_dtype: Asked | None = None
     revision: str | None = None
+    adaptive: bool = True
+    options: Mapping[str, int] = field(default_factory=dict)
 
 
 def parse_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -37,19 +44,53 @@ def parse_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfi
             raise BadValue(f"{FLAG}: {given!r} is no JSON", why=str(fault)) from None
     if not isinstance(body, Mapping):
         raise BadValue(f"{FLAG}: expected an object, got {type(body).__name__}")
-    unknown = [key for key in body if key not in _KEYS]
+    name = body.get("method")
+    if not isinstance(name, str):
+        names = ", ".join(method.name for method in METHODS)
+        raise BadValue(f"{FLAG}: method is {name!r}", why=f"name how to draft: {names}")
+    method = find_method(name, asked_by=FLAG)
+    keys = (*_KEYS, *(_MODEL_KEYS if method.has_model else ()), *method.options)
+    unknown = [str(key) for key in body if key not in keys]
     if unknown:
-        raise UnknownName("key", str(unknown[0]), _KEYS, asked_by=FLAG)
-    method, model = body.get("method"), body.get("model")
-    if method not in _METHODS:
-        raise UnknownName("method", str(method), _METHODS, asked_by=FLAG)
-    if not isinstance(model, str) or not model:
+        raise UnknownName("key", unknown[0], keys, asked_by=f"{FLAG}, method {method.name}")
+    model = body.get("model", "")
+    if method.has_model and (not isinstance(model, str) or not model):
         raise BadValue(f"{FLAG}: model is missing", why="name the drafter's directory or hub id")
-    count = body.get("num_speculative_tokens")
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise BadValue(f"{FLAG}: num_speculative_tokens {count!r}", why="it is a count, 1 or more")
     wanted = None
-    if (name := body.get("kv_cache_dtype")) is not None:
-        by = f"{FLAG} kv_cache_dtype {name}"
-        wanted = Asked(parse_format(str(name), asked_by=by), by)
-    return SpeculativeConfig(method, model, count, wanted, body.get("revision"))
+    if (dtype := body.get("kv_cache_dtype")) is not None:
+        by = f"{FLAG} kv_cache_dtype {dtype}"
+        wanted = Asked(parse_format(str(dtype), asked_by=by), by)
+    adaptive = body.get("adaptive", True)
+    if not isinstance(adaptive, bool):
+        raise BadValue(f"{FLAG}: adaptive is {adaptive!r}", why="it is true or false")
+    return SpeculativeConfig(
+        method=method,
+        model=model,
+        num_speculative_tokens=_count(body, "num_speculative_tokens"),
+        kv_cache_dtype=wanted,
+        revision=body.get("revision"),
+        adaptive=adaptive,
+        options=_options(body, method),
+    )
+
+
+def _options(body: Mapping[str, Any], method: Method) -> dict[str, int]:
+    given = {key: _count(body, key) for key in method.options}
+    options = {
+        key: default if (asked := given[key]) is None else asked
+        for key, default in method.options.items()
+    }
+    least, most = options.get("prompt_lookup_min"), options.get("prompt_lookup_max")
+    if least is not None and most is not None and least > most:
+        raise BadValue(
+            f"{FLAG}: prompt_lookup_min {least} is more than prompt_lookup_max {most}",
+            why="the least number of tokens that must agree is above the most that are looked at",
+        )
+    return options
+
+
+def _count(body: Mapping[str, Any], key: str) -> int | None:
+    count = body.get(key)
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise BadValue(f"{FLAG}: {key} {count!r}", why="it is a count, 1 or more")
+    return count

@@ -17,6 +17,7 @@ from kvant.kv.checkpoint.safetensors_header import (
     find_weight_files,
     read_header,
 )
+from kvant.models.geometry.families import is_drafter
 
 CONFIG_NAME = "config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -59,7 +60,9 @@ def obstacle(directory: Path) -> BadCheckpoint | None:
 def remote_code(config: Mapping[str, Any], name: str) -> BadCheckpoint | None:
     """The refusal of a checkpoint that brings its own Python code, None if it does not need to."""
     auto_map = config.get("auto_map")
-    if not auto_map:
+    if not auto_map or is_drafter(
+        config
+    ):  # a drafter's network is Kvant's own, whatever they bring
         return None
     if isinstance(auto_map, dict) and _adopted(str(config.get("model_type")), auto_map):
         return None

@@ -11,7 +11,7 @@ from kvant.kv.checkpoint.safetensors_header import INDEX_NAME, SINGLE_NAME
 from kvant.models.directory import CONFIG_NAME, PICKLE_SUFFIXES, indexed_files, missing_weights
 
 _PLAN = (CONFIG_NAME, "generation_config.json", "hf_quant_config.json", INDEX_NAME)
-_TEXTS = ("merges.txt", "vocab.txt")
+_TEXTS = ("merges.txt", "vocab.txt", "mask_embedding.pt")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LEFT_OVER_FROM_TRAINING = ("trainer_state.json", "training_args.json")
 

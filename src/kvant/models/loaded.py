@@ -105,6 +105,18 @@ class LoadedModel:
         self._proved = True
         return found
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, hidden_size], as the model's first layer gets them."""
+        found: Tensor = self._module.get_input_embeddings()(input_ids)
+        return found
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size], normed -> [n, vocab_size] by the model's head, without a soft cap."""
+        head = self._module.get_output_embeddings()  # type: ignore[no-untyped-call]
+        assert head is not None, "a model that generates has a head"
+        found: Tensor = head(hidden)
+        return found
+
     @property
     def _decoder_layers(self) -> nn.ModuleList:
         found = self._module.get_decoder().layers  # type: ignore[no-untyped-call]

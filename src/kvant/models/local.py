@@ -13,6 +13,7 @@ class ModelSource(Enum):
     HUB = "hub"
     GGUF = "gguf"
     DEMO = "demo"
+    SHIPPED = "shipped"
 
 
 @dataclass(frozen=True, slots=True)

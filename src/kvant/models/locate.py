@@ -1,8 +1,9 @@
 """From what the user calls a model to a directory on this machine.
 
-A name is, in this order: the demo model's (`smollm2`), an existing directory or .gguf file, or a
-hub id (`owner/model`). Whatever it is, the result is a directory in transformers' format; with
-weights=False it may hold no more than a plan needs, and neither torch nor transformers is imported.
+A name is, in this order: the demo model's (`smollm2`) or a shipped drafter's (`smollm2-dflash`), an
+existing directory or .gguf file, or a hub id (`owner/model`). Whatever it is, the result is a
+directory in transformers' format; with weights=False it may hold no more than a plan needs, and
+neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvant.errors import BadValue, ModelNotFound, WayOut
 from kvant.models import directory, hub
 from kvant.models.demo import DEMO_NAME, INSTALL, NOTICE, demo_gguf, demo_license
 from kvant.models.local import LocalModel, ModelSource, Progress
+from kvant.models.shipped import SHIPPED, shipped_drafter
 
 __all__ = ["LocalModel", "ModelSource", "Progress", "locate"]
 
@@ -33,7 +35,8 @@ def locate(
 
     Raises ModelNotFound, BadCheckpoint or another ConfigError; nothing half-made stays behind.
     """
-    path = _existing(name)
+    shipped = shipped_drafter(name)
+    path = _existing(name) if shipped is None else shipped
     if name != DEMO_NAME and path is None:
         if not hub.is_hub_id(name):
             raise _not_found(name)
@@ -46,6 +49,8 @@ def locate(
         )
     if name == DEMO_NAME or path is None:
         return _demo(weights, progress)
+    if shipped is not None:
+        return LocalModel(shipped, name, None, ModelSource.SHIPPED)
     if path.is_dir():
         return _directory(path, name, weights, progress)
     return _file(path, name, weights, progress)
@@ -114,7 +119,7 @@ def _file(path: Path, name: str, weights: bool, progress: Progress | None) -> Lo
 
 
 def _not_found(name: str) -> ModelNotFound:
-    near = difflib.get_close_matches(name.lower(), [DEMO_NAME], cutoff=0.6)
+    near = difflib.get_close_matches(name.lower(), [DEMO_NAME, *SHIPPED], cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else ""
     return ModelNotFound(
         f"no model {name!r}{hint}",

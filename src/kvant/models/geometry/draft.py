@@ -55,8 +55,8 @@ class DraftFacts:
     block_size: tokens of a block; the first is known, so it drafts at most block_size - 1.
     target_layer_ids: decoder layers of the target whose output is tapped, in the order in which the
     drafter concatenates them. mask_token_id: stands in the block where a token is to be drafted.
-    draft_vocab_size: rows of the drafter's own head; below the target's vocabulary its tokens go
-    through the checkpoint's d2t table.
+    draft_vocab_size: rows of the drafter's own head; below target_vocab_size its tokens go through
+    the checkpoint's d2t table.
     """
 
     block_size: int
@@ -64,6 +64,7 @@ class DraftFacts:
     mask_token_id: int
     style: DraftStyle
     draft_vocab_size: int
+    target_vocab_size: int
 
 
 def read_draft_geometry(
@@ -128,6 +129,7 @@ def _z_lab(top: Fields, target: ModelGeometry) -> tuple[ModelGeometry, DraftFact
         mask_token_id=_mask_token(dflash, target),
         style=DraftStyle.Z_LAB,
         draft_vocab_size=vocab,
+        target_vocab_size=vocab,
     )
     return _geometry(top, top, layers, vocab), facts
 
@@ -202,6 +204,7 @@ def _speculators(top: Fields, target: ModelGeometry) -> tuple[ModelGeometry, Dra
         mask_token_id=_mask_token(top, target),
         style=DraftStyle.SPECULATORS,
         draft_vocab_size=draft_vocab,
+        target_vocab_size=vocab,
     )
     return _geometry(top, inner, layers, draft_vocab), facts
 

@@ -1,0 +1,109 @@
+"""The DFlash proposer: the drafter's pages, its steps, and the drafts of several sequences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.attention.base import Step
+from kvant.kv.checkpoint.values import read_scale_values
+from kvant.kv.pool import KVPool
+from kvant.speculative.base import Ask, PlannedDraft, Proposer, Setting, Verified
+from kvant.speculative.dflash.network import DraftNetwork
+from kvant.speculative.dflash.weights import load_weights
+
+
+class DFlashProposer:
+    """Drafts a block for each sequence in one pass over its context features.
+
+    pool: K and V of the draft layers under the target's page ids.
+    """
+
+    def __init__(
+        self, network: DraftNetwork, draft: PlannedDraft, pool: KVPool, device: torch.device
+    ) -> None:
+        self.pool = pool
+        self._network = network
+        self._facts = draft.facts
+        self._page_size = draft.kv.page_size
+        self._orders = {layer.causal for layer in draft.geometry.layers}
+        self._device = device
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._facts.target_layer_ids
+
+    def zero(self, pages: Sequence[int]) -> None:
+        self.pool.zero(pages)
+
+    @torch.no_grad()
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """A block is the last token and as many masks as are asked for."""
+        step = self._step(asks)
+        block = np.full(int(step.cu_seqlens_q[-1]), self._facts.mask_token_id, np.int64)
+        starts = step.cu_seqlens_q[:-1].tolist()
+        block[starts] = [ask.token_ids[-1] for ask in asks]
+        steps = {causal: replace(step, causal=causal) for causal in self._orders}
+        filled = self._network.fill(torch.from_numpy(block).to(self._device), steps).tolist()
+        return [
+            filled[start + 1 : start + 1 + ask.num_tokens]
+            for start, ask in zip(starts, asks, strict=True)
+        ]
+
+    @torch.no_grad()
+    def learn(self, verified: Verified) -> None:
+        """Write the context of the tokens that stand; their pages carry it from now on."""
+        step, hidden, kept = verified.step, verified.hidden, verified.kept
+        if kept is not None:
+            step = replace(
+                step, slot_mapping=step.slot_mapping[kept], positions=step.positions[kept]
+            )
+            hidden = tuple(part[kept] for part in hidden)
+        self._network.write_context(hidden, step)
+
+    def _step(self, asks: Sequence[Ask]) -> Step:
+        """The blocks of all sequences, packed."""
+        page_size = self._page_size
+        starts = np.array([len(ask.token_ids) - 1 for ask in asks])
+        lengths = np.array([1 + ask.num_tokens for ask in asks])
+        ends = starts + lengths
+        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+        table = np.zeros((len(asks), -(-int(ends.max()) // page_size)), np.int32)
+        for row, ask, end in zip(table, asks, ends.tolist(), strict=True):
+            count = -(-end // page_size)
+            row[:count] = ask.pages[:count]
+        owners = np.repeat(np.arange(len(asks)), lengths)
+        positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, lengths)
+        slots = table[owners, positions // page_size].astype(np.int64) * page_size
+        slots += positions % page_size
+
+        def tensor(array: np.ndarray, dtype: type) -> Tensor:
+            return torch.from_numpy(array.astype(dtype)).to(self._device)
+
+        return Step(
+            cu_seqlens_q=tensor(cu_seqlens, np.int32),
+            seqlens_kv=tensor(ends, np.int32),
+            page_table=tensor(table, np.int32),
+            slot_mapping=tensor(slots, np.int64),
+            positions=tensor(positions, np.int64),
+            max_seqlen_q=int(lengths.max()),
+            max_seqlen_kv=int(ends.max()),
+        )
+
+
+def build(setting: Setting) -> Proposer:
+    """Load the planned drafter beside its target."""
+    draft, target = setting.draft, setting.target
+    assert draft is not None, "planning gives the method dflash a drafter"
+    scales = {
+        key: torch.tensor(values, dtype=torch.float32, device=target.device)
+        for key, values in read_scale_values(draft.path, draft.kv).items()
+    }
+    pool = KVPool(draft.kv, setting.num_pages, device=target.device, scales=scales)
+    weights = load_weights(draft, target.device)
+    network = DraftNetwork(draft, weights, target, pool, setting.max_model_len)
+    return DFlashProposer(network, draft, pool, target.device)

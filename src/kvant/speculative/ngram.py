@@ -1,0 +1,60 @@
+"""Prompt lookup: what followed the last time the same tokens stood there (arXiv 2304.04487, 2311.08252).
+
+No model, no cache: the drafts are copied from the sequence itself. Good where answers quote, as in
+summaries, code edits and repetitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvant.speculative.base import Ask, Proposer, Setting, Verified
+
+
+class NgramProposer:
+    """min_tokens, max_tokens: how many last tokens must, and at most may, have stood there before."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, min_tokens: int, max_tokens: int) -> None:
+        self._min, self._max = min_tokens, max_tokens
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """It keeps nothing in pages."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return [look_up(ask.token_ids, ask.num_tokens, self._min, self._max) for ask in asks]
+
+    def learn(self, verified: Verified) -> None:
+        """All it needs stands in the next `Ask`."""
+
+
+def look_up(token_ids: Sequence[int], count: int, min_tokens: int, max_tokens: int) -> list[int]:
+    """Up to `count` tokens that followed the longest repeated end of `token_ids`, [] if none does.
+
+    Among places where equally many tokens agree, the last one that `count` tokens follow, else the
+    first.
+    """
+    tokens = np.asarray(token_ids)
+    last = len(tokens) - 1
+    places = np.flatnonzero(tokens[:last] == tokens[last])  # where an agreeing end would end
+    length, found = 1, places if min_tokens == 1 else places[:0]
+    while len(places) and length < max_tokens:
+        places = places[places >= length]
+        places = places[tokens[places - length] == tokens[last - length]]
+        length += 1
+        if len(places) and length >= min_tokens:
+            found = places
+    if not len(found):
+        return []
+    followed = found[found + count <= last]
+    start = int(followed[-1] if len(followed) else found[0]) + 1
+    drafts: list[int] = tokens[start : start + count].tolist()
+    return drafts
+
+
+def build(setting: Setting) -> Proposer:
+    options = setting.options
+    return NgramProposer(options["prompt_lookup_min"], options["prompt_lookup_max"])

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from kvant.kv.pool import KVPool, LayerCache
 
-LONG = 256
-"""Query tokens from which a sequence of a step is listed as long."""
-
 
 @dataclass(frozen=True, slots=True)
 class LongQuery:
@@ -39,8 +36,8 @@ class Step:
     positions: [T] int64, rotary positions.
     max_seqlen_q, max_seqlen_kv: host copies of the largest lengths.
     causal: query i of a sequence with n queries sees keys up to seqlen_kv - n + i; otherwise all.
-    long: the sequences with LONG queries or more, for backends that treat them in another way; they
-    find all the others in `rest`, where those have no tokens in the cache (None if there are none).
+    long: the last sequences, if they have LONG queries or more, for backends that treat them in
+    another way; they find those before them in `rest` (None if there are none).
     """
 
     cu_seqlens_q: Tensor

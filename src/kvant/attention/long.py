@@ -5,32 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from kvant.attention.base import LONG, LongQuery, Step
+from kvant.attention.base import LongQuery, Step
+from kvant.attention.need import LONG
 
 
 def list_long(step: Step, lengths: NDArray[np.int64], seqlens_kv: NDArray[np.int64]) -> Step:
-    """The step with its long sequences listed, and the others as a step of their own.
+    """The step with the long sequences at its end listed, and those before them as a step of their own.
 
-    lengths: query tokens of each sequence; seqlens_kv: as in the step. Both on the host.
+    lengths: query tokens of each sequence; seqlens_kv: as in the step. Both on the host. Whoever
+    makes steps puts long sequences last; any others are treated as short ones, which is slower.
     """
-    long = np.flatnonzero(lengths >= LONG)
-    if not long.size:
+    short = np.flatnonzero(lengths < LONG)
+    count = int(short[-1]) + 1 if short.size else 0
+    if count == lengths.size:
         return step
     first = np.cumsum(lengths) - lengths
     listed = tuple(
-        LongQuery(int(i), int(first[i]), int(lengths[i]), int(seqlens_kv[i])) for i in long
+        LongQuery(i, int(first[i]), int(lengths[i]), int(seqlens_kv[i]))
+        for i in range(count, lengths.size)
     )
-    if long.size == lengths.size:
+    if not count:
         return replace(step, long=listed)
-    others = seqlens_kv.astype(np.int32)
-    others[long] = 0
+    tokens = listed[0].first_token
     rest = replace(
         step,
-        seqlens_kv=torch.from_numpy(others).to(step.seqlens_kv.device),
-        max_seqlen_q=int(np.delete(lengths, long).max()),
-        max_seqlen_kv=int(others.max()),
+        cu_seqlens_q=step.cu_seqlens_q[: count + 1],
+        seqlens_kv=step.seqlens_kv[:count],
+        page_table=step.page_table[:count],
+        slot_mapping=step.slot_mapping[:tokens],
+        positions=step.positions[:tokens],
+        max_seqlen_q=int(lengths[:count].max()),
+        max_seqlen_kv=int(seqlens_kv[:count].max()),
     )
     return replace(step, long=listed, rest=rest)

@@ -13,6 +13,9 @@ from enum import Enum
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import LayerGeometry
 
+LONG = 256
+"""Query tokens from which a sequence of a step counts as long: see `Step.long`."""
+
 
 class DeviceKind(Enum):
     CPU = "cpu"

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvant.attention.need import LONG
 from kvant.engine.page_table import PageTable
 from kvant.engine.request import FinishReason, Sequence, Status
 from kvant.kv.pages import PageAllocator, page_hash
@@ -46,8 +47,13 @@ class Chunk(NamedTuple):
         return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 
+def _is_long(chunk: Chunk) -> bool:
+    return chunk.num_tokens >= LONG
+
+
 class Schedule(NamedTuple):
-    """One step. chunks: oldest sequence first within decodes, then prefills, then the newly admitted.
+    """One step. chunks: oldest sequence first within decodes, then prefills, then the newly admitted;
+    long stretches after all others.
 
     pages_to_zero: cleared before anything is written. preempted: those that lost their pages for it.
     """
@@ -97,6 +103,7 @@ class Scheduler:
         budget = self._schedule_prefills(chunks, budget)
         if not preempted:  # whoever was just sent away would come straight back
             self._admit(chunks, budget)
+        chunks.sort(key=_is_long)  # backends want long stretches last
         return Schedule(chunks, self.allocator.take_pages_to_zero(), preempted)
 
     def advance(self, chunk: Chunk) -> None:

@@ -202,7 +202,7 @@ def test_rows_beyond_int32_elements_are_reached() -> None:
 LONG_STEPS = {
     "square": ((700, 700),),
     "after a prefix": ((6500, 900), (1025, 1000)),
-    "beside others": ((40, 1), (5000, 300), (900, 7), (2100, 2100), (33, 33)),
+    "beside others": ((40, 1), (900, 7), (33, 33), (5000, 300), (2100, 2100)),
 }
 
 

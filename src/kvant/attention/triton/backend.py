@@ -76,10 +76,10 @@ class TritonBackend:
         long = step.long and not self.batch_invariant
         if not long or not serves(cache, q, params, causal=step.causal):
             return self._attend(cache, q, step, params)
-        if step.rest is None:
-            out = q.new_zeros(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
-        else:
-            out = self._attend(cache, q, step.rest, params)
+        out = q.new_empty(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
+        if step.rest is not None:
+            count = step.rest.positions.shape[0]
+            out[:count] = self._attend(cache, q[:count], step.rest, params)
         for stretch in step.long:
             attend_long(cache, q, out, step, params, stretch)
         return out

@@ -7,20 +7,27 @@ import triton.language as tl
 
 
 @triton.jit
-def join_rows(total, total_lse, lse_stride, part, stride_token, stride_head, part_lse, part_stride,
-               HEADS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
-    """Program (token, head); lse in natural logarithms; `total` and `total_lse` are changed."""
+def join_rows(
+    a, a_token, a_lse, a_lse_head, b, b_token, b_lse, b_lse_head, out, out_lse, num_heads,
+    D: tl.constexpr, PAD: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Program (token, AT_ONCE heads). a, b, out: [tokens, heads, D], heads side by side.
+
+    a_lse, b_lse: [heads, tokens] in natural logarithms, as is out_lse (contiguous).
+    """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    there = head < num_heads
     c = tl.arange(0, PAD)
-    mask = c < D
-    a = tl.load(total_lse + head * lse_stride + token)
-    b = tl.load(part_lse + head * part_stride + token)
-    top = tl.maximum(a, b)
-    x = tl.exp(a - top)
-    y = tl.exp(b - top)
-    at = total + (token * HEADS + head) * D + c
-    mine = tl.load(at, mask=mask, other=0.0)
-    other = tl.load(part + token * stride_token + head * stride_head + c, mask=mask, other=0.0)
-    tl.store(at, (mine * x + other.to(tl.float32) * y) / (x + y), mask=mask)
-    tl.store(total_lse + head * lse_stride + token, top + tl.log(x + y))
+    mask = there[:, None] & (c < D)[None, :]
+    at = head[:, None] * D + c[None, :]
+    x = tl.load(a_lse + head * a_lse_head + token, mask=there, other=0.0)
+    y = tl.load(b_lse + head * b_lse_head + token, mask=there, other=0.0)
+    top = tl.maximum(x, y)
+    u = tl.exp(x - top)
+    w = tl.exp(y - top)
+    left = tl.load(a + token * a_token + at, mask=mask, other=0.0).to(tl.float32)
+    right = tl.load(b + token * b_token + at, mask=mask, other=0.0).to(tl.float32)
+    total = (left * u[:, None] + right * w[:, None]) / (u + w)[:, None]
+    tl.store(out + token * (num_heads * D) + at, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(out_lse + head * tl.num_programs(0) + token, top + tl.log(u + w), mask=there)

@@ -18,7 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kvant.attention.base import LONG, AttentionParams, LongQuery, Step
+from kvant.attention.base import AttentionParams, LongQuery, Step
+from kvant.attention.need import LONG
 from kvant.attention.triton.codec import READING, Reading
 from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.join import join_rows
@@ -27,7 +28,7 @@ from kvant.kv.codecs.rotation import block_length
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.pool import KVPool, LayerCache
 
-_BLOCKS = (65536, 16384, 4096, 1024)
+_BLOCKS = tuple(1024 << i for i in reversed(range(8)))
 """Keys of one product before the square; what is left over goes into the square."""
 
 
@@ -95,25 +96,27 @@ def attend_long(
     size = square_size(spare + long.num_tokens)
     k = decoded(cache, 0, step, long, before + size, q.dtype)
     v = decoded(cache, 1, step, long, before + size, q.dtype)
-    rows = slice(long.first_token, long.first_token + long.num_tokens)
-    # The square's first `spare` queries are nobody's; they only put the others in their places.
-    square = q.new_zeros(size, *q.shape[1:])
-    square[spare : spare + long.num_tokens] = q[rows]
+    n = long.num_tokens
+    rows = slice(long.first_token, long.first_token + n)
+    # The square's first `spare` queries are nobody's: they only put the others in their places.
+    square = torch.empty(size, *q.shape[1:], dtype=q.dtype, device=q.device)
+    square[:spare].zero_()
+    square[spare : spare + n] = q[rows]
     found, lse = _product(square, k[before:], v[before:], params.scale, causal=True)
-    mine = slice(spare, spare + long.num_tokens)
+    mine = slice(spare, spare + n)
     if not before:
         out[rows] = found[mine]
         return
-    padded = square_size(long.num_tokens)
-    queries = q.new_zeros(padded, *q.shape[1:])
-    queries[: long.num_tokens] = q[rows]
-    total = found[mine].to(torch.float32)
-    total_lse = lse[:, mine].contiguous()
-    for start, count in _blocks(before):
-        keys = slice(start, start + count)
-        part, part_lse = _product(queries, k[keys], v[keys], params.scale, causal=False)
-        _join(total, total_lse, part, part_lse)
-    out[rows] = total.to(out.dtype)
+    queries = torch.empty(square_size(n), *q.shape[1:], dtype=q.dtype, device=q.device)
+    queries[:n] = q[rows]
+    total, total_lse = found[mine], lse[:, mine]
+    blocks = list(_blocks(before))
+    for place, keys in enumerate(blocks):
+        part = _product(queries, k[keys], v[keys], params.scale, causal=False)
+        last = place + 1 == len(blocks)
+        target = out[rows] if last else torch.empty_like(out[rows], dtype=torch.float32)
+        total_lse = _join(total, total_lse, *part, target)
+        total = target
 
 
 def decoded(
@@ -143,12 +146,12 @@ def decoded(
     return rotate(out, block_length(head)).to(dtype) if reading.rotated else out
 
 
-def _blocks(count: int) -> Iterator[tuple[int, int]]:
-    """(start, keys) of the products that cover `count` keys, the longest first."""
+def _blocks(count: int) -> Iterator[slice]:
+    """The products that cover `count` keys, the longest first."""
     start = 0
     for size in _BLOCKS:
         while count - start >= size:
-            yield start, size
+            yield slice(start, start + size)
             start += size
 
 
@@ -170,10 +173,13 @@ def _product(
     return found[0][0].transpose(0, 1), found[1][0, :, :, 0]
 
 
-def _join(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take another part into total [n, heads, d] float32 and total_lse [heads, n], in place."""
-    n, heads, d = total.shape
-    join_rows[(n, heads)](
-        total, total_lse, total_lse.stride(0), part, part.stride(0), part.stride(1),
-        part_lse, part_lse.stride(0), HEADS=heads, D=d, PAD=triton.next_power_of_2(d), num_warps=1,
+def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor) -> Tensor:
+    """Fill out [n, heads, d] with both parts together; their lse [heads, n]. b may be longer."""
+    n, heads, d = out.shape
+    lse = torch.empty(heads, n, dtype=torch.float32, device=out.device)
+    at_once = 8
+    join_rows[(n, triton.cdiv(heads, at_once))](
+        a, a.stride(0), a_lse, a_lse.stride(0), b, b.stride(0), b_lse, b_lse.stride(0),
+        out, lse, heads, D=d, PAD=triton.next_power_of_2(d), AT_ONCE=at_once, num_warps=2,
     )  # fmt: skip
+    return lse

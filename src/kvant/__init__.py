@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
     from kvant.engine.sampling_params import SamplingParams
+    from kvant.engine.structured_outputs import StructuredOutputs
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "kvant.engine.llm", "SamplingParams": "kvant.engine.sampling_params"}
+_HOMES = {
+    "LLM": "kvant.engine.llm",
+    "SamplingParams": "kvant.engine.sampling_params",
+    "StructuredOutputs": "kvant.engine.structured_outputs",
+}
 
 
 def __getattr__(name: str) -> Any:

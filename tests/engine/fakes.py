@@ -7,10 +7,12 @@ give another answer than `answer`, which knows nothing of pages.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvant.engine.batch import Batch
@@ -56,10 +58,9 @@ class RememberingRunner:
         self.steps.append([b - a for a, b in pairwise(ends)])
         self.num_run_tokens += ends[-1]
         rows = []
-        by_end = {end - 1: index for index, end in enumerate(ends[1:])}
         for place in batch.logits_index.tolist():
-            sequence = by_end[place]
-            length = int(step.seqlens_kv[sequence])
+            sequence = bisect_right(ends, place) - 1
+            length = int(step.seqlens_kv[sequence]) - (ends[sequence + 1] - 1 - place)
             pages = step.page_table[sequence, : -(-length // page_size)].long()
             context = self.stored[pages].flatten()[:length].tolist()
             assert step.positions[place] == length - 1
@@ -93,6 +94,8 @@ def make_engine(
     max_num_batched_tokens: int = 32,
     max_model_len: int | None = None,
     prefix_caching: bool = True,
+    max_prompt_logprobs: int = 256,
+    tokenizer: Tokenizer | None = None,
     seed: int | None = 0,
 ) -> tuple[Engine, RememberingRunner]:
     """An engine around a fresh fake model. max_model_len: all the pool can hold by default."""
@@ -103,6 +106,7 @@ def make_engine(
         max_model_len=max_model_len or (num_pages - 1) * page_size,
         page_size=page_size,
         prefix_caching=prefix_caching,
+        max_prompt_logprobs=max_prompt_logprobs,
     )
     engine = Engine(
         runner,
@@ -111,6 +115,7 @@ def make_engine(
         identity=CacheIdentity("fake", None, "plan"),
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
+        tokenizer=tokenizer,
         seed=seed,
     )
     return engine, runner

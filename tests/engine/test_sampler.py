@@ -11,23 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import Request, Sequence
 from kvant.engine.sampler import Sampled, sample, uniform
 from kvant.engine.sampling_params import SamplingParams
 from tests.engine.fakes import make_engine
 
-NO_EOS: frozenset[int] = frozenset()
-
 
 def sequence(params: SamplingParams, *, seed: int = 1, num_output: int = 0) -> Sequence:
     request = Request(0, (1, 2), params, seed, 10_000)
-    return Sequence(request, [1, 2] + [0] * num_output, [b""])
+    found = Sequence(request, [1, 2] + [0] * num_output, [b""])
+    found.rules = make_rules(params, (1, 2), eos_token_ids=(1,), tokenizer=None)
+    return found
 
 
 def tokens(row: Tensor, params: SamplingParams, count: int) -> list[int]:
     """`count` draws from one row of logits, at the places 0 .. count - 1 of one answer."""
     sequences = [sequence(params, num_output=place) for place in range(count)]
-    found = [s.token_id for s in sample(row.expand(count, -1), sequences, NO_EOS)]
+    found = [s.token_id for s in sample(row.expand(count, -1), sequences)]
     assert None not in found
     return [token for token in found if token is not None]
 
@@ -35,7 +36,7 @@ def tokens(row: Tensor, params: SamplingParams, count: int) -> list[int]:
 @given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=1, max_size=40))
 def test_greedy_takes_the_smallest_of_the_likeliest_tokens(values: list[float]) -> None:
     row = torch.tensor([values])
-    found = sample(row, [sequence(SamplingParams(temperature=0))], NO_EOS)
+    found = sample(row, [sequence(SamplingParams(temperature=0))])
     assert found[0].token_id == values.index(max(values))
 
 
@@ -44,16 +45,16 @@ def test_a_row_with_nan_or_infinity_has_no_token_and_its_neighbours_have_theirs(
     rows = torch.randn(3, 50)
     rows[1, 17] = bad
     for params in (SamplingParams(temperature=0), SamplingParams(temperature=1)):
-        found = sample(rows, [sequence(params)] * 3, NO_EOS)
+        found = sample(rows, [sequence(params)] * 3)
         assert found[1] == Sampled(None)
-        assert found[0] == sample(rows[:1], [sequence(params)], NO_EOS)[0]
-        assert found[2] == sample(rows[2:], [sequence(params)], NO_EOS)[0]
+        assert found[0] == sample(rows[:1], [sequence(params)])[0]
+        assert found[2] == sample(rows[2:], [sequence(params)])[0]
 
 
 def test_a_row_of_minus_infinity_has_no_token_and_masked_tokens_are_never_chosen() -> None:
     rows = torch.full((2, 9), -torch.inf)
     rows[1, 4] = 0.0
-    found = sample(rows, [sequence(SamplingParams(temperature=3))] * 2, NO_EOS)
+    found = sample(rows, [sequence(SamplingParams(temperature=3))] * 2)
     assert [s.token_id for s in found] == [None, 4]
 
 
@@ -150,21 +151,21 @@ def test_logprobs_are_those_of_the_model_whatever_was_sampled() -> None:
         SamplingParams(temperature=5, top_k=2, logprobs=3),
         SamplingParams(logprobs=0),
     ):
-        found = sample(row, [sequence(params)], NO_EOS)[0]
+        found = sample(row, [sequence(params)])[0]
         assert found.logprobs is not None
         assert found.logprobs.token_id == found.token_id
         assert found.logprobs.logprob == pytest.approx(float(expected[found.logprobs.token_id]))
         values, ids = expected.topk(params.logprobs or 0)
         assert [i for i, _ in found.logprobs.top] == ids.tolist()
         assert [v for _, v in found.logprobs.top] == pytest.approx(values.tolist())
-    assert sample(row, [sequence(SamplingParams())], NO_EOS)[0].logprobs is None
+    assert sample(row, [sequence(SamplingParams())])[0].logprobs is None
 
 
 def test_sampling_leaves_the_logits_alone() -> None:
     rows = torch.randn(2, 20)
     before = rows.clone()
     params = SamplingParams(top_k=3, min_tokens=5, stop_token_ids=[int(rows[0].argmax())])
-    sample(rows, [sequence(params)] * 2, frozenset({1}))
+    sample(rows, [sequence(params)] * 2)
     assert torch.equal(rows, before)
 
 

@@ -14,6 +14,7 @@ import kvant.server
 from kvant.engine.request import FinishReason
 from kvant.engine.result import EngineStats
 from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.structured_outputs import StructuredOutputs
 from kvant.server.messages import (
     Cancel,
     Fault,
@@ -23,20 +24,26 @@ from kvant.server.messages import (
     Report,
     Sampling,
     Stats,
+    Structured,
     Submit,
     encode,
     read_from_engine,
     read_to_engine,
 )
 
-TO_ENGINE = (Submit(1, (5, 6), Sampling(stop=("x",), seed=-(2**63)), "salt"), Cancel((1, 2)))
+FORM = Structured(choice=("a", "b"), asked_as="guided_choice")
+TO_ENGINE = (
+    Submit(1, (5, 6), Sampling(stop=("x",), seed=-(2**63)), "salt"),
+    Submit(2, (5,), Sampling(logit_bias=((5, 1.5),), structured_outputs=FORM), ""),
+    Cancel((1, 2)),
+)
 FROM_ENGINE = (
     Loading("weights", 1, 2),
     Fault("no", 2),
     Report(Stats()),
     Report(
         Stats(1),
-        (Piece(3, "é", 1, FinishReason.STOP, "x", 4, (Logprobs(5, -0.5, ((5, -0.5),)),)),),
+        (Piece(3, "é", 1, (Logprobs(5, -0.5, 1, ((5, -0.5),)),), (), FinishReason.STOP, "x", 4),),
     ),
 )
 
@@ -82,6 +89,11 @@ def test_sampling_and_stats_mirror_the_engines_own_fields() -> None:
     theirs = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
     assert set(ours) == set(theirs)
     assert Sampling(max_tokens=16).params() == SamplingParams()
+    forms = {f.name for f in msgspec.structs.fields(Structured)}
+    assert forms == {f.name for f in dataclasses.fields(StructuredOutputs)}
+    assert Sampling(structured_outputs=FORM).params().structured_outputs == StructuredOutputs(
+        choice=["a", "b"]
+    )
     assert msgspec.structs.fields(Stats) != ()
     assert [f.name for f in msgspec.structs.fields(Stats)] == [
         f.name for f in dataclasses.fields(EngineStats)

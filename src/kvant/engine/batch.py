@@ -20,13 +20,15 @@ from kvant.engine.scheduler import Chunk
 class Batch:
     """input_ids: [T] int64, the chunks behind each other. logits_index: [n] int64, places in T.
 
-    sampled: the n sequences whose next token follows at those places, in that order.
+    sampled: the sequences whose next token follows at the first of those places, in that order. scored:
+    chunks the log-probabilities of whose prompt tokens the other places give, `num_scored` of each.
     """
 
     input_ids: Tensor
     step: Step
     logits_index: Tensor
     sampled: list[Sequence]
+    scored: list[Chunk]
 
 
 def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> Batch:
@@ -49,6 +51,12 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
     slots = pages * page_size + positions % page_size
 
     samples = np.fromiter((c.samples for c in chunks), np.bool_, count)
+    logits_index = cu_seqlens[1:][samples] - 1
+    scored = [c for c in chunks if num_scored(c)]
+    if scored:
+        begins = {id(c): begin for c, begin in zip(chunks, cu_seqlens.tolist(), strict=False)}
+        inner = [np.arange(begins[id(c)], begins[id(c)] + num_scored(c)) for c in scored]
+        logits_index = np.concatenate([logits_index, *inner])
     step = list_long(
         Step(
             cu_seqlens_q=torch.from_numpy(cu_seqlens.astype(np.int32)),
@@ -65,9 +73,18 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
     return Batch(
         input_ids=torch.tensor(_tokens(chunks), dtype=torch.int64),
         step=step,
-        logits_index=torch.from_numpy(cu_seqlens[1:][samples] - 1),
+        logits_index=torch.from_numpy(logits_index),
         sampled=[c.sequence for c in chunks if c.samples],
+        scored=scored,
     )
+
+
+def num_scored(chunk: Chunk) -> int:
+    """Of the chunk's first tokens, how many are followed by a prompt token with a log-probability asked."""
+    if not chunk.sequence.lacks_prompt_logprobs:
+        return 0
+    last = chunk.sequence.num_prompt_tokens - 1
+    return min(chunk.start + chunk.num_tokens, last) - chunk.start
 
 
 def _tokens(chunks: Items[Chunk]) -> list[int]:

@@ -52,6 +52,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     wait_without_spinning()
     from kvant.engine.engine import CacheIdentity, Engine
     from kvant.engine.runner import ModelRunner
+    from kvant.engine.sampler import max_prompt_logprobs
     from kvant.models.load import load_model
 
     target = planned.target
@@ -77,6 +78,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             max_model_len=max_model_len,
             page_size=target.kv.page_size,
             prefix_caching=config.prefix_caching,
+            max_prompt_logprobs=max_prompt_logprobs(target.geometry.vocab_size),
         ),
         planned.memory.num_pages,
         identity=CacheIdentity(

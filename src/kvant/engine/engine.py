@@ -8,24 +8,32 @@ steps any request can be cancelled.
 
 from __future__ import annotations
 
+import logging
 import random
 import weakref
 from collections.abc import Sequence as Items
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
+from torch import Tensor, isfinite
 
-from kvant.engine.batch import build_batch
-from kvant.engine.request import FinishReason, Request, Sequence
+from kvant.engine.batch import Batch, build_batch, num_scored
+from kvant.engine.grammar import Compiling, GrammarCompiler
+from kvant.engine.logit_rules import make_rules
+from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
-from kvant.engine.sampler import Sampled, sample
+from kvant.engine.sampler import Sampled, sample, token_logprobs
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault, RequestError
 from kvant.kv.pages import PageAllocator, root_hash
+
+_COMPILE_WAIT_SECONDS = 0.02
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +47,16 @@ class CacheIdentity:
 
 @dataclass(slots=True)
 class _Live:
-    """A request in the engine: its sequence and its text."""
+    """A request in the engine: its sequence and its text.
+
+    compiling: the form of its answer; until that is there the scheduler does not know of it.
+    """
 
     sequence: Sequence
     text: TextStream | None
+    compiling: Compiling | None = None
     stop_reason: str | int | None = None
+    error: RequestError | None = None
     stream: weakref.ref[TokenStream] | None = None  # weak: a stream that is dropped cancels
 
     def tell(self, piece: Progress) -> None:
@@ -79,6 +92,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._identity = identity
         self._random = random.Random(seed)
+        self._grammars: GrammarCompiler | None = None
         self._live: dict[int, _Live] = {}
         self._next_number = 0
         self._num_steps = 0
@@ -87,14 +101,19 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._live)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Of all requests that have not ended."""
+        return set(self._live)
 
     @property
     def stats(self) -> EngineStats:
         allocator = self.scheduler.allocator
         return EngineStats(
             num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=len(self._live) - self.scheduler.num_running,
             num_held_pages=allocator.num_held,
             num_idle_pages=allocator.num_idle,
             num_usable_pages=allocator.num_usable,
@@ -108,15 +127,24 @@ class Engine:
     ) -> int:
         """Queue a request; returns its number. RequestError, with the numbers, if it cannot be served.
 
-        salt: only requests of the same salt share cached pages.
+        params.n must be 1; see `submit_choices`. salt: only requests of the same salt share cached
+        pages. Whether structured output compiles is found out beside the steps: if not, the request
+        ends as `refused`.
         """
         prompt = tuple(prompt_token_ids)
         self._check(prompt, params)
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}: this way there is one answer", param="n")
+        rules = make_rules(
+            params, prompt, eos_token_ids=self.eos_token_ids, tokenizer=self.tokenizer
+        )
+        compiling = None
+        if params.structured_outputs is not None:
+            compiling = self._compiler().start(params.structured_outputs)
         number = self._next_number
         self._next_number += 1
-        drawn = self._random.getrandbits(
-            63
-        )  # drawn always: others' seeds do not depend on this one's
+        # Drawn always: others' seeds do not depend on this one's.
+        drawn = self._random.getrandbits(63)
         limit = self.limits.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
@@ -129,9 +157,25 @@ class Engine:
             plan_fingerprint=self._identity.plan_fingerprint,
         )
         sequence = Sequence(request, list(prompt), [root])
-        self._live[number] = _Live(sequence, self._text_stream(request))
-        self.scheduler.add(sequence)
+        sequence.rules = rules
+        self._live[number] = _Live(sequence, self._text_stream(request), compiling)
+        if compiling is None:
+            self.scheduler.add(sequence)
         return number
+
+    def submit_choices(
+        self, prompt_token_ids: Items[int], params: SamplingParams, *, salt: str = ""
+    ) -> list[int]:
+        """Queue a request for n answers; the numbers of its choices, see `SamplingParams.choices`.
+
+        The prompt's full pages are computed once and shared, where there is a prefix cache.
+        """
+        return [self.submit(prompt_token_ids, one, salt=salt) for one in params.choices()]
+
+    def prepare_structured(self) -> None:
+        """Read what structured output needs of the tokenizer now, not with the first such request."""
+        if self.tokenizer is not None and self.eos_token_ids:
+            self._compiler().prepare()
 
     def cancel(self, number: int) -> Result | None:
         """End a request now; its pages are free at once. None if it has ended already."""
@@ -148,26 +192,27 @@ class Engine:
         If the forward fails its requests are cancelled, then the fault is raised: the engine itself
         stays sound.
         """
+        progress = self._take_compiled()
         schedule = self.scheduler.schedule()
         if not schedule.chunks:
-            return []
+            return progress
         self._num_preemptions += len(schedule.preempted)
         try:
-            sampled = self._run(schedule.chunks, schedule.pages_to_zero)
+            sampled, broken = self._run(schedule.chunks, schedule.pages_to_zero)
         except BaseException:
             for chunk in schedule.chunks:
                 self.cancel(chunk.sequence.number)
             raise
         self._num_steps += 1
-        progress = []
         tokens = iter(sampled)
         for chunk in schedule.chunks:
             self._num_computed_tokens += chunk.num_tokens
-            samples = chunk.samples
-            token = next(tokens) if samples else None
-            if token is None or token.token_id is not None:
-                # Before the token is appended, and never if it is none: nothing that computed NaN is
-                # to be found by others.
+            token = next(tokens) if chunk.samples else None
+            if chunk.sequence in broken:
+                token = Sampled(None)
+            if token is None or token.token_id is not None or token.error is not None:
+                # Before the token is appended, and never if there is none: nothing that computed NaN
+                # is to be found by others.
                 self.scheduler.advance(chunk)
             if token is not None:
                 live = self._live[chunk.sequence.number]
@@ -185,7 +230,8 @@ class Engine:
     def audit(self) -> None:
         """Recompute all ownership of pages from scratch. EngineFault with every finding."""
         faults = self.scheduler.audit()
-        if set(self._live) != {s.number for s in self.scheduler.sequences()}:
+        queued = {number for number, live in self._live.items() if live.compiling is None}
+        if queued != {s.number for s in self.scheduler.sequences()}:
             faults.append("the engine's requests are not the scheduler's")
         if faults:
             raise EngineFault("the page audit found:\n  " + "\n  ".join(faults))
@@ -198,13 +244,14 @@ class Engine:
                 "the prompt is empty: there is nothing to go on from", param="prompt"
             )
         limit = self.limits.max_model_len
-        if len(prompt) >= limit:
+        new = 0 if params.max_tokens == 0 else 1
+        if len(prompt) + new > limit:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; with a first new one that is more than the "
+                f"the prompt has {len(prompt)} tokens; with {new} new that is more than the "
                 f"{limit} tokens a sequence may have here (--max-model-len, and what the pool holds)",
                 param="prompt",
             )
-        for name, tokens in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
+        for name, tokens in {"prompt": prompt, **params.token_ids}.items():
             for token in tokens:
                 if isinstance(token, bool) or not isinstance(token, int):
                     raise RequestError(f"{name} holds {token!r}, which is no token id", param=name)
@@ -216,6 +263,12 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, and this model has none", param="stop"
+            )
+        form = params.structured_outputs
+        if form is not None and (self.tokenizer is None or not self.eos_token_ids):
+            raise RequestError(
+                f"{form.asked_as} needs a tokenizer and an end-of-sequence token; this model lacks one",
+                param=form.asked_as,
             )
 
     def _text_stream(self, request: Request) -> TextStream | None:
@@ -229,43 +282,142 @@ class Engine:
             include_stop=request.params.include_stop_str_in_output,
         )
 
+    # -- structured output ---------------------------------------------------------------------
+
+    def _compiler(self) -> GrammarCompiler:
+        if self._grammars is None:
+            assert self.tokenizer is not None
+            self._grammars = GrammarCompiler(
+                self.tokenizer, self.vocab_size, sorted(self.eos_token_ids)
+            )
+        return self._grammars
+
+    def _take_compiled(self) -> list[Progress]:
+        """Queue the requests whose forms have been compiled; those that were refused have ended.
+
+        Waits a moment if there is nothing else to do.
+        """
+        lives = [live for live in self._live.values() if live.compiling is not None]
+        if not lives:
+            return []
+        if not self.scheduler.has_work:
+            futures = [live.compiling for live in lives if live.compiling is not None]
+            wait(futures, timeout=_COMPILE_WAIT_SECONDS, return_when=FIRST_COMPLETED)
+        ended = []
+        for live in lives:
+            if live.compiling is not None and live.compiling.done():
+                try:
+                    self._queue_compiled(live, live.compiling)
+                except RequestError as fault:
+                    ended.append(self._refuse(live, fault))
+                    live.tell(ended[-1])
+        return ended
+
+    def _queue_compiled(self, live: _Live, compiling: Compiling) -> None:
+        request = live.sequence.request
+        form = request.params.structured_outputs
+        assert form is not None
+        try:
+            grammar = compiling.result()
+        except RequestError:
+            raise
+        except Exception:
+            _log.exception("%s of request %d failed to compile", form.asked_as, request.number)
+            raise RequestError(f"{form.asked_as} cannot be used", param=form.asked_as) from None
+        live.sequence.rules = make_rules(
+            request.params,
+            request.prompt_token_ids,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+            grammar=grammar,
+        )
+        live.compiling = None
+        self.scheduler.add(live.sequence)
+
+    def _refuse(self, live: _Live, fault: RequestError) -> Progress:
+        live.error = fault
+        return Progress(live.sequence.number, (), "", self._finish(live, FinishReason.REFUSED))
+
     # -- one step ------------------------------------------------------------------------------
 
-    def _run(self, chunks: list[Chunk], pages_to_zero: list[int]) -> list[Sampled]:
+    def _run(
+        self, chunks: list[Chunk], pages_to_zero: list[int]
+    ) -> tuple[list[Sampled], list[Sequence]]:
+        """The tokens of the chunks that end where one follows, and sequences whose prompt gave NaN."""
         if pages_to_zero:
             self.runner.zero(pages_to_zero)
         batch = build_batch(chunks, self.scheduler.page_table, self.limits.page_size)
         logits = self.runner.run(batch)
-        return sample(logits, batch.sampled, self.eos_token_ids)
+        broken = self._score(batch, logits) if batch.scored else []
+        return sample(logits[: len(batch.sampled)], batch.sampled), broken
+
+    def _score(self, batch: Batch, logits: Tensor) -> list[Sequence]:
+        """Note the log-probabilities of prompt tokens; those whose logits are no numbers."""
+        broken = []
+        begin = len(batch.sampled)
+        for chunk in batch.scored:
+            sequence, count = chunk.sequence, num_scored(chunk)
+            rows = logits[begin : begin + count]
+            begin += count
+            if not bool(isfinite(rows.max(dim=-1).values).all()):
+                broken.append(sequence)
+                continue
+            num_top = sequence.request.params.prompt_logprobs
+            assert num_top is not None
+            assert sequence.prompt_logprobs is not None
+            followers = sequence.token_ids[chunk.start + 1 : chunk.start + 1 + count]
+            # What a preempted sequence computes again takes the place of what it had.
+            sequence.prompt_logprobs[chunk.start :] = token_logprobs(rows, followers, num_top)
+        return broken
 
     def _take(self, live: _Live, sampled: Sampled) -> Progress:
         """Append a token, show its text, and end the request where it ends."""
         sequence, number = live.sequence, live.sequence.number
+        first = sequence.num_output_tokens == 0
+        if sampled.error is not None:
+            return self._refuse(live, sampled.error)
         if sampled.token_id is None:
             result = self._finish(live, FinishReason.NUMERICAL_ERROR)
             return Progress(number, (), "", result)
+        prompt_logprobs = _prompt_logprobs(sequence) if first else None
+        if sequence.num_tokens == sequence.request.max_total_tokens:  # max_tokens 0
+            result = self._finish(live, FinishReason.LENGTH)
+            return Progress(number, (), result.text, result, (), prompt_logprobs)
         token = sampled.token_id
         sequence.token_ids.append(token)
-        if sampled.logprobs is not None:
-            sequence.logprobs.append(sampled.logprobs)
-        params = sequence.request.params
+        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+        sequence.logprobs += logprobs
+        try:
+            text, reason = self._advance(live, token)
+        except RequestError as fault:
+            return self._refuse(live, fault)
+        if reason is None:
+            return Progress(number, (token,), text, None, logprobs, prompt_logprobs)
+        before = "" if live.text is None else live.text.text
+        result = self._finish(live, reason)
+        text += result.text[len(before) :]
+        return Progress(number, (token,), text, result, logprobs, prompt_logprobs)
+
+    def _advance(self, live: _Live, token: int) -> tuple[str, FinishReason | None]:
+        """The text that the answer's newest token shows, and why it ends there, if it does."""
+        sequence = live.sequence
+        params, rules = sequence.request.params, sequence.rules
         long_enough = sequence.num_output_tokens > params.min_tokens
-        text = ""
-        reason: FinishReason | None = None
         if long_enough and self._ends(token, live):
-            reason = FinishReason.STOP
-        elif live.text is not None:
+            return "", FinishReason.STOP
+        if rules is not None:
+            rules.advance(token)
+        text = ""
+        if live.text is not None:
             text = live.text.push(token, may_stop=long_enough)
             if live.text.stopped_by is not None:
                 live.stop_reason = live.text.stopped_by
-                reason = FinishReason.STOP
-        if reason is None and sequence.num_tokens >= sequence.request.max_total_tokens:
-            reason = FinishReason.LENGTH
-        if reason is None:
-            return Progress(number, (token,), text)
-        before = "" if live.text is None else live.text.text
-        result = self._finish(live, reason)
-        return Progress(number, (token,), text + result.text[len(before) :], result)
+                return text, FinishReason.STOP
+        if rules is not None and rules.is_complete:
+            return text, FinishReason.STOP
+        if sequence.num_tokens >= sequence.request.max_total_tokens:
+            return text, FinishReason.LENGTH
+        return text, None
 
     def _ends(self, token: int, live: _Live) -> bool:
         params = live.sequence.request.params
@@ -279,7 +431,11 @@ class Engine:
             live.text.finish()
         sequence = live.sequence
         num_pages = len(sequence.pages)
-        self.scheduler.finish(sequence, reason)
+        if live.compiling is None:
+            self.scheduler.finish(sequence, reason)
+        else:
+            live.compiling.cancel()
+            sequence.status, sequence.finish_reason = Status.FINISHED, reason
         del self._live[sequence.number]
         logprobs = None if sequence.request.params.logprobs is None else tuple(sequence.logprobs)
         return Result(
@@ -293,4 +449,12 @@ class Engine:
             num_pages=num_pages,
             num_preemptions=sequence.num_preemptions,
             logprobs=logprobs,
+            prompt_logprobs=_prompt_logprobs(sequence),
+            error=live.error,
         )
+
+
+def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
+    """One entry for each token of the prompt; None where they were not asked or are not complete."""
+    found = sequence.prompt_logprobs
+    return None if found is None or sequence.lacks_prompt_logprobs else (None, *found)

@@ -92,19 +92,24 @@ class LLM:
     ) -> list[Result]:
         """Complete one or several prompts, all in one batch; results in the order of the prompts.
 
-        A prompt is a text or a list of token ids. sampling_params: one for all or one for each. If any
-        request is wrong, RequestError, and none is run. salt: see `Engine.submit`.
+        A prompt is a text or a list of token ids. sampling_params: one for all or one for each; with
+        its n, n results for each prompt, one after another. If any request is wrong, RequestError, and
+        none is run; a form that does not compile is found out while others run, and ends them all.
+        salt: see `Engine.submit`.
         """
         requests = _pair(prompts, sampling_params)
-        engine, numbers = self.engine, []
+        engine = self.engine
+        numbers: list[int] = []
         results: dict[int, Result] = {}
         try:
             for prompt, params in requests:
-                numbers.append(engine.submit(self.encode(prompt), params, salt=salt))
+                numbers += engine.submit_choices(self.encode(prompt), params, salt=salt)
             pending = set(numbers)
             while pending:
                 for progress in engine.step():
                     if progress.result is not None and progress.number in pending:
+                        if progress.result.error is not None:
+                            raise progress.result.error
                         results[progress.number] = progress.result
                         pending.remove(progress.number)
         finally:
@@ -115,7 +120,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, salt: str = ""
     ) -> TokenStream:
-        """Complete one prompt piece by piece; the last piece carries the result.
+        """Complete one prompt piece by piece; the last piece carries the result. One answer: n is 1.
 
         Leaving the loop early cancels the request.
         """

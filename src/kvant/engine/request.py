@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
 from kvant.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvant.engine.logit_rules import LogitRules
 
 
 class FinishReason(StrEnum):
@@ -15,6 +19,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the end of the context
     CANCELLED = "cancelled"
     NUMERICAL_ERROR = "numerical_error"  # NaN or Inf in its logits
+    REFUSED = "refused"  # found impossible after it was submitted: `Result.error` says why
 
 
 class Status(Enum):
@@ -41,10 +46,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of one emitted token, and of the likeliest ones as (token id, logprob)."""
+    """Log-probability of one token, and of the likeliest ones as (token id, logprob), best first.
+
+    rank: its place among all tokens, 1 for the likeliest.
+    """
 
     token_id: int
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...]
 
 
@@ -57,7 +66,8 @@ class Sequence:
     cache when it first ran. prefix_hashes: root hash, then one hash for each full page known so far.
     num_remembered_pages: its first pages that were offered to the prefix cache, or came from there.
     own_hashes: of the pages that it brought into the cache itself. row: its row in the page table, -1
-    without.
+    without. order: of arrival at the scheduler. rules: what it changes in its logits. prompt_logprobs:
+    of the prompt's second token and all after it, as far as they are known; None if nobody asked.
     """
 
     request: Request
@@ -71,8 +81,21 @@ class Sequence:
     own_hashes: list[bytes] = field(default_factory=list)
     num_remembered_pages: int = 0
     row: int = -1
+    order: int = -1
+    rules: LogitRules | None = None
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+    def __post_init__(self) -> None:
+        if self.request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = []
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Its prompt has to be run, all of it, for the log-probabilities of its tokens."""
+        found = self.prompt_logprobs
+        return found is not None and len(found) < self.num_prompt_tokens - 1
 
     @property
     def number(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvant.engine.request import FinishReason, TokenLogprobs
+from kvant.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,8 @@ class Result:
     token_ids: the answer's, with the token that ended it; text: without that token and without a stop
     string. stop_reason: the stop string or stop token that ended it, None for an end-of-sequence token.
     num_cached_tokens: prompt tokens whose K and V came from the prefix cache. num_pages: pages it held
-    when it ended.
+    when it ended. prompt_logprobs: one entry a prompt token, None for the first, which follows nothing;
+    None where they were not asked or not finished. error: why it was refused.
     """
 
     number: int
@@ -27,6 +29,8 @@ class Result:
     num_pages: int
     num_preemptions: int
     logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    error: RequestError | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -35,12 +39,17 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step added to one request. result: the whole, at its end."""
+    """What one step added to one request. result: the whole, at its end.
+
+    logprobs: of token_ids, where they were asked. prompt_logprobs: with the first piece, see `Result`.
+    """
 
     number: int
     token_ids: tuple[int, ...]
     text: str
     result: Result | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

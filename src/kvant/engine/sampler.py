@@ -2,52 +2,71 @@
 
 The only randomness is one number for each new token, a hash of the request's seed and the token's place
 in the answer. So a token depends on its logits, its seed and its place alone: not on the batch, on
-preemption, or on what was drawn for others.
+preemption, or on what was drawn for others. Nor on how its row came about: `sample_one` gives a row that
+lies some draft tokens beyond the answer the token that would be chosen there without a draft.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvant.engine.logit_rules import LogitRules
 from kvant.engine.request import Sequence, TokenLogprobs
 from kvant.engine.sampling_params import SamplingParams
+from kvant.errors import RequestError
 
 _HEAD = 1024
 """Tokens that are sorted at first; only a flat distribution or a large top_k needs the whole row."""
 
+_LOGPROB_ROWS = 8
+"""Rows whose log-probabilities are computed at once: the working memory is three of these in float64."""
+
+_LOGPROB_BYTES = 256 * 2**20
+"""Working memory of prompt_logprobs: a row of logits is held as the model made it and in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One row's token; None where its logits are no numbers to choose from (NaN, +Inf, all -Inf)."""
+    """One row's token; None where there is none to choose.
+
+    error: the request's own rules leave no token. Without it the logits are no numbers to choose from
+    (NaN, +Inf, all -Inf).
+    """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
+    error: RequestError | None = None
 
 
-def sample(
-    logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]
-) -> list[Sampled]:
+def sample(logits: Tensor, sequences: Items[Sequence]) -> list[Sampled]:
     """One token for each row of logits [len(sequences), vocab]. The logits are not changed."""
     if not sequences:
         return []
     best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
     sound = torch.isfinite(best).tolist()
     greedy = argmax.tolist()
-    found = []
-    for row, sequence in enumerate(sequences):
-        if not sound[row]:
-            found.append(Sampled(None))
-            continue
-        token = greedy[row]
-        if not sequence.request.params.is_greedy or _banned(sequence, eos_token_ids):
-            token = _choose(logits[row], sequence, eos_token_ids)
-        found.append(Sampled(token, _logprobs(logits[row], token, sequence.request.params)))
-    return found
+    return [
+        _sample(logits[row], sequence, greedy[row], ()) if sound[row] else Sampled(None)
+        for row, sequence in enumerate(sequences)
+    ]
+
+
+def sample_one(row: Tensor, sequence: Sequence, ahead: Items[int] = ()) -> Sampled:
+    """The token that follows the sequence's tokens and then those of `ahead`. row: [vocab].
+
+    Every token of `ahead` must be one that its own row allowed, as it is where a draft is read from its
+    beginning up to the first token that differs from the one sampled. The sequence is left as it was.
+    """
+    best, argmax = row.max(dim=-1)
+    if not torch.isfinite(best):
+        return Sampled(None)
+    return _sample(row, sequence, int(argmax), ahead)
 
 
 def uniform(seed: int, place: int) -> float:
@@ -56,25 +75,75 @@ def uniform(seed: int, place: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def _banned(sequence: Sequence, eos_token_ids: frozenset[int]) -> list[int]:
-    """Tokens that would end the answer before min_tokens."""
-    params = sequence.request.params
-    if sequence.num_output_tokens >= params.min_tokens:
-        return []
-    return [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
+def max_prompt_logprobs(vocab_size: int) -> int:
+    """Prompt tokens of one step that can have log-probabilities in 256 MiB of working memory."""
+    left = _LOGPROB_BYTES - _LOGPROB_ROWS * 3 * 8 * vocab_size
+    return max(1, left // (8 * vocab_size))
 
 
-def _choose(row: Tensor, sequence: Sequence, eos_token_ids: frozenset[int]) -> int:
-    params = sequence.request.params
-    banned = _banned(sequence, eos_token_ids)
-    if banned:
-        row = row.clone()
-        row[banned] = -torch.inf
-    if params.is_greedy:
-        return int(row.argmax())
+def token_logprobs(rows: Tensor, tokens: Items[int], num_top: int) -> list[TokenLogprobs]:
+    """What rows of logits [n, vocab] say of n tokens, and of the `num_top` likeliest of each row.
+
+    In float64, a few rows at a time.
+    """
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(tokens), _LOGPROB_ROWS):
+        part = rows[start : start + _LOGPROB_ROWS].to(torch.float64)
+        wanted = torch.tensor(tokens[start : start + _LOGPROB_ROWS], device=rows.device)[:, None]
+        own = part.gather(1, wanted)
+        ranks = (part > own).sum(1) + 1
+        norms = part.logsumexp(1, keepdim=True)
+        values, ids = part.topk(min(num_top, part.shape[1]))
+        found += [
+            TokenLogprobs(token, logprob, rank, tuple(zip(top, logprobs, strict=True)))
+            for token, logprob, rank, top, logprobs in zip(
+                wanted[:, 0].tolist(),
+                (own - norms)[:, 0].tolist(),
+                ranks.tolist(),
+                ids.tolist(),
+                (values - norms).tolist(),
+                strict=True,
+            )
+        ]
+    return found
+
+
+def _sample(row: Tensor, sequence: Sequence, greedy: int, ahead: Items[int]) -> Sampled:
+    """greedy: the row's argmax, which is what most requests want."""
+    params, rules = sequence.request.params, sequence.rules
+    token = greedy
+    if rules is not None:
+        try:
+            left = _after(rules, ahead, row)
+        except RequestError as fault:
+            return Sampled(None, error=fault)
+        token = int(left.argmax())
+    else:
+        left = row
+    if not params.is_greedy:
+        u = uniform(sequence.request.seed, sequence.num_output_tokens + len(ahead))
+        token = _choose(left, params, u)
+    if params.logprobs is None:
+        return Sampled(token)
+    (logprobs,) = token_logprobs(row[None], [token], params.logprobs)
+    return Sampled(token, logprobs)
+
+
+def _after(rules: LogitRules, ahead: Items[int], row: Tensor) -> Tensor:
+    """The row under the rules as they are after the tokens of `ahead`; they come back to where they are."""
+    gone = 0
+    try:
+        for token in ahead:
+            rules.advance(token)
+            gone += 1
+        return rules.apply(row)
+    finally:
+        rules.rollback(gone)
+
+
+def _choose(row: Tensor, params: SamplingParams, u: float) -> int:
     x = row.to(torch.float64)
     weights = ((x - x.max()) / params.temperature).exp_()
-    u = uniform(sequence.request.seed, sequence.num_output_tokens)
     if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
         return _draw(weights.cumsum(0), u)
     tokens, mass = _kept(row, weights, params)
@@ -135,12 +204,3 @@ def _num_kept(values: Tensor, weights: Tensor, params: SamplingParams) -> int | 
     if needed <= kept:
         return needed
     return kept if settled else None
-
-
-def _logprobs(row: Tensor, token: int, params: SamplingParams) -> TokenLogprobs | None:
-    if params.logprobs is None:
-        return None
-    logprobs = row.to(torch.float64).log_softmax(0)
-    values, ids = logprobs.topk(min(params.logprobs, row.numel()))
-    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(token, float(logprobs[token]), top)

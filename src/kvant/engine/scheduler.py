@@ -6,6 +6,9 @@ loses its pages last. Since admission never skips the head of the queue and pree
 youngest, every running sequence is older than every waiting one.
 
 Pages for all known tokens are taken at admission, so that only answering sequences ever lack one.
+
+A sequence most of whose prompt another one is computing at this moment waits until it can share those
+pages: several answers to one prompt, or requests with the same long beginning, compute it once.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ class SchedulerLimits:
     """max_num_batched_tokens: tokens of one step, over all sequences. max_num_seqs: sequences running.
 
     max_model_len: tokens of one sequence. prefix_caching: whether pages are shared by their contents.
+    max_prompt_logprobs: prompt tokens of one step whose log-probabilities can be asked for: each takes
+    a row of logits.
     """
 
     max_num_seqs: int
@@ -32,6 +37,7 @@ class SchedulerLimits:
     max_model_len: int
     page_size: int
     prefix_caching: bool = True
+    max_prompt_logprobs: int = 256
 
 
 class Chunk(NamedTuple):
@@ -72,6 +78,8 @@ class Scheduler:
         self.page_table = PageTable(limits.max_num_seqs, self._pages_for(limits.max_model_len))
         self._waiting: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
+        self._next_order = 0
+        self._logprobs_left = 0  # of this step's max_prompt_logprobs
 
     @property
     def num_waiting(self) -> int:
@@ -93,12 +101,15 @@ class Scheduler:
         """Queue a sequence. It must fit into the pool alone: whoever makes requests checks that."""
         assert sequence.request.max_total_tokens <= self.limits.max_model_len
         assert self._pages_for(sequence.request.max_total_tokens) <= self.allocator.num_usable
+        sequence.order = self._next_order
+        self._next_order += 1
         self._waiting.append(sequence)
 
     def schedule(self) -> Schedule:
         """Choose the next step. Empty chunks only if nothing is waiting or running."""
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
+        self._logprobs_left = self.limits.max_prompt_logprobs
         budget = self._schedule_decodes(chunks, preempted)
         budget = self._schedule_prefills(chunks, budget)
         if not preempted:  # whoever was just sent away would come straight back
@@ -151,7 +162,7 @@ class Scheduler:
                     f"request {sequence.number}: more tokens computed than its pages hold"
                 )
         faults += [f"request {s.number} waits with pages" for s in self._waiting if s.pages]
-        order = [sequence.number for sequence in (*self._running, *self._waiting)]
+        order = [sequence.order for sequence in (*self._running, *self._waiting)]
         if order != sorted(order):
             faults.append("a younger request stands before an older one")
         return faults
@@ -181,24 +192,46 @@ class Scheduler:
         for sequence in self._running:
             if not budget:
                 break
-            start = sequence.num_computed_tokens
-            left = len(sequence.token_ids) - start
-            if left > 1:
-                chunks.append(Chunk(sequence, start, min(left, budget)))
-                budget -= chunks[-1].num_tokens
+            if len(sequence.token_ids) - sequence.num_computed_tokens > 1:
+                budget -= self._add_chunk(chunks, sequence, budget)
         return budget
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         while budget and self._waiting and len(self._running) < self.limits.max_num_seqs:
             sequence = self._waiting[0]
-            if not self._give_pages(sequence):
+            if sequence.lacks_prompt_logprobs and not self._logprobs_left:
+                break
+            if self._shares_soon(sequence) or not self._give_pages(sequence):
                 break
             self._waiting.popleft()
             self._running.append(sequence)
             sequence.status = Status.RUNNING
-            start = sequence.num_computed_tokens
-            chunks.append(Chunk(sequence, start, min(len(sequence.token_ids) - start, budget)))
-            budget -= chunks[-1].num_tokens
+            budget -= self._add_chunk(chunks, sequence, budget)
+
+    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+        """The sequence's next tokens, as many as the step has room for; how many that are, maybe none."""
+        start = sequence.num_computed_tokens
+        count = min(len(sequence.token_ids) - start, budget)
+        if sequence.lacks_prompt_logprobs:
+            count = min(count, self._logprobs_left)
+            self._logprobs_left -= count
+        if count:
+            chunks.append(Chunk(sequence, start, count))
+        return count
+
+    def _shares_soon(self, sequence: Sequence) -> bool:
+        """Whether most of what it has to run is being run for another one now, in full pages."""
+        if not self.limits.prefix_caching or sequence.lacks_prompt_logprobs:
+            return False
+        # What an answering one has of its prompt can be found already.
+        others = [s for s in self._running if s.num_tokens - s.num_computed_tokens > 1]
+        if not others:
+            return False
+        page_size = self.limits.page_size
+        known = len(self._find_prefix(sequence))
+        hashes, left = sequence.prefix_hashes, sequence.num_tokens - known * page_size
+        common = max(_num_common(hashes, other.prefix_hashes) for other in others) - 1
+        return (common - known) * page_size * 2 > left
 
     # -- pages ---------------------------------------------------------------------------------
 
@@ -226,11 +259,16 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Known pages of its beginning. Never all its tokens: the last one must run to be followed."""
+        """Known pages of its beginning. Never all its tokens: the last one must run to be followed.
+
+        None for a prompt whose log-probabilities are still to be computed: every token must run.
+        """
         if not self.limits.prefix_caching:
             return []
         most = (sequence.num_tokens - 1) // self.limits.page_size
         self._hash_pages(sequence, most)
+        if sequence.lacks_prompt_logprobs:
+            return []
         return self.allocator.match(sequence.prefix_hashes[1 : most + 1])
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
@@ -282,3 +320,15 @@ class Scheduler:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.page_size)
+
+
+def _num_common(a: list[bytes], b: list[bytes]) -> int:
+    """Length of the common beginning of two chains, in which equal entries have equal beginnings."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[middle - 1] == b[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -12,7 +12,8 @@ class TokenStream(Iterator[Progress]):
     """Yields what each step adds to one request, and steps the engine when there is nothing yet.
 
     Whoever steps the engine fills it, so nothing is lost when several are read in turn. The last piece
-    carries the result. Closing it, or dropping it, cancels what is not finished.
+    carries the result, or is a RequestError where that is a refusal. Closing it, or dropping it,
+    cancels what is not finished.
     """
 
     def __init__(self, step: Callable[[], object], close: Callable[[], object]) -> None:
@@ -35,7 +36,10 @@ class TokenStream(Iterator[Progress]):
             self.close()
             raise
         piece = self._pieces.popleft()
-        self._ended = piece.result is not None
+        if piece.result is not None:
+            self._ended = True
+            if piece.result.error is not None:
+                raise piece.result.error
         return piece
 
     def close(self) -> None:

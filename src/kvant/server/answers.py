@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
 from kvant.engine.tokenizing import Tokenizing
 from kvant.server.messages import Logprobs, Piece
 from kvant.server.service import Running, Sequence
+from kvant.server.validate import Generation
 
 _LEAST_LOGPROB = -9999.0
 """JSON has no -Infinity; OpenAI writes this."""
@@ -18,11 +20,12 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How one endpoint answers. chat: messages and deltas, else text."""
+    """How one endpoint answers one request. chat: messages and deltas, else text."""
 
     chat: bool
     model: str
     tokenizing: Tokenizing | None
+    generation: Generation
 
     def head(self) -> dict[str, Any]:
         """What the whole answer, or every chunk of it, begins with; ids are the server's own."""
@@ -36,7 +39,11 @@ class Shape:
     def whole(self, running: Running, texts: dict[int, str]) -> dict[str, Any]:
         """The answer of a request that has ended."""
         choices = []
-        for sequence in running.sequences.values():
+        sequences = list(running.sequences.values())
+        for place, sequence in enumerate(sequences):
+            # Of the answers to one prompt the first has read it for all.
+            first = sequences[place - place % running.copies]
+            sequence.prompt_logprobs = first.prompt_logprobs
             ended = sequence.ended
             assert ended is not None
             assert ended.finish_reason is not None
@@ -44,15 +51,19 @@ class Shape:
             text = texts[sequence.index]
             if self.chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-                choice["logprobs"] = self._chat_logprobs(ended.logprobs)
             else:
-                choice["text"] = text
-                choice["logprobs"] = self._completion_logprobs(ended.logprobs)
+                choice["text"] = self._echoed(sequence) + text
+            choice["logprobs"] = self._logprobs(sequence, sequence.logprobs)
             choice["finish_reason"] = ended.finish_reason.value
             choice["stop_reason"] = ended.stop_reason
+            if not self.chat and self.generation.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._prompt_logprobs(sequence)
             choices.append(choice)
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self.head(), "object": kind, "choices": choices, "usage": usage(running)}
+        answer = {**self.head(), "object": kind, "choices": choices, "usage": usage(running)}
+        if self.chat and self.generation.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._prompt_logprobs(sequences[0])
+        return answer
 
     def roles(self, running: Running) -> list[dict[str, Any]]:
         """What a stream of a chat begins with, for every choice."""
@@ -70,22 +81,50 @@ class Shape:
         if self.chat:
             choice["delta"] = {"content": text} if text else {}
         else:
-            choice["text"] = text
-        choice["logprobs"] = None
+            choice["text"] = self._echoed(sequence) + text
+        fresh = [one for piece in pieces for one in piece.logprobs]
+        choice["logprobs"] = self._logprobs(sequence, fresh)
         choice["finish_reason"] = None if last.finish_reason is None else last.finish_reason.value
         if last.finish_reason is not None:
             choice["stop_reason"] = last.stop_reason
+        sequence.begun = True
         return choice
 
     def chunk(self, head: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**head, "object": kind, "choices": choices}
 
+    def _echoed(self, sequence: Sequence) -> str:
+        """The prompt, at the beginning of an answer that repeats it."""
+        if not self.generation.echo or sequence.begun:
+            return ""
+        prompt = self.generation.prompts[sequence.index // self.generation.n]
+        if isinstance(prompt, str):
+            return prompt
+        return (
+            "".join(self._text(token) for token in prompt)
+            if self.tokenizing is None
+            else (self.tokenizing.backend.decode(list(prompt), skip_special_tokens=False))
+        )
+
     # -- log-probabilities ---------------------------------------------------------------------
 
-    def _chat_logprobs(self, logprobs: tuple[Logprobs, ...] | None) -> dict[str, Any] | None:
-        if logprobs is None:
+    def _logprobs(self, sequence: Sequence, fresh: Items[Logprobs]) -> dict[str, Any] | None:
+        """Of the tokens that are shown now."""
+        num_top = self.generation.sampling.logprobs
+        if num_top is None:
             return None
+        if self.chat:
+            return self._chat_logprobs(fresh) if fresh or not self.generation.stream else None
+        entries: list[tuple[int, Logprobs | None]] = [(one.token_id, one) for one in fresh]
+        if self.generation.echo and not sequence.begun:
+            of_prompt = (None, *(sequence.prompt_logprobs or ()))
+            entries = [*zip(sequence.prompt_token_ids, of_prompt, strict=True), *entries]
+        if not entries and self.generation.stream:
+            return None
+        return self._completion_logprobs(sequence, entries, num_top)
+
+    def _chat_logprobs(self, logprobs: Items[Logprobs]) -> dict[str, Any]:
         content = [
             {
                 **self._one(one.token_id, one.logprob),
@@ -95,22 +134,46 @@ class Shape:
         ]
         return {"content": content, "refusal": None}
 
-    def _completion_logprobs(self, logprobs: tuple[Logprobs, ...] | None) -> dict[str, Any] | None:
-        if logprobs is None:
-            return None
-        tokens = [self._text(one.token_id) for one in logprobs]
-        offsets, place = [], 0
+    def _completion_logprobs(
+        self, sequence: Sequence, entries: list[tuple[int, Logprobs | None]], num_top: int
+    ) -> dict[str, Any]:
+        """The first token of a prompt follows nothing and has null."""
+        tokens = [self._text(token) for token, _ in entries]
+        offsets = []
         for token in tokens:
-            offsets.append(place)
-            place += len(token)
+            offsets.append(sequence.num_logprob_chars)
+            sequence.num_logprob_chars += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "token_logprobs": [None if one is None else _finite(one.logprob) for _, one in entries],
             "top_logprobs": [
-                {self._text(token): _finite(value) for token, value in one.top} for one in logprobs
+                None
+                if one is None
+                else {self._text(token): _finite(value) for token, value in one.top[:num_top]}
+                for _, one in entries
             ],
             "text_offset": offsets,
         }
+
+    def _prompt_logprobs(self, sequence: Sequence) -> list[dict[str, Any] | None]:
+        """vLLM's shape: for every prompt token its own entry and those of the likeliest, by id."""
+        num_top = self.generation.prompt_logprobs
+        found: list[dict[str, Any] | None] = [None]
+        for one in sequence.prompt_logprobs or ():
+            ranked = [(token, value, rank) for rank, (token, value) in enumerate(one.top, 1)]
+            shown = {token: (value, rank) for token, value, rank in ranked[:num_top]}
+            shown.setdefault(one.token_id, (one.logprob, one.rank))
+            found.append(
+                {
+                    str(token): {
+                        "logprob": _finite(value),
+                        "rank": rank,
+                        "decoded_token": self._text(token),
+                    }
+                    for token, (value, rank) in shown.items()
+                }
+            )
+        return found
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._text(token_id)

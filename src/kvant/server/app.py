@@ -52,7 +52,7 @@ def make_app(service: Service) -> App:
         return await read_body(request.receive, limits)
 
     async def generate(request: Request, generation: Generation, *, chat: bool) -> Response:
-        shape = Shape(chat, service.config.served_names[0], service.tokenizing)
+        shape = Shape(chat, service.config.served_names[0], service.tokenizing, generation)
         key: str | None = request.scope.get(KEY)
         if generation.stream:
             running = await service.open(generation, key=key)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvant.engine.options import option, options_of
-from kvant.engine.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS
+from kvant.engine.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+)
 
 _SERVER = "Server"
 _LIMITS = "Limits"
@@ -56,7 +63,9 @@ class Limits:
         1024, "Connections at once.", name="max_connections", low=1, panel=_LIMITS
     )
     prompts: int = option(256, "Prompts of one request.", name="max_prompts", low=1, panel=_LIMITS)
-    n: int = option(128, "Answers to one prompt.", name="max_n", low=1, panel=_LIMITS)
+    n: int = option(
+        MAX_N, "Answers to one prompt.", name="max_n", low=1, high=MAX_N, panel=_LIMITS
+    )
     sequences: int = option(
         512, "Prompts times n of one request.", name="max_sequences", low=1, panel=_LIMITS
     )
@@ -66,6 +75,29 @@ class Limits:
         name="max_top_logprobs",
         low=0,
         high=MAX_LOGPROBS,
+        panel=_LIMITS,
+    )
+    prompt_logprobs: int = option(
+        2**19,
+        "Log-probabilities of one request's prompts: their tokens times those reported for each.",
+        name="max_prompt_logprobs",
+        low=1,
+        panel=_LIMITS,
+    )
+    logit_bias: int = option(
+        MAX_LOGIT_BIAS,
+        "Entries of logit_bias.",
+        name="max_logit_bias",
+        low=0,
+        high=MAX_LOGIT_BIAS,
+        panel=_LIMITS,
+    )
+    bad_words: int = option(
+        MAX_BAD_WORDS,
+        "Texts of bad_words.",
+        name="max_bad_words",
+        low=0,
+        high=MAX_BAD_WORDS,
         panel=_LIMITS,
     )
     stops: int = option(

@@ -6,8 +6,10 @@ import logging
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from kvant.engine.engine import Engine
-from kvant.engine.request import FinishReason
+from kvant.engine.request import FinishReason, TokenLogprobs
 from kvant.engine.result import Progress
 from kvant.errors import EngineFault, RequestError
 from kvant.server.messages import (
@@ -134,43 +136,47 @@ class EngineLoop:
         if id is None:
             return
         result = progress.result
-        if result is None:
-            pieces.append(Piece(id, progress.text, len(progress.token_ids)))
+        if result is not None and result.error is not None:
+            self._fail(progress.number, "refused", str(result.error), result.error.param)
             return
-        if result.finish_reason is FinishReason.NUMERICAL_ERROR:
+        if result is not None and result.finish_reason is FinishReason.NUMERICAL_ERROR:
             self._fail(progress.number, "numerical_error", _NUMERICAL)
             return
-        times = self._clocks[progress.number].read()
-        self._forget(progress.number)
-        logprobs = None
-        if result.logprobs is not None:
-            logprobs = tuple(Logprobs(p.token_id, p.logprob, p.top) for p in result.logprobs)
-        pieces.append(
-            Piece(
-                id,
-                progress.text,
-                len(progress.token_ids),
-                result.finish_reason,
-                result.stop_reason,
-                result.num_cached_tokens,
-                logprobs,
-                times,
-            )
+        prompt_logprobs = progress.prompt_logprobs
+        piece = Piece(
+            id,
+            progress.text,
+            len(progress.token_ids),
+            tuple(_logprobs(one) for one in progress.logprobs),
+            None
+            if prompt_logprobs is None
+            else tuple(map(_logprobs, filter(None, prompt_logprobs))),
         )
+        if result is not None:
+            times = self._clocks[progress.number].read()
+            self._forget(progress.number)
+            piece = msgspec.structs.replace(
+                piece,
+                finish_reason=result.finish_reason,
+                stop_reason=result.stop_reason,
+                num_cached_tokens=result.num_cached_tokens,
+                times=times,
+            )
+        pieces.append(piece)
 
     def _survive(self) -> None:
         """A step failed, and the engine cancelled those who took part: tell them, check, go on."""
         self._failed_steps += 1
         _log.exception("a step failed")
-        left = {sequence.number for sequence in self.engine.scheduler.sequences()}
+        left = self.engine.numbers
         for number in [number for number in self._ids if number not in left]:
             self._fail(number, "engine_fault", _OURS)
         self.engine.audit()
         if self._failed_steps >= MOST_FAILED_STEPS:
             raise EngineFault(f"{MOST_FAILED_STEPS} steps failed one after another")
 
-    def _fail(self, number: int, kind: FailureKind, message: str) -> None:
-        self._failures.append(Failure(self._forget(number), kind, message))
+    def _fail(self, number: int, kind: FailureKind, message: str, param: str | None = None) -> None:
+        self._failures.append(Failure(self._forget(number), kind, message, param))
 
     def _forget(self, number: int) -> int:
         id = self._drop(number)
@@ -195,6 +201,10 @@ class _Clock:
         """At its end."""
         first = self.first
         return Times(self.started - self.submitted, first - self.started, time.monotonic() - first)
+
+
+def _logprobs(given: TokenLogprobs) -> Logprobs:
+    return Logprobs(given.token_id, given.logprob, given.rank, given.top)
 
 
 _OURS = "the engine failed on this request; the server's log says more"

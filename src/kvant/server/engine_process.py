@@ -49,6 +49,7 @@ def main(address: str) -> int:
         built = build_engine(
             config, progress=lambda task, done, total: send(Loading(task, done, total))
         )
+        built.engine.prepare_structured()
         ready = _ready(built)
     except KvantError as fault:
         return _refuse(socket, Fault(str(fault), fault.exit_code))

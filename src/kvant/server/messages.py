@@ -12,28 +12,56 @@ import msgspec
 
 from kvant.engine.request import FinishReason
 from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.structured_outputs import StructuredOutputs
+
+
+class Structured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kvant.engine.structured_outputs.StructuredOutputs`, field by field."""
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    asked_as: str = "structured_outputs"
+
+    def checked(self) -> StructuredOutputs:
+        """RequestError, naming `asked_as`, for what is too large or no form at all."""
+        return StructuredOutputs(**msgspec.structs.asdict(self))
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`kvant.engine.sampling_params.SamplingParams`, field by field."""
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    structured_outputs: Structured | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def params(self) -> SamplingParams:
         """Checked; RequestError names the field at fault."""
-        return SamplingParams(**msgspec.structs.asdict(self))
+        fields = msgspec.structs.asdict(self)
+        if self.structured_outputs is not None:
+            fields["structured_outputs"] = self.structured_outputs.checked()
+        return SamplingParams(**fields)
 
 
 class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="submit"):
@@ -87,10 +115,11 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fault"
 
 
 class Logprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One token's log-probability and the likeliest ones, as (token id, logprob)."""
+    """`kvant.engine.request.TokenLogprobs`, field by field."""
 
     token_id: int
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...]
 
 
@@ -105,18 +134,21 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What a step added to one sequence. The fields after `num_tokens` are set with the last piece.
+    """What a step added to one sequence.
 
-    logprobs: of all the sequence's tokens. num_cached_tokens: of the prompt.
+    logprobs: of the piece's tokens, where they were asked. prompt_logprobs: with the first piece, where
+    they were asked: of every token of the prompt but its first. The other fields are set with the last
+    piece. num_cached_tokens: of the prompt.
     """
 
     id: int
     text: str
     num_tokens: int
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
-    logprobs: tuple[Logprobs, ...] | None = None
     times: Times | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
@@ -40,6 +40,28 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
+class JsonSchema(_Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredBody(_Body):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = None
+
+
 class GenerationBody(_Body):
     """What both ways to generate take. None: the model's generation config, else OpenAI's default."""
 
@@ -50,6 +72,9 @@ class GenerationBody(_Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=_INT64)
     min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     min_tokens: int | None = Field(None, ge=0, lt=_INT64)
     n: int | None = Field(None, ge=1, lt=_INT64)
     best_of: int | None = Field(None, ge=1, lt=_INT64)
@@ -57,6 +82,16 @@ class GenerationBody(_Body):
     stop: str | Items[str] | None = None
     stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredBody | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, lt=_INT64)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -72,6 +107,8 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    max_tokens: int | None = Field(None, ge=0, lt=_INT64)
+    echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, lt=_INT64)
 
 

@@ -14,20 +14,33 @@ from pathlib import Path
 
 import msgspec
 
+from kvant.engine.sampling_params import seed_of_choice
 from kvant.engine.tokenizing import Message, Tokenizing
 from kvant.errors import RequestError
 from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
 from kvant.server.channel import Channel, Event
 from kvant.server.config import ServerConfig
-from kvant.server.messages import Failure, Piece, Ready, Report, Stats
+from kvant.server.messages import Failure, Logprobs, Piece, Ready, Report, Stats
 from kvant.server.metrics import Metrics
 from kvant.server.supervisor import State, Supervisor
 from kvant.server.template import Renderer
 from kvant.server.tokenizer import open_tokenizer
-from kvant.server.validate import Facts, Generation, Prompt, check_length
+from kvant.server.validate import (
+    Facts,
+    Generation,
+    Prompt,
+    check_length,
+    check_prompt_logprobs,
+)
 
-_DEFAULTS = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (-1, 2**31), "min_p": (0, 1)}
+_DEFAULTS = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+}
 """What of a generation config applies to requests that do not say, and between which bounds."""
 
 _log = logging.getLogger(__name__)
@@ -35,14 +48,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Sequence:
-    """One of a request's answers so far. index: its place among the choices. queued_tokens: of its prompt,
-    while it waits for its first token; other answers to the same prompt find them in the cache.
+    """One of a request's answers so far. index: its place among the choices.
+
+    queued_tokens: of its prompt, while it waits for its first token; other answers to the same prompt
+    find them in the cache. logprobs, prompt_logprobs: of what has come, see `Piece`. begun: something
+    was shown of it. num_logprob_chars: of the tokens that were shown with their log-probabilities.
     """
 
     index: int
-    num_prompt_tokens: int
+    prompt_token_ids: tuple[int, ...]
     queued_tokens: int
     num_tokens: int = 0
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[Logprobs, ...] | None = None
+    begun: bool = False
+    num_logprob_chars: int = 0
     ended: Piece | None = None
 
 
@@ -198,6 +218,7 @@ class Service:
             raise of_request(fault) from None
         for tokens in found:
             check_length(tokens, generation, name, facts)
+        check_prompt_logprobs(found, generation, self.config.limits.prompt_logprobs)
         return found
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -226,18 +247,21 @@ class Service:
         for prompt in prompts:
             for copy in range(generation.n):
                 sampling = generation.sampling
-                if sampling.seed is not None and copy:
-                    # Other answers, and the same ones each time.
+                if copy:
+                    # Other answers, and the same ones each time; one is enough to read the prompt.
+                    seed = sampling.seed
                     sampling = msgspec.structs.replace(
-                        sampling, seed=(sampling.seed + copy + 2**63) % 2**64 - 2**63
+                        sampling,
+                        seed=None if seed is None else seed_of_choice(seed, copy),
+                        prompt_logprobs=sampling.prompt_logprobs if generation.stream else None,
                     )
                 work.append((prompt, sampling))
         channel = Channel(self.config.limits.stream_buffer_bytes)
         ids = self.supervisor.submit(work, salt, channel)
         sequences = {}
         for index, id in enumerate(ids):
-            size = len(work[index][0])
-            sequences[id] = Sequence(index, size, 0 if index % generation.n else size)
+            prompt = work[index][0]
+            sequences[id] = Sequence(index, prompt, 0 if index % generation.n else len(prompt))
         now = time.monotonic()
         self.metrics.submitted(generation, [len(prompt) for prompt in prompts])
         return Running(
@@ -265,13 +289,16 @@ class Service:
             self.metrics.next_token(now - running.last_event)
         running.last_event = now
         sequence.num_tokens += event.num_tokens
+        sequence.logprobs += event.logprobs
+        if event.prompt_logprobs is not None:
+            sequence.prompt_logprobs = event.prompt_logprobs
         if event.finish_reason is not None:
             running.open_ids.discard(event.id)
             sequence.ended = event
             self.metrics.finished(
                 event.finish_reason.value,
                 seconds=now - running.started,
-                prompt_tokens=sequence.num_prompt_tokens,
+                prompt_tokens=len(sequence.prompt_token_ids),
                 cached_tokens=event.num_cached_tokens,
                 tokens=sequence.num_tokens,
             )
@@ -283,7 +310,7 @@ class Service:
 
 
 def read_defaults(path: Path) -> Mapping[str, float | int]:
-    """Sampling defaults of a model's generation config. What sampling here has not is said in the log."""
+    """Sampling defaults of a model's generation config."""
     try:
         found = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -300,6 +327,4 @@ def read_defaults(path: Path) -> Mapping[str, float | int]:
             defaults[name] = value
     if found.get("do_sample") is False:
         defaults = {"temperature": 0}
-    if found.get("repetition_penalty") not in (None, 1, 1.0):
-        _log.warning("the model's repetition_penalty is not offered and is left out")
     return defaults

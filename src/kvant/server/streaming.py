@@ -126,4 +126,5 @@ def _by_sequence(news: list[tuple[Sequence, Piece]]) -> list[tuple[Sequence, lis
 
 
 def _says_something(choice: dict[str, Any]) -> bool:
-    return bool(choice["finish_reason"] or choice.get("text") or choice.get("delta"))
+    shown = (choice["finish_reason"], choice.get("text"), choice.get("delta"), choice["logprobs"])
+    return any(shown)

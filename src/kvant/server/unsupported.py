@@ -25,22 +25,9 @@ _EMPTY_OBJECT = _is({})
 _FALSE = _is(False)
 
 UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
-    "presence_penalty": _number(0),
-    "frequency_penalty": _number(0),
-    "repetition_penalty": _number(1),
     "length_penalty": _number(1),
-    "logit_bias": _EMPTY_OBJECT,
-    "bad_words": _EMPTY_LIST,
-    "allowed_token_ids": _NEVER,
-    "prompt_logprobs": _NEVER,
     "echo": _FALSE,
     "suffix": _is(""),
-    "response_format": _is({"type": "text"}),
-    "structured_outputs": _NEVER,
-    "guided_json": _NEVER,
-    "guided_regex": _NEVER,
-    "guided_choice": _NEVER,
-    "guided_grammar": _NEVER,
     "tools": _EMPTY_LIST,
     "tool_choice": _is("none"),
     "functions": _EMPTY_LIST,
@@ -56,6 +43,9 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "chat_template_kwargs": _EMPTY_OBJECT,
     "add_generation_prompt": _is(True),
     "continue_final_message": _FALSE,
+    "guided_decoding_backend": _is("guidance", "auto"),
+    "guided_whitespace_pattern": _NEVER,
+    "structural_tag": _NEVER,
     "documents": _EMPTY_LIST,
     "mm_processor_kwargs": _EMPTY_OBJECT,
     "use_beam_search": _FALSE,
@@ -73,6 +63,14 @@ IN_MESSAGES: Mapping[str, Callable[[object], bool]] = {
     "tool_call_id": _NEVER,
     "audio": _NEVER,
     "refusal": _NEVER,
+}
+IN_STRUCTURED_OUTPUTS: Mapping[str, Callable[[object], bool]] = {
+    "structural_tag": _NEVER,
+    "whitespace_pattern": _NEVER,
+    "disable_any_whitespace": _FALSE,
+    "disable_additional_properties": _FALSE,
+    "disable_fallback": _is(False, True),  # there is one way to do it, and none to fall back on
+    "backend": _is("guidance", "auto"),
 }
 IN_STREAM_OPTIONS: Mapping[str, Callable[[object], bool]] = {"continuous_usage_stats": _FALSE}
 

@@ -17,6 +17,7 @@ from kvant.server.api_error import ApiError, bad_request, of_request
 from kvant.server.config import Limits
 from kvant.server.messages import Sampling
 from kvant.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from kvant.server.structured import read_structured
 from kvant.server.unsupported import IN_MESSAGES, IN_STREAM_OPTIONS, refuse_unsupported
 
 COMPLETION_TOKENS = 16
@@ -24,6 +25,7 @@ COMPLETION_TOKENS = 16
 
 _SALT = re.compile(r"[A-Za-z0-9_-]+")
 _MOST_SHOWN = 64
+_MOST_DIGITS = 18
 _Body = TypeVar("_Body", bound=BaseModel)
 
 Prompt = str | tuple[int, ...]
@@ -43,7 +45,8 @@ class Facts:
 @dataclass(frozen=True, slots=True)
 class Generation:
     """A request as the server runs it: every prompt n times. conversation: instead of prompts, still to
-    be written out by the chat template. max_tokens: asked by the client, so never cut. unknown: fields
+    be written out by the chat template. max_tokens: asked by the client, so never cut. echo: begin the
+    answers with their prompts. prompt_logprobs: asked for by themselves, not for echo. unknown: fields
     that nobody knows.
     """
 
@@ -55,6 +58,8 @@ class Generation:
     include_usage: bool
     salt: str
     max_tokens: int | None
+    echo: bool
+    prompt_logprobs: int | None
     unknown: tuple[str, ...]
 
     @property
@@ -110,7 +115,10 @@ def read_completion(body: bytes, limits: Limits, facts: Facts) -> Generation:
     logprobs = completion.logprobs
     if logprobs is not None:
         _at_most(logprobs, limits.top_logprobs, "logprobs")
-    most = _max_tokens(completion) or COMPLETION_TOKENS
+    most = _max_tokens(completion)
+    most = COMPLETION_TOKENS if most is None else most
+    if most == 0 and not completion.echo and completion.prompt_logprobs is None:
+        raise bad_request("max_tokens 0 needs echo or prompt_logprobs", "max_tokens")
     return _generation(completion, prompts, None, logprobs, most, limits, facts)
 
 
@@ -144,13 +152,27 @@ def check_length(prompt: tuple[int, ...], generation: Generation, name: str, fac
     """ApiError 400 where the prompt, with what it asks for, is more than a sequence may have."""
     if not prompt:
         raise bad_request(f"{name} has no tokens: there is nothing to go on from", name)
-    wanted = generation.max_tokens or 1
+    wanted = 1 if generation.max_tokens is None else generation.max_tokens
     if len(prompt) + wanted > facts.max_model_len:
         raise bad_request(
             f"a sequence may have {facts.max_model_len} tokens here; the prompt has {len(prompt)} "
             f"and {wanted} new ones are asked for",
             name,
             code="context_length_exceeded",
+        )
+
+
+def check_prompt_logprobs(prompts: list[tuple[int, ...]], wanted: Generation, most: int) -> None:
+    """ApiError 400 where the log-probabilities of the prompts would be more numbers than `most`."""
+    each = wanted.sampling.prompt_logprobs
+    if each is None:
+        return
+    copies = wanted.n if wanted.stream else 1
+    count = sum(len(prompt) for prompt in prompts) * (each + 1) * copies
+    if count > most:
+        raise bad_request(
+            f"log-probabilities of so many prompt tokens are {count} numbers, at most {most} allowed",
+            "logprobs" if wanted.prompt_logprobs is None else "prompt_logprobs",
         )
 
 
@@ -183,18 +205,25 @@ def _generation(
         refuse_unsupported(
             body.stream_options.model_extra, IN_STREAM_OPTIONS, where="stream_options."
         )
-    if stream and logprobs is not None:
-        raise bad_request("logprobs are not offered while streaming", "logprobs")
+    if stream and body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs are not offered while streaming", "prompt_logprobs")
+    if max_tokens == 0 and n > 1:
+        raise bad_request("n answers of no tokens make no sense", "n")
+    if body.prompt_logprobs is not None:
+        _at_most(body.prompt_logprobs, limits.top_logprobs, "prompt_logprobs")
+    echo = isinstance(body, CompletionBody) and bool(body.echo)
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return Generation(
         prompts=prompts,
         conversation=talk,
-        sampling=_sampling(body, logprobs, max_tokens, limits, facts),
+        sampling=_sampling(body, logprobs, max_tokens, echo, limits, facts),
         n=n,
         stream=stream,
         include_usage=include_usage,
         salt=_salt(body.cache_salt, limits),
         max_tokens=_max_tokens(body),
+        echo=echo,
+        prompt_logprobs=body.prompt_logprobs,
         unknown=tuple(unknown),
     )
 
@@ -203,6 +232,7 @@ def _sampling(
     body: GenerationBody,
     logprobs: int | None,
     max_tokens: int | None,
+    echo: bool,
     limits: Limits,
     facts: Facts,
 ) -> Sampling:
@@ -215,6 +245,19 @@ def _sampling(
         raise bad_request("stop strings need a tokenizer, and this model has none", "stop")
     stop_ids = tuple(body.stop_token_ids or ())
     check_tokens(stop_ids, "stop_token_ids", facts)
+    allowed = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
+    _at_most(len(allowed or ()), facts.vocab_size, "allowed_token_ids", "ids")
+    check_tokens(allowed or (), "allowed_token_ids", facts)
+    bad_words = tuple(body.bad_words or ())
+    _at_most(len(bad_words), limits.bad_words, "bad_words", "texts")
+    if bad_words and not facts.has_tokenizer:
+        raise bad_request("bad_words need a tokenizer, and this model has none", "bad_words")
+    form = read_structured(body)
+    if form is not None and not facts.has_tokenizer:
+        raise bad_request(f"{form.asked_as} needs a tokenizer; this model has none", form.asked_as)
+    prompt_logprobs = body.prompt_logprobs
+    if echo and (logprobs is not None or max_tokens == 0):
+        prompt_logprobs = max(logprobs or 0, prompt_logprobs or 0)
 
     def of(name: str, otherwise: float) -> float:
         given: float | None = getattr(body, name)
@@ -225,15 +268,23 @@ def _sampling(
         top_p=float(of("top_p", 1.0)),
         top_k=int(of("top_k", 0)),
         min_p=float(of("min_p", 0.0)),
+        presence_penalty=float(body.presence_penalty or 0.0),
+        frequency_penalty=float(body.frequency_penalty or 0.0),
+        repetition_penalty=float(of("repetition_penalty", 1.0)),
         seed=body.seed,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         stop=stops,
         stop_token_ids=stop_ids,
         ignore_eos=bool(body.ignore_eos),
+        logit_bias=_logit_bias(body.logit_bias, limits, facts),
+        bad_words=bad_words,
+        allowed_token_ids=allowed,
+        structured_outputs=form,
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     if max_tokens is None and sampling.min_tokens >= facts.max_model_len:
         raise bad_request(
@@ -245,6 +296,20 @@ def _sampling(
     except RequestError as fault:
         raise of_request(fault) from None
     return sampling
+
+
+def _logit_bias(
+    given: Mapping[str, float] | None, limits: Limits, facts: Facts
+) -> tuple[tuple[int, float], ...]:
+    """JSON has texts for keys: they must be plain decimal ids."""
+    _at_most(len(given or ()), limits.logit_bias, "logit_bias", "entries")
+    found = {}
+    for key, value in (given or {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > _MOST_DIGITS:
+            raise bad_request(f"logit_bias: {shown(key)!r} is no token id", "logit_bias")
+        found[int(key)] = value
+    check_tokens(tuple(found), "logit_bias", facts)
+    return tuple(sorted(found.items()))
 
 
 def _prompts(body: CompletionBody, limits: Limits, facts: Facts) -> tuple[Prompt, ...]:
@@ -300,7 +365,10 @@ def _at_most(value: int, most: int, name: str, unit: str = "") -> int:
     return value
 
 
-_BELOW_A_FIELD = frozenset({"role", "content", "type", "text", "include_usage"})
+_BELOW_A_FIELD = frozenset(
+    {"role", "content", "type", "text", "include_usage", "json_schema", "schema", "strict", "name",
+     "json", "json_object", "regex", "choice", "grammar"}
+)  # fmt: skip
 
 
 def _param(loc: tuple[int | str, ...]) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.structured_outputs import StructuredOutputs
 from kvant.errors import RequestError
 
 
@@ -23,6 +24,32 @@ from kvant.errors import RequestError
         ("min_tokens", [0, 16], [-1, 17, 2.0]),
         ("seed", [None, 0, -1, 2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 1.0, "a"]),
         ("logprobs", [None, 0, 20], [-1, 21, True]),
+        ("prompt_logprobs", [None, 0, 20], [-1, 21, True, 1.5]),
+        ("n", [1, 128], [0, 129, True, 1.0]),
+        ("presence_penalty", [-2, 0, 2.0], [-2.01, 2.01, math.nan, "1", True]),
+        ("frequency_penalty", [-2, 0, 2.0], [-2.01, 2.01, math.inf, None]),
+        ("repetition_penalty", [0.01, 1, 100], [0, 0.009, 100.1, -1, math.nan]),
+        (
+            "logit_bias",
+            [{}, {5: 100, 6: -100.0}, ((5, 1.0),), [[5, 1]], {i: 0 for i in range(1024)}],
+            [
+                {5: 100.1},
+                {"5": 1},
+                {-1: 1},
+                {5: math.nan},
+                {True: 1},
+                5,
+                [5],
+                {i: 0 for i in range(1025)},
+            ],
+        ),
+        (
+            "bad_words",
+            [(), ["a"], ["b" * 256] * 256],
+            ["a", [""], ["a"] * 257, ["b" * 257], [1], [b"a"]],
+        ),
+        ("allowed_token_ids", [None, [5], (5, 5)], [[], [-1], ["5"], 5, [True]]),
+        ("structured_outputs", [None, StructuredOutputs(regex="a")], ["a", {"regex": "a"}]),
         ("ignore_eos", [True, False], [1, None, "yes"]),
         (
             "stop",

@@ -41,6 +41,7 @@ def corpus(vocab: int, max_len: int) -> list[Bad]:
         *_ids(vocab),
         *_stops(),
         *_tools(),
+        *_schemas(),
         *_salts_and_models(),
         *_protocol(),
     ]
@@ -156,15 +157,17 @@ def _ranges() -> Iterator[Bad]:
         "max_tokens": (0, -1),
         "max_completion_tokens": (0, -1),
         "min_tokens": (-1,),
-        "presence_penalty": (0.5, -2, False, "0"),
-        "frequency_penalty": (0.5,),
-        "repetition_penalty": (1.1, 0),
+        "presence_penalty": (2.001, -2.001, False, "0"),
+        "frequency_penalty": (2.001, -2.001, [1]),
+        "repetition_penalty": (0, 0.0099, 100.1, -1, "1"),
+        "prompt_logprobs": (-1, 21, True, 1.5, 2**63),
         "best_of": (0, 2),
     }
     for path in (CHAT, COMPLETIONS):
         for name, values in outside.items():
             for value in values:
-                yield _with("ranges", path, name, value)
+                if (path, name, value) != (COMPLETIONS, "max_tokens", 0):  # good with echo
+                    yield _with("ranges", path, name, value)
     for value in (-1, 21, 1.5, True):
         yield _with("ranges", COMPLETIONS, "logprobs", value)
     for value in (-1, 21, True):
@@ -184,9 +187,23 @@ def _contradictions(max_len: int) -> Iterator[Bad]:
         yield _with("contradictions", path, "max_tokens", max_len, param)
     yield _with("contradictions", CHAT, "top_logprobs", 2)
     yield _with("contradictions", CHAT, "logprobs", 2)
-    yield _with("contradictions", COMPLETIONS, "echo", True)
-    streamed = {**_good(COMPLETIONS), "stream": True, "logprobs": 1}
-    yield Bad("contradictions", "stream+logprobs", COMPLETIONS, _json(streamed), "logprobs")
+    yield _with("contradictions", CHAT, "echo", True)
+    yield _with("contradictions", COMPLETIONS, "echo", 1)
+    yield _with("contradictions", COMPLETIONS, "max_tokens", 0)
+    several = {**_good(COMPLETIONS), "max_tokens": 0, "echo": True, "n": 2}
+    yield Bad("contradictions", "no tokens, twice", COMPLETIONS, _json(several), "n")
+    for path in (CHAT, COMPLETIONS):
+        streamed = {**_good(path), "stream": True, "prompt_logprobs": 1}
+        yield Bad(
+            "contradictions", "stream+prompt_logprobs", path, _json(streamed), "prompt_logprobs"
+        )
+        for name, value in {"min_tokens": 1, "ignore_eos": True}.items():
+            body = {**_good(path), "guided_regex": "a+", name: value}
+            yield Bad("contradictions", f"form+{name}", path, _json(body), name)
+        body = {**_good(path), "guided_regex": "a", "response_format": {"type": "json_object"}}
+        yield Bad("contradictions", "two forms", path, _json(body), "guided_regex")
+    long = {"prompt": [[3] * (max_len - 1)] * 30, "max_tokens": 0, "echo": True, "logprobs": 20}
+    yield Bad("contradictions", "too many numbers", COMPLETIONS, _json(long), "logprobs")
     both = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}
     yield Bad("contradictions", "prompt+messages", TOKENIZE, _json(both), "prompt")
 
@@ -194,10 +211,21 @@ def _contradictions(max_len: int) -> Iterator[Bad]:
 def _ids(vocab: int) -> Iterator[Bad]:
     value: Any
     for path in (CHAT, COMPLETIONS):
-        yield _with("ids", path, "logit_bias", {"5": 1.0})
-        yield _with("ids", path, "logit_bias", {str(i): 1 for i in range(10_000)})
-        yield _with("ids", path, "allowed_token_ids", [5])
-        yield _with("ids", path, "bad_words", ["x"])
+        for value in (
+            {str(i): 1 for i in range(10_000)}, {str(vocab): 1}, {"-1": 1}, {"a": 1}, {"": 1},
+            {"1.5": 1}, {" 5": 1}, {"\u0665": 1}, {"9" * 400: 1}, {"5": 100.1}, {"5": -100.1},
+            {"5": "1"}, {"5": None}, {"5": True}, [5], [[5, 1]], "5", 5,
+        ):  # fmt: skip
+            yield _with("ids", path, "logit_bias", value)
+        for literal in ("NaN", "Infinity", "1e400"):
+            bad = _raw("ids", path, "logit_bias", '{"5":' + literal + "}")
+            yield Bad(bad.family, bad.name, path, bad.body, ANY)
+        for value in ([], [vocab], [-1], ["5"], [True], 5, [2**63], [1.5], [5] * (vocab + 1), {}):
+            yield _with("ids", path, "allowed_token_ids", value)
+        for value in (["x"] * 257, [""], ["x" * 257], "x", [1], [None], {}):
+            yield _with("ids", path, "bad_words", value)
+        bad = _raw("ids", path, "bad_words", r'["\udfff"]')
+        yield Bad(bad.family, bad.name, path, bad.body, ANY)
         for value in ([vocab], [-1], ["5"], [True], 5, [2**63], [1.5]):
             yield _with("ids", path, "stop_token_ids", value)
 
@@ -213,20 +241,75 @@ def _stops() -> Iterator[Bad]:
 
 def _tools() -> Iterator[Bad]:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for name, value in {
-        "tools": [tool],
-        "functions": [tool["function"]],
-        "response_format": {"type": "json_object"},
-        "structured_outputs": {"regex": "(" * 30_000},
-        "guided_json": {},
-        "guided_regex": "a+",
-    }.items():
-        yield _with("tools", CHAT, name, value)
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "file:///"}}}
-    yield _with("tools", COMPLETIONS, "response_format", schema)
+    for path in (CHAT, COMPLETIONS):
+        yield _with("tools", path, "tools", [tool])
+        yield _with("tools", path, "functions", [tool["function"]])
+    yield _with("tools", CHAT, "tools", [tool] * 1000)
+    yield _with("tools", CHAT, "tools", [{"type": "function", "function": {"name": "a b"}}])
     called = [{"role": "assistant", "content": "", "tool_calls": [tool]}]
     body = _json({"messages": called})
     yield Bad("tools", "tool_calls", CHAT, body, "messages[0].tool_calls")
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def _schemas() -> Iterator[Bad]:
+    """What no schema, regex or grammar may be: too large, leading outside, or nothing at all."""
+    many = {f"p{i}": {"type": "integer"} for i in range(5000)}
+    schemas: dict[str, Any] = {
+        "depth": _nested(40),
+        "properties": {"type": "object", "properties": many},
+        "enum": {"enum": [f"v{i}" for i in range(2001)]},
+        "branches": {"anyOf": [{"type": "integer"}] * 65},
+        "bytes": {"description": "x" * 70_000},
+        "file": {"$ref": "file:///etc/passwd"},
+        "http": {"type": "array", "items": {"$ref": "http://127.0.0.1:1/x"}},
+        "cycle": {"$ref": "#"},
+        "missing ref": {"$ref": "#/$defs/x"},
+        "type": {"type": "objekt"},
+        "pattern": {"type": "string", "pattern": "("},
+        "pattern parens": {"type": "string", "pattern": "(" * 10_000},
+        "empty range": {"type": "integer", "minimum": 5, "maximum": 3},
+        "list type": {"type": 7},
+    }
+    for name, schema in schemas.items():
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        yield _form(name, CHAT, "response_format", form)
+        yield _form(name, COMPLETIONS, "guided_json", schema)
+    for value in (None, [], "x", 7, True):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
+        yield _form(f"schema {value}", CHAT, "response_format", form)
+    for form in ({"type": "xml"}, {}, {"type": "json_schema"}, "json", [], {"type": None}):
+        yield _form(str(form), CHAT, "response_format", form)
+    both = {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}
+    yield _form("object and schema", CHAT, "response_format", both)
+    for name, value in {
+        "parens": "(" * 30_000, "open": "(", "lookahead": "(?=a)b", "empty": "", "long": "a" * 70_000,
+        "nothing": r"[^\s\S]", "backreference": r"(a)\1", "number": 7,
+    }.items():  # fmt: skip
+        yield _form(f"regex {name}", CHAT, "guided_regex", value)
+    for name, value in {
+        "unknown": "start: foo", "empty": "", "no start": 'x: "a"', "syntax": "start: (", "number": 1,
+    }.items():  # fmt: skip
+        yield _form(f"grammar {name}", COMPLETIONS, "guided_grammar", value)
+    for choice in ([], [""], [1], ["x"] * 2001, "x", ["x" * 70_000]):
+        yield _form(f"choice {str(choice)[:20]}", COMPLETIONS, "guided_choice", choice)
+    for form in (
+        {}, {"regex": "a", "json_object": True}, {"structural_tag": "x"}, {"rgex": "a"}, "a", [],
+        {"json": []}, {"json": "{"}, {"json": "[1]"}, {"whitespace_pattern": " ", "regex": "a"},
+        {"regex": "(" * 30_000}, {"json_object": 1},
+    ):  # fmt: skip
+        yield _form(str(form)[:40], COMPLETIONS, "structured_outputs", form)
+
+
+def _form(name: str, path: str, field: str, value: object) -> Bad:
+    bad = _with("schemas", path, field, value)
+    return Bad("schemas", f"{field}: {name}", path, bad.body, field)
 
 
 def _salts_and_models() -> Iterator[Bad]:
@@ -236,7 +319,6 @@ def _salts_and_models() -> Iterator[Bad]:
         yield _with("salts", path, "chat_template", "{{ 1 }}")
         yield _with("salts", path, "chat_template_kwargs", {"tokenize": True})
         yield _with("salts", path, "kv_transfer_params", {"tp_size": 10**9})
-        yield _with("salts", path, "prompt_logprobs", -1)
     for path in ALL:
         for name in ("gpt-4", "", "x" * 10_000, "../../etc", "a\nb"):
             body = _json({**_good(path), "model": name})

@@ -30,7 +30,7 @@ def test_bad_requests_are_refused_and_good_ones_go_on(server: Server, family: st
         answer = server.send(bad.method, bad.path, bad.body, bad.headers)
         error = answer.error
         named = bad.param in (ANY, error["param"]) or (error["param"] or "").startswith(
-            f"{bad.param}["
+            (f"{bad.param}[", f"{bad.param}.")
         )
         if answer.status != bad.status or not named:
             wrong.append((bad.name, bad.path, answer.status, error))
@@ -48,6 +48,7 @@ def test_odd_but_good_requests_are_answered(server: Server) -> None:
         "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": None,
         "logit_bias": {}, "tools": [], "n": 1, "best_of": 1, "echo": False, "user": "x", "foo": 1,
         "response_format": {"type": "text"}, "logprobs": None, "max_completion_tokens": 2,
+        "bad_words": [], "allowed_token_ids": None, "structured_outputs": None, "guided_json": None,
         "max_tokens": 2, "min_tokens": 2, "top_k": -1, "seed": -(2**63), "temperature": 2,
     }  # fmt: skip
     assert server.complete("abc", **neutral).status == 200

@@ -1,0 +1,431 @@
+"""Structured output: every answer has its form, whatever runs beside it; compiling holds nobody up."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from kvant.engine.engine import Engine
+from kvant.engine.grammar import Grammar, GrammarCompiler
+from kvant.engine.logit_rules import make_rules
+from kvant.engine.request import Request, Sequence
+from kvant.engine.result import Result
+from kvant.engine.sampler import sample_one
+from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.structured_outputs import StructuredOutputs
+from kvant.errors import RequestError
+from tests.engine.fakes import EOS, VOCAB, logits, make_engine
+
+
+def characters() -> Tokenizer:
+    """The fake model's 97 tokens as printable ASCII."""
+    ids = [i for i in range(VOCAB) if i != EOS]
+    texts = ["\u0120", *(chr(c) for c in range(33, 127)), "\u010a"]
+    tokenizer = Tokenizer(models.BPE(vocab={**dict(zip(texts, ids, strict=True))}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
+
+
+TOKENIZER = characters()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER, VOCAB, [EOS])
+
+
+@pytest.fixture
+def engine(compiler: GrammarCompiler) -> Engine:
+    return make(compiler)
+
+
+def make(compiler: GrammarCompiler, **more: Any) -> Engine:
+    """An engine with the one compiler of this module: its process starts once."""
+    engine, _ = make_engine(tokenizer=TOKENIZER, **more)
+    engine._grammars = compiler
+    return engine
+
+
+def run(engine: Engine) -> dict[int, Result]:
+    found = {}
+    deadline = time.monotonic() + 30
+    while engine.has_work:
+        assert time.monotonic() < deadline
+        for progress in engine.step():
+            if progress.result is not None:
+                found[progress.number] = progress.result
+    return found
+
+
+def answer(engine: Engine, form: StructuredOutputs, **more: Any) -> Result:
+    given = {"temperature": 1.0, "max_tokens": 180, "seed": 1, **more}
+    number = engine.submit([5, 6, 7], SamplingParams(structured_outputs=form, **given))
+    return run(engine)[number]
+
+
+def fits(value: object, schema: dict[str, Any]) -> bool:
+    """The schemas of `_schemas`, checked by hand."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    match schema["type"]:
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "boolean":
+            return type(value) is bool
+        case "null":
+            return value is None
+        case "string":
+            return isinstance(value, str) and len(value) <= schema["maxLength"]
+        case "array":
+            return (
+                isinstance(value, list)
+                and schema["minItems"] <= len(value) <= schema["maxItems"]
+                and all(fits(item, schema["items"]) for item in value)
+            )
+        case _:
+            return (
+                isinstance(value, dict)
+                and set(value) == set(schema["properties"])
+                and all(fits(value[name], inner) for name, inner in schema["properties"].items())
+            )
+
+
+_SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
+    st.sampled_from(
+        [
+            {"type": "integer", "minimum": -3, "maximum": 40},
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": "string", "maxLength": 3},
+            {"enum": ["a", "b c", 7, None]},
+        ]
+    ),
+    lambda inner: (
+        st.builds(
+            lambda items: {"type": "array", "items": items, "minItems": 1, "maxItems": 2}, inner
+        )
+        | st.dictionaries(st.sampled_from(["x", "y z", "q"]), inner, min_size=1, max_size=2).map(
+            lambda properties: {
+                "type": "object",
+                "properties": properties,
+                "required": sorted(properties),
+                "additionalProperties": False,
+            }
+        )
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(schema=_SCHEMAS, seed=st.integers(0, 1000), greedy=st.booleans())
+def test_every_finished_answer_parses_and_fits_its_schema(
+    compiler: GrammarCompiler, schema: dict[str, Any], seed: int, greedy: bool
+) -> None:
+    engine = make(compiler)
+    # Few blanks and short texts: what is left of the choice does not go on for long.
+    found = answer(
+        engine,
+        StructuredOutputs(json=schema),
+        seed=seed,
+        temperature=0.0 if greedy else 1.0,
+        logit_bias={0: -20.0},
+        max_tokens=240,
+    )
+    assert found.finish_reason == "stop"
+    assert fits(json.loads(found.text), schema)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    choices=st.lists(
+        st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=5),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    ),
+    seed=st.integers(0, 100),
+)
+def test_an_answer_is_one_of_its_choices(
+    compiler: GrammarCompiler, choices: list[str], seed: int
+) -> None:
+    found = answer(make(compiler), StructuredOutputs(choice=choices), seed=seed)
+    assert found.text in choices
+    assert found.finish_reason == "stop"
+
+
+def test_regexes_grammars_and_objects(engine: Engine) -> None:
+    found = answer(engine, StructuredOutputs(regex="[ab]{2,4}-(x|yy)"))
+    assert re.fullmatch("[ab]{2,4}-(x|yy)", found.text)
+    found = answer(engine, StructuredOutputs(grammar='start: "(" start ")" | "z"'), max_tokens=400)
+    assert found.text == "(" * (len(found.text) // 2) + "z" + ")" * (len(found.text) // 2)
+    for seed in range(20):
+        found = answer(engine, StructuredOutputs(json_object=True), seed=seed, max_tokens=60)
+        assert found.text.startswith("{")
+        if found.finish_reason == "stop":
+            assert isinstance(json.loads(found.text), dict)
+
+
+def test_an_answer_is_the_same_alone_in_a_crowd_and_under_pressure(
+    compiler: GrammarCompiler,
+) -> None:
+    form = StructuredOutputs(regex="[a-z]{5}( [a-z]{3,6}){2,4}")
+    alone = [answer(make(compiler), form, seed=seed).token_ids for seed in range(6)]
+    crowd = make(compiler, num_pages=14, max_num_batched_tokens=9, max_model_len=50)
+    numbers = [
+        crowd.submit(
+            [5, 6, 7],
+            SamplingParams(structured_outputs=form, seed=seed, max_tokens=40),
+        )
+        for seed in range(6)
+    ]
+    for index in range(3):
+        crowd.submit([8 + index] * 6, SamplingParams(max_tokens=30, ignore_eos=True))
+    found = run(crowd)
+    assert [found[number].token_ids for number in numbers] == alone
+    assert max(result.num_preemptions for result in found.values()) >= 1
+    assert len(set(alone)) == 6
+
+
+def test_a_complete_answer_ends_without_a_token_more(engine: Engine) -> None:
+    found = answer(engine, StructuredOutputs(choice=["abc"]), max_tokens=3)
+    assert (found.text, found.finish_reason, len(found.token_ids)) == ("abc", "stop", 3)
+
+
+def test_choices_of_one_request_share_the_form_and_differ(engine: Engine) -> None:
+    form = StructuredOutputs(regex="[a-z]{8}")
+    params = SamplingParams(n=3, seed=4, structured_outputs=form, max_tokens=20)
+    numbers = engine.submit_choices([5, 6, 7], params)
+    found = run(engine)
+    texts = [found[number].text for number in numbers]
+    assert len(set(texts)) == 3
+    assert all(re.fullmatch("[a-z]{8}", text) for text in texts)
+
+
+def test_forms_keep_to_the_other_rules_and_are_refused_where_nothing_is_left(
+    engine: Engine,
+) -> None:
+    a, b = TOKENIZER.token_to_id("a"), TOKENIZER.token_to_id("b")
+    form = StructuredOutputs(regex="[a-c]{6}")
+    found = answer(engine, form, allowed_token_ids=[a, b], bad_words=["b"])
+    assert found.text == "aaaaaa"
+    refused = answer(engine, form, allowed_token_ids=[EOS])
+    assert refused.finish_reason == "refused"
+    assert refused.error is not None
+    assert refused.error.param == "structured_outputs"
+
+
+def test_a_grammar_goes_ahead_and_comes_back(compiler: GrammarCompiler) -> None:
+    """What a draft needs: rows beyond the answer, and a state that is as it was."""
+    form = StructuredOutputs(regex="ab(cd|ef)g")
+    params = SamplingParams(temperature=0, structured_outputs=form)
+
+    def sequence(output: list[int]) -> Sequence:
+        found = Sequence(Request(0, (5,), params, 1, 99), [5, *output], [b""])
+        grammar: Grammar = compiler.start(form).result(10)
+        found.rules = make_rules(
+            params, (5,), eos_token_ids=[EOS], tokenizer=TOKENIZER, grammar=grammar
+        )
+        for token in output:
+            assert found.rules is not None
+            found.rules.advance(token)
+        return found
+
+    ids = [TOKENIZER.token_to_id(c) for c in "abefg"]
+    drafting = sequence([])
+    row = logits([1, 2])
+    for length in range(5):
+        assert sample_one(row, drafting, ids[:length]) == sample_one(row, sequence(ids[:length]))
+        assert sample_one(row, drafting).token_id == ids[0]
+    wrong = TOKENIZER.token_to_id("z")
+    refused = sample_one(row, drafting, [ids[0], wrong])
+    assert refused.token_id is None
+    assert refused.error is not None
+    assert sample_one(row, drafting, ids[:2]).token_id in (ids[2], TOKENIZER.token_to_id("c"))
+    grammar = compiler.start(form).result(10)
+    assert grammar.num_allowed([*ids[:3], wrong, ids[3]]) == 3
+    assert grammar.num_allowed(ids) == 5
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "(" * 30_000},
+        {"regex": "(?=a)b"},
+        {"regex": r"[^\s\S]"},
+        {"grammar": "start: nothing"},
+        {"grammar": "start: ("},
+        {"json": {"type": "objekt"}},
+        {"json": {"$ref": "#"}},
+        {"json": {"$ref": "#/$defs/x"}},
+        {"json": {"type": "string", "pattern": "("}},
+        {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
+    ],
+    ids=lambda form: str(form)[:40],
+)
+def test_what_does_not_compile_is_refused_by_name_and_nothing_else_ends(
+    engine: Engine, form: dict[str, Any]
+) -> None:
+    asked = StructuredOutputs(**form, asked_as="guided_thing")
+    good = engine.submit([5], SamplingParams(max_tokens=3, ignore_eos=True))
+    bad = engine.submit([5], SamplingParams(structured_outputs=asked))
+    found = run(engine)
+    assert len(found[good].token_ids) == 3
+    assert found[bad].finish_reason == "refused"
+    error = found[bad].error
+    assert error is not None
+    assert error.param == "guided_thing"
+    assert len(str(error)) < 500
+    stream = engine.stream(engine.submit([5], SamplingParams(structured_outputs=asked)))
+    with pytest.raises(RequestError, match="guided_thing cannot be used"):
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "(a{1,1000}){1,1000}"},
+        {"regex": "(a+)+"},
+        {"regex": "(a|b)*a(a|b){200}"},
+        {"regex": "(.*a){20}"},
+        {"json": {"type": "string", "maxLength": 10**6}},
+        {"json": {"type": "array", "minItems": 10**6, "items": {}}},
+        {
+            "json": {
+                "type": "object",
+                "properties": {"c": {"type": "array", "items": {"$ref": "#"}}},
+            }
+        },
+        {"json": {"enum": [f"v{i}" for i in range(2000)]}},
+        {"json": {"properties": {f"p{i}": {"type": "integer"} for i in range(600)}}},
+        {"json": {"anyOf": [{"type": "string", "pattern": f"{'a' * i}b*"} for i in range(64)]}},
+    ],
+    ids=lambda form: str(form)[:40],
+)
+def test_bombs_within_the_limits_are_answered_or_refused_in_time(
+    engine: Engine, form: dict[str, Any]
+) -> None:
+    started = time.monotonic()
+    found = answer(engine, StructuredOutputs(**form), max_tokens=5)
+    assert time.monotonic() - started < 6
+    assert found.finish_reason in ("stop", "length", "refused")
+
+
+def test_compiling_takes_no_longer_than_its_time_and_the_next_one_compiles() -> None:
+    compiler = GrammarCompiler(TOKENIZER, VOCAB, [EOS], seconds=0.0)
+    with pytest.raises(RequestError, match="took longer than 0 s"):
+        compiler.start(StructuredOutputs(regex="a")).result(30)
+    compiler._seconds = 5.0
+    assert compiler.start(StructuredOutputs(regex="a")).result(30).num_allowed([EOS]) == 0
+    compiler._workers[0]._process.kill()
+    with pytest.raises(RequestError, match="takes more than is allowed"):
+        compiler.start(StructuredOutputs(regex="b")).result(30)
+    assert not compiler.start(StructuredOutputs(regex="b")).result(30).is_complete
+
+
+def test_steps_go_on_while_a_form_is_compiled_and_cancelling_does_not_wait(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    make_matcher = GrammarCompiler._make
+
+    def slow(self: GrammarCompiler, form: StructuredOutputs) -> object:
+        assert go_on.wait(20)
+        return make_matcher(self, form)
+
+    monkeypatch.setattr(GrammarCompiler, "_make", slow)
+    engine = make(compiler)
+    params = [
+        SamplingParams(structured_outputs=StructuredOutputs(regex=text), max_tokens=9)
+        for text in ("qq", "rr")
+    ]
+    waiting, cancelled = (engine.submit([5], one) for one in params)
+    other = engine.submit([5], SamplingParams(max_tokens=12, ignore_eos=True))
+    ended = [p.number for _ in range(12) for p in engine.step() if p.result is not None]
+    assert ended == [other]
+    assert engine.stats.num_waiting == 2
+    result = engine.cancel(cancelled)
+    assert result is not None
+    assert result.finish_reason == "cancelled"
+    engine.audit()
+    go_on.set()
+    assert run(engine)[waiting].text == "qq"
+
+
+def test_compiled_forms_are_kept_within_a_bound(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvant.engine.grammar.MAX_CACHED_BYTES", 10)
+    for index in range(5):
+        compiler.start(StructuredOutputs(regex=f"cached{index}")).result(10)
+    kept = [form.regex for form in compiler._compiled]
+    assert kept == ["cached4"]
+
+
+def test_a_model_without_end_or_tokenizer_cannot_be_asked_for_a_form() -> None:
+    engine, _ = make_engine()
+    with pytest.raises(RequestError, match="needs a tokenizer") as fault:
+        engine.submit([5], SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
+    assert fault.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"regex": "a", "json_object": True},
+        {"regex": ""},
+        {"regex": "a" * (64 * 1024 + 1)},
+        {"regex": "\ud800"},
+        {"json": "{"},
+        {"json": "[]"},
+        {"json": 7},
+        {"json": {"x": float("nan")}},
+        {"json": {"$ref": "http://127.0.0.1/x"}},
+        {"json": {"enum": list(range(2001))}},
+        {"json": {"oneOf": [{}] * 65}},
+        {"json": {"properties": {f"p{i}": {} for i in range(2000)}}},
+        {"choice": []},
+        {"choice": [""]},
+        {"choice": "abc"},
+        {"choice": ["a"] * 2001},
+        {"json_object": 1},
+    ],
+    ids=lambda wrong: str(wrong)[:40],
+)
+def test_forms_that_are_too_large_or_none_at_all_are_refused_where_they_are_made(
+    wrong: dict[str, Any],
+) -> None:
+    with pytest.raises(RequestError) as fault:
+        StructuredOutputs(**wrong, asked_as="response_format")
+    assert fault.value.param == "response_format"
+
+
+def test_forms_at_their_limits_are_taken() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(32):
+        nested = {"not": nested}
+    StructuredOutputs(json=nested)
+    with pytest.raises(RequestError, match="32 levels"):
+        StructuredOutputs(json={"not": nested})
+    StructuredOutputs(json={"enum": list(range(2000))})
+    StructuredOutputs(json={"oneOf": [{}] * 64})
+    StructuredOutputs(json={f"p{i}": {} for i in range(1999)})
+    StructuredOutputs(regex="a" * 64 * 1024)
+    assert StructuredOutputs(json='{"a": 1}') == StructuredOutputs(json={"a": 1}, asked_as="x")
+
+
+@pytest.mark.parametrize("more", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_what_contradicts_a_form_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="contradicts"):
+        SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **more)

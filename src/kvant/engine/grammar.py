@@ -158,6 +158,8 @@ class GrammarCompiler:
             text = grammar_text(form)
         except ValueError as fault:
             raise _refused(form, str(fault)) from None
+        if self._workers and self._workers[0].has_ended:
+            self._workers.clear()
         if not self._workers:
             self._workers.append(_Worker())
         why = self._workers[0].check(text, self._seconds)
@@ -205,6 +207,10 @@ class _Worker:
         if self._answer(_WORKER_START_SECONDS) is None:
             self.close()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def check(self, grammar: str, seconds: float) -> str | None:
         """Why the grammar is refused; None if it compiles. Ends the process if it is too slow."""
         if not self.alive:
@@ -214,7 +220,7 @@ class _Worker:
             self._process.stdin.write(json.dumps(grammar) + "\n")
             self._process.stdin.flush()
             answer = self._answer(seconds)
-        except OSError:
+        except (OSError, ValueError):  # it ended, and the pipe is broken, or closed already
             answer = ""
         if answer is None:
             self.close()

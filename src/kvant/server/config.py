@@ -63,9 +63,7 @@ class Limits:
         1024, "Connections at once.", name="max_connections", low=1, panel=_LIMITS
     )
     prompts: int = option(256, "Prompts of one request.", name="max_prompts", low=1, panel=_LIMITS)
-    n: int = option(
-        MAX_N, "Answers to one prompt.", name="max_n", low=1, high=MAX_N, panel=_LIMITS
-    )
+    n: int = option(MAX_N, "Answers to one prompt.", name="max_n", low=1, high=MAX_N, panel=_LIMITS)
     sequences: int = option(
         512, "Prompts times n of one request.", name="max_sequences", low=1, panel=_LIMITS
     )

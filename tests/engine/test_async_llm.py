@@ -184,7 +184,9 @@ async def _breaks(llm: AsyncLLM) -> None:
 
 
 async def _never_reads(llm: AsyncLLM) -> None:
-    llm.generate("Hello", LONG)
+    stream = llm.generate("Hello", LONG)
+    await until(lambda: llm.metrics().num_running == 1)
+    del stream
 
 
 async def _closes(llm: AsyncLLM) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvant import LLM, AsyncLLM, SamplingParams
+from kvant import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvant.engine.async_llm import AsyncStream
 from kvant.engine.result import Result
 from kvant.errors import EngineFault, RequestError
@@ -263,6 +263,23 @@ def test_a_wrong_request_is_told_to_its_reader_alone(llm: AsyncLLM) -> None:
             with pytest.raises(RequestError):
                 await result_of(llm.generate(wrong, GREEDY))
         assert (await good).finish_reason == "length"
+        await back_within_a_second(llm)
+
+    run(scenario())
+
+
+def test_a_form_that_cannot_be_is_an_error_of_its_own_request(llm: AsyncLLM) -> None:
+    async def scenario() -> None:
+        good = asyncio.create_task(result_of(llm.generate("Hello", GREEDY)))
+        for wrong in (
+            SamplingParams(structured_outputs=StructuredOutputs(regex="(((")),
+            SamplingParams(n=2),
+        ):
+            with pytest.raises(RequestError):
+                await result_of(llm.generate("Hello", wrong))
+        assert (await good).finish_reason == "length"
+        form = SamplingParams(structured_outputs=StructuredOutputs(choice=["yes", "no"]))
+        assert (await result_of(llm.generate("Hello", form))).text in ("yes", "no")
         await back_within_a_second(llm)
 
     run(scenario())

@@ -13,18 +13,18 @@ import random
 import weakref
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 from torch import Tensor, isfinite
 
-from kvant.engine.batch import Batch, build_batch, num_scored
+from kvant.engine.batch import Batch, build_batch, look_ahead, num_scored
 from kvant.engine.grammar import Compiling, GrammarCompiler
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
-from kvant.engine.sampler import Sampled, sample, token_logprobs
+from kvant.engine.sampler import Sampled, is_plain, sample, token_logprobs
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from kvant.engine.stream import TokenStream
@@ -347,9 +347,18 @@ class Engine:
         if pages_to_zero:
             self.runner.zero(pages_to_zero)
         batch = build_batch(chunks, self.scheduler.page_table, self.limits.page_size)
+        if self.runner.looks_ahead and self._knows_what_follows(batch):
+            ahead = look_ahead(chunks, self.scheduler.page_table, self.limits.page_size)
+            batch = replace(batch, ahead=ahead)
         logits = self.runner.run(batch)
-        broken = self._score(batch, logits) if batch.scored else []
-        return sample(logits[: len(batch.sampled)], batch.sampled), broken
+        if batch.scored:
+            broken = self._score(batch, logits)
+            return sample(logits[: len(batch.sampled)], batch.sampled), broken
+        return sample(logits, batch.sampled, self.runner.greedy(logits)), []
+
+    def _knows_what_follows(self, batch: Batch) -> bool:
+        """Whether the next step is this one's continuation, if nothing ends or arrives."""
+        return not self.scheduler.num_waiting and all(map(is_plain, batch.sampled))
 
     def _score(self, batch: Batch, logits: Tensor) -> list[Sequence]:
         """Note the log-probabilities of prompt tokens; those whose logits are no numbers."""

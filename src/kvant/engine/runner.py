@@ -12,7 +12,8 @@ from torch import Tensor
 from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
 from kvant.engine.batch import Batch
-from kvant.engine.graphs import DecodeGraphs
+from kvant.engine.graphs import DecodeGraphs, Greedy
+from kvant.engine.sampler import greedy
 from kvant.engine.warm_up import warm_up
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel
@@ -35,6 +36,15 @@ class Runner(Protocol):
         """
         ...
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it makes use of `Batch.ahead`."""
+        ...
+
+    def greedy(self, logits: Tensor) -> Greedy:
+        """What `run` just returned, or rather its rows' largest entries."""
+        ...
+
 
 class ModelRunner:
     """A loaded model over a pool of its plan."""
@@ -44,6 +54,7 @@ class ModelRunner:
         self.pool = KVPool(model.plan, num_pages, device=model.device, scales=model.scales)
         self._backends = load_backends(model.plan, batch_invariant=model.batch_invariant)
         self._graphs: DecodeGraphs | None = None
+        self._by_graph = False
         self._clear: Callable[[Sequence[int]], None] = self.pool.zero
         if self.device.type != "cpu":
             from kvant.attention.triton.zero import PageEraser
@@ -59,17 +70,28 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> Tensor:
         graphs = self._graphs
-        if graphs is not None and graphs.holds(batch.step):
-            logits = graphs.run(batch.input_ids, batch.step)
-            if len(batch.sampled) == logits.shape[0]:
-                return logits
-            return logits[batch.logits_index.to(self.device)]
+        self._by_graph = False
+        if graphs is not None:
+            if graphs.holds(batch.step) and len(batch.sampled) == batch.input_ids.shape[0]:
+                self._by_graph = True
+                return graphs.run(batch, [sequence.number for sequence in batch.sampled])
+            graphs.forget()
         if self.device.type == "cpu":
             return self._forward(batch.input_ids, batch.step, batch.logits_index)
         there = self.device
         return self._forward(
             batch.input_ids.to(there), _moved(batch.step, there), batch.logits_index.to(there)
         )
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self._graphs is not None
+
+    def greedy(self, logits: Tensor) -> Greedy:
+        if self._by_graph:
+            assert self._graphs is not None
+            return self._graphs.greedy()
+        return greedy(logits)
 
     def capture(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         """Compile what a GPU needs and record decode steps as CUDA graphs, so that no request waits.

@@ -44,17 +44,37 @@ class Sampled:
     error: RequestError | None = None
 
 
-def sample(logits: Tensor, sequences: Items[Sequence]) -> list[Sampled]:
-    """One token for each row of logits [len(sequences), vocab]. The logits are not changed."""
+def greedy(logits: Tensor) -> tuple[list[bool], list[int]]:
+    """For each row of logits [n, vocab]: whether its largest is a finite number, and where that stands."""
+    best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
+    return torch.isfinite(best).tolist(), argmax.tolist()
+
+
+def sample(
+    logits: Tensor, sequences: Items[Sequence], known: tuple[list[bool], list[int]] | None = None
+) -> list[Sampled]:
+    """One token for each row of logits [len(sequences), vocab]. The logits are not changed.
+
+    known: what `greedy` says of these rows, where somebody knows it already.
+    """
     if not sequences:
         return []
-    best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
-    sound = torch.isfinite(best).tolist()
-    greedy = argmax.tolist()
-    return [
-        _sample(logits[row], sequence, greedy[row], ()) if sound[row] else Sampled(None)
-        for row, sequence in enumerate(sequences)
-    ]
+    sound, likeliest = known or greedy(logits)
+    found = []
+    for row, sequence in enumerate(sequences):
+        if not sound[row]:
+            found.append(Sampled(None))
+        elif is_plain(sequence):
+            found.append(Sampled(likeliest[row]))
+        else:
+            found.append(_sample(logits[row], sequence, likeliest[row], ()))
+    return found
+
+
+def is_plain(sequence: Sequence) -> bool:
+    """Whether its next token is the likeliest and nothing else is asked about it."""
+    params = sequence.request.params
+    return params.is_greedy and sequence.rules is None and params.logprobs is None
 
 
 def sample_one(row: Tensor, sequence: Sequence, ahead: Items[int] = ()) -> Sampled:

@@ -82,6 +82,12 @@ def parse(body: bytes, model: type[_Body]) -> _Body:
         raise bad_request(f"{param}: {message}" if param else message, param) from None
 
 
+def _depth(loc: tuple[int | str, ...]) -> tuple[int, int]:
+    """How far a form was understood: levels, then items of the innermost list."""
+    items = [step for step in loc if isinstance(step, int)]
+    return len(loc), items[-1] if items else -1
+
+
 def check_model(name: str | None, facts: Facts) -> None:
     """None is the served model; ApiError 404 for one that is not served."""
     if name is not None and name not in facts.names:

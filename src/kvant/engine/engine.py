@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 from torch import Tensor, isfinite
 
 from kvant.engine.batch import Batch, build_batch, look_ahead, num_scored
-from kvant.engine.grammar import Compiling, GrammarCompiler
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
 from kvant.engine.result import EngineStats, Progress, Result
@@ -31,6 +31,9 @@ from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault, RequestError
 from kvant.kv.pages import PageAllocator, root_hash
+
+if TYPE_CHECKING:
+    from kvant.engine.grammar import Compiling, GrammarCompiler
 
 _COMPILE_WAIT_SECONDS = 0.02
 _log = logging.getLogger(__name__)
@@ -286,6 +289,9 @@ class Engine:
 
     def _compiler(self) -> GrammarCompiler:
         if self._grammars is None:
+            # Not with the module: its library takes time to import, and timings do without it.
+            from kvant.engine.grammar import GrammarCompiler
+
             assert self.tokenizer is not None
             self._grammars = GrammarCompiler(
                 self.tokenizer, self.vocab_size, sorted(self.eos_token_ids)

@@ -36,7 +36,7 @@ def _root(
 
 
 def _add_commands() -> None:
-    from kvant.cli import chat, demo, doctor, generate, plan, serve
+    from kvant.cli import bench, chat, demo, doctor, generate, plan, serve
 
     app.command("chat")(chat.chat)
     app.command("generate")(generate.generate)
@@ -44,6 +44,7 @@ def _add_commands() -> None:
     app.command("serve")(serve.serve)
     app.command("doctor")(doctor.doctor)
     app.command("demo")(demo.demo)
+    app.add_typer(bench.app)
 
 
 _add_commands()

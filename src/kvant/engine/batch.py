@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import Step
@@ -15,28 +15,15 @@ from kvant.attention.long import list_long
 from kvant.engine.page_table import PageTable
 from kvant.engine.request import Sequence
 from kvant.engine.scheduler import Chunk
-from kvant.kv.pages import SCRATCH
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """The step after one of single tokens, if every sequence goes on: where its tokens will stand.
-
-    slots: -1 for sequences that end, or that have no page yet for that token. table: [n, pages].
-    """
-
-    positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    table: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """input_ids: [T] int64, the chunks behind each other. logits_index: [n] int64, places in T.
 
-    sampled: the sequences whose next token follows at the first of those places, in that order. scored:
+    sampled: the sequences whose next token follows at the first of those places, in that order; one
+    with drafts stands there once more for each of them. scored:
     chunks the log-probabilities of whose prompt tokens the other places give, `num_scored` of each.
-    ahead: what follows, where that is known and of use.
     """
 
     input_ids: Tensor
@@ -44,7 +31,6 @@ class Batch:
     logits_index: Tensor
     sampled: list[Sequence]
     scored: list[Chunk]
-    ahead: Ahead | None = None
 
 
 def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> Batch:
@@ -53,7 +39,7 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
     """
     count = len(chunks)
     starts = np.fromiter((c.start for c in chunks), np.int64, count)
-    lengths = np.fromiter((c.num_tokens for c in chunks), np.int64, count)
+    lengths = np.fromiter((c.num_tokens + len(c.drafts) for c in chunks), np.int64, count)
     rows = np.fromiter((c.sequence.row for c in chunks), np.int64, count)
     cu_seqlens = np.zeros(count + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -66,8 +52,9 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
     pages = table[owners, positions // page_size].astype(np.int64)
     slots = pages * page_size + positions % page_size
 
-    samples = np.fromiter((c.samples for c in chunks), np.bool_, count)
-    logits_index = cu_seqlens[1:][samples] - 1
+    ends = cu_seqlens[1:].tolist()
+    wanted = (range(end - c.num_rows, end) for c, end in zip(chunks, ends, strict=True))
+    logits_index = np.fromiter(chain.from_iterable(wanted), np.int64)
     scored = [c for c in chunks if num_scored(c)]
     if scored:
         begins = {id(c): begin for c, begin in zip(chunks, cu_seqlens.tolist(), strict=False)}
@@ -90,29 +77,9 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
         input_ids=torch.tensor(_tokens(chunks), dtype=torch.int64),
         step=step,
         logits_index=torch.from_numpy(logits_index),
-        sampled=[c.sequence for c in chunks if c.samples],
+        sampled=[c.sequence for c in chunks for _ in range(c.num_rows)],
         scored=scored,
     )
-
-
-def look_ahead(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> Ahead | None:
-    """What follows a step of these chunks; None unless each is the newest token of an answer."""
-    if any(c.num_tokens != 1 or not c.samples for c in chunks):
-        return None
-    count = len(chunks)
-    positions = np.fromiter((c.start + 1 for c in chunks), np.int64, count)
-    goes_on = np.fromiter(
-        (c.sequence.num_tokens + 1 < c.sequence.request.max_total_tokens for c in chunks),
-        np.bool_,
-        count,
-    )
-    rows = np.fromiter((c.sequence.row for c in chunks), np.int64, count)
-    columns = min(int(positions.max()) // page_size + 1, page_table.max_pages)
-    table = page_table.rows(rows, columns)
-    page = np.minimum(positions // page_size, columns - 1)
-    pages = table[np.arange(count), page].astype(np.int64)
-    there = goes_on & (pages != SCRATCH)
-    return Ahead(positions, np.where(there, pages * page_size + positions % page_size, -1), table)
 
 
 def num_scored(chunk: Chunk) -> int:
@@ -125,9 +92,10 @@ def num_scored(chunk: Chunk) -> int:
 
 def _tokens(chunks: Items[Chunk]) -> list[int]:
     tokens: list[int] = []
-    for sequence, start, length in chunks:
+    for sequence, start, length, _, drafts in chunks:
         if length == 1:  # most chunks: a slice would copy a list to take one number
             tokens.append(sequence.token_ids[start])
         else:
             tokens += sequence.token_ids[start : start + length]
+        tokens += drafts
     return tokens

@@ -12,8 +12,7 @@ from torch import Tensor
 from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
 from kvant.engine.batch import Batch
-from kvant.engine.graphs import DecodeGraphs, Greedy
-from kvant.engine.sampler import greedy
+from kvant.engine.graphs import DecodeGraphs
 from kvant.engine.warm_up import warm_up
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel
@@ -36,13 +35,10 @@ class Runner(Protocol):
         """
         ...
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether it makes use of `Batch.ahead`."""
-        ...
-
-    def greedy(self, logits: Tensor) -> Greedy:
-        """What `run` just returned, or rather its rows' largest entries."""
+    def run_with_hidden(
+        self, batch: Batch, layers: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`run`, and what these decoder layers hand on: [T, hidden_size] each."""
         ...
 
 
@@ -54,7 +50,6 @@ class ModelRunner:
         self.pool = KVPool(model.plan, num_pages, device=model.device, scales=model.scales)
         self._backends = load_backends(model.plan, batch_invariant=model.batch_invariant)
         self._graphs: DecodeGraphs | None = None
-        self._by_graph = False
         self._clear: Callable[[Sequence[int]], None] = self.pool.zero
         if self.device.type != "cpu":
             from kvant.attention.triton.zero import PageEraser
@@ -70,28 +65,21 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> Tensor:
         graphs = self._graphs
-        self._by_graph = False
-        if graphs is not None:
-            if graphs.holds(batch.step) and len(batch.sampled) == batch.input_ids.shape[0]:
-                self._by_graph = True
-                return graphs.run(batch, [sequence.number for sequence in batch.sampled])
-            graphs.forget()
+        if graphs is not None and graphs.holds(batch.step):
+            logits = graphs.run(batch.input_ids, batch.step)
+            if len(batch.sampled) == logits.shape[0]:
+                return logits
+            return logits[batch.logits_index.to(self.device)]
         if self.device.type == "cpu":
             return self._forward(batch.input_ids, batch.step, batch.logits_index)
-        there = self.device
-        return self._forward(
-            batch.input_ids.to(there), _moved(batch.step, there), batch.logits_index.to(there)
-        )
+        return self._forward(*_there(batch, self.device))
 
-    @property
-    def looks_ahead(self) -> bool:
-        return self._graphs is not None
-
-    def greedy(self, logits: Tensor) -> Greedy:
-        if self._by_graph:
-            assert self._graphs is not None
-            return self._graphs.greedy()
-        return greedy(logits)
+    def run_with_hidden(
+        self, batch: Batch, layers: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        input_ids, step, logits_index = _there(batch, self.device)
+        call = StepCall(step, self.pool, self._backends)
+        return self.model.forward_with_hidden(input_ids, call, logits_index, layers)
 
     def capture(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         """Compile what a GPU needs and record decode steps as CUDA graphs, so that no request waits.
@@ -110,6 +98,10 @@ class ModelRunner:
         return self.model.forward(
             input_ids, StepCall(step, self.pool, self._backends), logits_index
         )
+
+
+def _there(batch: Batch, device: torch.device) -> tuple[Tensor, Step, Tensor]:
+    return batch.input_ids.to(device), _moved(batch.step, device), batch.logits_index.to(device)
 
 
 def _moved(step: Step, device: torch.device) -> Step:

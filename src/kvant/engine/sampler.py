@@ -44,37 +44,28 @@ class Sampled:
     error: RequestError | None = None
 
 
-def greedy(logits: Tensor) -> tuple[list[bool], list[int]]:
-    """For each row of logits [n, vocab]: whether its largest is a finite number, and where that stands."""
-    best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
-    return torch.isfinite(best).tolist(), argmax.tolist()
+def sample(logits: Tensor, sequences: Items[Sequence]) -> list[Sampled]:
+    """One token for each row of logits [len(sequences), vocab]. The logits are not changed."""
+    rows = Rows(logits)
+    return [rows.sample(row, sequence) for row, sequence in enumerate(sequences)]
 
 
-def sample(
-    logits: Tensor, sequences: Items[Sequence], known: tuple[list[bool], list[int]] | None = None
-) -> list[Sampled]:
-    """One token for each row of logits [len(sequences), vocab]. The logits are not changed.
+class Rows:
+    """Rows of logits, [n, vocab], each to be sampled for its own sequence when its turn comes."""
 
-    known: what `greedy` says of these rows, where somebody knows it already.
-    """
-    if not sequences:
-        return []
-    sound, likeliest = known or greedy(logits)
-    found = []
-    for row, sequence in enumerate(sequences):
-        if not sound[row]:
-            found.append(Sampled(None))
-        elif is_plain(sequence):
-            found.append(Sampled(likeliest[row]))
-        else:
-            found.append(_sample(logits[row], sequence, likeliest[row], ()))
-    return found
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        if not len(logits):
+            return
+        best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
+        self._sound = torch.isfinite(best).tolist()
+        self._greedy = argmax.tolist()
 
-
-def is_plain(sequence: Sequence) -> bool:
-    """Whether its next token is the likeliest and nothing else is asked about it."""
-    params = sequence.request.params
-    return params.is_greedy and sequence.rules is None and params.logprobs is None
+    def sample(self, row: int, sequence: Sequence) -> Sampled:
+        """The token that follows what the sequence has now."""
+        if not self._sound[row]:
+            return Sampled(None)
+        return _sample(self._logits[row], sequence, self._greedy[row], ())
 
 
 def sample_one(row: Tensor, sequence: Sequence, ahead: Items[int] = ()) -> Sampled:

@@ -1,1 +1,0 @@
-"""Attention on a CPU: numba kernels that write every format and decode it inside the loop."""

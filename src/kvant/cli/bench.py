@@ -1,0 +1,82 @@
+"""`kvant bench spec`: what speculation is worth on this machine."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvant.cli.configured import configured
+from kvant.engine.config import EngineOptions, engine_config
+from kvant.engine.settings import Settings
+
+DEFAULT_DRAFTER = {"method": "dflash", "model": "smollm2-dflash"}
+DEFAULT_PROMPTS = Path("data/gsm8k/gsm8k_test.jsonl")
+
+app = typer.Typer(
+    name="bench", help="Measure speed, alternatives turn by turn in one run.", no_args_is_help=True
+)
+
+
+@app.callback()
+def _bench() -> None:
+    """Keeps `spec` a command of its own while it is the only one."""
+
+
+@app.command("spec")
+@configured(EngineOptions, model="--model -m")
+def spec(
+    settings: Settings,
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pair",
+            metavar="TARGET:DRAFT",
+            help="KV formats of target and drafter, such as fp8:bf16; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path, typer.Option("--prompts", help="JSON lines with a question or a prompt each.")
+    ] = DEFAULT_PROMPTS,
+    count: Annotated[int, typer.Option("--count", min=1, help="Prompts.")] = 20,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=2, help="New tokens at most, for each prompt.")
+    ] = 128,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+) -> None:
+    """Tokens a second with and without drafts, and how many of these stand, by position.
+
+    One prompt at a time, greedy, in the model's chat template. Without --speculative-config the demo
+    model's drafter.
+    """
+    from kvant.engine.speculative_config import parse_speculative_config
+    from kvant.measure.speculation import FormatPair, compare, parse_pair, read_prompts, table
+
+    config = engine_config(settings, num_requests=1)
+    asked = config.plan.speculative or parse_speculative_config(DEFAULT_DRAFTER)
+    wanted = [parse_pair(text, asked_by="--pair") for text in pairs or ()] or [FormatPair()]
+    texts = read_prompts(prompts, count)
+    rows = []
+    for row in compare(config, asked, wanted, texts, max_tokens):
+        rows.append(row)
+        sys.stderr.write(f"{row.target} with {row.draft} drafts: {row.speedup:.2f}x\n")
+    sys.stdout.write(table(rows) + "\n")
+    if out is not None:
+        import torch
+
+        facts = {
+            "model": config.plan.model,
+            "speculative": asked.model or asked.method.name,
+            "prompts": str(prompts),
+            "max_tokens": max_tokens,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "rows": [row.as_json() for row in rows],
+        }
+        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -29,7 +29,7 @@ def text_logits(
     """
     pages = -(-len(token_ids) // plan.page_size)
     pool = KVPool(plan, SCRATCH_PAGE + 1 + pages, device=model.device, scales=model.scales)
-    backends = load_backends(plan)
+    backends = load_backends(plan, batch_invariant=model.batch_invariant)
     table = torch.arange(SCRATCH_PAGE + 1, SCRATCH_PAGE + 1 + pages, dtype=torch.int32)[None]
     ids = torch.tensor(token_ids, dtype=torch.int64)
     parts = []

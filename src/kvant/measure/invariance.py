@@ -1,0 +1,123 @@
+"""What batch-invariant mode gives and costs: flipped argmaxes outside of it, and tokens/s on and off.
+
+A flip: after the same text, read one token a step or eight tokens a step, the likeliest next token is
+another one. Both read the same stored formats; only the shapes of the products differ, and with them
+the rounding, which a quantised cache makes larger.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.llm import LLM
+from kvant.engine.planning import resolve_again
+from kvant.engine.runner import ModelRunner
+from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.scheduler import SchedulerLimits
+from kvant.kv.names import FormatRequest
+from kvant.kv.request import Asked, KVRequest
+from kvant.kv.spec import KVPlan
+from kvant.measure.teacher_forced import text_logits
+
+ROWS = 8
+_PROMPT = 16
+_WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Flips:
+    """Argmaxes that differ between steps of one row and of eight, over `positions` of one text.
+
+    most: the largest difference of a logit. backend: of the first layer.
+    """
+
+    format: str
+    backend: str
+    batch_invariant: bool
+    positions: int
+    flips: int
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Decoding: tokens a second of all `batch` requests together, prompts not counted."""
+
+    format: str
+    backend: str
+    batch_invariant: bool
+    batch: int
+    tokens_per_second: float
+
+
+def count_flips(llm: LLM, format: FormatRequest, token_ids: Sequence[int]) -> Flips:
+    """Reads the text twice, with the KV cache in `format`."""
+    plan = _plan(llm, format)
+    model = _runner(llm).model
+    one, eight = (text_logits(model, plan, token_ids, chunk=rows) for rows in (1, ROWS))
+    return Flips(
+        str(format),
+        _backend(plan),
+        model.batch_invariant,
+        len(token_ids),
+        int((one.argmax(-1) != eight.argmax(-1)).sum()),
+        _largest(one - eight),
+    )
+
+
+def decode_speed(llm: LLM, format: FormatRequest, batch: int, num_tokens: int) -> Speed:
+    """The engine's own loop, greedy, `batch` requests side by side."""
+    plan = _plan(llm, format)
+    model = _runner(llm).model
+    length = _PROMPT + _WARM_UP + num_tokens + 1
+    num_pages = 1 + batch * -(-length // plan.page_size)
+    engine = Engine(
+        ModelRunner(model, num_pages, plan),
+        SchedulerLimits(
+            max_num_seqs=batch,
+            max_num_batched_tokens=max(512, batch),
+            max_model_len=-(-length // plan.page_size) * plan.page_size,
+            page_size=plan.page_size,
+            prefix_caching=False,
+        ),
+        num_pages,
+        identity=CacheIdentity(plan.model, None, plan.fingerprint),
+        vocab_size=llm.engine.vocab_size,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=_WARM_UP + num_tokens + 1, ignore_eos=True)
+    for number in range(batch):
+        engine.submit([3 + number + 7 * i for i in range(_PROMPT)], params)
+    for _ in range(1 + _WARM_UP):
+        engine.step()
+    started = time.perf_counter()
+    for _ in range(num_tokens):
+        engine.step()
+    seconds = time.perf_counter() - started
+    assert not engine.has_work, "every request answered as many tokens as were counted"
+    return Speed(
+        str(format), _backend(plan), model.batch_invariant, batch, batch * num_tokens / seconds
+    )
+
+
+def _plan(llm: LLM, format: FormatRequest) -> KVPlan:
+    asked = Asked(format, f"--kv-cache-dtype {format}")
+    return resolve_again(llm.planned, KVRequest(explicit=(asked,)))
+
+
+def _runner(llm: LLM) -> ModelRunner:
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    return runner
+
+
+def _backend(plan: KVPlan) -> str:
+    return plan.layers[0].backend or ""
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max())

@@ -1,0 +1,94 @@
+"""Engines over one loaded model: every question of sameness gets a fresh pool and loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvant import LLM
+from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.planning import resolve_again
+from kvant.engine.result import Result
+from kvant.engine.runner import ModelRunner
+from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.scheduler import SchedulerLimits
+from kvant.kv.dtype import KVDtype
+from kvant.kv.names import FormatRequest, known_names
+from kvant.kv.request import Asked, KVRequest
+
+FORMATS = [d.format.name for d in KVDtype if d.format.name in known_names()]
+
+
+class Bench:
+    """kv_cache_dtype: what the pools of this bench store; None for what `llm` was made with."""
+
+    def __init__(self, llm: LLM, dtype: KVDtype | None = None) -> None:
+        self.llm = llm
+        self.plan = llm.plan
+        if dtype is not None:
+            asked = Asked(FormatRequest(dtype, dtype), "test")
+            self.plan = resolve_again(llm.planned, KVRequest(explicit=(asked,)))
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        self.model = runner.model
+
+    def engine(
+        self,
+        *,
+        num_pages: int = 400,
+        chunk: int = 512,
+        caching: bool = False,
+        seqs: int = 40,
+        max_model_len: int | None = None,
+        seed: int | None = None,
+    ) -> Engine:
+        page_size = self.plan.page_size
+        return Engine(
+            ModelRunner(self.model, num_pages, self.plan),
+            SchedulerLimits(
+                max_num_seqs=seqs,
+                max_num_batched_tokens=chunk,
+                max_model_len=max_model_len or (num_pages - 1) * page_size,
+                page_size=page_size,
+                prefix_caching=caching,
+            ),
+            num_pages,
+            identity=CacheIdentity("test", None, self.plan.fingerprint),
+            vocab_size=self.llm.engine.vocab_size,
+            seed=seed,
+        )
+
+    def alone(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: object
+    ) -> list[tuple[int, ...]]:
+        """Every prompt by itself, in one piece, in a fresh pool."""
+        found = []
+        for prompt in prompts:
+            result = run(self.engine(), [prompt], num_tokens, **options)[0]
+            assert result.num_cached_tokens == 0
+            found.append(result.token_ids)
+        return found
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    after_step: Callable[[], None] = lambda: None,
+    **options: object,
+) -> list[Result]:
+    """All at once, until the end. options: of the sampling, greedy by default."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": num_tokens, **options})  # type: ignore[arg-type]
+    numbers = [engine.submit(prompt, params) for prompt in prompts]
+    results = {}
+    while engine.has_work:
+        for progress in engine.step():
+            if progress.result is not None:
+                results[progress.number] = progress.result
+        engine.audit()
+        after_step()
+    return [results[number] for number in numbers]
+
+
+def tokens(results: Sequence[Result]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]

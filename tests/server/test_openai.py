@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +47,51 @@ def test_completions_and_models(client: object, server: Server) -> None:
     )
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert len(answer.choices[0].logprobs.token_logprobs) == 3
+
+
+def test_choices_and_logprobs_whole_and_streamed(client: object, server: Server) -> None:
+    create = client.chat.completions.create  # type: ignore[attr-defined]
+    more = {"model": server.model.name, "messages": HELLO, "max_tokens": 6, "seed": 3, "n": 3}
+    asked = {"temperature": 1.0, "logprobs": True, "top_logprobs": 2, "presence_penalty": 0.5}
+    whole = create(**more, **asked)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    tokens = [[one.token for one in choice.logprobs.content] for choice in whole.choices]
+    assert {len(each) for each in tokens} == {6}
+    assert all(len(one.top_logprobs) == 2 for c in whole.choices for one in c.logprobs.content)
+    streamed: list[list[str]] = [[], [], []]
+    for chunk in create(**more, **asked, stream=True):
+        for choice in chunk.choices:
+            if choice.logprobs is not None:
+                streamed[choice.index] += [one.token for one in choice.logprobs.content]
+    assert streamed == tokens
+    biased = client.completions.create(  # type: ignore[attr-defined]
+        model=server.model.name, prompt="a", max_tokens=3, echo=True, logprobs=1, n=2,
+        logit_bias={"50": 100}, frequency_penalty=0.1, seed=1,
+    )  # fmt: skip
+    assert biased.choices[0].text == biased.choices[1].text
+    assert biased.choices[0].logprobs.token_logprobs[0] is None
+    assert len(biased.choices[0].logprobs.tokens) == 4
+
+
+def test_response_formats_are_honoured(client: object, server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "maximum": 99}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    create = client.chat.completions.create  # type: ignore[attr-defined]
+    more = {"model": server.model.name, "messages": HELLO, "max_tokens": 200, "seed": 1}
+    found = json.loads(create(**more, response_format=form).choices[0].message.content)
+    assert set(found) == {"ok", "n"}
+    assert type(found["ok"]) is bool
+    assert found["n"] <= 99
+    with pytest.raises(openai.BadRequestError) as wrong:
+        create(
+            **more, response_format={**form, "json_schema": {"name": "x", "schema": {"type": "x"}}}
+        )
+    assert wrong.value.param == "response_format"
 
 
 def test_errors_are_the_clients_own_classes(client: object, server: Server) -> None:

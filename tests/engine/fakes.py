@@ -21,7 +21,7 @@ from kvant.engine.scheduler import SchedulerLimits
 
 VOCAB = 97
 EOS = 3
-_UNWRITTEN = -1
+UNWRITTEN = -1
 
 
 class RememberingRunner:
@@ -40,7 +40,7 @@ class RememberingRunner:
 
     def zero(self, pages: Sequence[int]) -> None:
         assert 0 not in pages
-        self.stored[list(pages)] = _UNWRITTEN
+        self.stored[list(pages)] = UNWRITTEN
 
     def run(self, batch: Batch) -> Tensor:
         if self.fail_at == len(self.steps):
@@ -49,7 +49,7 @@ class RememberingRunner:
         step = batch.step
         page_size = self.stored.shape[1]
         flat = self.stored.view(-1)
-        assert (flat[step.slot_mapping] == _UNWRITTEN).all(), (
+        assert (flat[step.slot_mapping] == UNWRITTEN).all(), (
             "a slot is written twice or was not cleared"
         )
         assert (step.slot_mapping >= page_size).all(), "the scratch page is written by a request"

@@ -1,177 +1,86 @@
-"""`kvant bench ..`: measurements that can be repeated anywhere, as a table and as JSON."""
+"""`kvant bench ..`; here `spec`: what speculation is worth on this machine."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import platform
-import shlex
 import sys
-from datetime import UTC, datetime
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvant import __version__
-from kvant.engine.config import DEFAULT_MODEL
+from kvant.cli import bench_invariance
+from kvant.cli.configured import configured
+from kvant.engine.config import EngineOptions, engine_config
+from kvant.engine.settings import Settings
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from kvant.engine.llm import LLM
-    from kvant.kv.names import FormatRequest
-    from kvant.measure.invariance import Flips, Speed
+DEFAULT_DRAFTER = {"method": "dflash", "model": "smollm2-dflash"}
+DEFAULT_PROMPTS = Path("data/gsm8k/gsm8k_test.jsonl")
 
 app = typer.Typer(
-    name="bench",
-    help="Measure, as a table and as JSON.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    name="bench", help="Measure speed, alternatives turn by turn in one run.", no_args_is_help=True
 )
 
 
-class Measured(Enum):
-    ALL = "all"
-    FLIPS = "flips"
-    COST = "cost"
+app.command("invariance")(bench_invariance.invariance)
 
 
 @app.callback()
-def _root() -> None:
+def _bench() -> None:
     pass
 
 
-@app.command()
-def invariance(
-    model: Annotated[
-        str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")
-    ] = DEFAULT_MODEL,
-    formats: Annotated[
-        str | None,
-        typer.Option("--formats", metavar="F,..", help="KV formats; every one without."),
+@app.command("spec")
+@configured(EngineOptions, model="--model -m")
+def spec(
+    settings: Settings,
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pair",
+            metavar="TARGET:DRAFT",
+            help="KV formats of target and drafter, such as fp8:bf16; may be repeated.",
+            show_default=False,
+        ),
     ] = None,
-    what: Annotated[
-        Measured, typer.Option("--what", help="flips, cost (tokens/s), or all.")
-    ] = Measured.ALL,
-    tokens: Annotated[
-        int, typer.Option("--tokens", min=8, help="Positions of the text that are compared.")
-    ] = 256,
-    attention_backend: Annotated[
-        str, typer.Option("--attention-backend", metavar="B", help="auto, or one by name.")
-    ] = "auto",
-    output: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there too.")
-    ] = None,
+    prompts: Annotated[
+        Path, typer.Option("--prompts", help="JSON lines with a question or a prompt each.")
+    ] = DEFAULT_PROMPTS,
+    count: Annotated[int, typer.Option("--count", min=1, help="Prompts.")] = 20,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=2, help="New tokens at most, for each prompt.")
+    ] = 128,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
 ) -> None:
-    """How often a format's likeliest token flips between batch shapes, and what --batch-invariant costs."""
-    from rich.console import Console
+    """Tokens a second with and without drafts, and how many of these stand, by position.
 
-    from kvant.engine.llm import LLM
-    from kvant.kv.dtype import KVDtype
-    from kvant.kv.names import FormatRequest, known_names, parse_format
+    One prompt at a time, greedy, in the model's chat template. Without --speculative-config the demo
+    model's drafter.
+    """
+    from kvant.engine.speculative_config import parse_speculative_config
+    from kvant.measure.speculation import FormatPair, compare, parse_pair, read_prompts, table
 
-    wanted = (
-        [FormatRequest(d, d) for d in KVDtype if d.format.name in known_names()]
-        if formats is None
-        else [parse_format(name, asked_by="--formats") for name in formats.split(",")]
-    )
-    console = Console()
-    flips: list[Flips] = []
-    speeds: list[Speed] = []
-    for mode in (False, True):
-        llm = LLM(
-            model,
-            dtype="float32",
-            kv_cache_dtype="float32",
-            kv_cache_memory="32MiB",
-            max_model_len=256,
-            max_num_seqs=1,
-            attention_backend=attention_backend,
-            batch_invariant=mode,
-        )
-        if what is not Measured.COST:
-            flips += _flips(llm, wanted, tokens)
-        if what is not Measured.FLIPS:
-            speeds += _speeds(llm, wanted)
-    _print(flips, speeds, console)
-    if output is not None:
-        found = {
-            **_circumstances(model),
-            "flips": [dataclasses.asdict(row) for row in flips],
-            "decode": [dataclasses.asdict(row) for row in speeds],
-        }
-        output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    config = engine_config(settings, num_requests=1)
+    asked = config.plan.speculative or parse_speculative_config(DEFAULT_DRAFTER)
+    wanted = [parse_pair(text, asked_by="--pair") for text in pairs or ()] or [FormatPair()]
+    texts = read_prompts(prompts, count)
+    rows = []
+    for row in compare(config, asked, wanted, texts, max_tokens):
+        rows.append(row)
+        sys.stderr.write(f"{row.target} with {row.draft} drafts: {row.speedup:.2f}x\n")
+    sys.stdout.write(table(rows) + "\n")
+    if out is not None:
+        import torch
 
-
-def _flips(llm: LLM, wanted: Sequence[FormatRequest], tokens: int) -> list[Flips]:
-    from kvant.measure.fidelity import passage
-    from kvant.measure.invariance import count_flips
-
-    text = llm.encode(passage())[:tokens]
-    return [count_flips(llm, one, text) for one in wanted]
-
-
-def _speeds(llm: LLM, wanted: Sequence[FormatRequest]) -> list[Speed]:
-    from kvant.measure.invariance import ROWS, decode_speed
-
-    return [decode_speed(llm, one, batch, 24) for one in wanted for batch in (1, ROWS)]
-
-
-def _print(flips: list[Flips], speeds: list[Speed], console: Console) -> None:
-    from rich.table import Table
-
-    if flips:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for title in ("KV format", "backend", "mode", "flips", "of", "largest change of a logit"):
-            table.add_column(title, justify="left" if title in ("KV format", "mode") else "right")
-        for row in flips:
-            mode = "on" if row.batch_invariant else "off"
-            table.add_row(
-                row.format, row.backend, mode, str(row.flips), str(row.positions), f"{row.most:.2g}"
-            )
-        console.print(table)
-    if speeds:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for title in ("KV format", "backend", "mode", "batch", "tokens/s"):
-            table.add_column(title, justify="left" if title in ("KV format", "mode") else "right")
-        for speed in speeds:
-            mode = "on" if speed.batch_invariant else "off"
-            rate = f"{speed.tokens_per_second:.1f}"
-            table.add_row(speed.format, speed.backend, mode, str(speed.batch), rate)
-        console.print(table)
-
-
-def _circumstances(model: str) -> dict[str, Any]:
-    """What a reader needs to judge or repeat the numbers."""
-    import torch
-    import transformers
-
-    return {
-        "command": shlex.join(["kvant", *sys.argv[1:]]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "model": model,
-        "cpu": _cpu(),
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "versions": {
-            "kvant": __version__,
-            "python": platform.python_version(),
+        facts = {
+            "model": config.plan.model,
+            "speculative": asked.model or asked.method.name,
+            "prompts": str(prompts),
+            "max_tokens": max_tokens,
+            "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+            "python": platform.python_version(),
+            "rows": [row.as_json() for row in rows],
+        }
+        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -38,13 +38,13 @@ def _root(
 def _add_commands() -> None:
     from kvant.cli import bench, chat, demo, doctor, generate, plan, serve
 
-    app.add_typer(bench.app)
     app.command("chat")(chat.chat)
     app.command("generate")(generate.generate)
     app.command("plan")(plan.plan)
     app.command("serve")(serve.serve)
     app.command("doctor")(doctor.doctor)
     app.command("demo")(demo.demo)
+    app.add_typer(bench.app)
 
 
 _add_commands()

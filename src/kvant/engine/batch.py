@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from kvant.engine.scheduler import Chunk
 class Batch:
     """input_ids: [T] int64, the chunks behind each other. logits_index: [n] int64, places in T.
 
-    sampled: the sequences whose next token follows at the first of those places, in that order. scored:
+    sampled: the sequences whose next token follows at the first of those places, in that order; one
+    with drafts stands there once more for each of them. scored:
     chunks the log-probabilities of whose prompt tokens the other places give, `num_scored` of each.
     """
 
@@ -37,7 +39,7 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
     """
     count = len(chunks)
     starts = np.fromiter((c.start for c in chunks), np.int64, count)
-    lengths = np.fromiter((c.num_tokens for c in chunks), np.int64, count)
+    lengths = np.fromiter((c.num_tokens + len(c.drafts) for c in chunks), np.int64, count)
     rows = np.fromiter((c.sequence.row for c in chunks), np.int64, count)
     cu_seqlens = np.zeros(count + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -50,8 +52,9 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
     pages = table[owners, positions // page_size].astype(np.int64)
     slots = pages * page_size + positions % page_size
 
-    samples = np.fromiter((c.samples for c in chunks), np.bool_, count)
-    logits_index = cu_seqlens[1:][samples] - 1
+    ends = cu_seqlens[1:].tolist()
+    wanted = (range(end - c.num_rows, end) for c, end in zip(chunks, ends, strict=True))
+    logits_index = np.fromiter(chain.from_iterable(wanted), np.int64)
     scored = [c for c in chunks if num_scored(c)]
     if scored:
         begins = {id(c): begin for c, begin in zip(chunks, cu_seqlens.tolist(), strict=False)}
@@ -74,7 +77,7 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
         input_ids=torch.tensor(_tokens(chunks), dtype=torch.int64),
         step=step,
         logits_index=torch.from_numpy(logits_index),
-        sampled=[c.sequence for c in chunks if c.samples],
+        sampled=[c.sequence for c in chunks for _ in range(c.num_rows)],
         scored=scored,
     )
 
@@ -89,9 +92,10 @@ def num_scored(chunk: Chunk) -> int:
 
 def _tokens(chunks: Items[Chunk]) -> list[int]:
     tokens: list[int] = []
-    for sequence, start, length in chunks:
+    for sequence, start, length, _, drafts in chunks:
         if length == 1:  # most chunks: a slice would copy a list to take one number
             tokens.append(sequence.token_ids[start])
         else:
             tokens += sequence.token_ids[start : start + length]
+        tokens += drafts
     return tokens

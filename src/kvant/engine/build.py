@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ from kvant.models.locate import locate
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
+    from kvant.engine.speculation import Speculation
+    from kvant.models.loaded import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         batch_invariant=planned.request.batch_invariant,
     )
     assert planned.memory.num_pages is not None
-    runner = ModelRunner(model, planned.memory.num_pages)
+    num_pages = planned.memory.num_pages
+    runner = ModelRunner(model, num_pages)
     runner.capture(config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
     engine = Engine(
         runner,
@@ -80,14 +84,15 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             prefix_caching=config.prefix_caching,
             max_prompt_logprobs=max_prompt_logprobs(target.geometry.vocab_size),
         ),
-        planned.memory.num_pages,
+        num_pages,
         identity=CacheIdentity(
-            str(target.local.path.resolve()), target.local.revision, target.kv.fingerprint
+            str(target.local.path.resolve()), target.local.revision, _fingerprint(planned)
         ),
         vocab_size=target.geometry.vocab_size,
         eos_token_ids=model.eos_token_ids,
         tokenizer=None if tokenizing is None else tokenizing.backend,
         seed=config.seed,
+        speculation=_speculation(planned, model, num_pages, max_model_len),
     )
     return BuiltEngine(engine, planned, tokenizing, notes)
 
@@ -100,11 +105,6 @@ def plan_engine(
     First without weights, so that a refusal comes before a download, then with them.
     """
     first = make_plan(config.plan)
-    if config.plan.speculative is not None:
-        raise NotServable(
-            "--speculative-config can be planned, but not run yet",
-            why="the engine has no drafter loop so far",
-        )
     if first.target.geometry.not_runnable is not None:
         raise NotServable(
             f"{config.plan.model} can be planned, but not run yet",
@@ -115,7 +115,40 @@ def plan_engine(
     choose_max_model_len(make_plan(request))
     weights = not config.random_weights
     locate(request.model, revision=request.revision, weights=weights, progress=progress)
+    drafts = request.speculative
+    if drafts is not None and drafts.method.has_model:
+        locate(drafts.model, revision=drafts.revision, weights=True, progress=progress)
     planned = make_plan(request, weights=weights)
     max_model_len, note = choose_max_model_len(planned)
     notes = [] if note is None else [note]
     return planned, max_model_len, (*notes, *planned.target.local.notes)
+
+
+def _fingerprint(planned: Plan) -> str:
+    """What a page's bytes mean: a drafter's lie under the same id, and are found with it."""
+    if planned.draft is None:
+        return planned.target.kv.fingerprint
+    draft = planned.draft
+    return f"{planned.target.kv.fingerprint}+{draft.local.path.resolve()}:{draft.kv.fingerprint}"
+
+
+def _speculation(
+    planned: Plan, model: LoadedModel, num_pages: int, max_model_len: int
+) -> Speculation | None:
+    """The proposer that was asked for, loaded beside its target."""
+    from kvant.engine.speculation import Speculation
+    from kvant.speculative.base import PlannedDraft, Setting
+
+    asked, draft = planned.request.speculative, planned.draft
+    if asked is None:
+        return None
+    given = None
+    if draft is not None:
+        assert planned.draft_facts is not None
+        given = PlannedDraft(
+            draft.local.path, draft.config, draft.geometry, planned.draft_facts, draft.kv
+        )
+    count = planned.num_speculative_tokens
+    module = importlib.import_module(asked.method.module)
+    proposer = module.build(Setting(model, count, max_model_len, num_pages, given, asked.options))
+    return Speculation(proposer, count, planned.target.geometry.vocab_size, adaptive=asked.adaptive)

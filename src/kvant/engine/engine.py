@@ -1,6 +1,7 @@
 """The loop: requests in, tokens and text out, one step at a time.
 
-    submit -> [schedule -> zero new pages -> build the batch -> run -> sample -> append, finish] -> ...
+    submit -> [schedule -> zero new pages -> draft -> build the batch -> run -> sample -> append, finish]
+           -> ...
 
 Nothing here runs by itself: whoever holds the engine calls `step` until nothing is left. Between two
 steps any request can be cancelled.
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tokenizers import Tokenizer
 from torch import Tensor, isfinite
@@ -24,13 +26,15 @@ from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
-from kvant.engine.sampler import Sampled, sample, token_logprobs
+from kvant.engine.sampler import Rows, Sampled, token_logprobs
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
+from kvant.engine.speculation import Speculation
 from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault, RequestError
 from kvant.kv.pages import PageAllocator, root_hash
+from kvant.speculative.accept import verify
 
 _COMPILE_WAIT_SECONDS = 0.02
 _log = logging.getLogger(__name__)
@@ -65,6 +69,22 @@ class _Live:
             stream.put(piece)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A step that was run.
+
+    chunks: with their drafts. rows: of logits; first_rows: where each chunk's begin. broken: sequences
+    whose prompt gave NaN. hidden: what the proposer's taps gave.
+    """
+
+    chunks: list[Chunk]
+    batch: Batch
+    rows: Rows
+    first_rows: list[int]
+    broken: list[Sequence]
+    hidden: tuple[Tensor, ...]
+
+
 class Engine:
     """Runs requests on one model.
 
@@ -83,8 +103,10 @@ class Engine:
         eos_token_ids: Items[int] = (),
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.runner = runner
+        self.speculation = speculation
         self.limits = limits
         self.scheduler = Scheduler(limits, PageAllocator(num_pages))
         self.tokenizer = tokenizer
@@ -120,6 +142,7 @@ class Engine:
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
             num_preemptions=self._num_preemptions,
+            speculation=None if self.speculation is None else self.speculation.stats,
         )
 
     def submit(
@@ -187,37 +210,35 @@ class Engine:
         return result
 
     def step(self) -> list[Progress]:
-        """Run once; what became of every request that got a token or ended.
+        """Run once; what became of every request that got a token or ended, one piece for each token.
 
         If the forward fails its requests are cancelled, then the fault is raised: the engine itself
         stays sound.
         """
         progress = self._take_compiled()
-        schedule = self.scheduler.schedule()
+        speculation = self.speculation
+        most = 0
+        if speculation is not None:
+            most = speculation.num_draft_tokens(self.scheduler.num_running)
+        schedule = self.scheduler.schedule(most)
         if not schedule.chunks:
             return progress
         self._num_preemptions += len(schedule.preempted)
         try:
-            sampled, broken = self._run(schedule.chunks, schedule.pages_to_zero)
+            ran = self._run(schedule.chunks, schedule.pages_to_zero)
+            self._num_steps += 1
+            emitted = []
+            for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
+                self._num_computed_tokens += chunk.num_tokens + len(chunk.drafts)
+                pieces = self._emit(chunk, ran.rows, row, is_broken=chunk.sequence in ran.broken)
+                progress += pieces
+                emitted.append([token for piece in pieces for token in piece.token_ids])
+            if speculation is not None:
+                speculation.learn(ran.chunks, ran.batch, ran.hidden, emitted)
         except BaseException:
             for chunk in schedule.chunks:
                 self.cancel(chunk.sequence.number)
             raise
-        self._num_steps += 1
-        tokens = iter(sampled)
-        for chunk in schedule.chunks:
-            self._num_computed_tokens += chunk.num_tokens
-            token = next(tokens) if chunk.samples else None
-            if chunk.sequence in broken:
-                token = Sampled(None)
-            if token is None or token.token_id is not None or token.error is not None:
-                # Before the token is appended, and never if there is none: nothing that computed NaN
-                # is to be found by others.
-                self.scheduler.advance(chunk)
-            if token is not None:
-                live = self._live[chunk.sequence.number]
-                progress.append(self._take(live, token))
-                live.tell(progress[-1])
         return progress
 
     def stream(self, number: int) -> TokenStream:
@@ -340,16 +361,46 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def _run(
-        self, chunks: list[Chunk], pages_to_zero: list[int]
-    ) -> tuple[list[Sampled], list[Sequence]]:
-        """The tokens of the chunks that end where one follows, and sequences whose prompt gave NaN."""
+    def _run(self, chunks: list[Chunk], pages_to_zero: list[int]) -> _Ran:
+        speculation = self.speculation
         if pages_to_zero:
             self.runner.zero(pages_to_zero)
+            if speculation is not None:
+                speculation.zero(pages_to_zero)
+        if speculation is not None:
+            chunks = speculation.propose(chunks)
         batch = build_batch(chunks, self.scheduler.page_table, self.limits.page_size)
-        logits = self.runner.run(batch)
+        hidden: tuple[Tensor, ...] = ()
+        if speculation is None or not speculation.taps:
+            logits = self.runner.run(batch)
+        else:
+            logits, hidden = self.runner.run_with_hidden(batch, speculation.taps)
         broken = self._score(batch, logits) if batch.scored else []
-        return sample(logits[: len(batch.sampled)], batch.sampled), broken
+        first_rows = [0, *accumulate(chunk.num_rows for chunk in chunks)][:-1]
+        return _Ran(chunks, batch, Rows(logits[: len(batch.sampled)]), first_rows, broken, hidden)
+
+    def _emit(self, chunk: Chunk, rows: Rows, row: int, *, is_broken: bool) -> list[Progress]:
+        """What a chunk's sequence gets: nothing, a token, or several where drafts stand.
+
+        row: the first of its rows. is_broken: its prompt gave logits that are no numbers.
+        """
+        sequence, known = chunk.sequence, chunk.start + chunk.num_tokens
+        if not chunk.samples and not is_broken:
+            self.scheduler.advance(sequence, known, followed=False)
+            return []
+        live = self._live[sequence.number]
+
+        def choose(place: int) -> Progress:
+            sampled = Sampled(None) if is_broken else rows.sample(row + place, sequence)
+            if sampled.token_id is not None or sampled.error is not None:
+                # Before the token is appended, and never if there is none: nothing that computed NaN
+                # is to be found by others.
+                self.scheduler.advance(sequence, known + place, followed=True)
+            piece = self._take(live, sampled)
+            live.tell(piece)
+            return piece
+
+        return verify(chunk.drafts, choose, _goes_on_with)
 
     def _score(self, batch: Batch, logits: Tensor) -> list[Sequence]:
         """Note the log-probabilities of prompt tokens; those whose logits are no numbers."""
@@ -452,6 +503,11 @@ class Engine:
             prompt_logprobs=_prompt_logprobs(sequence),
             error=live.error,
         )
+
+
+def _goes_on_with(piece: Progress) -> int | None:
+    """The token that a sequence goes on from; None where it ended."""
+    return piece.token_ids[-1] if piece.result is None else None
 
 
 def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvant.engine.build import build_engine
 from kvant.engine.config import EngineConfig
@@ -17,6 +18,7 @@ from kvant.engine.tokenizing import Message, Tokenizing
 from kvant.errors import RequestError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
+from kvant.speculative.counts import spec_decode
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
@@ -72,6 +74,17 @@ class LLM:
     @property
     def engine(self) -> Engine:
         return self._built.engine
+
+    def metrics(self) -> dict[str, Any]:
+        """The engine's counters since it was made, by the names that `EngineStats` gives them.
+
+        With speculation also `spec_decode_*`: drafts, draft and accepted tokens, accepted ones by
+        position, and mean_acceptance_length, tokens of a step with the target's own one included.
+        """
+        stats = self.engine.stats
+        found = {field.name: getattr(stats, field.name) for field in fields(stats)}
+        speculation = found.pop("speculation")
+        return found if speculation is None else {**found, **spec_decode(speculation)}
 
     @property
     def tokenizing(self) -> Tokenizing | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvant.engine.request import FinishReason, TokenLogprobs
 from kvant.errors import RequestError
+from kvant.speculative.counts import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine between two steps. Steps, tokens and preemptions are counted since it was made."""
+    """The engine between two steps. Steps, tokens and preemptions are counted since it was made.
+
+    speculation: what became of drafts; None where none are made.
+    """
 
     num_running: int
     num_waiting: int
@@ -64,3 +68,4 @@ class EngineStats:
     num_steps: int
     num_computed_tokens: int
     num_preemptions: int
+    speculation: SpeculationStats | None = None

@@ -36,6 +36,12 @@ class Runner(Protocol):
         """
         ...
 
+    def run_with_hidden(
+        self, batch: Batch, layers: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`run`, and what these decoder layers hand on: [T, hidden_size] each."""
+        ...
+
 
 class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only."""
@@ -68,10 +74,14 @@ class ModelRunner:
             return logits[batch.logits_index.to(self.device)]
         if self.device.type == "cpu":
             return self._forward(batch.input_ids, batch.step, batch.logits_index)
-        there = self.device
-        return self._forward(
-            batch.input_ids.to(there), _moved(batch.step, there), batch.logits_index.to(there)
-        )
+        return self._forward(*_there(batch, self.device))
+
+    def run_with_hidden(
+        self, batch: Batch, layers: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        input_ids, step, logits_index = _there(batch, self.device)
+        call = StepCall(step, self.pool, self._backends)
+        return self.model.forward_with_hidden(input_ids, call, logits_index, layers)
 
     def capture(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         """Compile what a GPU needs and record decode steps as CUDA graphs, so that no request waits.
@@ -90,6 +100,10 @@ class ModelRunner:
         return self.model.forward(
             input_ids, StepCall(step, self.pool, self._backends), logits_index
         )
+
+
+def _there(batch: Batch, device: torch.device) -> tuple[Tensor, Step, Tensor]:
+    return batch.input_ids.to(device), _moved(batch.step, device), batch.logits_index.to(device)
 
 
 def _moved(step: Step, device: torch.device) -> Step:

@@ -46,15 +46,26 @@ class Sampled:
 
 def sample(logits: Tensor, sequences: Items[Sequence]) -> list[Sampled]:
     """One token for each row of logits [len(sequences), vocab]. The logits are not changed."""
-    if not sequences:
-        return []
-    best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
-    sound = torch.isfinite(best).tolist()
-    greedy = argmax.tolist()
-    return [
-        _sample(logits[row], sequence, greedy[row], ()) if sound[row] else Sampled(None)
-        for row, sequence in enumerate(sequences)
-    ]
+    rows = Rows(logits)
+    return [rows.sample(row, sequence) for row, sequence in enumerate(sequences)]
+
+
+class Rows:
+    """Rows of logits, [n, vocab], each to be sampled for its own sequence when its turn comes."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        if not len(logits):
+            return
+        best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
+        self._sound = torch.isfinite(best).tolist()
+        self._greedy = argmax.tolist()
+
+    def sample(self, row: int, sequence: Sequence) -> Sampled:
+        """The token that follows what the sequence has now."""
+        if not self._sound[row]:
+            return Sampled(None)
+        return _sample(self._logits[row], sequence, self._greedy[row], ())
 
 
 def sample_one(row: Tensor, sequence: Sequence, ahead: Items[int] = ()) -> Sampled:

@@ -41,16 +41,27 @@ class SchedulerLimits:
 
 
 class Chunk(NamedTuple):
-    """Tokens `start` to `start + num_tokens` of one sequence, run in this step."""
+    """Tokens `start` to `start + num_tokens` of one sequence, run in this step.
+
+    max_drafts: draft tokens that its pages have room for behind them. drafts: those that are run
+    with them, once a proposer was asked.
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
+    max_drafts: int = 0
+    drafts: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
         """Whether the last of these tokens is followed by one that is not known yet."""
         return self.start + self.num_tokens == len(self.sequence.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits that are wanted: behind its last token, and behind every draft."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 def _is_long(chunk: Chunk) -> bool:
@@ -105,29 +116,34 @@ class Scheduler:
         self._next_order += 1
         self._waiting.append(sequence)
 
-    def schedule(self) -> Schedule:
-        """Choose the next step. Empty chunks only if nothing is waiting or running."""
+    def schedule(self, num_draft_tokens: int = 0) -> Schedule:
+        """Choose the next step. Empty chunks only if nothing is waiting or running.
+
+        num_draft_tokens: room for so many drafts behind each next token, where tokens and pages are
+        to spare: drafts take nobody's place.
+        """
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
         self._logprobs_left = self.limits.max_prompt_logprobs
         budget = self._schedule_decodes(chunks, preempted)
+        if num_draft_tokens:
+            budget = self._schedule_drafts(chunks, budget, num_draft_tokens)
         budget = self._schedule_prefills(chunks, budget)
         if not preempted:  # whoever was just sent away would come straight back
             self._admit(chunks, budget)
         chunks.sort(key=_is_long)  # backends want long stretches last
         return Schedule(chunks, self.allocator.take_pages_to_zero(), preempted)
 
-    def advance(self, chunk: Chunk) -> None:
-        """The chunk was run: its K and V are in the pages.
+    def advance(self, sequence: Sequence, num_computed_tokens: int, *, followed: bool) -> None:
+        """K and V of its first tokens are in its pages.
 
-        Full pages can be found by others once a token followed: only then is it known that what was
-        computed from them are numbers.
+        followed: whether a token followed them. Only then are full pages found by others: before, nobody
+        knows that what they hold are numbers.
         """
-        sequence = chunk.sequence
-        sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+        sequence.num_computed_tokens = num_computed_tokens
         full = sequence.num_computed_tokens // self.limits.page_size
-        known = chunk.samples and self.limits.prefix_caching
-        if known and full > sequence.num_remembered_pages:
+        findable = followed and self.limits.prefix_caching
+        if findable and full > sequence.num_remembered_pages:
             self._remember(sequence, full)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -192,6 +208,30 @@ class Scheduler:
             chunks.append(Chunk(sequence, start, 1))
             budget -= 1
         return budget
+
+    def _schedule_drafts(self, chunks: list[Chunk], budget: int, most: int) -> int:
+        """Room for drafts behind the decodes that were just scheduled; all chunks so far are such."""
+        for place, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            # The last token that a sequence may have is never run, so nothing can follow it.
+            left = sequence.request.max_total_tokens - sequence.num_tokens - 1
+            wanted = min(most, budget, left)
+            room = self._room_behind(sequence, wanted) if wanted > 0 else 0
+            if room > 0:
+                chunks[place] = chunk._replace(max_drafts=room)
+                budget -= room
+        return budget
+
+    def _room_behind(self, sequence: Sequence, wanted: int) -> int:
+        """Of so many tokens behind its last one, how many its pages hold, with more if they are free.
+
+        A page for each running sequence stays: none is to be preempted for what may be rejected.
+        """
+        missing = self._pages_for(sequence.num_tokens + wanted) - len(sequence.pages)
+        spare = self.allocator.num_available - len(self._running)
+        if 0 < missing <= spare:
+            self._extend(sequence, missing)
+        return min(wanted, len(sequence.pages) * self.limits.page_size - sequence.num_tokens)
 
     def _schedule_prefills(self, chunks: list[Chunk], budget: int) -> int:
         for sequence in self._running:
@@ -278,14 +318,19 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """One more page, from the youngest if need be. False if the youngest is this one itself."""
-        pages = self.allocator.allocate(1)
-        while pages is None:
+        while not self._extend(sequence, 1):
             youngest = self._running[-1]
             self._preempt(youngest)
             preempted.append(youngest)
             if youngest is sequence:
                 return False
-            pages = self.allocator.allocate(1)
+        return True
+
+    def _extend(self, sequence: Sequence, count: int) -> bool:
+        """More pages for a running sequence; False, and no change, if there are not that many."""
+        pages = self.allocator.allocate(count)
+        if pages is None:
+            return False
         self.page_table.write(sequence.row, len(sequence.pages), pages)
         sequence.pages += pages
         return True

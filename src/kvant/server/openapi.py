@@ -182,10 +182,10 @@ def _either(tokenize: dict[str, Any]) -> dict[str, Any]:
     """A text or a conversation, not both; special tokens can be asked for beside a text only."""
     forms = []
     for field, others in (
-        ("prompt", {"messages": {"type": "null"}}),
-        ("messages", {"prompt": {"type": "null"}, "add_special_tokens": {"enum": [False, None]}}),
+        ("prompt", ("messages",)),
+        ("messages", ("prompt", "add_special_tokens")),
     ):
-        properties = {**tokenize["properties"], **others}
+        properties = {**tokenize["properties"], **{other: {"type": "null"} for other in others}}
         (given,) = [form for form in properties[field]["anyOf"] if form.get("type") != "null"]
         form = {**tokenize, "properties": {**properties, field: given}, "required": [field]}
         forms.append(form)

@@ -74,7 +74,7 @@ def parse(body: bytes, model: type[_Body]) -> _Body:
     except ValidationError as fault:
         errors = fault.errors(include_url=False, include_input=False, include_context=False)
         # Where several forms are allowed, the one that was understood furthest says what is wrong.
-        error = max(errors, key=lambda error: (len(error["loc"]), _indices(error["loc"])))
+        error = max(errors, key=lambda error: len(error["loc"]))
         param = _param(error["loc"])
         message = error["msg"]
         if error["type"] == "json_invalid":
@@ -369,10 +369,6 @@ _BELOW_A_FIELD = frozenset(
     {"role", "content", "type", "text", "include_usage", "json_schema", "schema", "strict", "name",
      "json", "json_object", "regex", "choice", "grammar"}
 )  # fmt: skip
-
-
-def _indices(loc: tuple[int | str, ...]) -> list[int]:
-    return [step for step in loc if isinstance(step, int)]
 
 
 def _param(loc: tuple[int | str, ...]) -> str | None:

@@ -33,6 +33,23 @@ class SpeculationStats:
     def acceptance_rate(self) -> float:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
+    def since(self, earlier: SpeculationStats) -> SpeculationStats:
+        """What was counted after `earlier`."""
+        return SpeculationStats(
+            num_drafts=self.num_drafts - earlier.num_drafts,
+            num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
+            num_emitted_tokens=self.num_emitted_tokens - earlier.num_emitted_tokens,
+            accepted_per_position=tuple(
+                now - then
+                for now, then in zip(
+                    self.accepted_per_position, earlier.accepted_per_position, strict=True
+                )
+            ),
+            num_plain_steps=self.num_plain_steps - earlier.num_plain_steps,
+            pays=self.pays,
+        )
+
 
 class Counts:
     """The counters behind `SpeculationStats`. num_positions: drafts of one sequence at most."""

@@ -58,10 +58,10 @@ class DraftNetwork:
         longest = max_model_len + draft.facts.block_size
         self._rotary = _rotary(draft.config, longest).to(target.device)
 
-    def write_context(self, hidden: Sequence[Tensor], step: Step) -> None:
-        """K and V of every layer for tokens that the target ran, into the slots of `step`.
+    def write_context(self, hidden: Sequence[Tensor], slots: Tensor, positions: Tensor) -> None:
+        """K and V of every layer for tokens that the target ran.
 
-        hidden: [T, hidden_size] of each tapped layer, T as in step.positions and slot_mapping.
+        hidden: [T, hidden_size] of each tapped layer. slots, positions: [T] int64.
         """
         weights, first = self._weights, self._layers[0]
         count, heads = len(self._layers), first.num_kv_heads
@@ -69,9 +69,10 @@ class DraftNetwork:
         context = self._norm(weights.fc(features), weights.hidden_norm).to(self._dtype)
         keys, values = weights.context_kv(context).chunk(2, dim=-1)
         k = keys.view(-1, count, heads, first.head_dim_k)
-        cos, sin = self._angles(step.positions)
+        cos, sin = self._angles(positions)
         k = _rotate(self._norm(k, weights.context_k_norm), cos[:, None], sin[:, None])
         v = values.view(-1, count, heads, first.head_dim_v)
+        step = _write_only(slots, positions)
         for place, layer in enumerate(self._layers):
             cache, backend = self._pool[layer.index], self._backends[layer.index]
             backend.write(cache, k[:, place], v[:, place], step)
@@ -144,6 +145,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the two halves of a head (the convention of Llama and Qwen)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _write_only(slots: Tensor, positions: Tensor) -> Step:
+    """A step that nobody attends in."""
+    nothing = torch.zeros(1, dtype=torch.int32, device=slots.device)
+    return Step(nothing, nothing[:0], nothing[None, :0], slots, positions, 0, 0)
 
 
 def _rotary(config: Mapping[str, Any], max_model_len: int) -> Any:

@@ -58,12 +58,11 @@ class DFlashProposer:
     def learn(self, verified: Verified) -> None:
         """Write the context of the tokens that stand; their pages carry it from now on."""
         step, hidden, kept = verified.step, verified.hidden, verified.kept
+        slots, positions = step.slot_mapping, step.positions
         if kept is not None:
-            step = replace(
-                step, slot_mapping=step.slot_mapping[kept], positions=step.positions[kept]
-            )
-            hidden = tuple(part[kept] for part in hidden)
-        self._network.write_context(hidden, step)
+            slots, positions = slots[kept], positions[kept]
+            hidden = tuple(part[kept.to(self._device)] for part in hidden)
+        self._network.write_context(hidden, slots.to(self._device), positions.to(self._device))
 
     def _step(self, asks: Sequence[Ask]) -> Step:
         """The blocks of all sequences, packed."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvant.engine.batch import Batch
 from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.sampler import greedy
 from kvant.engine.scheduler import SchedulerLimits
 
 VOCAB = 97
@@ -41,6 +42,13 @@ class RememberingRunner:
     def zero(self, pages: Sequence[int]) -> None:
         assert 0 not in pages
         self.stored[list(pages)] = UNWRITTEN
+
+    @property
+    def looks_ahead(self) -> bool:
+        return False
+
+    def greedy(self, logits: Tensor) -> tuple[list[bool], list[int]]:
+        return greedy(logits)
 
     def run(self, batch: Batch) -> Tensor:
         if self.fail_at == len(self.steps):

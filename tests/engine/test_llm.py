@@ -276,3 +276,32 @@ def test_the_public_names_are_listed() -> None:
     assert set(kvant.__all__) <= set(dir(kvant))
     with pytest.raises(AttributeError, match="LLMM"):
         _ = kvant.LLMM
+
+
+def test_conversations_are_answered_one_or_several(llm: LLM) -> None:
+    hi = [{"role": "user", "content": "Hi"}]
+    ho = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ho"}]
+    (one,) = llm.chat(hi, GREEDY)
+    assert one.token_ids == llm.generate(llm.encode_chat(hi), GREEDY)[0].token_ids
+    both = llm.chat(
+        [hi, ho], [GREEDY, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]
+    )
+    assert both[0].token_ids == one.token_ids
+    assert len(both[1].token_ids) == 3
+    assert llm.chat([], GREEDY) == []
+
+
+def test_without_parameters_the_model_decides(path: Path, tmp_path: Path) -> None:
+    assert make(path).default_params.is_greedy
+    other = tiny_chat.build(tmp_path)
+    (other / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    chosen = make(other).default_params
+    assert (chosen.temperature, chosen.top_k) == (0.6, 50)
+
+
+def test_metrics_are_the_engines_numbers(llm: LLM) -> None:
+    before = llm.metrics()
+    llm.generate("Hello", GREEDY)
+    after = llm.metrics()
+    assert after["num_steps"] - before["num_steps"] == 12
+    assert (after["num_running"], after["num_held_pages"]) == (0, 0)

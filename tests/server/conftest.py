@@ -7,6 +7,8 @@ import pytest
 
 from tests.server.harness import Server, build_model
 
+CONNECTIONS = 40
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -30,6 +32,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         "--allowed-origins", "https://app.example", "--max-body-bytes", "2000",
         "--header-timeout", "1", "--body-timeout", "1", "--max-num-seqs", "2",
         "--max-num-queued-reqs", "1", "--request-timeout", "2",
+        "--max-connections", str(CONNECTIONS), "--keep-alive-timeout", "1", "--ping-interval", "0.3",
     )  # fmt: skip
     with Server(model, flags, key="sesame") as server:
         yield server

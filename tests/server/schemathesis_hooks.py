@@ -23,7 +23,14 @@ CONTRADICTIONS = (
     r"min_tokens \d+ is more than max_tokens \d+",
     r"give either prompt or messages",
     r"the chat template writes its own special tokens",
-    r"logprobs are not offered while streaming",
+    r"prompt_logprobs are not offered while streaming",
+    r"max_tokens 0 needs echo or prompt_logprobs",
+    r"n answers of no tokens make no sense",
+    r"log-probabilities of so many prompt tokens are \d+ numbers",
+    r"(min_tokens|ignore_eos) contradicts ",
+    r"what this request allows and forbids leaves no token to go on with",
+    # Whether a text is a schema, a regex or a grammar is nothing that JSON Schema can say.
+    r"(response_format|structured_outputs|guided_(json|regex|choice|grammar))\b",
 )
 _KNOWN = re.compile("|".join(CONTRADICTIONS))
 

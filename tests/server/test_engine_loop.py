@@ -134,3 +134,23 @@ def test_the_fake_engine_answers_what_it_should() -> None:
     while engine.has_work:
         count += sum(piece.num_tokens for piece in loop.step().pieces)
     assert count == len(answer((5, 6), 6)) == 6
+
+
+def test_an_idle_engine_audits_its_pages_once_and_says_what_it_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = make_engine()
+    loop = EngineLoop(engine)
+    monkeypatch.setattr("kvant.server.engine_loop.AUDIT_AFTER_SECONDS", 0.0)
+    assert loop.step().num_audits == 0, "nothing has happened"
+    for wrong in (False, True):
+        loop.take(_submit(1, (5, 6)))
+        while loop.engine.has_work:
+            loop.step()
+        if wrong:
+            lost = engine.scheduler.allocator.allocate(1)  # and nobody holds it
+        before = loop.step()
+        assert loop.step() == before, "once"
+    assert (before.num_audits, before.num_audit_faults) == (2, 1)
+    assert lost is not None
+    engine.scheduler.allocator.release(lost)

@@ -38,6 +38,46 @@ def test_500_random_disconnects_each_give_their_pages_back(server: Server) -> No
     assert server.metric("kvant:pages_usable") == usable
 
 
+def test_abort_storms_leave_every_page_with_its_owners(model: Path) -> None:
+    """Sixteen clients leave half a second after they came, twenty times; one prefix, small chunks."""
+    flags = (
+        "--max-num-seqs",
+        "16",
+        "--max-num-batched-tokens",
+        "64",
+        "--max-num-queued-reqs",
+        "32",
+    )
+    with Server(model, flags) as server:
+        engine, usable = server.engine_pid(), server.metric("kvant:pages_usable")
+        chance = random.Random(13)
+        slowest = 0.0
+        for _ in range(20):
+            socks = []
+            for client in range(16):
+                prompt = [5] * chance.choice((16, 100, 400)) + [6 + client]
+                body = {**LONG, "prompt": prompt, "stream": client % 2 == 0, "n": 1 + client % 2}
+                socks.append(_send(server, body))
+            time.sleep(0.5)
+            for sock in socks:
+                sock.close()
+            slowest = max(slowest, server.wait_idle(5))
+            audits = server.metric("kvant:page_audits_total")
+            ended = time.monotonic() + 5
+            while server.metric("kvant:page_audits_total") == audits:
+                assert time.monotonic() < ended, "an idle engine audits its pages"
+                time.sleep(0.05)
+        hits = server.metric("kvant:prefix_cache_hits_total")
+        cached = server.complete([5] * 100, max_tokens=1).json["usage"]["prompt_tokens_details"]
+        print(f"abort storms: pages back after at most {slowest * 1000:.0f} ms; {hits:.0f} hits")
+        assert slowest <= 1.0
+        assert cached["cached_tokens"] > 0, "the prefix was shared"
+        assert server.metric("kvant:page_audit_faults_total") == 0
+        assert server.metric("kvant:requests_aborted_total") >= 20 * 16
+        assert server.engine_pid() == engine
+        assert server.metric("kvant:pages_usable") == usable
+
+
 def test_32_requests_survive_kill_9(model: Path) -> None:
     with Server(model, ("--max-num-seqs", "32")) as server:
         bodies: list[bytes] = []

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from tests.server.conftest import CONNECTIONS
 from tests.server.harness import Answer, Server
 
 PATHS = (
@@ -84,6 +88,7 @@ def _raw(server: Server, data: bytes, *, seconds: float = 5.0) -> bytes:
         return found
 
 
+_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n"
 
 
@@ -233,6 +238,79 @@ def test_browsers_let_in_pages_of_this_machine_and_those_that_are_named(
     assert preflight.headers.get("access-control-allow-origin") == shown
     plain = guarded.send("OPTIONS", "/v1/models", headers={"Authorization": ""})
     assert plain.status == 401, "only a preflight request needs no key"
+
+
+def test_the_header_block_may_have_its_limit_and_no_byte_more(guarded: Server) -> None:
+    ours = {b"Host": b"x", b"Authorization": b"Bearer sesame", b"Connection": b"close"}
+    size = sum(len(name) + len(value) + 4 for name, value in ours.items()) + len(b"X-Pad") + 4
+    for padding, expected in ((2**15 - size, b"HTTP/1.1 200"), (2**15 - size + 1, b"HTTP/1.1 431")):
+        lines = {**ours, b"X-Pad": b"x" * padding}
+        block = b"".join(b"%s: %s\r\n" % line for line in lines.items())
+        assert _raw(guarded, b"GET /version HTTP/1.1\r\n" + block + b"\r\n").startswith(expected)
+
+
+def test_as_many_connections_as_allowed_and_no_one_more(guarded: Server) -> None:
+    time.sleep(0.2)  # those of other tests have been closed
+    with ExitStack() as opened:
+        for _ in range(CONNECTIONS):
+            address = ("127.0.0.1", guarded.port)
+            sock = opened.enter_context(socket.create_connection(address, timeout=5))
+        sock.sendall(_HEALTH)
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200"), "the last one is served"
+        head, body = _raw(guarded, b"").split(b"\r\n\r\n", 1)
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"retry-after" in head
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+    time.sleep(0.2)
+    assert guarded.get("/health").status == 200, "places of closed connections come back"
+
+
+def test_a_connection_may_rest_for_its_time_and_no_longer(guarded: Server) -> None:
+    with socket.create_connection(("127.0.0.1", guarded.port), timeout=5) as sock:
+        for rest in (0.0, 0.7):
+            time.sleep(rest)
+            sock.sendall(_HEALTH)
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += sock.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 200")
+        started = time.monotonic()
+        assert sock.recv(4096) == b""
+        assert 0.9 <= time.monotonic() - started < 2
+
+
+def test_a_silent_stream_shows_signs_of_life(guarded: Server) -> None:
+    guarded.wait_idle(5)
+    with guarded.open_stream(max_tokens=4000) as response:
+        engine = guarded.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            lines = [response.readline()]
+            while lines[-1] != b": ping\n":
+                lines.append(response.readline())
+                assert len(lines) < 20_000
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert response.readline() == b"\n"
+        assert response.readline().startswith((b"data: ", b": ping")), "and then it goes on"
+    guarded.wait_idle(3)
+
+
+def test_prompts_wait_up_to_the_limit_of_tokens(model: Path) -> None:
+    flags = ("--max-num-seqs", "1", "--max-num-queued-tokens", "100")
+    with Server(model, flags) as server, ExitStack() as running:
+        running.enter_context(server.open_stream(max_tokens=4000))
+        while not server.metric("kvant:num_requests_running"):
+            time.sleep(0.01)
+        while server.metric("kvant:queued_prompt_tokens"):
+            time.sleep(0.01)
+        running.enter_context(server.open_stream(prompt=[5] * 60, max_tokens=9))
+        refused = server.complete([5] * 41, max_tokens=1)
+        assert refused.status == 429
+        assert "60 tokens wait" in refused.error["message"]
+        running.enter_context(server.open_stream(prompt=[5] * 40, max_tokens=9))
+        assert server.metric("kvant:queued_prompt_tokens") == 100
+        assert server.complete([5], max_tokens=1).status == 429
 
 
 def test_what_is_no_http_is_refused_in_the_common_shape(guarded: Server) -> None:

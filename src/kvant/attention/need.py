@@ -28,11 +28,13 @@ class DeviceFacts:
     """A device as planning knows it; it need not be present.
 
     arch: "sm_90", "gfx942", "" for a CPU. has_bf16: fast bfloat16 arithmetic.
+    has_avx2: of a CPU, that it has AVX2, FMA and F16C, as x86 CPUs since 2013 do.
     """
 
     kind: DeviceKind
     arch: str = ""
     has_bf16: bool = True
+    has_avx2: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ To add a backend: one package under `kvant/attention/` with a torch-free `info.p
 
 from __future__ import annotations
 
+from kvant.attention.cpu.info import INFO as CPU
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.attention.triton.info import INFO as TRITON
@@ -12,9 +13,9 @@ from kvant.errors import UnknownName
 from kvant.kv.dtype import KVDtype
 from kvant.kv.geometry import Attention
 from kvant.kv.resolve import Served
-from kvant.kv.spec import Rejected
+from kvant.kv.spec import KVPlan, Rejected
 
-BACKENDS: tuple[BackendInfo, ...] = (TRITON, REFERENCE)
+BACKENDS: tuple[BackendInfo, ...] = (TRITON, CPU, REFERENCE)
 """Every backend, fastest first: the first that does not refuse serves the layer."""
 
 
@@ -49,6 +50,21 @@ def allow(need: Need, *, not_runnable: str) -> Served:
     reason = _refuse_formats(need)
     rejected = tuple(Rejected(info.name, reason or not_runnable) for info in BACKENDS)
     return Served(reason is None, None, rejected)
+
+
+def slow_layers(plan: KVPlan) -> tuple[str, ...]:
+    """Why layers are left to the reference backend on a CPU, one line a reason."""
+    found: dict[str, list[int]] = {}
+    for layer in plan.layers:
+        if layer.backend == REFERENCE.name:
+            for rejected in layer.rejected:
+                if rejected.backend == CPU.name:
+                    found.setdefault(rejected.reason, []).append(layer.geometry.index)
+    return tuple(
+        f"attention in {len(layers)} of {len(plan.layers)} layers is left to the reference backend, "
+        f"which is slow; {CPU.name}: {reason}"
+        for reason, layers in found.items()
+    )
 
 
 def _is_gpu(device: DeviceFacts) -> bool:

@@ -18,6 +18,9 @@ WIDE_LAYERS = "0,-1"
 QUESTION = "Why is the sky blue? Answer in three sentences."
 ANSWER_TOKENS = 80
 TEXT_TOKENS = 384
+SERVED_TEXT_CHARS = 1600
+SERVED_ANSWER_TOKENS = 24
+SERVED_QUESTIONS = ("What is this text about?", "When was the lighthouse built?")
 
 
 def demo() -> None:
@@ -107,8 +110,38 @@ def _formats(llm: LLM, console: Console) -> None:
     )
 
 
+def _served(llm: LLM, console: Console) -> None:
+    from kvant.cli.demo_server import ask, client_name, served
+    from kvant.measure.fidelity import passage
+
+    flags = (
+        "--dtype", "float32", "--kv-cache-dtype", FORMAT, "--max-model-len", "2048",
+        "--kv-cache-memory", "128MiB",
+    )  # fmt: skip
+    console.print(f"kvant serve {MODEL} {' '.join(flags)}", style="dim", highlight=False)
+    text = passage()[:SERVED_TEXT_CHARS]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("client")
+    for title in ("prompt tokens", "of them cached", "first text after"):
+        table.add_column(title, justify="right")
+    with served(MODEL, flags) as port:
+        for client, question in zip("AB", SERVED_QUESTIONS, strict=True):
+            messages = [{"role": "system", "content": text}, {"role": "user", "content": question}]
+            answer = ask(port, MODEL, messages, max_tokens=SERVED_ANSWER_TOKENS)
+            console.print(f"[bold]{client}:[/] {question} [dim](after a text that both have)[/]")
+            console.print(" ".join(answer.text.split()), markup=False, highlight=False)
+            counts = (str(answer.prompt_tokens), str(answer.cached_tokens))
+            table.add_row(client, *counts, f"{answer.first:.2f} s")
+    console.print(table)
+    console.print(
+        f"[dim]two clients ({client_name()}) on 127.0.0.1; the second finds the pages of the text that "
+        "the first one left, in the format they were stored in[/]"
+    )
+
+
 CHAPTERS: tuple[tuple[str, Callable[[LLM, Console], None]], ...] = (
     ("What is stored, layer by layer, and who decided it", _plan),
     ("A real model answers through that cache", _answer),
     ("The same model under every format", _formats),
+    ("Served over HTTP: two clients share a prefix", _served),
 )

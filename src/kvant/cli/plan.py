@@ -19,7 +19,7 @@ from kvant.engine.config import PlanOptions, plan_request
 from kvant.engine.planning import Plan, PlanRequest, make_plan
 from kvant.engine.settings import Settings
 from kvant.errors import DoesNotFit, UnknownName
-from kvant.models.geometry.compute_dtype import host_cpu_has_bf16
+from kvant.models.geometry.compute_dtype import host_cpu_has_avx2, host_cpu_has_bf16
 
 
 class Format(Enum):
@@ -88,7 +88,9 @@ _DEVICES = {
 def device_from(text: str) -> DeviceFacts:
     """The device to plan for; it need not be present."""
     if text == "cpu":
-        return DeviceFacts(DeviceKind.CPU, has_bf16=host_cpu_has_bf16())
+        return DeviceFacts(
+            DeviceKind.CPU, has_bf16=host_cpu_has_bf16(), has_avx2=host_cpu_has_avx2()
+        )
     if text not in _DEVICES:
         raise UnknownName("device", text, ("cpu", *_DEVICES), asked_by="--device")
     return _DEVICES[text]

@@ -82,6 +82,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             max_model_len=max_model_len,
             page_size=target.kv.page_size,
             prefix_caching=config.prefix_caching,
+            pages_ahead=runner.looks_ahead,
             max_prompt_logprobs=max_prompt_logprobs(target.geometry.vocab_size),
         ),
         num_pages,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable, UnknownName, WayOut
-from kvant.models.geometry.compute_dtype import host_cpu_has_bf16
+from kvant.models.geometry.compute_dtype import host_cpu_has_avx2, host_cpu_has_bf16
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def host_device(name: str, *, asked_by: str = "--device") -> DeviceFacts:
                 f"{asked_by} cuda: torch finds no such device here",
                 ways_out=(WayOut("run on the CPU", ("--device", "cpu")),),
             )
-    return DeviceFacts(DeviceKind.CPU, has_bf16=host_cpu_has_bf16())
+    return DeviceFacts(DeviceKind.CPU, has_bf16=host_cpu_has_bf16(), has_avx2=host_cpu_has_avx2())
 
 
 def _accelerator() -> DeviceFacts | None:

@@ -14,19 +14,19 @@ import random
 import weakref
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 from torch import Tensor, isfinite
 
-from kvant.engine.batch import Batch, build_batch, num_scored
-from kvant.engine.grammar import Compiling, GrammarCompiler
+from kvant.engine.batch import Batch, build_batch, look_ahead, num_scored
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
-from kvant.engine.sampler import Rows, Sampled, token_logprobs
+from kvant.engine.sampler import Rows, Sampled, is_plain, token_logprobs
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from kvant.engine.speculation import Speculation
@@ -35,6 +35,9 @@ from kvant.engine.text import TextStream
 from kvant.errors import EngineFault, RequestError
 from kvant.kv.pages import PageAllocator, root_hash
 from kvant.speculative.accept import verify
+
+if TYPE_CHECKING:
+    from kvant.engine.grammar import Compiling, GrammarCompiler
 
 _COMPILE_WAIT_SECONDS = 0.02
 _log = logging.getLogger(__name__)
@@ -307,6 +310,9 @@ class Engine:
 
     def _compiler(self) -> GrammarCompiler:
         if self._grammars is None:
+            # Not with the module: its library takes time to import, and timings do without it.
+            from kvant.engine.grammar import GrammarCompiler
+
             assert self.tokenizer is not None
             self._grammars = GrammarCompiler(
                 self.tokenizer, self.vocab_size, sorted(self.eos_token_ids)
@@ -370,14 +376,24 @@ class Engine:
         if speculation is not None:
             chunks = speculation.propose(chunks)
         batch = build_batch(chunks, self.scheduler.page_table, self.limits.page_size)
+        if speculation is None and self.runner.looks_ahead and self._knows_what_follows(batch):
+            ahead = look_ahead(chunks, self.scheduler.page_table, self.limits.page_size)
+            batch = replace(batch, ahead=ahead)
         hidden: tuple[Tensor, ...] = ()
-        if speculation is None or not speculation.taps:
-            logits = self.runner.run(batch)
-        else:
+        known = None
+        if speculation is not None and speculation.taps:
             logits, hidden = self.runner.run_with_hidden(batch, speculation.taps)
+        else:
+            logits = self.runner.run(batch)
+            known = None if batch.scored else self.runner.greedy(logits)
         broken = self._score(batch, logits) if batch.scored else []
         first_rows = [0, *accumulate(chunk.num_rows for chunk in chunks)][:-1]
-        return _Ran(chunks, batch, Rows(logits[: len(batch.sampled)]), first_rows, broken, hidden)
+        rows = Rows(logits[: len(batch.sampled)], known)
+        return _Ran(chunks, batch, rows, first_rows, broken, hidden)
+
+    def _knows_what_follows(self, batch: Batch) -> bool:
+        """Whether the next step is this one's continuation, if nothing ends or arrives."""
+        return not self.scheduler.num_waiting and all(map(is_plain, batch.sampled))
 
     def _emit(self, chunk: Chunk, rows: Rows, row: int, *, is_broken: bool) -> list[Progress]:
         """What a chunk's sequence gets: nothing, a token, or several where drafts stand.

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from kvant.engine.build import build_engine
 from kvant.engine.config import EngineConfig
+from kvant.engine.generation_defaults import read_defaults
 from kvant.engine.llm_options import LLMOptions, config_of
 from kvant.engine.planning import Plan
-from kvant.engine.result import Result
+from kvant.engine.result import Result, as_metrics
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.stream import TokenStream
 from kvant.engine.tokenizing import Message, Tokenizing
 from kvant.errors import RequestError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
-from kvant.speculative.counts import spec_decode
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
@@ -81,10 +81,7 @@ class LLM:
         With speculation also `spec_decode_*`: drafts, draft and accepted tokens, accepted ones by
         position, and mean_acceptance_length, tokens of a step with the target's own one included.
         """
-        stats = self.engine.stats
-        found = {field.name: getattr(stats, field.name) for field in fields(stats)}
-        speculation = found.pop("speculation")
-        return found if speculation is None else {**found, **spec_decode(speculation)}
+        return as_metrics(self.engine.stats)
 
     @property
     def tokenizing(self) -> Tokenizing | None:
@@ -96,6 +93,16 @@ class LLM:
         """Lines about what was chosen where nothing was asked."""
         return self._built.notes
 
+    @cached_property
+    def default_params(self) -> SamplingParams:
+        """What holds for requests without parameters: what the model's generation_config.json recommends,
+        else greedy.
+        """
+        said = read_defaults(self.model_path)
+        return SamplingParams(
+            temperature=said.temperature, top_k=said.top_k, top_p=said.top_p, min_p=said.min_p
+        )
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -105,12 +112,13 @@ class LLM:
     ) -> list[Result]:
         """Complete one or several prompts, all in one batch; results in the order of the prompts.
 
-        A prompt is a text or a list of token ids. sampling_params: one for all or one for each; with
-        its n, n results for each prompt, one after another. If any request is wrong, RequestError, and
-        none is run; a form that does not compile is found out while others run, and ends them all.
-        salt: see `Engine.submit`.
+        A prompt is a text or a list of token ids. sampling_params: one for all, one for each, or None for
+        `default_params`; with its n, n results for each prompt, one after another. If any request is
+        wrong, RequestError, and none is run; a form that does not compile is found out while others
+        run, and ends them all. salt: see `Engine.submit`.
         """
-        requests = _pair(prompts, sampling_params)
+        chosen = self.default_params if sampling_params is None else sampling_params
+        requests = _pair(prompts, chosen)
         engine = self.engine
         numbers: list[int] = []
         results: dict[int, Result] = {}
@@ -130,6 +138,19 @@ class LLM:
                 engine.cancel(number)  # does nothing to those that ended
         return [results[number] for number in numbers]
 
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        salt: str = "",
+    ) -> list[Result]:
+        """Answer one conversation or several, in the model's chat template; otherwise as `generate`."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        several = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
+        prompts = [self.encode_chat(conversation) for conversation in several]
+        return self.generate(prompts, sampling_params, salt=salt)
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, salt: str = ""
     ) -> TokenStream:
@@ -138,7 +159,7 @@ class LLM:
         Leaving the loop early cancels the request.
         """
         number = self.engine.submit(
-            self.encode(prompt), sampling_params or SamplingParams(), salt=salt
+            self.encode(prompt), sampling_params or self.default_params, salt=salt
         )
         return self.engine.stream(number)
 
@@ -161,7 +182,7 @@ class LLM:
 
 def _pair(
     prompts: Prompt | Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    params: SamplingParams | Sequence[SamplingParams],
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Each prompt with its parameters. A list of numbers is one prompt, not several."""
     several: list[Prompt]
@@ -169,8 +190,8 @@ def _pair(
         several = [prompts]  # type: ignore[list-item]
     else:
         several = list(prompts)  # type: ignore[arg-type]
-    if params is None or isinstance(params, SamplingParams):
-        return [(prompt, params or SamplingParams()) for prompt in several]
+    if isinstance(params, SamplingParams):
+        return [(prompt, params) for prompt in several]
     if len(params) != len(several):
         raise RequestError(
             f"{len(several)} prompts and {len(params)} sampling_params", param="sampling_params"

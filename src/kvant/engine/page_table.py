@@ -22,6 +22,10 @@ class PageTable:
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
+    def max_pages(self) -> int:
+        return int(self._table.shape[1])
+
+    @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 

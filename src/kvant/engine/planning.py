@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvant.attention.need import BackendInfo, DeviceFacts, Need
-from kvant.attention.select import allow, device_encodings, select
+from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
+from kvant.attention.select import allow, device_encodings, select, slow_layers
 from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.errors import BadCheckpoint, BadValue, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
@@ -106,6 +106,8 @@ class Plan:
         lines = [*self.target.local.notes, *self.target.kv.warnings]
         if self.target.geometry.not_runnable:
             lines.append(f"planned, but not runnable yet: {self.target.geometry.not_runnable}")
+        if self.request.device.kind is DeviceKind.CPU and self.request.backend is None:
+            lines += slow_layers(self.target.kv)
         if self.draft is not None:
             lines += [f"draft: {line}" for line in self.draft.kv.warnings]
         return (*lines, *_memory_warnings(self))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from kvant.engine.request import FinishReason, TokenLogprobs
 from kvant.errors import RequestError
-from kvant.speculative.counts import SpeculationStats
+from kvant.speculative.counts import SpeculationStats, spec_decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +70,10 @@ class EngineStats:
     num_computed_tokens: int
     num_preemptions: int
     speculation: SpeculationStats | None = None
+
+
+def as_metrics(stats: EngineStats) -> dict[str, Any]:
+    """The numbers by name; with speculation `spec_decode_*` beside them."""
+    found = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    speculation = found.pop("speculation")
+    return found if speculation is None else {**found, **spec_decode(speculation)}

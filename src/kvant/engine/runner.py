@@ -13,6 +13,7 @@ from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
 from kvant.engine.batch import Batch
 from kvant.engine.graphs import DecodeGraphs
+from kvant.engine.sampler import Greedy, greedy
 from kvant.engine.warm_up import warm_up
 from kvant.kv.pool import KVPool
 from kvant.kv.spec import KVPlan
@@ -42,6 +43,15 @@ class Runner(Protocol):
         """`run`, and what these decoder layers hand on: [T, hidden_size] each."""
         ...
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it makes use of `Batch.ahead`."""
+        ...
+
+    def greedy(self, logits: Tensor) -> Greedy:
+        """What `run` just returned, or rather its rows' largest entries."""
+        ...
+
 
 class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only."""
@@ -52,6 +62,7 @@ class ModelRunner:
         self.pool = KVPool(stored, num_pages, device=model.device, scales=model.scales)
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
         self._graphs: DecodeGraphs | None = None
+        self._by_graph = False
         self._clear: Callable[[Sequence[int]], None] = self.pool.zero
         if self.device.type != "cpu":
             from kvant.attention.triton.zero import PageEraser
@@ -67,11 +78,12 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> Tensor:
         graphs = self._graphs
-        if graphs is not None and graphs.holds(batch.step):
-            logits = graphs.run(batch.input_ids, batch.step)
-            if len(batch.sampled) == logits.shape[0]:
-                return logits
-            return logits[batch.logits_index.to(self.device)]
+        self._by_graph = False
+        if graphs is not None:
+            if graphs.holds(batch.step) and len(batch.sampled) == batch.input_ids.shape[0]:
+                self._by_graph = True
+                return graphs.run(batch, [sequence.number for sequence in batch.sampled])
+            graphs.forget()
         if self.device.type == "cpu":
             return self._forward(batch.input_ids, batch.step, batch.logits_index)
         return self._forward(*_there(batch, self.device))
@@ -79,9 +91,22 @@ class ModelRunner:
     def run_with_hidden(
         self, batch: Batch, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self._by_graph = False
+        if self._graphs is not None:
+            self._graphs.forget()
         input_ids, step, logits_index = _there(batch, self.device)
         call = StepCall(step, self.pool, self._backends)
         return self.model.forward_with_hidden(input_ids, call, logits_index, layers)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self._graphs is not None
+
+    def greedy(self, logits: Tensor) -> Greedy:
+        if self._by_graph:
+            assert self._graphs is not None
+            return self._graphs.greedy()
+        return greedy(logits)
 
     def capture(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         """Compile what a GPU needs and record decode steps as CUDA graphs, so that no request waits.

@@ -44,6 +44,16 @@ class Sampled:
     error: RequestError | None = None
 
 
+Greedy = tuple[list[bool], list[int]]
+"""For each row of logits: whether its largest is a finite number, and where that stands."""
+
+
+def greedy(logits: Tensor) -> Greedy:
+    """Of rows of logits [n, vocab]."""
+    best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
+    return torch.isfinite(best).tolist(), argmax.tolist()
+
+
 def sample(logits: Tensor, sequences: Items[Sequence]) -> list[Sampled]:
     """One token for each row of logits [len(sequences), vocab]. The logits are not changed."""
     rows = Rows(logits)
@@ -51,21 +61,28 @@ def sample(logits: Tensor, sequences: Items[Sequence]) -> list[Sampled]:
 
 
 class Rows:
-    """Rows of logits, [n, vocab], each to be sampled for its own sequence when its turn comes."""
+    """Rows of logits, [n, vocab], each to be sampled for its own sequence when its turn comes.
 
-    def __init__(self, logits: Tensor) -> None:
+    known: what `greedy` says of them, where somebody knows it already.
+    """
+
+    def __init__(self, logits: Tensor, known: Greedy | None = None) -> None:
         self._logits = logits
-        if not len(logits):
-            return
-        best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
-        self._sound = torch.isfinite(best).tolist()
-        self._greedy = argmax.tolist()
+        self._sound, self._greedy = known or greedy(logits)
 
     def sample(self, row: int, sequence: Sequence) -> Sampled:
         """The token that follows what the sequence has now."""
         if not self._sound[row]:
             return Sampled(None)
+        if is_plain(sequence):
+            return Sampled(self._greedy[row])
         return _sample(self._logits[row], sequence, self._greedy[row], ())
+
+
+def is_plain(sequence: Sequence) -> bool:
+    """Whether its next token is the likeliest and nothing else is asked about it."""
+    params = sequence.request.params
+    return params.is_greedy and sequence.rules is None and params.logprobs is None
 
 
 def sample_one(row: Tensor, sequence: Sequence, ahead: Items[int] = ()) -> Sampled:

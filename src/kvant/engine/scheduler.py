@@ -29,7 +29,8 @@ class SchedulerLimits:
 
     max_model_len: tokens of one sequence. prefix_caching: whether pages are shared by their contents.
     max_prompt_logprobs: prompt tokens of one step whose log-probabilities can be asked for: each takes
-    a row of logits.
+    a row of logits. pages_ahead: an answering sequence gets its next page one token early, if one is
+    free.
     """
 
     max_num_seqs: int
@@ -38,6 +39,7 @@ class SchedulerLimits:
     page_size: int
     prefix_caching: bool = True
     max_prompt_logprobs: int = 256
+    pages_ahead: bool = False
 
 
 class Chunk(NamedTuple):
@@ -207,6 +209,9 @@ class Scheduler:
                 continue
             chunks.append(Chunk(sequence, start, 1))
             budget -= 1
+        if self.limits.pages_ahead:
+            for chunk in chunks:
+                self._grow_early(chunk.sequence)
         return budget
 
     def _schedule_drafts(self, chunks: list[Chunk], budget: int, most: int) -> int:
@@ -334,6 +339,18 @@ class Scheduler:
         self.page_table.write(sequence.row, len(sequence.pages), pages)
         sequence.pages += pages
         return True
+
+    def _grow_early(self, sequence: Sequence) -> None:
+        """The page of the token after next, if it needs one and nobody has to give it up."""
+        after = sequence.num_tokens
+        if (
+            after < sequence.request.max_total_tokens - 1
+            and after == len(sequence.pages) * self.limits.page_size
+        ):
+            pages = self.allocator.allocate(1)
+            if pages is not None:
+                self.page_table.write(sequence.row, len(sequence.pages), pages)
+                sequence.pages += pages
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue without pages; its tokens are computed again later."""

@@ -31,6 +31,9 @@ MOST_FAILED_STEPS = 3
 PROMPT_STEP_TOKENS = 64
 """Steps of fewer tokens are mostly decodes and say nothing of how fast prompts are computed."""
 
+AUDIT_AFTER_SECONDS = 1.0
+"""An engine without work for so long checks its pages."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,6 +49,9 @@ class EngineLoop:
         self._clocks: dict[int, _Clock] = {}  # by the engine's number
         self._queued: set[int] = set()  # of them, those that have not run yet
         self._speed = 0.0
+        self._num_audits = self._num_audit_faults = 0
+        self._last_work = 0.0
+        self._audited = True
 
     @property
     def has_news(self) -> bool:
@@ -67,11 +73,14 @@ class EngineLoop:
         """One step if there is work; what came of it, and what has failed since the last report."""
         pieces: list[Piece] = []
         if self.engine.has_work:
+            self._audited, self._last_work = False, time.monotonic()
             try:
                 self._step(pieces)
                 self._failed_steps = 0
             except Exception:
                 self._survive()
+        elif not self._audited and time.monotonic() - self._last_work > AUDIT_AFTER_SECONDS:
+            self._audit()
         failures, self._failures = tuple(self._failures), []
         stats = self.engine.stats
         return Report(
@@ -88,6 +97,8 @@ class EngineLoop:
             tuple(pieces),
             failures,
             self._speed,
+            self._num_audits,
+            self._num_audit_faults,
         )
 
     def _step(self, pieces: list[Piece]) -> None:
@@ -110,6 +121,16 @@ class EngineLoop:
             if (clock := self._clocks.get(progress.number)) is not None:
                 clock.first = clock.first or ended
             self._take(progress, pieces)
+
+    def _audit(self) -> None:
+        """Once after each time of work: every page has the owners that it should have."""
+        self._audited = True
+        self._num_audits += 1
+        try:
+            self.engine.audit()
+        except EngineFault:
+            self._num_audit_faults += 1
+            _log.exception("the audit of an idle engine failed")
 
     def _submit(self, message: Submit) -> None:
         if message.id in self._numbers:

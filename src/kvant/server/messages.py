@@ -180,13 +180,16 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):
     """What happened since the last one. An empty report is the heartbeat of an idle engine.
 
-    prompt_tokens_per_second: how fast prompts are computed; 0 where it is not known yet.
+    prompt_tokens_per_second: how fast prompts are computed; 0 where it is not known yet. num_audits:
+    of pages, by this engine while it was idle; num_audit_faults: of them, those that found something.
     """
 
     stats: Stats
     pieces: tuple[Piece, ...] = ()
     failures: tuple[Failure, ...] = ()
     prompt_tokens_per_second: float = 0.0
+    num_audits: int = 0
+    num_audit_faults: int = 0
 
 
 FromEngine = Loading | Ready | Fault | Report

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from kvant.server.admission import Admission
-    from kvant.server.messages import Ready, Stats, Times
+    from kvant.server.messages import Ready, Report, Stats, Times
     from kvant.server.supervisor import Supervisor
     from kvant.server.validate import Generation
 
@@ -95,6 +95,8 @@ class Metrics:
         )
         self._iteration = histogram("vllm:iteration_tokens_total", "Tokens a step.", _TOKENS)
         self._steps = counter("kvant:steps", "Steps of all engines.")
+        self._audits = counter("kvant:page_audits", "Audits of all pages by an idle engine.")
+        self._audit_faults = counter("kvant:page_audit_faults", "Audits that found something.")
         self._preemptions = [counter(f"{p}:num_preemptions", "Preemptions.") for p in both]
         self._n = histogram("vllm:request_params_n", "n of a request.", _TOKENS[:8])
         self._max = histogram("vllm:request_params_max_tokens", "max_tokens asked.", _TOKENS)
@@ -115,7 +117,14 @@ class Metrics:
             "shutting_down",
         ):
             self._failed.labels(model, kind)
-        for single in (self._aborted, self._corrupted, self._unknown, self._steps):
+        for single in (
+            self._aborted,
+            self._corrupted,
+            self._unknown,
+            self._steps,
+            self._audits,
+            self._audit_faults,
+        ):
             single.labels(model)
 
     def watch(self, supervisor: Supervisor, admission: Admission) -> None:
@@ -139,10 +148,17 @@ class Metrics:
     def next_token(self, seconds: float) -> None:
         self._itl.labels(self._model).observe(seconds)
 
-    def stepped(self, before: Stats, after: Stats) -> None:
+    def stepped(self, before: Report, report: Report) -> None:
         """What one report of the engine adds. A new engine counts from nothing."""
-        if after.num_steps < before.num_steps:
-            before = type(after)()
+        if report.stats.num_steps < before.stats.num_steps:
+            before = type(report)(type(report.stats)())
+        self._audits.labels(self._model).inc(report.num_audits - before.num_audits)
+        self._audit_faults.labels(self._model).inc(
+            report.num_audit_faults - before.num_audit_faults
+        )
+        self._count(before.stats, report.stats)
+
+    def _count(self, before: Stats, after: Stats) -> None:
         if steps := after.num_steps - before.num_steps:
             self._steps.labels(self._model).inc(steps)
             tokens = after.num_computed_tokens - before.num_computed_tokens

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from kvant import __version__
+from kvant.engine.sampling_params import MAX_BAD_WORD_CHARS
 from kvant.server.config import Limits
 from kvant.server.openapi_answers import ANSWERS
 from kvant.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -182,10 +183,10 @@ def _either(tokenize: dict[str, Any]) -> dict[str, Any]:
     """A text or a conversation, not both; special tokens can be asked for beside a text only."""
     forms = []
     for field, others in (
-        ("prompt", ("messages",)),
-        ("messages", ("prompt", "add_special_tokens")),
+        ("prompt", {"messages": {"type": "null"}}),
+        ("messages", {"prompt": {"type": "null"}, "add_special_tokens": {"enum": [False, None]}}),
     ):
-        properties = {**tokenize["properties"], **{other: {"type": "null"} for other in others}}
+        properties = {**tokenize["properties"], **others}
         (given,) = [form for form in properties[field]["anyOf"] if form.get("type") != "null"]
         form = {**tokenize, "properties": {**properties, field: given}, "required": [field]}
         forms.append(form)
@@ -204,6 +205,12 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         "best_of": {"integer": {"maximum": limits.n}},
         "logprobs": logprobs,
         "top_logprobs": logprobs,
+        "prompt_logprobs": logprobs,
+        "bad_words": {
+            "string": {"minLength": 1, "maxLength": MAX_BAD_WORD_CHARS},
+            "array": {"maxItems": limits.bad_words},
+        },
+        "guided_choice": {"string": {"minLength": 1}, "array": {"minItems": 1}},
         "stop": {"string": stop, "array": {"maxItems": limits.stops}},
         "cache_salt": {
             "string": {"pattern": "^[A-Za-z0-9_-]+$", "maxLength": limits.cache_salt_chars}
@@ -221,6 +228,15 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         "max_completion_tokens": new,
         "min_tokens": new,
         "stop_token_ids": {"integer": token},
+        "allowed_token_ids": {"integer": token, "array": {"minItems": 1}},
+        "logit_bias": {
+            "object": {
+                "maxProperties": limits.logit_bias,
+                # Narrower than what is taken: every number of fewer digits is an id.
+                "propertyNames": {"pattern": f"^[0-9]{{1,{len(str(facts.vocab_size)) - 1}}}$"},
+            },
+            "number": {"minimum": -100, "maximum": 100},
+        },
         "tokens": {"integer": token},
         "prompt": {"integer": token, "string": {"minLength": 1}, "array": {"minItems": 1}},
     }
@@ -231,5 +247,7 @@ def _narrow(schema: dict[str, Any], keywords: Keywords) -> None:
     schema.update(keywords.get(schema.get("type", ""), {}))
     if "maximum" in schema:
         schema.pop("exclusiveMaximum", None)
-    for inner in (*schema.get("anyOf", ()), *filter(None, (schema.get("items"),))):
+    values = schema.get("additionalProperties")
+    found = (schema.get("items"), values if isinstance(values, dict) else None)
+    for inner in (*schema.get("anyOf", ()), *filter(None, found)):
         _narrow(inner, keywords)

@@ -21,7 +21,7 @@ from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
 from kvant.server.channel import Channel, Event
 from kvant.server.config import ServerConfig
-from kvant.server.messages import Failure, Logprobs, Piece, Ready, Report, Stats
+from kvant.server.messages import Failure, Logprobs, Piece, Ready, Report
 from kvant.server.metrics import Metrics
 from kvant.server.supervisor import State, Supervisor
 from kvant.server.template import Renderer
@@ -115,9 +115,9 @@ class Service:
                 defaults=read_defaults(path) if self.config.model_defaults else {},
             )
 
-    def note_report(self, before: Stats, report: Report) -> None:
-        """Called with the engine's numbers before each report, and the report."""
-        self.metrics.stepped(before, report.stats)
+    def note_report(self, before: Report, report: Report) -> None:
+        """Called with each report of the engine and the one before it."""
+        self.metrics.stepped(before, report)
         self.admission.tokens_per_second = report.prompt_tokens_per_second
 
     @property

@@ -46,12 +46,12 @@ def _asked(body: GenerationBody) -> Iterator[Structured]:
 def _of_response_format(given: ResponseFormat) -> Iterator[Structured]:
     name = "response_format"
     if given.json_schema is not None and given.type != "json_schema":
-        raise bad_request(f"json_schema does not belong to type {given.type}", name)
+        raise bad_request(f"{name}: json_schema does not belong to type {given.type}", name)
     if given.type == "json_object":
         yield Structured(json_object=True, asked_as=name)
     elif given.type == "json_schema":
         if given.json_schema is None:
-            raise bad_request("type json_schema needs json_schema", "response_format.json_schema")
+            raise bad_request(f"{name}: type json_schema needs json_schema", f"{name}.json_schema")
         # Always strict: an answer that breaks its schema is of no use to anybody.
         yield Structured(json=_text(given.json_schema.schema_, name), asked_as=name)
 

@@ -66,7 +66,7 @@ class Supervisor:
     """Owns the engine's process. All methods belong to one event loop.
 
     on_ready: called each time the engine takes requests. on_loading: told of downloads.
-    on_report: called with the numbers before each report and the report; each engine counts from nothing.
+    on_report: called with each report and the one before it; each engine counts from nothing.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Supervisor:
         *,
         on_ready: Callable[[Ready], None],
         on_loading: Callable[[str, int, int], None],
-        on_report: Callable[[Stats, Report], None],
+        on_report: Callable[[Report, Report], None],
     ) -> None:
         self.state = State.STARTING
         self.ready: Ready | None = None
-        self.stats = Stats()
+        self._report = Report(Stats())
         self.num_deaths = 0
         self._settings = settings
         self._restarts = restarts
@@ -97,6 +97,11 @@ class Supervisor:
     def pid(self) -> int | None:
         """The engine's process id while it lives."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def stats(self) -> Stats:
+        """The engine's numbers as it reported them last."""
+        return self._report.stats
 
     @property
     def is_ready(self) -> bool:
@@ -236,7 +241,7 @@ class Supervisor:
                     self._fault = message
                     return
                 case Report():
-                    before, self.stats = self.stats, message.stats
+                    before, self._report = self._report, message
                     self._on_report(before, message)
                     for piece in message.pieces:
                         ended = piece.finish_reason is not None
@@ -268,7 +273,7 @@ class Supervisor:
 
     def _fail_all(self) -> None:
         channels, self._channels = self._channels, {}
-        self.stats = Stats(num_usable_pages=self.stats.num_usable_pages)
+        self._report = Report(Stats(num_usable_pages=self.stats.num_usable_pages))
         for id, channel in channels.items():
             channel.put(_cut(id) if self._stopping.is_set() else _died(id))
 

@@ -74,12 +74,18 @@ def parse(body: bytes, model: type[_Body]) -> _Body:
     except ValidationError as fault:
         errors = fault.errors(include_url=False, include_input=False, include_context=False)
         # Where several forms are allowed, the one that was understood furthest says what is wrong.
-        error = max(errors, key=lambda error: len(error["loc"]))
+        error = max(errors, key=lambda error: (len(error["loc"]), _indices(error["loc"])))
         param = _param(error["loc"])
         message = error["msg"]
         if error["type"] == "json_invalid":
             message = "the body is no valid JSON"
         raise bad_request(f"{param}: {message}" if param else message, param) from None
+
+
+def _depth(loc: tuple[int | str, ...]) -> tuple[int, int]:
+    """How far a form was understood: levels, then items of the innermost list."""
+    items = [step for step in loc if isinstance(step, int)]
+    return len(loc), items[-1] if items else -1
 
 
 def check_model(name: str | None, facts: Facts) -> None:
@@ -369,6 +375,10 @@ _BELOW_A_FIELD = frozenset(
     {"role", "content", "type", "text", "include_usage", "json_schema", "schema", "strict", "name",
      "json", "json_object", "regex", "choice", "grammar"}
 )  # fmt: skip
+
+
+def _indices(loc: tuple[int | str, ...]) -> list[int]:
+    return [step for step in loc if isinstance(step, int)]
 
 
 def _param(loc: tuple[int | str, ...]) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 MAX = 6.0
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def encode(x: Tensor) -> Tensor:
@@ -28,5 +28,5 @@ def encode(x: Tensor) -> Tensor:
 @cache
 def values(device: torch.device) -> Tensor:
     """float32 [16]: the number that each code means."""
-    positive = torch.tensor(_MAGNITUDES, dtype=torch.float32)
+    positive = torch.tensor(MAGNITUDES, dtype=torch.float32)
     return torch.cat((positive, -positive)).to(device)

@@ -12,6 +12,7 @@ _HALF = (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16)
 
 # x86 names its bfloat16 dot products and tiles, ARM its whole extension.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_AVX2_FLAGS = frozenset({"avx2", "fma", "f16c"})
 
 
 def resolve_compute_dtype(
@@ -39,12 +40,22 @@ def host_cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
     False where there is no such list (macOS, Windows).
     """
+    return not _BF16_FLAGS.isdisjoint(_cpu_flags(cpuinfo))
+
+
+def host_cpu_has_avx2(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine's CPU has AVX2, FMA and F16C; False where Linux's list is missing."""
+    return _cpu_flags(cpuinfo) >= _AVX2_FLAGS
+
+
+def _cpu_flags(cpuinfo: Path) -> set[str]:
+    """The first processor's flags."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
+        return set()
     for line in text.splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
-            return not _BF16_FLAGS.isdisjoint(value.split())
-    return False
+            return set(value.split())
+    return set()

@@ -1,0 +1,613 @@
+"""Attention of one step over pages: work is cut up, dealt out to threads, and put together.
+
+    queries of a sequence   tiles of up to QUERY_ROWS rows (a row: one query of one query head)
+    its keys                splits with fixed ends, TILE keys at a time
+
+Every split has a softmax of its own; splits are put together one after the other in their order.
+Where a query tile is the sequence's only one, each split is an item of work and whoever finishes the
+last one puts them together; else one item takes all splits in turn. The arithmetic is the same, and
+no end of anything depends on other queries or on the number of threads: a query's result has the
+same bits however a step is batched, chunked or run.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cfunc, njit
+
+from kvant.attention.cpu.compiled import kept_on_disk
+from kvant.attention.cpu.decode import SIGNATURE
+from kvant.attention.cpu.inner import (
+    TILE,
+    blend_rows,
+    exp_of,
+    mask_scores,
+    scale_row,
+    weights_of,
+)  # fmt: skip
+from kvant.attention.cpu.layout import Call, Item, Real, Scaling, Tile
+from kvant.attention.cpu.rotate import rotate_in_place
+from kvant.attention.cpu.vector import (
+    fetch_add,
+    float_of,
+    fork,
+    load_bf16,
+    load_f16,
+    load_f32,
+    load_i32,
+    load_i64,
+    load_u8,
+    prefetch_line,
+    run_at,
+    store_bf16,
+    store_f16,
+    store_f32,
+    store_i32,
+    store_i64,
+)  # fmt: skip
+from kvant.attention.cpu.vector import (
+    zero as _zero,
+)
+
+QUERY_ROWS = 96
+HEAD_ROWS = 48  # rows of an item that takes several KV heads
+LONGEST_SPLIT = 2048
+SCALARS = 64  # bytes before a part's sums: the largest score, sum of weights, sum of offsets
+_MINUS_INFINITY = np.float32(-np.inf)
+_LOWEST = np.float32(-3e38)
+_NAN = np.float32(np.nan)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+# numba takes enum members of other modules for objects; plain ints it compiles in.
+(
+    C_NEXT, C_TICKET, C_NUM_SEQS, C_TOKENS, C_CU, C_LENGTHS, C_TABLE, C_TABLE_STRIDE, C_CAUSAL, C_Q,
+    C_Q_TOKEN, C_Q_HEAD, C_Q_REAL, C_OUT, C_OUT_REAL, C_SCALE, C_SOFTCAP, C_WINDOW, C_SINKS, C_PAGE,
+    C_HEADS, C_GROUP, C_DK, C_DV, C_K_CODES, C_K_BYTES, C_K_SCALES, C_K_SCALING, C_K_OUTER,
+    C_K_OUTERS, C_K_FACTOR, C_K_ROTATED, C_K_KERNEL, C_V_CODES, C_V_BYTES, C_V_SCALES, C_V_SCALING,
+    C_V_OUTER, C_V_OUTERS, C_V_FACTOR, C_V_ROTATED, C_V_KERNEL, C_V_HALVES, C_E4M3, C_SCRATCH,
+    C_SCRATCH_STRIDE, C_PARTS, C_COUNTERS, C_ITEMS, C_NUM_ITEMS,
+) = (
+    int(f) for f in (
+        Call.NEXT, Call.TICKET, Call.NUM_SEQS, Call.TOKENS, Call.CU_SEQLENS_Q, Call.SEQLENS_KV,
+        Call.PAGE_TABLE, Call.PAGE_TABLE_STRIDE, Call.CAUSAL, Call.Q, Call.Q_TOKEN_STRIDE,
+        Call.Q_HEAD_STRIDE, Call.Q_REAL, Call.OUT, Call.OUT_REAL, Call.SCALE, Call.SOFTCAP,
+        Call.WINDOW, Call.SINKS, Call.PAGE_SIZE, Call.KV_HEADS, Call.GROUP, Call.K_HEAD_DIM,
+        Call.V_HEAD_DIM, Call.K_CODES, Call.K_ROW_BYTES, Call.K_SCALES, Call.K_SCALING, Call.K_OUTER,
+        Call.K_OUTERS, Call.K_FACTOR, Call.K_ROTATED, Call.K_KERNEL, Call.V_CODES, Call.V_ROW_BYTES,
+        Call.V_SCALES, Call.V_SCALING, Call.V_OUTER, Call.V_OUTERS, Call.V_FACTOR, Call.V_ROTATED,
+        Call.V_KERNEL, Call.V_HALVES, Call.E4M3, Call.SCRATCH, Call.SCRATCH_STRIDE, Call.PARTS,
+        Call.COUNTERS, Call.ITEMS, Call.NUM_ITEMS,
+    )
+)  # fmt: skip
+(
+    I_SEQ, I_FIRST_QUERY, I_END_QUERY, I_FIRST_HEAD, I_END_HEAD, I_FIRST_SPLIT, I_END_SPLIT,
+    I_ALL_FIRST, I_ALL_END, I_PART, I_COUNTER, I_SIZE,
+) = (int(f) for f in Item)  # fmt: skip
+(
+    T_BASE, T_STRIDE, T_SLOTS, T_ROW_WORDS, T_HEAD_DIM, T_ROWS, T_IN, T_IN_PITCH, T_OUT,
+    T_OUT_PITCH, T_WORDS, T_EXPANDED, T_BLOCK_SCALES, T_NANS, T_SIZE,
+) = (int(f) for f in Tile)  # fmt: skip
+S_ROW, S_ZERO_POINT, S_BLOCK, S_HALF, S_HALF_OFFSET = (
+    int(s) for s in (
+        Scaling.ROW, Scaling.ROW_ZERO_POINT, Scaling.BLOCK, Scaling.ROW_HALF, Scaling.ROW_HALF_OFFSET
+    )
+)  # fmt: skip
+R_FLOAT16, R_BFLOAT16 = int(Real.FLOAT16), int(Real.BFLOAT16)
+_LINE = 64
+WORTH_A_THREAD = 400_000
+"""Products of query and cache numbers below which waking a second thread costs more than it saves."""
+
+
+def scratch_bytes(head_dim_k: int, head_dim_v: int, group: int) -> int:
+    """What one thread needs; the order is that of `_run_item`."""
+    rows = max(QUERY_ROWS, HEAD_ROWS, group)
+    floats = (
+        rows * head_dim_k  # queries
+        + rows * TILE  # scores
+        + 2 * rows * (head_dim_v + SCALARS // 4)  # a split's parts and their sum
+        + 2 * head_dim_k * TILE  # words, expanded keys
+        + TILE * head_dim_v  # expanded values
+        + TILE * (head_dim_k + head_dim_v) // 16  # block scales
+        + 8 * TILE
+        + 8 * rows
+        + head_dim_v
+    )
+    return 4 * floats + 8 * (LONGEST_SPLIT + 2 * TILE) + int(Tile.END) + 32 * _LINE
+
+
+@njit(inline="always")
+def _split_start(split: int) -> int:
+    """First key of a split: 8 splits of 256, 12 of 512, 24 of 1024, then 2048 each."""
+    if split <= 8:
+        return 256 * split
+    if split <= 20:
+        return 2048 + 512 * (split - 8)
+    if split <= 44:
+        return 8192 + 1024 * (split - 20)
+    return 32768 + 2048 * (split - 44)
+
+
+@njit(inline="always")
+def _split_of(key: int) -> int:
+    if key < 2048:
+        return key // 256
+    if key < 8192:
+        return 8 + (key - 2048) // 512
+    if key < 32768:
+        return 20 + (key - 8192) // 1024
+    return 44 + (key - 32768) // 2048
+
+
+@njit(inline="always")
+def _first_seen(position: int, window: int) -> int:
+    return 0 if window == 0 else max(0, position - window + 1)
+
+
+@njit(inline="always")
+def _end_seen(position: int, length: int, window: int, causal: int) -> int:
+    if causal:
+        return min(length, position + 1)
+    return length if window == 0 else min(length, position + window)
+
+
+@njit(inline="always")
+def _number(address: int, real: int) -> Any:
+    if real == R_FLOAT16:
+        return load_f16(address)
+    if real == R_BFLOAT16:
+        return load_bf16(address)
+    return load_f32(address)
+
+
+@njit(error_model="numpy")
+def _load_query(call: int, token: int, head: int, kv_head: int, to: int) -> Any:
+    """One row of q in float32, with every constant factor of a score in it; the sum of its numbers."""
+    head_dim, real = load_i64(call + C_DK), load_i64(call + C_Q_REAL)
+    size = 4 if real != R_FLOAT16 and real != R_BFLOAT16 else 2
+    start = load_i64(call + C_Q) + token * load_i64(call + C_Q_TOKEN)
+    start += head * load_i64(call + C_Q_HEAD)
+    for i in range(head_dim):
+        store_f32(to + 4 * i, _number(start + size * i, real))
+    factor = float_of(load_i64(call + C_SCALE)) * float_of(load_i64(call + C_K_FACTOR))
+    outer = load_i64(call + C_K_OUTER)
+    if outer:
+        factor *= load_f32(outer + 4 * (kv_head if load_i64(call + C_K_OUTERS) > 1 else 0))
+    if load_i64(call + C_K_ROTATED):
+        rotate_in_place(to, head_dim)
+    total = _ZERO
+    for i in range(head_dim):
+        x = load_f32(to + 4 * i) * factor
+        store_f32(to + 4 * i, x)
+        total += x
+    return total
+
+
+@njit(error_model="numpy")
+def _row_scales(
+    planes: int, scaling: int, head: int, heads: int, slots: int, scales: int, offsets: int
+) -> None:
+    """Scale and offset of a tile's rows: float32 [TILE] each."""
+    if scaling == S_ROW:
+        for t in range(TILE):
+            at = planes + 4 * (load_i64(slots + 8 * t) * heads + head)
+            store_f32(scales + 4 * t, load_f32(at))
+            if t % 4 == 0:
+                ahead = load_i64(slots + 8 * (t + TILE)) * heads + head
+                prefetch_line(planes + 4 * ahead)
+    elif scaling == S_ZERO_POINT:
+        for t in range(TILE):
+            bits = load_i32(planes + 4 * (load_i64(slots + 8 * t) * heads + head))
+            scale = float_of(bits & ~15)
+            store_f32(scales + 4 * t, scale)
+            store_f32(offsets + 4 * t, -scale * np.float32(bits & 15))
+            if t % 4 == 0:
+                ahead = load_i64(slots + 8 * (t + TILE)) * heads + head
+                prefetch_line(planes + 4 * ahead)
+    elif scaling == S_HALF:
+        for t in range(TILE):
+            at = planes + 2 * (load_i64(slots + 8 * t) * heads + head)
+            store_f32(scales + 4 * t, load_f16(at))
+    elif scaling == S_HALF_OFFSET:
+        for t in range(TILE):
+            at = planes + 4 * (load_i64(slots + 8 * t) * heads + head)
+            store_f32(scales + 4 * t, load_f16(at))
+            store_f32(offsets + 4 * t, load_f16(at + 2))
+
+
+@njit(error_model="numpy")
+def _block_scales(
+    planes: int, head: int, heads: int, slots: int, blocks: int, numbers: int, to: int, row: int,
+    column: int,
+) -> None:  # fmt: skip
+    """Scales of a tile's blocks of 16 as float32; row t, block i to `to + row * t + column * i`."""
+    for t in range(TILE):
+        at = planes + blocks * (load_i64(slots + 8 * t) * heads + head)
+        for i in range(blocks):
+            store_f32(to + row * t + column * i, load_f32(numbers + 4 * load_u8(at + i)))
+
+
+@njit(error_model="numpy")
+def _fold(into: int, part: int, head_dim: int) -> None:
+    """Put a split's part (largest score, sums) behind those before it."""
+    largest = load_f32(part)
+    if largest == _MINUS_INFINITY:
+        return  # none of its keys is seen
+    before = load_f32(into)
+    if before == _MINUS_INFINITY:
+        both, kept, factor = largest, _ZERO, _ONE
+    else:
+        both = max(before, largest)
+        kept, factor = exp_of(before - both), exp_of(largest - both)
+    store_f32(into, both)
+    for i in (4, 8):
+        store_f32(into + i, load_f32(into + i) * kept + load_f32(part + i) * factor)
+    blend_rows(into + SCALARS, kept, part + SCALARS, factor, head_dim)
+
+
+@njit(inline="always")
+def _clear(part: int, head_dim: int) -> None:
+    store_f32(part, _MINUS_INFINITY)
+    for i in range(1, SCALARS // 4 + head_dim):
+        store_f32(part + 4 * i, _ZERO)
+
+
+@njit(error_model="numpy")
+def _finish(call: int, part: int, token: int, head: int, kv_head: int, row: int) -> None:
+    """Divide, undo rotation, and write one output row. row: scratch, float32 [head_dim]."""
+    head_dim = load_i64(call + C_DV)
+    largest, total, offset = load_f32(part), load_f32(part + 4), load_f32(part + 8)
+    factor = float_of(load_i64(call + C_V_FACTOR))
+    outer = load_i64(call + C_V_OUTER)
+    if outer:
+        factor *= load_f32(outer + 4 * (kv_head if load_i64(call + C_V_OUTERS) > 1 else 0))
+    sinks = load_i64(call + C_SINKS)
+    if sinks:
+        sink = load_f32(sinks + 4 * head)
+        if sink > largest:
+            factor *= exp_of(largest - sink)
+            total = total * exp_of(largest - sink) + _ONE
+        else:
+            total += exp_of(sink - largest)
+    if total == _ZERO:
+        factor = _ZERO
+    else:
+        factor /= total
+    halves = load_i64(call + C_V_HALVES)
+    for i in range(head_dim):
+        place = i
+        if halves:
+            start = i - i % 32
+            width = 8 if head_dim - start < 32 else 16
+            place = start + (i - start) // 2 + width * (i % 2)
+        x = load_f32(part + SCALARS + 4 * place) + offset
+        store_f32(row + 4 * i, x * factor)
+    if load_i64(call + C_V_ROTATED):
+        rotate_in_place(row, head_dim)
+    real = load_i64(call + C_OUT_REAL)
+    heads = load_i64(call + C_HEADS) * load_i64(call + C_GROUP)
+    start = (token * heads + head) * head_dim
+    if real == R_FLOAT16:
+        out = load_i64(call + C_OUT) + 2 * start
+        for i in range(head_dim):
+            store_f16(out + 2 * i, load_f32(row + 4 * i))
+    elif real == R_BFLOAT16:
+        out = load_i64(call + C_OUT) + 2 * start
+        for i in range(head_dim):
+            store_bf16(out + 2 * i, load_f32(row + 4 * i))
+    else:
+        out = load_i64(call + C_OUT) + 4 * start
+        for i in range(head_dim):
+            store_f32(out + 4 * i, load_f32(row + 4 * i))
+
+
+@njit(inline="always")
+def _aligned(address: int) -> int:
+    return (address + _LINE - 1) // _LINE * _LINE
+
+
+@njit(error_model="numpy")
+def _run_item(call: int, item: int, scratch: int) -> None:
+    dk, dv, group = load_i64(call + C_DK), load_i64(call + C_DV), load_i64(call + C_GROUP)
+    heads, page = load_i64(call + C_HEADS), load_i64(call + C_PAGE)
+    window, causal = load_i64(call + C_WINDOW), load_i64(call + C_CAUSAL)
+    softcap = float_of(load_i64(call + C_SOFTCAP))
+    seq, q0, q1 = (
+        load_i64(item + I_SEQ),
+        load_i64(item + I_FIRST_QUERY),
+        load_i64(item + I_END_QUERY),
+    )
+    h0, h1 = load_i64(item + I_FIRST_HEAD), load_i64(item + I_END_HEAD)
+    first_split, end_split = load_i64(item + I_FIRST_SPLIT), load_i64(item + I_END_SPLIT)
+    all_first, all_end = load_i64(item + I_ALL_FIRST), load_i64(item + I_ALL_END)
+    alone = first_split == all_first and end_split == all_end
+    begin = load_i32(load_i64(call + C_CU) + 4 * seq)
+    queries = load_i32(load_i64(call + C_CU) + 4 * (seq + 1)) - begin
+    length = load_i32(load_i64(call + C_LENGTHS) + 4 * seq)
+    shift = length - queries  # position of query 0
+    table = load_i64(call + C_TABLE) + 4 * seq * load_i64(call + C_TABLE_STRIDE)
+    rows = (q1 - q0) * group
+    all_rows = rows * (h1 - h0)
+    part_bytes = SCALARS + 4 * dv
+    k_scaling, v_scaling = load_i64(call + C_K_SCALING), load_i64(call + C_V_SCALING)
+    k_blocks, v_blocks = dk // 16, dv // 16
+    numbers = load_i64(call + C_E4M3)
+
+    q_rows = scratch
+    scores = _aligned(q_rows + 4 * all_rows * dk)
+    parts = _aligned(scores + 4 * rows * TILE)
+    folded = _aligned(parts + all_rows * part_bytes)
+    words = _aligned(folded + all_rows * part_bytes)
+    keys = _aligned(words + 4 * dk * TILE)
+    values = _aligned(keys + 4 * dk * TILE)
+    k_blocks_at = _aligned(values + 4 * dv * TILE)
+    v_blocks_at = _aligned(k_blocks_at + 4 * k_blocks * TILE)
+    k_scales = _aligned(v_blocks_at + 4 * v_blocks * TILE)
+    k_offsets, v_scales = k_scales + 4 * TILE, k_scales + 8 * TILE
+    v_offsets, nans = k_scales + 12 * TILE, k_scales + 16 * TILE
+    q_sums = k_scales + 20 * TILE
+    row = _aligned(q_sums + 4 * all_rows)
+    tile = _aligned(row + 4 * dv)
+    slots = _aligned(tile + T_SIZE)
+
+    for t in range(TILE):
+        store_f32(k_scales + 4 * t, _ONE)
+        store_f32(v_scales + 4 * t, _ONE)
+        store_f32(k_offsets + 4 * t, _ZERO)
+        store_f32(v_offsets + 4 * t, _ZERO)
+        store_i32(nans + 4 * t, 0)
+    for h in range(h0, h1):
+        for r in range(rows):
+            i = (h - h0) * rows + r
+            token, head = begin + q0 + r // group, h * group + r % group
+            store_f32(q_sums + 4 * i, _load_query(call, token, head, h, q_rows + 4 * dk * i))
+    if alone:
+        for i in range(all_rows):
+            _clear(folded + i * part_bytes, dv)
+
+    seen_first = _first_seen(shift + q0, window)
+    seen_end = _end_seen(shift + q1 - 1, length, window, causal)
+    for split in range(first_split, end_split):
+        if not alone:
+            parts = load_i64(call + C_PARTS) + part_bytes * (
+                load_i64(item + I_PART) + (split - all_first) * all_rows
+            )
+        for i in range(all_rows):
+            _clear(parts + i * part_bytes, dv)
+        start, end = _split_start(split), min(_split_start(split + 1), seen_end)
+        low = max(start, seen_first)
+        # Tiles with keys that somebody sees; others in them are read as the nearest such key.
+        first_tile = (low // TILE) * TILE
+        padded = (end - first_tile + TILE - 1) // TILE * TILE + TILE
+        number, within = low // page, low % page
+        slot = load_i32(table + 4 * number) * page + within
+        for t in range(padded):
+            if low < first_tile + t < end:
+                within += 1
+                slot += 1
+                if within == page:
+                    number, within = number + 1, 0
+                    slot = load_i32(table + 4 * number) * page
+            store_i64(slots + 8 * t, slot)
+        for key in range(first_tile, end, TILE):
+            at = slots + 8 * (key - first_tile)
+            for h in range(h0, h1):
+                first = (h - h0) * rows
+                if k_scaling == S_BLOCK:
+                    _block_scales(
+                        load_i64(call + C_K_SCALES), h, heads, at, k_blocks, numbers,
+                        k_blocks_at, 4, 4 * TILE,
+                    )  # fmt: skip
+                else:
+                    _row_scales(
+                        load_i64(call + C_K_SCALES), k_scaling, h, heads, at, k_scales, k_offsets
+                    )
+                width = load_i64(call + C_K_BYTES)
+                store_i64(tile + T_BASE, load_i64(call + C_K_CODES) + h * width)
+                store_i64(tile + T_STRIDE, heads * width)
+                store_i64(tile + T_SLOTS, at)
+                store_i64(tile + T_ROW_WORDS, width // 4)
+                store_i64(tile + T_HEAD_DIM, dk)
+                store_i64(tile + T_ROWS, rows)
+                store_i64(tile + T_IN, q_rows + 4 * dk * first)
+                store_i64(tile + T_IN_PITCH, 4 * dk)
+                store_i64(tile + T_OUT, scores)
+                store_i64(tile + T_WORDS, words)
+                store_i64(tile + T_EXPANDED, keys)
+                store_i64(tile + T_BLOCK_SCALES, k_blocks_at)
+                store_i64(tile + T_NANS, nans)
+                run_at(load_i64(call + C_K_KERNEL), tile, 0)
+                broken = False
+                for t in range(TILE):
+                    if load_i32(nans + 4 * t) != 0:
+                        broken = True
+                        store_f32(k_scales + 4 * t, _NAN)
+                        store_i32(nans + 4 * t, 0)
+
+                if v_scaling == S_BLOCK:
+                    _block_scales(
+                        load_i64(call + C_V_SCALES), h, heads, at, v_blocks, numbers,
+                        v_blocks_at, 4 * v_blocks, 4,
+                    )  # fmt: skip
+                else:
+                    _row_scales(
+                        load_i64(call + C_V_SCALES), v_scaling, h, heads, at, v_scales, v_offsets
+                    )
+                for r in range(rows):
+                    position = shift + q0 + r // group
+                    seen = max(_first_seen(position, window) - key, 0)
+                    unseen = min(_end_seen(position, length, window, causal) - key, end - key, TILE)
+                    scores_row = scores + 4 * TILE * r
+                    part = parts + (first + r) * part_bytes
+                    if seen >= unseen:
+                        for t in range(TILE):
+                            store_f32(scores_row + 4 * t, _ZERO)
+                        continue
+                    q_sum = load_f32(q_sums + 4 * (first + r))
+                    here = mask_scores(
+                        scores_row, k_scales, k_offsets, q_sum, softcap, seen, unseen
+                    )
+                    before = load_f32(part)
+                    # Without a number among the scores (all NaN), still a part that counts.
+                    largest = max(before, here, _LOWEST)
+                    if largest > before:
+                        store_f32(part, largest)
+                        if before > _MINUS_INFINITY:
+                            kept = exp_of(before - largest)
+                            store_f32(part + 4, load_f32(part + 4) * kept)
+                            store_f32(part + 8, load_f32(part + 8) * kept)
+                            scale_row(part + SCALARS, kept, dv)
+                    weights_of(scores_row, largest, v_scales, v_offsets, part + 4)
+                if broken:
+                    for t in range(TILE):
+                        store_f32(k_scales + 4 * t, _ONE)
+
+                width = load_i64(call + C_V_BYTES)
+                store_i64(tile + T_BASE, load_i64(call + C_V_CODES) + h * width)
+                store_i64(tile + T_STRIDE, heads * width)
+                store_i64(tile + T_HEAD_DIM, dv)
+                store_i64(tile + T_IN, scores)
+                store_i64(tile + T_OUT, parts + first * part_bytes + SCALARS)
+                store_i64(tile + T_OUT_PITCH, part_bytes)
+                store_i64(tile + T_EXPANDED, values)
+                store_i64(tile + T_BLOCK_SCALES, v_blocks_at)
+                run_at(load_i64(call + C_V_KERNEL), tile, 0)
+        if alone:
+            for i in range(all_rows):
+                _fold(folded + i * part_bytes, parts + i * part_bytes, dv)
+
+    if not alone:
+        # Whoever finishes last puts the parts together.
+        counter = load_i64(call + C_COUNTERS) + 8 * load_i64(item + I_COUNTER)
+        mine = end_split - first_split
+        if fetch_add(counter, mine) + mine < all_end - all_first:
+            return
+        base = load_i64(call + C_PARTS) + part_bytes * load_i64(item + I_PART)
+        for i in range(all_rows):
+            _clear(folded + i * part_bytes, dv)
+            for split in range(all_end - all_first):
+                _fold(folded + i * part_bytes, base + (split * all_rows + i) * part_bytes, dv)
+    for h in range(h0, h1):
+        for r in range(rows):
+            part = folded + ((h - h0) * rows + r) * part_bytes
+            _finish(call, part, begin + q0 + r // group, h * group + r % group, h, row)
+
+
+def _work(call: int, _: int) -> None:
+    """What every thread does: take items until none is left."""
+    ticket = fetch_add(call + C_TICKET, 1)
+    scratch = load_i64(call + C_SCRATCH) + ticket * load_i64(call + C_SCRATCH_STRIDE)
+    count, items = load_i64(call + C_NUM_ITEMS), load_i64(call + C_ITEMS)
+    while True:
+        i = fetch_add(call + C_NEXT, 1)
+        if i >= count:
+            return
+        _run_item(call, items + i * I_SIZE, scratch)
+
+
+def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
+    """Cut one step's work into items and run them; the number of threads that were used.
+
+    parallel: address of GOMP_parallel(function, data, threads, flags), or 0 to use this thread alone.
+    """
+    lengths, offsets = load_i64(call + C_LENGTHS), load_i64(call + C_CU)
+    heads, group = load_i64(call + C_HEADS), load_i64(call + C_GROUP)
+    window, causal = load_i64(call + C_WINDOW), load_i64(call + C_CAUSAL)
+    dk, dv = load_i64(call + C_DK), load_i64(call + C_DV)
+    per_tile = max(1, QUERY_ROWS // group)
+    sequences = load_i64(call + C_NUM_SEQS)
+    row_bytes = heads * group * dv * (4 if load_i64(call + C_OUT_REAL) == 0 else 2)
+
+    items = np.empty(0, np.int64)
+    count, parts, counters, work = 0, 0, 0, 0
+    for fill in range(2):
+        count, parts, counters, work = 0, 0, 0, 0
+        for seq in range(sequences):
+            begin, end = load_i32(offsets + 4 * seq), load_i32(offsets + 4 * (seq + 1))
+            length = load_i32(lengths + 4 * seq)
+            queries = end - begin
+            if queries <= 0 or length <= 0:
+                if fill:
+                    _zero(load_i64(call + C_OUT) + begin * row_bytes, queries * row_bytes)
+                continue
+            tiles = (queries + per_tile - 1) // per_tile
+            for reversed_tile in range(tiles):
+                q0 = (tiles - 1 - reversed_tile) * per_tile  # long items first
+                q1 = min(queries, q0 + per_tile)
+                rows = (q1 - q0) * group
+                low = _first_seen(length - queries + q0, window)
+                high = _end_seen(length - queries + q1 - 1, length, window, causal)
+                if high <= low:
+                    if fill:
+                        _zero(
+                            load_i64(call + C_OUT) + (begin + q0) * row_bytes, (q1 - q0) * row_bytes
+                        )
+                    continue
+                work += (high - low) * rows * heads * (dk + dv)
+                first, last = _split_of(low), _split_of(high - 1) + 1
+                at_once = max(1, min(heads, HEAD_ROWS // rows))
+                for h0 in range(0, heads, at_once):
+                    h1 = min(heads, h0 + at_once)
+                    step = last - first if tiles > 1 else 1
+                    for split in range(first, last, step):
+                        if fill:
+                            at = count * I_SIZE // 8
+                            items[at + I_SEQ // 8] = seq
+                            items[at + I_FIRST_QUERY // 8] = q0
+                            items[at + I_END_QUERY // 8] = q1
+                            items[at + I_FIRST_HEAD // 8] = h0
+                            items[at + I_END_HEAD // 8] = h1
+                            items[at + I_FIRST_SPLIT // 8] = split
+                            items[at + I_END_SPLIT // 8] = split + step
+                            items[at + I_ALL_FIRST // 8] = first
+                            items[at + I_ALL_END // 8] = last
+                            items[at + I_PART // 8] = parts
+                            items[at + I_COUNTER // 8] = counters
+                        count += 1
+                    if step < last - first:
+                        parts += (last - first) * rows * (h1 - h0)
+                        counters += 1
+        if not fill:
+            items = np.empty(count * I_SIZE // 8, np.int64)
+    used = load_i32(offsets + 4 * sequences) if sequences > 0 else 0
+    tokens = load_i64(call + C_TOKENS)
+    _zero(load_i64(call + C_OUT) + used * row_bytes, (tokens - used) * row_bytes)
+    if count == 0:
+        return 0
+    room = np.empty(parts * (SCALARS + 4 * dv) + _LINE, np.uint8)
+    finished = np.zeros(counters + 1, np.int64)
+    store_i64(call + C_ITEMS, items.ctypes.data)
+    store_i64(call + C_NUM_ITEMS, count)
+    store_i64(call + C_PARTS, _aligned(room.ctypes.data))
+    store_i64(call + C_COUNTERS, finished.ctypes.data)
+    store_i64(call + C_NEXT, 0)
+    store_i64(call + C_TICKET, 0)
+    threads = min(threads, count)
+    if work < WORTH_A_THREAD or parallel == 0 or threads == 1:
+        threads = 1
+        run_at(worker, call, 0)
+    else:
+        fork(parallel, worker, call, threads)
+    # The arrays must outlive the work.
+    return threads + 0 * (items.size + room.size + finished.size)
+
+
+@cache
+def _worker() -> Any:
+    with kept_on_disk() as is_kept:
+        return cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(_work)
+
+
+def worker_address() -> int:
+    """The compiled function that every thread runs."""
+    return int(_worker().address)
+
+
+@cache
+def attend_function() -> Any:
+    """`_attend`, compiled."""
+    with kept_on_disk() as is_kept:
+        options = {"cache": is_kept, "nogil": True, "error_model": "numpy"}
+        return njit("int64(int64, int64, int64, int64)", **options)(_attend)

@@ -1,0 +1,226 @@
+"""`AttentionBackend` for CPUs with AVX2: writes and reads pages of every format with numba kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.cpu import attend, write
+from kvant.attention.cpu.codes import BITS
+from kvant.attention.cpu.decode import key_kernel, value_kernel
+from kvant.attention.cpu.encode import row_kernel
+from kvant.attention.cpu.formats import KERNELS, Kernels
+from kvant.attention.cpu.layout import Call, Real, Write
+from kvant.attention.cpu.threads import parallel_address
+from kvant.kv.codecs.float8 import FLOAT8
+from kvant.kv.codecs.rotation import block_length
+from kvant.kv.format import Encoding
+from kvant.kv.pool import LayerCache
+from kvant.kv.spec import Choice
+
+_REAL = {
+    torch.float32: Real.FLOAT32,
+    torch.float16: Real.FLOAT16,
+    torch.bfloat16: Real.BFLOAT16,
+}
+Block = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Facts of K or of V of one layer."""
+
+    kernels: Kernels
+    planes: tuple[Tensor, ...]
+    outer: Tensor | None
+    head_dim: int
+
+    @property
+    def factor(self) -> float:
+        rotation = 1.0 / block_length(self.head_dim) if self.kernels.rotated else 1.0
+        return self.kernels.factor * rotation
+
+    @property
+    def scales(self) -> Tensor | None:
+        return self.planes[1] if len(self.planes) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What stays the same between calls: blocks of `Call` and `Write` with the layer's facts.
+
+    cache: kept, because the blocks hold addresses in it.
+    """
+
+    cache: LayerCache
+    call: Block
+    write_k: Block
+    write_v: Block
+
+
+class CpuBackend:
+    """A query's result has the same bits whatever else is in the step, however its prompt is cut and
+    on any number of threads (torch's: `torch.get_num_threads`): batch-invariant as it is.
+
+    For one thread of Python at a time: memory for threads and blocks of arguments are reused.
+    """
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._layers: dict[int, _Layer] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._e4m3 = FLOAT8[Encoding.E4M3FN].decode(torch.arange(256, dtype=torch.uint8))
+        self._parallel = parallel_address()
+        self._write, self._writers = write.write_function(), write.worker_address()
+        self._attend, self._attenders = attend.attend_function(), attend.worker_address()
+
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
+        layer = self._layer(cache)
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        threads = torch.get_num_threads()
+        slots = step.slot_mapping.contiguous()
+        stride = _aligned(write.scratch_bytes(max(k.shape[-1], v.shape[-1])))
+        scratch = self._room(threads * stride)
+        for x, block in ((k, layer.write_k), (v, layer.write_v)):
+            size = x.element_size()
+            block[Write.X // 8] = x.data_ptr()
+            block[Write.TOKEN_STRIDE // 8] = x.stride(0) * size
+            block[Write.HEAD_STRIDE // 8] = x.stride(1) * size
+            block[Write.REAL // 8] = _REAL[x.dtype]
+            block[Write.SLOTS // 8] = slots.data_ptr()
+            block[Write.TOKENS // 8] = x.shape[0]
+            block[Write.SCRATCH // 8] = scratch
+            block[Write.SCRATCH_STRIDE // 8] = stride
+        self._write(_address(layer.write_k), self._writers, self._parallel, threads)
+
+    def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
+
+        Tokens that belong to no sequence, or to one without stored tokens, get zeros.
+        """
+        g = cache.spec.geometry
+        call = self._layer(cache).call
+        if q.stride(-1) != 1:
+            q = q.contiguous()
+        out = torch.empty(q.shape[0], q.shape[1], g.head_dim_v, dtype=q.dtype)
+        table = step.page_table if step.page_table.stride(-1) == 1 else step.page_table.contiguous()
+        sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        threads = torch.get_num_threads()
+        stride = _aligned(
+            attend.scratch_bytes(g.head_dim_k, g.head_dim_v, g.num_q_heads // g.num_kv_heads)
+        )
+        call[Call.NUM_SEQS // 8] = step.seqlens_kv.shape[0]
+        call[Call.TOKENS // 8] = q.shape[0]
+        call[Call.CU_SEQLENS_Q // 8] = step.cu_seqlens_q.data_ptr()
+        call[Call.SEQLENS_KV // 8] = step.seqlens_kv.data_ptr()
+        call[Call.PAGE_TABLE // 8] = table.data_ptr()
+        call[Call.PAGE_TABLE_STRIDE // 8] = table.stride(0)
+        call[Call.CAUSAL // 8] = step.causal
+        call[Call.Q // 8] = q.data_ptr()
+        call[Call.Q_TOKEN_STRIDE // 8] = q.stride(0) * q.element_size()
+        call[Call.Q_HEAD_STRIDE // 8] = q.stride(1) * q.element_size()
+        call[Call.Q_REAL // 8] = call[Call.OUT_REAL // 8] = _REAL[q.dtype]
+        call[Call.OUT // 8] = out.data_ptr()
+        call[Call.SCALE // 8] = _float_bits(params.scale)
+        call[Call.SOFTCAP // 8] = _float_bits(params.softcap)
+        call[Call.WINDOW // 8] = params.window or 0
+        call[Call.SINKS // 8] = 0 if sinks is None else sinks.data_ptr()
+        call[Call.SCRATCH // 8] = self._room(threads * stride)
+        call[Call.SCRATCH_STRIDE // 8] = stride
+        self._attend(_address(call), self._attenders, self._parallel, threads)
+        return out
+
+    def _room(self, num_bytes: int) -> int:
+        """The address of scratch memory of this size at least, on a cache line."""
+        if self._scratch.numel() < num_bytes + 64:
+            self._scratch = torch.empty(num_bytes + 64, dtype=torch.uint8)
+        return _aligned(self._scratch.data_ptr())
+
+    def _layer(self, cache: LayerCache) -> _Layer:
+        """The layer's blocks; the first time, its formats' kernels are compiled or loaded."""
+        found = self._layers.get(id(cache))
+        if found is None:
+            found = self._layers[id(cache)] = self._make(cache)
+        return found
+
+    def _make(self, cache: LayerCache) -> _Layer:
+        g = cache.spec.geometry
+        k = _side(cache.k, cache.spec.k, cache.k_scale, g.head_dim_k)
+        v = _side(cache.v, cache.spec.v, cache.v_scale, g.head_dim_v)
+        call = _block(Call.END)
+        call[Call.PAGE_SIZE // 8] = cache.page_size
+        call[Call.KV_HEADS // 8] = g.num_kv_heads
+        call[Call.GROUP // 8] = g.num_q_heads // g.num_kv_heads
+        call[Call.K_HEAD_DIM // 8], call[Call.V_HEAD_DIM // 8] = g.head_dim_k, g.head_dim_v
+        call[Call.E4M3 // 8] = self._e4m3.data_ptr()
+        call[Call.V_HALVES // 8] = BITS[v.kernels.code] == 4
+        writes = []
+        for side, first, kernel in (
+            (k, Call.K_CODES, key_kernel(k.kernels.code)),
+            (v, Call.V_CODES, value_kernel(v.kernels.code)),
+        ):
+            codes, outer = side.planes[0], side.outer
+            row_bytes = codes.shape[-1] * codes.element_size()
+            at = first // 8
+            call[at : at + 9] = (
+                codes.data_ptr(),
+                row_bytes,
+                0 if side.scales is None else side.scales.data_ptr(),
+                side.kernels.scaling,
+                0 if outer is None else outer.data_ptr(),
+                0 if outer is None else outer.numel(),
+                _float_bits(side.factor),
+                side.kernels.rotated,
+                kernel.address,
+            )
+            made = _block(Write.END)
+            scale_bytes = 0
+            if side.scales is not None:
+                scale_bytes = side.scales.shape[-1] * side.scales.element_size()
+            made[Write.HEADS // 8], made[Write.HEAD_DIM // 8] = g.num_kv_heads, side.head_dim
+            made[Write.CODES // 8], made[Write.ROW_BYTES // 8] = codes.data_ptr(), row_bytes
+            made[Write.SCALES // 8], made[Write.SCALE_BYTES // 8] = call[at + 2], scale_bytes
+            made[Write.OUTER // 8], made[Write.OUTERS // 8] = call[at + 4], call[at + 5]
+            made[Write.E4M3 // 8] = self._e4m3.data_ptr()
+            made[Write.KERNEL // 8] = row_kernel(side.kernels.form).address
+            writes.append(made)
+        writes[0][Write.OTHER // 8] = _address(writes[1])
+        return _Layer(cache, call, writes[0], writes[1])
+
+
+def backend(*, batch_invariant: bool = False) -> AttentionBackend:
+    """The backend as the engine uses it; batch-invariant whether asked or not."""
+    return CpuBackend()
+
+
+def _side(
+    planes: tuple[Tensor, ...], choice: Choice | None, outer: Tensor | None, head_dim: int
+) -> _Side:
+    assert choice is not None, "refuse() excludes layers that store only one side"
+    return _Side(KERNELS[choice.dtype], planes, outer, head_dim)
+
+
+def _block(num_bytes: int) -> Block:
+    """Zeros on a cache line."""
+    room = np.zeros(num_bytes // 8 + 8, np.int64)
+    start = -room.ctypes.data % 64 // 8
+    return room[start : start + num_bytes // 8]
+
+
+def _address(block: Block) -> int:
+    return int(block.ctypes.data)
+
+
+def _aligned(address: int) -> int:
+    return -(-address // 64) * 64
+
+
+def _float_bits(x: float) -> int:
+    return int(np.float32(x).view(np.int32))

@@ -1,0 +1,55 @@
+"""Where compiled kernels are kept: the user's cache, under a name that changes with the sources.
+
+numba would keep them beside the sources, which an installed package may not write to, and would look
+at one source file only, while these kernels are made of several. Where nothing can be written, they
+are compiled at every start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import numba.core.config
+
+config: Any = numba.core.config
+
+
+@cache
+def kernel_cache() -> Path | None:
+    """$NUMBA_CACHE_DIR, else a directory under $KVANT_CACHE (~/.cache/kvant); None if unwritable."""
+    if os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(os.environ["NUMBA_CACHE_DIR"])
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    root = Path(os.environ.get("KVANT_CACHE") or "~/.cache/kvant").expanduser()
+    place = root / "kernels" / digest.hexdigest()[:16]
+    try:
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return None
+    return place if os.access(place, os.W_OK) else None
+
+
+@contextmanager
+def kept_on_disk() -> Iterator[bool]:
+    """Yields what to give numba as `cache`; what is decorated in here is kept in `kernel_cache`.
+
+    numba reads its setting when a function is decorated; other users of numba in this process keep
+    theirs.
+    """
+    place = kernel_cache()
+    before = config.CACHE_DIR
+    config.CACHE_DIR = "" if place is None else str(place)
+    try:
+        yield place is not None
+    finally:
+        config.CACHE_DIR = before

@@ -1,0 +1,46 @@
+"""What the CPU kernels serve, without torch or numba."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from kvant.attention.need import BackendInfo, DeviceKind, Need
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.geometry import Attention
+
+_LARGEST_HEAD = 512
+_LANES = 16
+
+
+def refuse(need: Need) -> str | None:
+    """Every format and pair but another device's encodings; head sizes in steps of 16 up to 512."""
+    layer = need.layer
+    if need.device.kind is not DeviceKind.CPU:
+        return "its kernels run on CPUs"
+    if layer.attention is Attention.MLA or need.v is None:
+        return "MLA's latent cache is not implemented yet"
+    if layer.num_kv_heads < 1 or layer.num_q_heads % layer.num_kv_heads:
+        return f"{layer.num_q_heads} query heads do not share {layer.num_kv_heads} KV heads evenly"
+    if KVDtype.FP8_E4M3FNUZ in (need.k, need.v):
+        return f"{KVDtype.FP8_E4M3FNUZ} is another device's encoding"
+    if need.compute is ComputeDtype.FLOAT64:
+        return "its kernels compute in float32; float64 is the reference backend's"
+    for dtype, head_dim in ((need.k, layer.head_dim_k), (need.v, layer.head_dim_v)):
+        reason = dtype.format.refuse_head_dim(head_dim)
+        if reason is not None:
+            return reason
+        multiple = 2 * _LANES if dtype.format.bits == 3 else _LANES
+        if head_dim % multiple or not 0 < head_dim <= _LARGEST_HEAD:
+            return f"head sizes of {dtype} are multiples of {multiple} up to {_LARGEST_HEAD}, not {head_dim}"
+    if not need.device.has_avx2:
+        return "its kernels need a CPU with AVX2"
+    return _refuse_package()
+
+
+def _refuse_package() -> str | None:
+    if importlib.util.find_spec("numba") is None:
+        return "the package numba is not installed"
+    return None
+
+
+INFO = BackendInfo("cpu", "kvant.attention.cpu.backend", refuse, batch_invariant=True)

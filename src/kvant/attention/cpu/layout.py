@@ -1,0 +1,182 @@
+"""What kernels hand each other: int64 fields at fixed places of one block of memory."""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+
+
+class _Fields(IntEnum):
+    @staticmethod
+    def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
+        return 8 * count
+
+
+class Tile(_Fields):
+    """One tile of keys or values of one KV head, for `decode`. Addresses, and sizes in bytes."""
+
+    BASE = auto()  # first row of this KV head
+    STRIDE = auto()  # between slots
+    SLOTS = auto()  # int64 [2 * TILE]: this tile's and the next one's
+    ROW_WORDS = auto()  # words of a row
+    HEAD_DIM = auto()
+    ROWS = auto()  # of queries
+    IN = auto()  # keys: q [rows][head_dim]; values: weights [rows][TILE]
+    IN_PITCH = auto()
+    OUT = auto()  # keys: scores [rows][TILE]; values: sums [rows][..]
+    OUT_PITCH = auto()
+    WORDS = auto()  # scratch: [row words][TILE]
+    EXPANDED = auto()  # scratch: float32 keys [head_dim][TILE] or values [TILE][head_dim]
+    BLOCK_SCALES = auto()  # keys [blocks][TILE], values [TILE][blocks]
+    NANS = auto()  # int32 [TILE], not 0 where an e4m3 key has NaN
+    END = auto()
+
+
+class Scaling(IntEnum):
+    """How a row's scale and offset are found: number = scale * code + offset."""
+
+    NONE = 0
+    ROW = 1  # float32 scale
+    ROW_ZERO_POINT = 2  # float32 scale with a zero point in its low 4 bits
+    BLOCK = 3  # e4m3 per 16 numbers
+    ROW_HALF = 4  # float16 scale
+    ROW_HALF_OFFSET = 5  # float16 scale and offset
+
+
+class Real(IntEnum):
+    """Types of queries and outputs."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+
+
+class Call(_Fields):
+    """One call of `attend`. Addresses, counts, and float32 values as their bits."""
+
+    # dealt out while running, on cache lines of their own
+    NEXT = auto()
+    _1 = auto()
+    _2 = auto()
+    _3 = auto()
+    _4 = auto()
+    _5 = auto()
+    _6 = auto()
+    _7 = auto()
+    TICKET = auto()
+    _9 = auto()
+    _10 = auto()
+    _11 = auto()
+    _12 = auto()
+    _13 = auto()
+    _14 = auto()
+    _15 = auto()
+    # the step
+    NUM_SEQS = auto()
+    TOKENS = auto()
+    CU_SEQLENS_Q = auto()
+    SEQLENS_KV = auto()
+    PAGE_TABLE = auto()
+    PAGE_TABLE_STRIDE = auto()
+    CAUSAL = auto()
+    Q = auto()
+    Q_TOKEN_STRIDE = auto()
+    Q_HEAD_STRIDE = auto()
+    Q_REAL = auto()
+    OUT = auto()
+    OUT_REAL = auto()
+    SCALE = auto()
+    SOFTCAP = auto()
+    WINDOW = auto()
+    SINKS = auto()
+    # the layer
+    PAGE_SIZE = auto()
+    KV_HEADS = auto()
+    GROUP = auto()
+    K_HEAD_DIM = auto()
+    V_HEAD_DIM = auto()
+    K_CODES = auto()
+    K_ROW_BYTES = auto()
+    K_SCALES = auto()
+    K_SCALING = auto()
+    K_OUTER = auto()  # float32 [K_OUTERS], or 0
+    K_OUTERS = auto()
+    K_FACTOR = auto()
+    K_ROTATED = auto()
+    K_KERNEL = auto()
+    V_CODES = auto()
+    V_ROW_BYTES = auto()
+    V_SCALES = auto()
+    V_SCALING = auto()
+    V_OUTER = auto()
+    V_OUTERS = auto()
+    V_FACTOR = auto()
+    V_ROTATED = auto()
+    V_KERNEL = auto()
+    V_HALVES = auto()  # whether the value kernel gives even numbers before odd ones
+    E4M3 = auto()  # float32 [256]
+    # the work, made by `attend`
+    SCRATCH = auto()
+    SCRATCH_STRIDE = auto()
+    PARTS = auto()
+    COUNTERS = auto()
+    ITEMS = auto()
+    NUM_ITEMS = auto()
+    END = auto()
+
+
+class Write(_Fields):
+    """Rows of K or of V to be written. Addresses, counts, and strides in bytes."""
+
+    NEXT = auto()  # dealt out while running
+    TICKET = auto()
+    X = auto()
+    TOKEN_STRIDE = auto()
+    HEAD_STRIDE = auto()
+    REAL = auto()
+    HEADS = auto()
+    HEAD_DIM = auto()
+    SLOTS = auto()  # int64 [tokens], -1 writes nowhere
+    TOKENS = auto()
+    CODES = auto()
+    ROW_BYTES = auto()
+    SCALES = auto()  # 0 where the format has none in its pages
+    SCALE_BYTES = auto()  # of a row
+    OUTER = auto()  # float32 [OUTERS], or 0
+    OUTERS = auto()
+    E4M3 = auto()  # float32 [256]
+    KERNEL = auto()
+    SCRATCH = auto()
+    SCRATCH_STRIDE = auto()
+    OTHER = auto()  # the task of V in that of K, else 0
+    END = auto()
+
+
+class Row(_Fields):
+    """One row, for a writer kernel."""
+
+    X = auto()  # as it was given
+    REAL = auto()
+    HEAD_DIM = auto()
+    NUMBERS = auto()  # the same in float32; the kernel may change it
+    CODES = auto()
+    SCALES = auto()
+    OUTER = auto()  # float32 bits
+    E4M3 = auto()
+    END = auto()
+
+
+class Item(_Fields):
+    """One piece of work: some KV heads, some queries of one sequence, some splits of its keys."""
+
+    SEQ = auto()
+    FIRST_QUERY = auto()
+    END_QUERY = auto()
+    FIRST_HEAD = auto()
+    END_HEAD = auto()
+    FIRST_SPLIT = auto()
+    END_SPLIT = auto()
+    ALL_FIRST = auto()  # the splits of all items of the same queries
+    ALL_END = auto()
+    PART = auto()  # where this group's parts begin, in rows of PARTS
+    COUNTER = auto()  # finished items of this group
+    END = auto()

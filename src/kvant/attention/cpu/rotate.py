@@ -1,0 +1,22 @@
+"""The Walsh-Hadamard rotation of one row in memory; the order of sums is `kvant.kv.codecs.rotation`'s."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from kvant.attention.cpu.vector import load_f32, store_f32
+
+
+@njit
+def rotate_in_place(row: int, n: int) -> None:
+    """Float32 row [n] at an address, times H in every block; not divided by the block length."""
+    block = n & -n
+    step = 1
+    while step < block:
+        for start in range(0, n, 2 * step):
+            for i in range(start, start + step):
+                low, high = row + 4 * i, row + 4 * (i + step)
+                a, b = load_f32(low), load_f32(high)
+                store_f32(low, a + b)
+                store_f32(high, a - b)
+        step *= 2

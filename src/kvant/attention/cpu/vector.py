@@ -1,0 +1,288 @@
+"""Vector code for numba: sixteen float32 lanes at a time, written as LLVM instructions.
+
+numba's own loops are vectorised when LLVM finds out how; conversions of packed codes and transposes
+it does not find. So the innermost loops are emitted here, and everything around them is plain numba.
+On CPUs with AVX-512 sixteen lanes are one register, with AVX2 two. Addresses are plain int64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+FLOATS = ir.VectorType(F32, LANES)
+WORDS = ir.VectorType(I32, LANES)
+HALVES = ir.VectorType(F16, LANES)
+SHORTS = ir.VectorType(I16, LANES)
+BYTES = ir.VectorType(I8, LANES)
+_POINTER = ir.PointerType()
+_INTO_L2 = 2  # LLVM's locality of prefetcht1: a core has more misses to L2 under way than to L1
+
+
+def i64(n: int) -> Any:
+    return ir.Constant(I64, n)
+
+
+def every(type_: Any, value: float) -> Any:
+    """The same constant in every lane."""
+    return ir.Constant(type_, [value] * type_.count)
+
+
+def words(value: int) -> Any:
+    return every(WORDS, value - (1 << 32) if value >= 1 << 31 else value)
+
+
+def load(b: Any, type_: Any, address: Any, align: int = 1) -> Any:
+    found = b.load(b.inttoptr(address, _POINTER), typ=type_)
+    found.align = align
+    return found
+
+
+def store(b: Any, value: Any, address: Any, align: int = 1) -> None:
+    b.store(value, b.inttoptr(address, _POINTER)).align = align
+
+
+def load_first(b: Any, type_: Any, address: Any, count: Any) -> Any:
+    """The first `count` (at run time) elements of a vector; the others are 0 and not touched."""
+    n = type_.count
+    lanes = ir.Constant(ir.VectorType(I64, n), list(range(n)))
+    mask = b.icmp_signed("<", lanes, splat(b, count, n))
+    name = f"llvm.masked.load.v{n}i{type_.element.width}.p0"
+    mask_type = ir.VectorType(I1, n)
+    return call(
+        b, name, type_, b.inttoptr(address, _POINTER), ir.Constant(I32, 1), mask,
+        ir.Constant(type_, [0] * n), given=(_POINTER, I32, mask_type, type_),
+    )  # fmt: skip
+
+
+def call(b: Any, name: str, returns: Any, *arguments: Any, given: Any = None) -> Any:
+    """Call an LLVM intrinsic by its full name."""
+    found = [a.type for a in arguments] if given is None else list(given)
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(returns, found), name)
+    return b.call(function, arguments)
+
+
+def shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def splat(b: Any, scalar: Any, n: int = LANES) -> Any:
+    nothing = ir.Constant(ir.VectorType(scalar.type, n), ir.Undefined)
+    one = b.insert_element(nothing, scalar, ir.Constant(I32, 0))
+    return shuffle(b, one, nothing, [0] * n)
+
+
+def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    return call(b, f"llvm.fma.v{LANES}f32", FLOATS, x, y, z)
+
+
+def prefetch(b: Any, address: Any) -> None:
+    call(
+        b, "llvm.prefetch.p0", ir.VoidType(), b.inttoptr(address, _POINTER), ir.Constant(I32, 0),
+        ir.Constant(I32, _INTO_L2), ir.Constant(I32, 1),
+    )  # fmt: skip
+
+
+def look_up(context: Any, b: Any, table: tuple[float, ...], index: Any) -> Any:
+    """table[index & (len - 1)] in every lane; 8 or 16 numbers, held in registers."""
+    if "+avx512f" in context.codegen().magic_tuple()[2]:
+        numbers = ir.Constant(FLOATS, list(table) * (LANES // len(table)))
+        return call(b, "llvm.x86.avx512.permvar.sf.512", FLOATS, numbers, index)
+    half = ir.VectorType(F32, 8)
+    found = []
+    for start in (0, 8):
+        lanes = shuffle(b, index, index, list(range(start, start + 8)))
+        parts = [
+            call(b, "llvm.x86.avx2.permps", half, ir.Constant(half, list(table[i : i + 8])), lanes)
+            for i in range(0, len(table), 8)
+        ]
+        if len(parts) == 2:
+            eight = every(lanes.type, 8)
+            upper = b.icmp_unsigned("!=", b.and_(lanes, eight), every(lanes.type, 0))
+            parts = [b.select(upper, parts[1], parts[0])]
+        found.append(parts[0])
+    return shuffle(b, found[0], found[1], list(range(LANES)))
+
+
+def transpose(b: Any, rows: list[Any], n: int) -> list[Any]:
+    """16 rows of n words (n = 4, 8, 16) to n vectors whose lanes are the rows."""
+    found = rows
+    while len(found) > n:
+        # Row r and row r + n share a vector, then these and those 2 n further, and so on.
+        width = found[0].type.count
+        found = [
+            shuffle(b, found[i], found[i + n], list(range(2 * width)))
+            for group in range(0, len(found), 2 * n)
+            for i in range(group, group + n)
+        ]
+    step = 1
+    while step < n:
+        low = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
+        high = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
+        for i in range(n):
+            if not i & step:
+                x, y = found[i], found[i + step]
+                found[i], found[i + step] = shuffle(b, x, y, low), shuffle(b, x, y, high)
+        step *= 2
+    return found
+
+
+# -- scalars -----------------------------------------------------------------------------------
+
+
+def _reader(type_: Any, returns: Any, finish: Any) -> Any:
+    def read(typing: Any, address: Any) -> Any:
+        def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+            return finish(b, load(b, type_, arguments[0]))
+
+        return returns(types.int64), generate
+
+    return intrinsic(read)
+
+
+load_i64 = _reader(I64, types.int64, lambda b, x: x)
+load_i32 = _reader(I32, types.int64, lambda b, x: b.sext(x, I64))
+load_u8 = _reader(I8, types.int64, lambda b, x: b.zext(x, I64))
+load_f32 = _reader(F32, types.float32, lambda b, x: x)
+load_f16 = _reader(F16, types.float32, lambda b, x: b.fpext(x, F32))
+load_bf16 = _reader(
+    I16,
+    types.float32,
+    lambda b, x: b.bitcast(b.shl(b.zext(x, I32), ir.Constant(I32, 16)), F32),
+)
+
+
+def _writer(given: Any, prepare: Any) -> Any:
+    def write(typing: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+            store(b, prepare(b, arguments[1]), arguments[0])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, given), generate
+
+    return intrinsic(write)
+
+
+def _to_bf16(b: Any, x: Any) -> Any:
+    """Nearest even; NaN stays NaN."""
+    bits = b.bitcast(x, I32)
+    odd = b.and_(b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+    rounded = b.add(bits, b.add(odd, ir.Constant(I32, 0x7FFF)))
+    bits = b.select(b.fcmp_unordered("uno", x, x), ir.Constant(I32, 0x7FC00000), rounded)
+    return b.trunc(b.lshr(bits, ir.Constant(I32, 16)), I16)
+
+
+store_i64 = _writer(types.int64, lambda b, x: x)
+store_u8 = _writer(types.int64, lambda b, x: b.trunc(x, I8))
+store_i32 = _writer(types.int64, lambda b, x: b.trunc(x, I32))
+store_f32 = _writer(types.float32, lambda b, x: x)
+store_f16 = _writer(types.float32, lambda b, x: b.fptrunc(x, F16))
+store_bf16 = _writer(types.float32, _to_bf16)
+
+
+@intrinsic
+def bits_of(typing: Any, x: Any) -> Any:
+    """The bits of a float32, 0 .. 2^32 - 1."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        return b.zext(b.bitcast(arguments[0], I32), I64)
+
+    return types.int64(types.float32), generate
+
+
+@intrinsic
+def float_of(typing: Any, bits: Any) -> Any:
+    """The float32 with these bits."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        return b.bitcast(b.trunc(arguments[0], I32), F32)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def nearest(typing: Any, x: Any) -> Any:
+    """x rounded to an integer, ties to even, as float32."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        return call(b, "llvm.rint.f32", F32, arguments[0])
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def root(typing: Any, x: Any) -> Any:
+    """The square root, correctly rounded."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        return call(b, "llvm.sqrt.f32", F32, arguments[0])
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def fetch_add(typing: Any, address: Any, value: Any) -> Any:
+    """Add to an int64 in memory that other threads add to as well; its value before."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        place = b.inttoptr(arguments[0], _POINTER)
+        return b.atomic_rmw("add", place, arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def prefetch_line(typing: Any, address: Any) -> Any:
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        prefetch(b, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def run_at(typing: Any, function: Any, a: Any, b_: Any) -> Any:
+    """Call a C function void(int64, int64) by its address."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64])
+        target = b.inttoptr(arguments[0], kind.as_pointer())
+        b.call(target, arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def fork(typing: Any, parallel: Any, function: Any, data: Any, threads: Any) -> Any:
+    """GOMP_parallel(function, data, threads, 0) by its address: the function runs on every thread."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        parallel, function, data, threads = arguments
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
+        target = b.inttoptr(parallel, kind.as_pointer())
+        b.call(target, [function, data, b.trunc(threads, I32), ir.Constant(I32, 0)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def zero(typing: Any, address: Any, num_bytes: Any) -> Any:
+    """Clear memory."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        call(
+            b, "llvm.memset.p0.i64", ir.VoidType(), b.inttoptr(arguments[0], _POINTER),
+            ir.Constant(I8, 0), arguments[1], ir.Constant(I1, 0),
+        )  # fmt: skip
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate

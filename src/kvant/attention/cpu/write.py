@@ -1,0 +1,129 @@
+"""Rows of one step to their slots: K and V in one call, dealt out to threads."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cfunc, njit
+
+from kvant.attention.cpu.compiled import kept_on_disk
+from kvant.attention.cpu.decode import SIGNATURE
+from kvant.attention.cpu.layout import Real, Row, Write
+from kvant.attention.cpu.vector import (
+    bits_of,
+    fetch_add,
+    fork,
+    load_bf16,
+    load_f16,
+    load_f32,
+    load_i64,
+    run_at,
+    store_f32,
+    store_i64,
+)  # fmt: skip
+
+AT_ONCE = 8
+"""Tokens that a thread takes at a time."""
+WORTH_A_THREAD = 64
+"""Tokens below which waking a second thread costs more than it saves."""
+(
+    W_NEXT, W_TICKET, W_X, W_TOKEN, W_HEAD, W_REAL, W_HEADS, W_DIM, W_SLOTS, W_TOKENS, W_CODES,
+    W_ROW_BYTES, W_SCALES, W_SCALE_BYTES, W_OUTER, W_OUTERS, W_E4M3, W_KERNEL, W_SCRATCH,
+    W_SCRATCH_STRIDE, W_OTHER, _,
+) = (int(f) for f in Write)  # fmt: skip
+R_X, R_REAL, R_DIM, R_NUMBERS, R_CODES, R_SCALES, R_OUTER, R_E4M3, R_SIZE = (int(f) for f in Row)
+_FLOAT16, _BFLOAT16 = int(Real.FLOAT16), int(Real.BFLOAT16)
+_ONE = np.float32(1)
+
+
+def scratch_bytes(head_dim: int) -> int:
+    """What one thread needs."""
+    return int(Row.END) + 4 * head_dim + 64
+
+
+@njit(error_model="numpy")
+def _widen(start: int, real: int, n: int, to: int) -> None:
+    if real == _FLOAT16:
+        for i in range(n):
+            store_f32(to + 4 * i, load_f16(start + 2 * i))
+    elif real == _BFLOAT16:
+        for i in range(n):
+            store_f32(to + 4 * i, load_bf16(start + 2 * i))
+    else:
+        for i in range(n):
+            store_f32(to + 4 * i, load_f32(start + 4 * i))
+
+
+@njit(error_model="numpy")
+def _token(task: int, token: int, row: int) -> None:
+    """Write the rows of one token."""
+    slot = load_i64(load_i64(task + W_SLOTS) + 8 * token)
+    if slot < 0:
+        return
+    heads, n, real = load_i64(task + W_HEADS), load_i64(task + W_DIM), load_i64(task + W_REAL)
+    numbers = row + R_SIZE
+    store_i64(row + R_REAL, real)
+    store_i64(row + R_DIM, n)
+    store_i64(row + R_NUMBERS, numbers)
+    store_i64(row + R_E4M3, load_i64(task + W_E4M3))
+    outer = load_i64(task + W_OUTER)
+    for head in range(heads):
+        x = load_i64(task + W_X) + token * load_i64(task + W_TOKEN) + head * load_i64(task + W_HEAD)
+        _widen(x, real, n, numbers)
+        place = slot * heads + head
+        store_i64(row + R_X, x)
+        store_i64(row + R_CODES, load_i64(task + W_CODES) + place * load_i64(task + W_ROW_BYTES))
+        store_i64(
+            row + R_SCALES, load_i64(task + W_SCALES) + place * load_i64(task + W_SCALE_BYTES)
+        )
+        scale = _ONE
+        if outer:
+            scale = load_f32(outer + 4 * (head if load_i64(task + W_OUTERS) > 1 else 0))
+        store_i64(row + R_OUTER, bits_of(scale))
+        run_at(load_i64(task + W_KERNEL), row, 0)
+
+
+def _work(task: int, _: int) -> None:
+    """What every thread does: take tokens until none is left."""
+    ticket = fetch_add(task + W_TICKET, 1)
+    row = load_i64(task + W_SCRATCH) + ticket * load_i64(task + W_SCRATCH_STRIDE)
+    tokens, other = load_i64(task + W_TOKENS), load_i64(task + W_OTHER)
+    while True:
+        first = fetch_add(task + W_NEXT, AT_ONCE)
+        if first >= tokens:
+            return
+        for token in range(first, min(tokens, first + AT_ONCE)):
+            _token(task, token, row)
+            _token(other, token, row)
+
+
+def _write(task: int, worker: int, parallel: int, threads: int) -> int:
+    """Write K (task) and V (its OTHER); the number of threads that were used."""
+    store_i64(task + W_NEXT, 0)
+    store_i64(task + W_TICKET, 0)
+    if threads == 1 or parallel == 0 or load_i64(task + W_TOKENS) < WORTH_A_THREAD:
+        run_at(worker, task, 0)
+        return 1
+    fork(parallel, worker, task, threads)
+    return threads
+
+
+@cache
+def _worker() -> Any:
+    with kept_on_disk() as is_kept:
+        return cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(_work)
+
+
+def worker_address() -> int:
+    """The compiled function that every thread runs."""
+    return int(_worker().address)
+
+
+@cache
+def write_function() -> Any:
+    """`_write`, compiled."""
+    with kept_on_disk() as is_kept:
+        options = {"cache": is_kept, "nogil": True, "error_model": "numpy"}
+        return njit("int64(int64, int64, int64, int64)", **options)(_write)

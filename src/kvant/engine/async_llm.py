@@ -1,0 +1,195 @@
+"""`AsyncLLM`: the engine for asynchronous Python programs."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Unpack
+
+from kvant.engine.config import EngineConfig
+from kvant.engine.llm import LLM, Prompt
+from kvant.engine.llm_options import LLMOptions
+from kvant.engine.result import Progress, as_metrics
+from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.tokenizing import Message
+from kvant.engine.worker import Mailbox, Submit, Worker
+from kvant.errors import EngineFault, KvantError
+from kvant.kv.spec import KVPlan
+from kvant.models import local
+
+
+class AsyncStream(AsyncIterator[Progress]):
+    """Yields what each step adds to one request; the last piece carries the result.
+
+    Errors of the request are raised where it is read. One task reads it. When that task is cancelled
+    the request is too; leaving the loop early or dropping the stream also cancels it. A stream in a
+    variable lives as long as the variable does, in a kept traceback for instance: `async with` ends it
+    at a certain place.
+    """
+
+    def __init__(self, llm: AsyncLLM, worker: Worker) -> None:
+        self._llm = llm  # which must not stop before its streams
+        self._worker = worker
+        self.mailbox = Mailbox(asyncio.get_running_loop())
+        self._ended = False
+        self._reader: asyncio.Task[object] | None = None
+
+    async def __anext__(self) -> Progress:
+        if self._ended:
+            raise StopAsyncIteration
+        self._watch(asyncio.current_task())
+        try:
+            piece = await self.mailbox.get()
+        except BaseException:
+            self._close()
+            raise
+        self._ended = piece.result is not None
+        return piece
+
+    def cancel(self) -> None:
+        """End the request as soon as the running step allows; the last piece then says `cancelled`."""
+        self._worker.cancel(self.mailbox)
+
+    async def aclose(self) -> None:
+        """Cancel the request if it has not ended; nothing more is yielded."""
+        self._close()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self.cancel()
+
+    def _watch(self, task: asyncio.Task[object] | None) -> None:
+        """Cancel the request when the task that reads it is cancelled somewhere else than here."""
+        if task is None or task is self._reader:
+            return
+        self._reader = task
+        task.add_done_callback(_Watcher(self._worker, self.mailbox))
+
+
+class _Watcher:
+    """Holds no stream, so that a task does not keep alive what it has read."""
+
+    def __init__(self, worker: Worker, mailbox: Mailbox) -> None:
+        self._worker, self._mailbox = worker, mailbox
+
+    def __call__(self, task: asyncio.Task[object]) -> None:
+        if task.cancelled():
+            self._worker.cancel(self._mailbox)
+
+
+class AsyncLLM:
+    """A model that answers many tasks at once.
+
+        llm = AsyncLLM("smollm2", kv_cache_dtype="fp8_per_token_head")
+        async for piece in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
+            print(piece.text, end="")
+        llm.close()
+
+    Arguments are those of `LLM`. Everything that is asked at the same time runs in one batch, stepped
+    by one thread; loading happens in the constructor and takes its time. Methods can be called from any
+    event loop of any thread.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        progress: local.Progress | None = None,
+        **options: Unpack[LLMOptions],
+    ) -> None:
+        self._start(LLM(model, progress=progress, **options))
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, *, progress: local.Progress | None = None
+    ) -> AsyncLLM:
+        """An AsyncLLM of a configuration that was made elsewhere."""
+        return cls.from_llm(LLM.from_config(config, progress=progress))
+
+    @classmethod
+    def from_llm(cls, llm: LLM) -> AsyncLLM:
+        """Take over a loaded model; the LLM itself must not generate any more."""
+        made = cls.__new__(cls)
+        made._start(llm)
+        return made
+
+    def _start(self, llm: LLM) -> None:
+        self._llm = llm
+        self._worker = Worker(llm.engine)
+        self._worker.start()
+        # Also at the end of the program: the thread must not be in a step when Python goes away.
+        self._stop = weakref.finalize(self, self._worker.stop)
+
+    @property
+    def plan(self) -> KVPlan:
+        """What every layer stores, and who decided it."""
+        return self._llm.plan
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What holds for requests without parameters: see `LLM.default_params`."""
+        return self._llm.default_params
+
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, salt: str = ""
+    ) -> AsyncStream:
+        """Complete one prompt, a text or token ids. One answer: n is 1. Needs a running event loop.
+
+        It runs from now on, read or not. A wrong request raises RequestError where it is read.
+        """
+        return self._open(lambda: self._llm.encode(prompt), sampling_params, salt)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+    ) -> AsyncStream:
+        """Answer one conversation, in the model's chat template."""
+        return self._open(lambda: self._llm.encode_chat(messages), sampling_params, salt)
+
+    def metrics(self) -> dict[str, Any]:
+        """As `LLM.metrics`, after the last step."""
+        return as_metrics(self._worker.stats)
+
+    def close(self) -> None:
+        """Cancel everything and end the thread; waits for the running step."""
+        self._stop()
+
+    def _open(
+        self, encode: Callable[[], Sequence[int]], params: SamplingParams | None, salt: str
+    ) -> AsyncStream:
+        stream = AsyncStream(self, self._worker)
+        worker, mailbox = self._worker, stream.mailbox
+        chosen = self.default_params if params is None else params
+
+        def submit() -> None:  # holds no stream
+            try:
+                worker.submit(Submit(mailbox, encode(), chosen, salt))
+            except KvantError as fault:
+                mailbox.put_from_anywhere(fault)
+            except Exception as fault:
+                mailbox.put_from_anywhere(EngineFault(f"the prompt could not be read: {fault!r}"))
+
+        # Tokenising a long text takes a while, in which the loop must go on.
+        mailbox.loop.run_in_executor(None, submit)
+        return stream

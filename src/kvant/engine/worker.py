@@ -1,0 +1,210 @@
+"""The one thread that steps an engine for asynchronous programs.
+
+Whoever wants something posts a command; answers go to mailboxes, each read in the event loop of its
+reader. Between two steps all commands that have come are carried out, so that requests of any number
+of tasks and loops run in one batch, and a cancelled one has its pages back before the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from kvant.engine.engine import Engine
+from kvant.engine.result import EngineStats, Progress
+from kvant.engine.sampling_params import SamplingParams
+from kvant.errors import EngineFault, KvantError, RequestError
+
+_log = logging.getLogger(__name__)
+
+
+class Mailbox:
+    """What one request has to say. Filled by the worker, read in one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.cancelled = False
+        self._news: deque[Progress | KvantError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, news: Progress | KvantError) -> None:
+        """In the reader's loop only."""
+        self._news.append(news)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def put_from_anywhere(self, news: Progress | KvantError) -> bool:
+        """In any thread. False if the reader's loop is closed: nobody listens any more."""
+        try:
+            self.loop.call_soon_threadsafe(self.put, news)
+        except RuntimeError:
+            return False
+        return True
+
+    async def get(self) -> Progress:
+        """The next piece; raises what went wrong instead."""
+        while not self._news:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        news = self._news.popleft()
+        if isinstance(news, Progress):
+            return news
+        raise news
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    mailbox: Mailbox
+    prompt: Sequence[int]
+    params: SamplingParams
+    salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request if it has not ended; its mailbox gets the result so far."""
+
+    mailbox: Mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Cancel everything and end the thread."""
+
+
+Command = Submit | Cancel | Stop
+
+
+class Worker:
+    """Owns the engine from `start` on: nobody else may touch it. Its methods may be called from anywhere."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.stats: EngineStats = engine.stats
+        self._engine = engine
+        # A SimpleQueue may be put to from a finaliser in the middle of anything.
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._ending = threading.Lock()
+        self._ended = False
+        self._mailboxes: dict[int, Mailbox] = {}  # by the engine's number
+        self._numbers: dict[Mailbox, int] = {}
+        self._thread = threading.Thread(target=self._run, name="kvant-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, submit: Submit) -> None:
+        """RequestError if the thread has been told to stop."""
+        with self._ending:
+            if self._ended:
+                raise RequestError("this AsyncLLM is closed")
+            self._commands.put(submit)
+
+    def cancel(self, mailbox: Mailbox) -> None:
+        """Also before its request is submitted; does nothing to one that has ended."""
+        mailbox.cancelled = True
+        self._commands.put(Cancel(mailbox))
+
+    def stop(self) -> None:
+        """Cancel everything, and return when the thread has ended."""
+        self._commands.put(Stop())
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._take_commands():
+            if self._engine.has_work:
+                try:
+                    self._deliver(self._engine.step())
+                except Exception:
+                    self._survive()
+            self.stats = self._engine.stats
+
+    def _take_commands(self) -> bool:
+        """Carry out what has come, waiting for it while there is nothing to do. False: to end."""
+        while not self._engine.has_work or not self._commands.empty():
+            match self._commands.get():
+                case Submit() as submit:
+                    self._submit(submit)
+                case Cancel(mailbox):
+                    self._cancel(mailbox)
+                case Stop():
+                    self._end()
+                    return False
+            self.stats = self._engine.stats
+        return True
+
+    def _end(self) -> None:
+        with self._ending:
+            self._ended = True
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, Submit):
+                command.mailbox.cancelled = True
+                self._submit(command)
+        for mailbox in list(self._numbers):
+            self._cancel(mailbox)
+        self.stats = self._engine.stats
+
+    def _submit(self, submit: Submit) -> None:
+        try:
+            number = self._engine.submit(submit.prompt, submit.params, salt=submit.salt)
+        except RequestError as fault:
+            self._tell(submit.mailbox, fault)
+        except Exception as fault:
+            _log.exception("a request could not be submitted")
+            self._tell(submit.mailbox, _ours(fault))
+        else:
+            self._mailboxes[number] = submit.mailbox
+            self._numbers[submit.mailbox] = number
+            if submit.mailbox.cancelled:
+                self._cancel(submit.mailbox)
+
+    def _cancel(self, mailbox: Mailbox) -> None:
+        number = self._numbers.pop(mailbox, None)
+        if number is None:
+            return
+        del self._mailboxes[number]
+        result = self._engine.cancel(number)
+        if result is not None:
+            self._tell(mailbox, Progress(number, (), "", result))
+
+    def _deliver(self, pieces: list[Progress]) -> None:
+        for piece in pieces:
+            mailbox = self._mailboxes.get(piece.number)
+            if mailbox is None:
+                continue
+            if piece.result is None:
+                self._tell(mailbox, piece)
+            else:
+                self._forget(piece.number)
+                self._tell(mailbox, piece.result.error or piece)
+
+    def _survive(self) -> None:
+        """A step failed, and the engine has cancelled those who took part: tell them, check, go on."""
+        _log.exception("a step failed")
+        left = self._engine.numbers
+        for number in [number for number in self._mailboxes if number not in left]:
+            self._tell(self._forget(number), EngineFault("the step that ran this request failed"))
+        self._engine.audit()
+
+    def _forget(self, number: int) -> Mailbox:
+        mailbox = self._mailboxes.pop(number)
+        del self._numbers[mailbox]
+        return mailbox
+
+    def _tell(self, mailbox: Mailbox, news: Progress | KvantError) -> None:
+        number = self._numbers.get(mailbox)
+        if not mailbox.put_from_anywhere(news) and number is not None:
+            self._engine.cancel(number)
+            self._forget(number)
+
+
+def _ours(fault: Exception) -> EngineFault:
+    return EngineFault(f"the engine failed on this request: {fault!r}")

@@ -1,0 +1,84 @@
+"""The engine on a GPU gives the CPU's answers, whatever was launched ahead: python -m pytest -m gpu here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvant import LLM, SamplingParams
+from tests.models import tiny
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 17, 1, 300, 33, 64, 65, 2, 90)]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20 + 7 * i, ignore_eos=i % 2 == 0)
+    for i in range(len(PROMPTS))
+]
+
+
+def answers(path: Path, device: str, **options: object) -> list[tuple[int, ...]]:
+    llm = LLM(path, device=device, dtype="float32", max_model_len=500, **options)  # type: ignore[arg-type]
+    found = [result.token_ids for result in llm.generate(PROMPTS, PARAMS)]
+    llm.engine.audit()
+    return found
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build("qwen3", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[tuple[int, ...]]:
+    return answers(path, "cpu", attention_backend="reference")
+
+
+def test_a_gpu_gives_the_tokens_of_a_cpu(path: Path, expected: list[tuple[int, ...]]) -> None:
+    assert answers(path, "cuda") == expected
+
+
+def test_what_is_launched_ahead_is_used_and_forgotten_where_it_must_be(
+    path: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvant.engine import graphs
+
+    launched: list[bool] = []
+    launch = graphs.DecodeGraphs._launch
+
+    def count(self: graphs.DecodeGraphs, step: object, **how: object) -> object:
+        launched.append("after" in how)
+        return launch(self, step, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(graphs.DecodeGraphs, "_launch", count)
+    assert answers(path, "cuda", kv_cache_memory="1MiB", max_num_seqs=4) == expected
+    assert launched.count(True) > 50
+    assert launched.count(False) > 1
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(path: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
+    llm = LLM(path, device="cuda", dtype="float32", max_model_len=500)
+    together = [r.token_ids for r in llm.generate(PROMPTS, params)]
+    alone = [llm.generate([p], params)[0].token_ids for p in PROMPTS]
+    assert together == alone
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_families_run_on_a_gpu_as_on_a_cpu(family: str, tmp_path: Path) -> None:
+    built = tiny.build(family, tmp_path)
+    assert answers(built, "cuda") == answers(built, "cpu", attention_backend="reference")
+
+
+def test_bfloat16_answers_start_like_float32_ones(path: Path) -> None:
+    llm = LLM(path, device="cuda", dtype="bfloat16", max_model_len=500)
+    full = LLM(path, device="cuda", dtype="float32", max_model_len=500)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    for prompt in PROMPTS:
+        a, b = llm.generate([prompt], params)[0], full.generate([prompt], params)[0]
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        assert abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < 0.15
+    torch.cuda.synchronize()

@@ -1,0 +1,101 @@
+"""GSM8K as a judge: every format reads the same solutions, and the sharper formats read them better."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvant.engine.llm import LLM
+from kvant.engine.runner import ModelRunner
+from kvant.kv.names import parse_format
+from kvant.measure.gsm8k import (
+    Problem,
+    all_formats,
+    judge,
+    number,
+    read_problems,
+    solution_logprobs,
+    table,
+)
+from kvant.measure.teacher_forced import text_logits
+from tests.engine import tiny_chat
+
+PROBLEMS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "gsm8k_test.jsonl"
+CI_COUNT = 50
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    path = tiny_chat.build(tmp_path_factory.mktemp("gsm8k"), max_position_embeddings=2048)
+    return LLM(path, dtype="float32", kv_cache_dtype="float32", kv_cache_memory="8MiB")
+
+
+def test_numbers_are_read_as_people_write_them() -> None:
+    assert number("so 3 and then #### 1,234") == "1234"
+    assert number("it costs $18.00.") == "18"
+    assert number("-5 degrees") == "-5"
+    assert number("none") == ""
+    problem = Problem("q", "<<2*3=6>>6 eggs\n#### 6")
+    assert problem.answer == "6"
+    assert problem.solved_by("that makes 6 eggs")
+    assert not problem.solved_by("6 or 7")
+    assert not problem.solved_by("")
+
+
+def test_several_solutions_in_one_step_are_as_likely_as_each_alone(tiny: LLM) -> None:
+    runner = tiny.engine.runner
+    assert isinstance(runner, ModelRunner)
+    texts = []
+    for problem in read_problems(PROBLEMS, 3):
+        question = tiny.encode(problem.prompt)
+        texts.append(([*question, *tiny.encode(" " + problem.solution)], len(question)))
+    found = solution_logprobs(runner.model, tiny.plan, texts)
+    parts = []
+    for tokens, question in texts:
+        likely = text_logits(runner.model, tiny.plan, tokens).log_softmax(-1)
+        targets = torch.tensor(tokens[question:])
+        parts.append(likely[question - 1 : -1].gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(found, torch.cat(parts).double(), rtol=0, atol=1e-4)
+
+
+def test_every_format_reads_fifty_gold_solutions(tiny: LLM) -> None:
+    """The comparison itself on a model that costs nothing: all formats, native dtypes included."""
+    short = [Problem(p.question[:60], p.solution[-60:]) for p in read_problems(PROBLEMS, CI_COUNT)]
+    rows = {row.format: row for row in judge(tiny, short, all_formats())}
+    assert set(rows) == {
+        "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head",
+        "int8_per_token_head", "int4_per_token_head", "nvfp4",
+    }  # fmt: skip
+    assert rows["float32"].drift == 0
+    drifts = [rows[name].drift for name in ("float16", "bfloat16", "fp8_e5m2", "nvfp4")]
+    assert drifts == sorted(drifts)
+    assert drifts[0] > 0
+    assert rows["int8_per_token_head"].drift < rows["int4_per_token_head"].drift
+    assert len({row.tokens for row in rows.values()}) == 1
+    assert table(list(rows.values()), CI_COUNT).count("\n") == len(rows) + 1
+
+
+def test_answers_are_generated_through_the_format(tiny: LLM) -> None:
+    (row,) = judge(
+        tiny,
+        read_problems(PROBLEMS, 2),
+        [parse_format("fp8_per_token_head", asked_by="test")],
+        answer_tokens=4,
+    )
+    assert row.right == 0, "a random model knows no arithmetic"
+
+
+@pytest.mark.slow
+def test_smollm2_reads_gold_solutions_nearly_as_well_in_every_format_of_eight_bits() -> None:
+    llm = LLM("smollm2", dtype="float32", kv_cache_dtype="float32")
+    rows = judge(llm, read_problems(PROBLEMS, CI_COUNT), all_formats())
+    print(table(rows, CI_COUNT))
+    found = {row.format: row for row in rows}
+    truth = found["float32"].mean_logprob
+    for name, most in (
+        ("float16", 0.002), ("bfloat16", 0.01), ("fp8_per_token_head", 0.02),
+        ("int8_per_token_head", 0.02), ("int4_per_token_head", 0.2),
+    ):  # fmt: skip
+        assert abs(found[name].mean_logprob - truth) < most, name

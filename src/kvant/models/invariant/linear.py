@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from kvant.errors import NotServable, WayOut
 
-_TILES = {"cpu": (8, 16, 32, 64, 128, 256), "cuda": (128, 256, 512, 1024, 2048)}
+_TILES = {"cpu": (4, 8, 16, 32, 64, 128, 256), "cuda": (128, 256, 512, 1024, 2048)}
 """Numbers of rows that are tried. The smallest costs a CPU hardly more than the weights' way from
 memory; larger ones serve prompts, where they give the same bits as the smallest."""
 
@@ -32,7 +32,7 @@ class TiledLinear:
 
     def __init__(self) -> None:
         self._base: dict[_Key, int] = {}
-        self._proved: dict[tuple[_Key, int], bool] = {}
+        self._proved: dict[tuple[_Key, int, int], bool] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [.., in], weight [out, in], bias [out] or None -> [.., out]. NotServable as `prove`."""
@@ -51,15 +51,24 @@ class TiledLinear:
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def prove(self, weight: Tensor, bias: Tensor | None = None) -> int:
-        """The smallest tile for this weight. NotServable if no tile treats its rows alike."""
+        """The smallest tile for this weight. NotServable if no tile treats its rows alike.
+
+        One whose bits the next larger tile gives too is preferred: then prompts can take larger ones.
+        """
         key = _key(weight, bias)
         if key not in self._base:
-            for size in _TILES[weight.device.type]:
-                if _rows_are_alike(size, weight, bias):
-                    self._base[key] = size
-                    break
-            else:
+            sizes = _TILES[weight.device.type]
+            alike = [size for size in sizes[:3] if _rows_are_alike(size, weight, bias)]
+            if not alike:
                 raise _refusal(weight)
+            self._base[key] = next(
+                (
+                    size
+                    for size in alike
+                    if self._is_proved(sizes[sizes.index(size) + 1], size, weight, bias)
+                ),
+                alike[0],
+            )
         return self._base[key]
 
     def _tile(self, left: int, weight: Tensor, bias: Tensor | None) -> int:
@@ -72,7 +81,7 @@ class TiledLinear:
 
     def _is_proved(self, size: int, base: int, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether a tile of this size gives the bits of the smallest."""
-        key = _key(weight, bias), size
+        key = _key(weight, bias), size, base
         if key not in self._proved:
             x = _numbers(size, weight, seed=size)
             small = [F.linear(_tile_of(part, base), weight, bias) for part in torch.split(x, base)]

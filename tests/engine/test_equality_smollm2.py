@@ -55,7 +55,8 @@ def check(bench: Bench, prompts: list[list[int]], num_tokens: int, chunks: tuple
     for chunk in chunks:
         engine = bench.engine(chunk=chunk)
         different += _differ(tokens(run(engine, prompts, num_tokens)), expected)
-        assert engine.stats.num_steps > num_tokens, "prompts came in chunks"
+        in_one_piece = chunk >= sum(len(prompt) for prompt in prompts)
+        assert in_one_piece or engine.stats.num_steps > num_tokens, "prompts came in chunks"
     shared = bench.engine(caching=True)
     run(shared, prompts, 1)
     warm = run(shared, prompts, num_tokens)
@@ -108,8 +109,7 @@ def test_in_batch_invariant_mode_a_quantised_cache_gives_the_same_tokens_however
 def test_in_batch_invariant_mode_every_format_gives_the_same_tokens(
     in_mode: LLM, dtype: KVDtype
 ) -> None:
-    prompts = prompts_of(in_mode, len(TEXTS))
-    assert check(Bench(in_mode, dtype), prompts, 24, (1, 7, 16, 64)) == 0
+    assert check(Bench(in_mode, dtype), prompts_of(in_mode, 4), 12, (1, 7, 16, 64)) == 0
 
 
 @pytest.mark.slow
@@ -120,8 +120,7 @@ def test_in_batch_invariant_mode_the_reference_backend_keeps_the_promise_too() -
 
 @pytest.mark.slow
 def test_with_float32_kv_tokens_are_the_same_as_they_are(outside: LLM) -> None:
-    prompts = prompts_of(outside, len(TEXTS))
-    assert check(Bench(outside, KVDtype.FLOAT32), prompts, 24, (1, 7, 16, 64)) == 0
+    assert check(Bench(outside, KVDtype.FLOAT32), prompts_of(outside, 4), 16, (1, 7, 16, 64)) == 0
 
 
 @pytest.mark.slow

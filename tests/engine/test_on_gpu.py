@@ -12,7 +12,7 @@ from tests.models import tiny
 
 pytestmark = pytest.mark.gpu
 
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 17, 1, 300, 33, 64, 65, 2, 90)]
+PROMPTS = [[5 + i % 110 for i in range(n)] for n in (3, 40, 17, 1, 300, 33, 64, 65, 2, 90)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20 + 7 * i, ignore_eos=i % 2 == 0)
     for i in range(len(PROMPTS))

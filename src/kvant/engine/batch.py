@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -50,28 +49,36 @@ class Batch:
 
 
 def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> Batch:
-    """A batch on the host. Everything is computed for all chunks at once; only the tokens are
-    gathered one by one.
-    """
+    """A batch on the host. Loops over sequences only read; everything is computed for all at once."""
     count = len(chunks)
-    starts = np.fromiter((c.start for c in chunks), np.int64, count)
-    lengths = np.fromiter((c.num_tokens + len(c.drafts) for c in chunks), np.int64, count)
-    rows = np.fromiter((c.sequence.row for c in chunks), np.int64, count)
+    sequences, firsts, counts, _, drafts = zip(*chunks, strict=True)
+    starts = np.array(firsts, np.int64)
+    known = starts + np.array(counts, np.int64)
+    num_drafts = np.array([len(d) for d in drafts], np.int64)
+    lengths = known - starts + num_drafts
+    rows = np.array([s.row for s in sequences], np.int64)
     cu_seqlens = np.zeros(count + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens[1:])
     seqlens_kv = starts + lengths
     longest = int(seqlens_kv.max())
     table = page_table.rows(rows, -(-longest // page_size))
 
-    owners = np.repeat(np.arange(count), lengths)
-    positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, lengths)
+    if cu_seqlens[-1] == count:  # one token each
+        owners, positions = np.arange(count), starts
+    else:
+        owners = np.repeat(np.arange(count), lengths)
+        positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, lengths)
     pages = table[owners, positions // page_size].astype(np.int64)
     slots = pages * page_size + positions % page_size
 
-    ends = cu_seqlens[1:].tolist()
-    wanted = (range(end - c.num_rows, end) for c, end in zip(chunks, ends, strict=True))
-    logits_index = np.fromiter(chain.from_iterable(wanted), np.int64)
-    scored = [c for c in chunks if num_scored(c)]
+    # As `Chunk.num_rows`, of all at once.
+    samples = known == np.array([len(s.token_ids) for s in sequences], np.int64)
+    num_rows = np.where(samples, 1 + num_drafts, 0)
+    before = np.cumsum(num_rows) - num_rows
+    logits_index = np.repeat(cu_seqlens[1:] - num_rows - before, num_rows)
+    logits_index += np.arange(len(logits_index))
+    sampled = np.repeat(np.arange(count), num_rows).tolist()
+    scored = [c for c in chunks if c[0].prompt_logprobs is not None and num_scored(c)]
     if scored:
         begins = {id(c): begin for c, begin in zip(chunks, cu_seqlens.tolist(), strict=False)}
         inner = [np.arange(begins[id(c)], begins[id(c)] + num_scored(c)) for c in scored]
@@ -90,10 +97,10 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
         seqlens_kv,
     )
     return Batch(
-        input_ids=torch.tensor(_tokens(chunks), dtype=torch.int64),
+        input_ids=torch.from_numpy(np.array(_tokens(chunks), np.int64)),
         step=step,
         logits_index=torch.from_numpy(logits_index),
-        sampled=[c.sequence for c in chunks for _ in range(c.num_rows)],
+        sampled=[sequences[i] for i in sampled],
         scored=scored,
     )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from kvant.attention.need import LONG
@@ -64,6 +65,10 @@ class Chunk(NamedTuple):
     def num_rows(self) -> int:
         """Rows of logits that are wanted: behind its last token, and behind every draft."""
         return 1 + len(self.drafts) if self.samples else 0
+
+
+# What a named tuple's own constructor calls, without the call around it: half of its time.
+_chunk = partial(tuple.__new__, Chunk)
 
 
 def _is_long(chunk: Chunk) -> bool:
@@ -124,16 +129,17 @@ class Scheduler:
         num_draft_tokens: room for so many drafts behind each next token, where tokens and pages are
         to spare: drafts take nobody's place.
         """
-        chunks: list[Chunk] = []
-        preempted: list[Sequence] = []
         self._logprobs_left = self.limits.max_prompt_logprobs
-        budget = self._schedule_decodes(chunks, preempted)
+        chunks, prefilling, preempted = self._schedule_decodes()
+        budget = self.limits.max_num_batched_tokens - len(chunks)
         if num_draft_tokens:
             budget = self._schedule_drafts(chunks, budget, num_draft_tokens)
-        budget = self._schedule_prefills(chunks, budget)
+        prefills = self._schedule_prefills(prefilling, budget)
         if not preempted:  # whoever was just sent away would come straight back
-            self._admit(chunks, budget)
-        chunks.sort(key=_is_long)  # backends want long stretches last
+            budget -= sum(chunk.num_tokens for chunk in prefills)
+            self._admit(prefills, prefilling, budget)
+        prefills.sort(key=_is_long)  # backends want long stretches last
+        chunks += prefills
         return Schedule(chunks, self.allocator.take_pages_to_zero(), preempted)
 
     def advance(self, sequence: Sequence, num_computed_tokens: int, *, followed: bool) -> None:
@@ -192,27 +198,34 @@ class Scheduler:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, chunks: list[Chunk], preempted: list[Sequence]) -> int:
-        """One token for each sequence that has one to run; returns what is left of the step."""
-        budget = self.limits.max_num_batched_tokens
-        page_size = self.limits.page_size
+    def _schedule_decodes(self) -> tuple[list[Chunk], list[Sequence], list[Sequence]]:
+        """One token for each answering sequence; also those with more to run, and those preempted.
+
+        The only loop over everything that runs: it decides what a step costs at a thousand sequences.
+        """
+        chunks: list[Chunk] = []
+        prefilling: list[Sequence] = []
+        preempted: list[Sequence] = []
+        budget, page_size = self.limits.max_num_batched_tokens, self.limits.page_size
         for sequence in tuple(self._running):
-            if not budget:
-                break
             start = sequence.num_computed_tokens
-            if len(sequence.token_ids) - start != 1:
+            if len(sequence.token_ids) - start > 1:
+                prefilling.append(sequence)
                 continue
-            # A younger one may have lost its pages to an older one a moment ago.
-            if sequence.status is not Status.RUNNING:
+            if len(chunks) == budget:
+                break
+            # A younger one may have lost its pages to an older one a moment ago; it has none then.
+            if start == len(sequence.pages) * page_size and (
+                sequence.status is not Status.RUNNING or not self._grow(sequence, preempted)
+            ):
                 continue
-            if start == len(sequence.pages) * page_size and not self._grow(sequence, preempted):
-                continue
-            chunks.append(Chunk(sequence, start, 1))
-            budget -= 1
+            chunks.append(_chunk((sequence, start, 1, 0, ())))
+        if preempted:
+            prefilling = [s for s in prefilling if s.status is Status.RUNNING]
         if self.limits.pages_ahead:
             for chunk in chunks:
                 self._grow_early(chunk.sequence)
-        return budget
+        return chunks, prefilling, preempted
 
     def _schedule_drafts(self, chunks: list[Chunk], budget: int, most: int) -> int:
         """Room for drafts behind the decodes that were just scheduled; all chunks so far are such."""
@@ -238,24 +251,26 @@ class Scheduler:
             self._extend(sequence, missing)
         return min(wanted, len(sequence.pages) * self.limits.page_size - sequence.num_tokens)
 
-    def _schedule_prefills(self, chunks: list[Chunk], budget: int) -> int:
-        for sequence in self._running:
+    def _schedule_prefills(self, prefilling: list[Sequence], budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for sequence in prefilling:
             if not budget:
                 break
-            if len(sequence.token_ids) - sequence.num_computed_tokens > 1:
-                budget -= self._add_chunk(chunks, sequence, budget)
-        return budget
+            budget -= self._add_chunk(chunks, sequence, budget)
+        return chunks
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+    def _admit(self, chunks: list[Chunk], prefilling: list[Sequence], budget: int) -> None:
         while budget and self._waiting and len(self._running) < self.limits.max_num_seqs:
             sequence = self._waiting[0]
             if sequence.lacks_prompt_logprobs and not self._logprobs_left:
                 break
-            if self._shares_soon(sequence) or not self._give_pages(sequence):
+            if self._shares_soon(sequence, prefilling) or not self._give_pages(sequence):
                 break
             self._waiting.popleft()
             self._running.append(sequence)
             sequence.status = Status.RUNNING
+            if sequence.num_tokens - sequence.num_computed_tokens > 1:
+                prefilling.append(sequence)
             budget -= self._add_chunk(chunks, sequence, budget)
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
@@ -269,13 +284,12 @@ class Scheduler:
             chunks.append(Chunk(sequence, start, count))
         return count
 
-    def _shares_soon(self, sequence: Sequence) -> bool:
-        """Whether most of what it has to run is being run for another one now, in full pages."""
-        if not self.limits.prefix_caching or sequence.lacks_prompt_logprobs:
-            return False
-        # What an answering one has of its prompt can be found already.
-        others = [s for s in self._running if s.num_tokens - s.num_computed_tokens > 1]
-        if not others:
+    def _shares_soon(self, sequence: Sequence, others: list[Sequence]) -> bool:
+        """Whether most of what it has to run is being run for another one now, in full pages.
+
+        others: those that are running their prompts; what an answering one has can be found already.
+        """
+        if not others or not self.limits.prefix_caching or sequence.lacks_prompt_logprobs:
             return False
         page_size = self.limits.page_size
         known = len(self._find_prefix(sequence))

@@ -1,0 +1,58 @@
+"""`kvant bench scheduler`: what a step costs beside the model, here and now."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvant.measure.scheduler_bench import Row
+
+SIZES = (16, 64, 256, 1024)
+
+
+def scheduler(
+    sequences: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--sequences", min=1, help="Running sequences; may be repeated. Default: 16 to 1024."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed.")] = 300,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")
+    ] = None,
+) -> None:
+    """What a step costs beside the model: scheduling and batch building, decodes alone and mixed with
+    prefills.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvant.measure.facts import measurement_facts
+    from kvant.measure.scheduler_bench import run
+
+    sizes = tuple(sequences or SIZES)
+    rows: list[Row] = []
+    with Console(stderr=True).status("measuring"):
+        rows += run(sizes, steps)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("load", "sequences", "tokens", "schedule", "build", "advance", "step", "p99"):
+        table.add_column(title, justify="left" if title == "load" else "right", no_wrap=True)
+    for row in rows:
+        parts = (row.schedule_us, row.build_us, row.advance_us, row.total_us, row.p99_us)
+        figures = (f"{part / 1e3:.3f}" for part in parts)
+        table.add_row(row.load, str(row.sequences), f"{row.tokens:.0f}", *figures)
+    console = Console()
+    console.print(table)
+    console.print(f"[dim]milliseconds a step, medians of {steps} steps; no model runs[/]")
+    if out is not None:
+        facts = measurement_facts(shlex.join(("kvant", *sys.argv[1:])), ("torch", "numpy"))
+        facts["rows"] = [asdict(row) for row in rows]
+        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

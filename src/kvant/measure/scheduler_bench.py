@@ -1,0 +1,132 @@
+"""What a step costs beside the model: choosing who runs, building the batch, noting what was run.
+
+Every sequence answers a token a step. In the mixed load a few end in every step and as many new ones
+with prompts of their own come in, so that steps hold decodes and prefills. No model: tokens are made up.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvant.engine.batch import build_batch
+from kvant.engine.request import FinishReason, Request, Sequence
+from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.scheduler import Scheduler, SchedulerLimits
+from kvant.kv.pages import PageAllocator, root_hash
+
+PAGE_SIZE = 16
+MODEL_LEN = 4096
+STEP_TOKENS = 8192
+PROMPT_TOKENS = (256, 768)  # drawn evenly
+MIXED_TURNOVER = 64  # in the mixed load one of so many sequences ends in a step
+_TOKENS = 50_000
+_PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Microseconds a step, medians over the steps; the parts are of the median's own kind.
+
+    tokens: of a step, on average. p99_us: of the whole.
+    """
+
+    load: str
+    sequences: int
+    steps: int
+    tokens: float
+    schedule_us: float
+    build_us: float
+    advance_us: float
+    total_us: float
+    p99_us: float
+
+
+class Load:
+    """A scheduler full of answering sequences. turnover: how many are replaced in each step."""
+
+    def __init__(self, sequences: int, turnover: int, *, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._number = 0
+        limits = SchedulerLimits(sequences, STEP_TOKENS, MODEL_LEN, PAGE_SIZE)
+        pages = sequences * (MODEL_LEN // PAGE_SIZE) + 1
+        self.scheduler = Scheduler(limits, PageAllocator(pages))
+        self._turnover = turnover
+        for _ in range(sequences):
+            self._arrive()
+        while any(s.num_output_tokens == 0 for s in self.scheduler.sequences()):
+            self.step()
+
+    def step(self) -> tuple[float, float, float, int]:
+        """Seconds to schedule, to build and to advance, and the tokens of the step."""
+        clock = time.perf_counter
+        begin = clock()
+        schedule = self.scheduler.schedule()
+        scheduled = clock()
+        batch = build_batch(schedule.chunks, self.scheduler.page_table, PAGE_SIZE)
+        built = clock()
+        for chunk in schedule.chunks:
+            known = chunk.start + chunk.num_tokens
+            self.scheduler.advance(chunk.sequence, known, followed=chunk.samples)
+        ended = clock()
+        for sequence in batch.sampled:
+            sequence.token_ids.append(self._random.randrange(_TOKENS))
+        return scheduled - begin, built - scheduled, ended - built, len(batch.input_ids)
+
+    def turn_over(self) -> None:
+        """End some sequences at random places; as many arrive."""
+        for _ in range(self._turnover):
+            ending = self._random.choice(self.scheduler.sequences())
+            self.scheduler.finish(ending, FinishReason.STOP)
+            self._arrive()
+
+    def _arrive(self) -> None:
+        length = self._random.randint(*PROMPT_TOKENS)
+        prompt = tuple(self._random.randrange(_TOKENS) for _ in range(length))
+        request = Request(self._number, prompt, _PARAMS, self._number, MODEL_LEN)
+        root = root_hash(salt="", model="bench", revision=None, plan_fingerprint="")
+        self._number += 1
+        self.scheduler.add(Sequence(request, list(prompt), [root]))
+
+
+def measure(load: str, sequences: int, steps: int) -> Row:
+    """One line of the table; loads are "decode" and "mixed"."""
+    turnover = -(-sequences // MIXED_TURNOVER) if load == "mixed" else 0
+    running = Load(sequences, turnover)
+    for _ in range(3):
+        running.step()
+    taken = []
+    # The garbage of making the load is not the steps'; what steps leave is collected as usual.
+    gc.collect()
+    gc.freeze()
+    for _ in range(steps):
+        running.turn_over()
+        taken.append(running.step())
+    gc.unfreeze()
+    totals = sorted(sum(step[:3]) for step in taken)
+
+    def median_us(part: int) -> float:
+        return statistics.median(step[part] for step in taken) * 1e6
+
+    return Row(
+        load,
+        sequences,
+        steps,
+        statistics.fmean(step[3] for step in taken),
+        median_us(0),
+        median_us(1),
+        median_us(2),
+        statistics.median(totals) * 1e6,
+        totals[min(len(totals) - 1, int(0.99 * len(totals)))] * 1e6,
+    )
+
+
+def run(sizes: tuple[int, ...], steps: int) -> Iterator[Row]:
+    """Every size under both loads."""
+    for load in ("decode", "mixed"):
+        for sequences in sizes:
+            yield measure(load, sequences, steps)

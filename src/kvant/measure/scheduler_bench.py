@@ -79,8 +79,7 @@ class Load:
 
     def turn_over(self) -> None:
         """End some sequences at random places; as many arrive."""
-        for _ in range(self._turnover):
-            ending = self._random.choice(self.scheduler.sequences())
+        for ending in self._random.sample(self.scheduler.sequences(), self._turnover):
             self.scheduler.finish(ending, FinishReason.STOP)
             self._arrive()
 

@@ -1,7 +1,8 @@
 """Many clients in one thread, on raw sockets: so cheap that what it measures is the server.
 
 `python -S tests/server/light_client.py PORT CLIENTS SECONDS PAUSE` sends completions on kept
-connections, one after the other on each, with about PAUSE seconds after a 429; prints counts by status
+connections, one after the other on each, beginning within PAUSE seconds and with about
+PAUSE seconds after a 429; prints counts by status
 and the seconds that a 429 takes (median, 99 of 100, worst) as JSON. Standard library only; parses no
 more than it needs.
 """
@@ -41,7 +42,9 @@ def load(port: int, clients: int, seconds: float, pause: float) -> dict[str, obj
     for _ in range(clients):
         sock = socket.create_connection(("127.0.0.1", port), timeout=30)
         selector.register(sock, selectors.EVENT_READ)
-        ask(sock)
+        received[sock] = b""
+        resting.append((started + 1 + pause * chance(), id(sock), sock))
+    heapq.heapify(resting)
     while (now := time.perf_counter()) < started + seconds:
         while resting and resting[0][0] <= now:
             ask(heapq.heappop(resting)[2])

@@ -1,10 +1,9 @@
 """Many clients in one thread, on raw sockets: so cheap that what it measures is the server.
 
 `python -S tests/server/light_client.py PORT CLIENTS SECONDS PAUSE` sends completions on kept
-connections, one after the other on each, beginning within PAUSE seconds and with about
-PAUSE seconds after a 429; prints counts by status
-and the seconds that a 429 takes (median, 99 of 100, worst) as JSON. Standard library only; parses no
-more than it needs.
+connections, one after the other on each, beginning within PAUSE seconds and with about PAUSE seconds
+after a 429; prints counts by status and the seconds that a 429 takes (median, 99 of 100, worst) as
+JSON. Standard library only; parses no more than it needs.
 """
 
 from __future__ import annotations

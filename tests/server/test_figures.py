@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import statistics
+import string
 import subprocess
 import sys
 import threading
@@ -76,6 +77,69 @@ def test_abort_storms_leave_every_page_with_its_owners(model: Path) -> None:
         assert server.metric("kvant:requests_aborted_total") >= 20 * 16
         assert server.engine_pid() == engine
         assert server.metric("kvant:pages_usable") == usable
+
+
+def test_10000_canaries_never_answer_with_a_token_of_anybody_else(model: Path) -> None:
+    """Each request may use one token of its own; 64 at once, one in twenty leaves early."""
+    requests, clients = 10_000, 64
+    with Server(model, ("--max-num-seqs", "64", "--max-num-queued-reqs", "64")) as server:
+        letters = {
+            token: server.post("/detokenize", {"tokens": [token]}).json["prompt"]
+            for token in server.post("/tokenize", {"prompt": string.ascii_letters}).json["tokens"]
+        }
+        assert len(set(letters.values())) == 52
+        numbers = iter(range(requests))
+        foreign: list[str] = []
+        counts = {"answered": 0, "left": 0}
+        lock = threading.Lock()
+
+        def client(chance: random.Random) -> None:
+            connection = server.connect()
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                if number is None:
+                    break
+                token = chance.choice(list(letters))
+                own = chance.choice(
+                    ({"allowed_token_ids": [token]}, {"logit_bias": {str(token): 100}})
+                )
+                size = chance.randrange(1, 9)
+                body = {
+                    **own, "prompt": [chance.choice(list(letters)) for _ in range(8)],
+                    "max_tokens": size, "ignore_eos": True, "n": chance.choice((1, 1, 2)),
+                    "temperature": chance.choice((0, 1)), "min_p": chance.choice((0, 0.1)),
+                    "frequency_penalty": chance.choice((0, 1)),
+                }  # fmt: skip
+                if chance.random() < 0.05:
+                    _send(server, {**body, "max_tokens": 500}).close()
+                    counts["left"] += 1
+                    continue
+                sent = {"Content-Type": "application/json"}
+                connection.request("POST", "/v1/completions", json.dumps(body), sent)
+                response = connection.getresponse()
+                answer = json.loads(response.read())
+                if response.status == 429:
+                    time.sleep(0.01)
+                    continue
+                for choice in answer["choices"]:
+                    if choice["text"] != letters[token] * size:
+                        foreign.append(choice["text"])
+                counts["answered"] += 1
+            connection.close()
+
+        threads = [
+            threading.Thread(target=client, args=(random.Random(seed),)) for seed in range(clients)
+        ]
+        started = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(f"canaries: {counts}, {len(foreign)} foreign, {time.monotonic() - started:.0f} s")
+        assert foreign == []
+        assert counts["answered"] > 0.8 * requests
+        server.wait_idle(5)
 
 
 def test_32_requests_survive_kill_9(model: Path) -> None:

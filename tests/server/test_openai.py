@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -120,3 +122,20 @@ def test_a_key_is_asked_for_in_the_clients_way(guarded: Server) -> None:
         pytest.raises(openai.AuthenticationError),
     ):
         client.models.list()
+
+
+def test_the_clients_own_retries_get_through_a_full_server(guarded: Server) -> None:
+    guarded.wait_idle(5)
+    url = f"http://127.0.0.1:{guarded.port}/v1"
+    with ExitStack() as running, openai.OpenAI(base_url=url, api_key="sesame") as client:
+        for _ in range(3):  # two run, one waits; all end after --request-timeout
+            running.enter_context(guarded.open_stream(max_tokens=4000))
+        create = client.completions.with_raw_response.create
+        with pytest.raises(openai.RateLimitError):
+            client.with_options(max_retries=0).completions.create(
+                model=guarded.model.name, prompt="abc"
+            )
+        threading.Timer(0.5, running.close).start()
+        answer = create(model=guarded.model.name, prompt="abc", max_tokens=2)
+        assert answer.retries_taken >= 1
+        assert answer.parse().usage.completion_tokens == 2

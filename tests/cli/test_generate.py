@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,36 @@ def test_sampling_flags_are_honoured_and_a_seed_repeats_an_answer(path: Path, ll
     assert first == again == expected(llm, "Hello", temperature=2, top_k=40, seed=7) + "\n"
     other = run(path, "Hello", *FLAGS, *flags[:-1], "8").stdout
     assert other != first
+
+
+def test_n_answers_are_printed_one_after_another(path: Path, llm: LLM) -> None:
+    flags = ("--temperature", "1.5", "--seed", "7", "--n", "3")
+    result = run(path, "Hello", *FLAGS, *flags, "--format", "json")
+    texts = [json.loads(line)["text"] for line in result.stdout.splitlines()]
+    assert texts == [expected(llm, "Hello", temperature=1.5, seed=7 + i) for i in range(3)]
+
+
+def test_penalties_and_forms_are_honoured(path: Path, llm: LLM, tmp_path: Path) -> None:
+    penalties = ("--presence-penalty", "1.5", "--repetition-penalty", "1.4")
+    text = expected(llm, "Hello", presence_penalty=1.5, repetition_penalty=1.4)
+    assert run(path, "Hello", *FLAGS, *penalties).stdout == text + "\n"
+    assert text != expected(llm, "Hello")
+    assert run(path, "Hello", "--choice", "yes", "--choice", "no").stdout in ("yes\n", "no\n")
+    assert re.fullmatch(r"[ab]{4}\n", run(path, "Hello", "--regex", "[ab]{4}").stdout)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "null"}, "maxItems": 1}')
+    found = run(path, "Hello", "--json-schema", f"@{schema}", "--temperature", "1", "--seed", "1")
+    assert json.loads(found.stdout) in ([], [None])
+    for wrong in (
+        ("--regex", "a", "--json-object"),
+        ("--json-schema", "@/nowhere/at/all"),
+        ("--json-schema", "["),
+        ("--regex", "(?=a)b"),
+        ("--regex", "a", "--ignore-eos"),
+        ("--n", "0"),
+    ):
+        fault = run(path, "Hello", *wrong).exception
+        assert isinstance(fault, BadValue), wrong
 
 
 def test_a_stop_string_ends_the_answer(path: Path, llm: LLM) -> None:

@@ -46,6 +46,9 @@ def chat(
     top_k: model_options.TopK = None,
     top_p: model_options.TopP = None,
     min_p: model_options.MinP = None,
+    presence_penalty: model_options.PresencePenalty = 0.0,
+    frequency_penalty: model_options.FrequencyPenalty = 0.0,
+    repetition_penalty: model_options.RepetitionPenalty = None,
     seed: model_options.Seed = None,
 ) -> None:
     """Talk with a model.
@@ -55,7 +58,17 @@ def chat(
     """
     from rich.console import Console
 
-    sampling = model_options.SamplingFlags(temperature, top_k, top_p, min_p, seed, max_tokens)
+    sampling = model_options.SamplingFlags(
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        max_tokens,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+    )
     model_options.sampling_from(sampling, None)  # wrong flags are refused before the model loads
     console = Console()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,7 @@ from kvant.cli import model_options
 from kvant.cli.configured import configured
 from kvant.engine.config import EngineOptions
 from kvant.engine.settings import Settings
+from kvant.errors import BadValue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from kvant.engine.llm import LLM, Prompt
     from kvant.engine.result import Result
     from kvant.engine.sampling_params import SamplingParams
+    from kvant.engine.structured_outputs import StructuredOutputs
+
+_FORM_PANEL = "Form of the answer"
 
 
 class Output(Enum):
@@ -56,6 +61,9 @@ def generate(
     top_k: model_options.TopK = None,
     top_p: model_options.TopP = None,
     min_p: model_options.MinP = None,
+    presence_penalty: model_options.PresencePenalty = 0.0,
+    frequency_penalty: model_options.FrequencyPenalty = 0.0,
+    repetition_penalty: model_options.RepetitionPenalty = None,
     seed: model_options.Seed = None,
     stop: Annotated[
         list[str] | None,
@@ -73,6 +81,54 @@ def generate(
             rich_help_panel=model_options.SAMPLING_PANEL,
         ),
     ] = False,
+    n: Annotated[
+        int,
+        typer.Option(
+            "--n",
+            help="Answers to each prompt; with --seed, answer i is drawn with SEED + i.",
+            rich_help_panel=model_options.SAMPLING_PANEL,
+        ),
+    ] = 1,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            "--json-schema",
+            help="The answer is JSON of this schema; @FILE reads one.",
+            rich_help_panel=_FORM_PANEL,
+        ),
+    ] = None,
+    json_object: Annotated[
+        bool,
+        typer.Option(
+            "--json-object",
+            help="The answer is a JSON object.",
+            rich_help_panel=_FORM_PANEL,
+        ),
+    ] = False,
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            "--regex",
+            help="The whole answer matches this.",
+            rich_help_panel=_FORM_PANEL,
+        ),
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--choice",
+            help="The answer is one of these; may be repeated.",
+            rich_help_panel=_FORM_PANEL,
+        ),
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            "--grammar",
+            help="The answer follows this Lark grammar; @FILE reads one.",
+            rich_help_panel=_FORM_PANEL,
+        ),
+    ] = None,
 ) -> None:
     """Complete prompts and print the answers.
 
@@ -83,16 +139,71 @@ def generate(
     from rich.console import Console
 
     sampling = model_options.SamplingFlags(
-        temperature, top_k, top_p, min_p, seed, max_tokens, stop, ignore_eos
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        max_tokens,
+        stop,
+        ignore_eos,
+        presence_penalty,
+        frequency_penalty,
+        repetition_penalty,
+        n,
+        _form(json_schema, json_object, regex, choice, grammar),
     )
     params = model_options.sampling_from(sampling, None)
     texts = [sys.stdin.read() if text == "-" else text for text in prompts]
     try:
-        llm = model_options.open_llm(settings, Console(stderr=True), num_requests=len(texts))
+        llm = model_options.open_llm(settings, Console(stderr=True), num_requests=len(texts) * n)
         with model_options.mendable():
             _answer(llm, texts, params, chat=chat, output=output)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _form(
+    json_schema: str | None,
+    json_object: bool,
+    regex: str | None,
+    choice: Sequence[str] | None,
+    grammar: str | None,
+) -> StructuredOutputs | None:
+    """The form that the flags ask for. BadValue for two of them, or for one that makes no sense."""
+    from kvant.engine.structured_outputs import StructuredOutputs
+
+    given = {
+        "--json-schema": json_schema,
+        "--json-object": json_object or None,
+        "--regex": regex,
+        "--choice": choice or None,
+        "--grammar": grammar,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise BadValue(f"{' and '.join(names)} are given", why="an answer has one form")
+    with model_options.mendable():
+        return StructuredOutputs(
+            json=None if json_schema is None else _text("--json-schema", json_schema),
+            json_object=json_object,
+            regex=regex,
+            choice=tuple(choice) if choice else None,
+            grammar=None if grammar is None else _text("--grammar", grammar),
+            asked_as=names[0],
+        )
+
+
+def _text(flag: str, given: str) -> str:
+    """The flag's value, read from a file where it begins with @."""
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise BadValue(f"{flag} {given} cannot be read", why=str(fault)) from None
 
 
 def _answer(
@@ -101,7 +212,7 @@ def _answer(
     prompts: list[Prompt] = [
         llm.encode_chat([{"role": "user", "content": text}]) if chat else text for text in texts
     ]
-    if output is Output.TEXT and len(prompts) == 1:
+    if output is Output.TEXT and len(prompts) == 1 and params.n == 1:
         for piece in llm.stream(prompts[0], params):
             sys.stdout.write(piece.text)
             sys.stdout.flush()
@@ -109,7 +220,8 @@ def _answer(
                 _warn(piece.result)
         sys.stdout.write("\n")
         return
-    for text, result in zip(texts, llm.generate(prompts, params), strict=True):
+    asked = [text for text in texts for _ in range(params.n)]
+    for text, result in zip(asked, llm.generate(prompts, params), strict=True):
         if output is Output.JSON:
             sys.stdout.write(json.dumps(_as_json(text, result), ensure_ascii=False) + "\n")
         else:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvant.engine.llm import LLM
     from kvant.engine.sampling_params import SamplingParams
+    from kvant.engine.structured_outputs import StructuredOutputs
 
 SAMPLING_PANEL = "Sampling"
 
@@ -47,6 +48,30 @@ MinP = Annotated[
     typer.Option(
         "--min-p",
         help="Only those this fraction as likely as the likeliest.",
+        rich_help_panel=SAMPLING_PANEL,
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option(
+        "--presence-penalty",
+        help="Taken off tokens that the answer has already, -2 to 2.",
+        rich_help_panel=SAMPLING_PANEL,
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(
+        "--frequency-penalty",
+        help="The same, times how often it has them.",
+        rich_help_panel=SAMPLING_PANEL,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        help="Above 1: tokens of prompt and answer are less likely.",
         rich_help_panel=SAMPLING_PANEL,
     ),
 ]
@@ -92,6 +117,11 @@ class SamplingFlags:
     max_tokens: int
     stop: Sequence[str] | None = None
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    n: int = 1
+    form: StructuredOutputs | None = None
 
 
 def sampling_from(flags: SamplingFlags, model_path: Path | None) -> SamplingParams:
@@ -112,6 +142,13 @@ def sampling_from(flags: SamplingFlags, model_path: Path | None) -> SamplingPara
             max_tokens=flags.max_tokens,
             stop=tuple(flags.stop or ()),
             ignore_eos=flags.ignore_eos,
+            presence_penalty=flags.presence_penalty,
+            frequency_penalty=flags.frequency_penalty,
+            repetition_penalty=said.repetition_penalty
+            if flags.repetition_penalty is None
+            else flags.repetition_penalty,
+            n=flags.n,
+            structured_outputs=flags.form,
         )
 
 

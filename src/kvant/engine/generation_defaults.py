@@ -21,6 +21,7 @@ class SamplingDefaults:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     because: str = "the model recommends nothing: greedy"
 
 
@@ -46,10 +47,19 @@ def read_defaults(path: Path) -> SamplingDefaults:
     top_p, min_p = of("top_p", 1.0), of("min_p", 0.0)
     try:
         checked = SamplingParams(
-            temperature=temperature, top_k=int(top_k), top_p=top_p, min_p=min_p
+            temperature=temperature,
+            top_k=int(top_k),
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=of("repetition_penalty", 1.0),
         )
     except (RequestError, TypeError, ValueError) as fault:
         raise BadCheckpoint(f"{file} recommends what cannot be", why=str(fault)) from None
     return SamplingDefaults(
-        checked.temperature, checked.top_k, checked.top_p, checked.min_p, "generation_config.json"
+        checked.temperature,
+        checked.top_k,
+        checked.top_p,
+        checked.min_p,
+        checked.repetition_penalty,
+        "generation_config.json",
     )

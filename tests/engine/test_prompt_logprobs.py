@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvant.engine.llm import LLM
 from kvant.engine.request import TokenLogprobs
 from kvant.engine.result import Result
 from kvant.engine.sampler import max_prompt_logprobs, token_logprobs
 from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import RequestError
 from tests.engine.fakes import RememberingRunner, logits, make_engine
+from tests.models import tiny
 
 
 def expected(prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
@@ -181,3 +184,20 @@ def test_ranks_and_tops_of_single_rows() -> None:
     assert (first.rank, [t for t, _ in first.top]) == (2, [1, 2])
     assert second.rank == 1
     assert second.logprob == pytest.approx(math.log(0.5))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_they_are_those_of_transformers_whatever_the_chunk(family: str, tmp_path: Path) -> None:
+    path = tiny.build(family, tmp_path)
+    prompt = [3 + (7 * i) % 120 for i in range(29)]
+    module = tiny.make(family)
+    with torch.no_grad():
+        rows = module(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+    truth = [float(rows[i, prompt[i + 1]]) for i in range(len(prompt) - 1)]
+    for budget in (5, 64):
+        llm = LLM(path, dtype="float32", kv_cache_memory="1MiB", max_num_batched_tokens=budget)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=2)
+        found = llm.generate(prompt, params)[0].prompt_logprobs
+        assert found is not None
+        ours = [one.logprob for one in found if one is not None]
+        assert ours == pytest.approx(truth, abs=1e-4)

@@ -43,8 +43,13 @@ class Channel:
 
 _PIECE_BYTES = 64
 _CHAR_BYTES = 4
+_LOGPROB_BYTES = 100
 
 
 def _size(event: Event) -> int:
     """About what an event takes while it waits."""
-    return _PIECE_BYTES + _CHAR_BYTES * len(event.text) if isinstance(event, Piece) else 0
+    if not isinstance(event, Piece):
+        return 0
+    # Not those of the prompt: they come once, and have a limit of their own.
+    numbers = sum(1 + len(one.top) for one in event.logprobs)
+    return _PIECE_BYTES + _CHAR_BYTES * len(event.text) + _LOGPROB_BYTES * numbers

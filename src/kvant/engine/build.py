@@ -73,7 +73,8 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages
     runner = ModelRunner(model, num_pages)
-    runner.capture(config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
+    slower = runner.capture(config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
+    notes = notes if slower is None else (*notes, slower)
     engine = Engine(
         runner,
         SchedulerLimits(

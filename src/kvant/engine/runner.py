@@ -108,18 +108,25 @@ class ModelRunner:
             return self._graphs.greedy()
         return greedy(logits)
 
-    def capture(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def capture(
+        self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    ) -> str | None:
         """Compile what a GPU needs and record decode steps as CUDA graphs, so that no request waits.
 
-        On a CPU there is nothing to do.
+        On a CPU there is nothing to do. A line for the user where the model cannot be recorded.
         """
         if self.device.type == "cpu":
-            return
+            return None
         warm_up(self.model, self.pool, self._forward, max_num_batched_tokens, max_model_len)
         pages = -(-max_model_len // self.model.plan.page_size)
         graphs = DecodeGraphs(self._forward, max_num_seqs, pages, max_model_len, self.device)
-        graphs.capture()
+        try:
+            graphs.capture()
+        except RuntimeError as fault:
+            torch.cuda.synchronize(self.device)
+            return f"decode steps run without CUDA graphs, slower: {str(fault).splitlines()[0]}"
         self._graphs = graphs
+        return None
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
         return self.model.forward(

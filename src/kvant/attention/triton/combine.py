@@ -11,7 +11,7 @@ from kvant.attention.triton.workmap import find_token, tiles_per_split
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_seqs", "window", "target", "least"))
 def combine(
     partial, partial_lse, sinks, out, cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,

@@ -17,21 +17,23 @@ from kvant.attention.triton.codec import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("length", "first_page"))
 def gather_rows(
-    codes, scales, outer_ptr, pages, out, length,
+    codes, scales, outer_ptr, pages, first_page, out, length,
     HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     KIND: tl.constexpr, SCALING: tl.constexpr, ELEMENTS: tl.constexpr, FACTOR: tl.constexpr,
     PAD: tl.constexpr, OUTER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (TILE tokens, KV head). out: [tokens, HEADS, HEAD]; zeros from token `length` on.
 
+    first_page: where the sequence's page ids begin in `pages`.
+
     PAD: words of a row, padded to a power of two. The rest as in `paged_attention`.
     """
     pos = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1)
     there = pos < length
-    page = tl.load(pages + pos // PAGE, mask=there, other=0).to(tl.int64)
+    page = tl.load(pages + first_page + pos // PAGE, mask=there, other=0).to(tl.int64)
     row = (page * PAGE + pos % PAGE) * HEADS + head
     WORDS: tl.constexpr = HEAD // ELEMENTS
     j = tl.arange(0, PAD)

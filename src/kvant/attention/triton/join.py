@@ -6,7 +6,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("a_lse_head", "b_lse_head"),
+    do_not_specialize_on_alignment=("a", "a_lse", "b", "b_lse", "out", "out_lse"),
+)
 def join_rows(
     a, a_token, a_lse, a_lse_head, b, b_token, b_lse, b_lse_head, out, out_lse, num_heads,
     D: tl.constexpr, PAD: tl.constexpr, AT_ONCE: tl.constexpr,

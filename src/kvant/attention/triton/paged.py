@@ -246,7 +246,12 @@ def _query_part(pointer, there, words, sign, normal,
     return _operand(q, KIND, FULL)
 
 
-@triton.jit
+# Numbers that change from step to step: a kernel compiled anew for each kind of number (1, multiples
+# of 16, others) would stop requests for a second.
+_VARYING = ("max_pages", "num_seqs", "window", "target", "least")
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def paged_attention(
     q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, k_outer, v_outer, sinks,
     out, partial, partial_lse,

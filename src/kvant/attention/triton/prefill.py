@@ -137,7 +137,8 @@ def decoded(
     out = torch.empty(tokens, g.num_kv_heads, head, dtype=dtype, device=planes[0].device)
     tile = 32
     gather_rows[(triton.cdiv(tokens, tile), g.num_kv_heads)](
-        *words(planes, reading), scale, step.page_table[long.sequence], out, long.length,
+        *words(planes, reading), scale, step.page_table,
+        long.sequence * step.page_table.stride(0), out, long.length,
         HEADS=g.num_kv_heads, HEAD=head, PAGE=cache.page_size, TILE=tile,
         KIND=int(reading.kind), SCALING=int(reading.scaling), ELEMENTS=reading.elements,
         FACTOR=reading.factor, PAD=triton.next_power_of_2(head // reading.elements),

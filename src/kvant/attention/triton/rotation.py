@@ -25,7 +25,7 @@ def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))
 def rotate_rows(
     x_ptr, out_ptr, rows, by,
     HEAD: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,

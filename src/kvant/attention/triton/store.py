@@ -109,7 +109,7 @@ def _store_rows(
                  mask=there[:, None] & (s < HEAD // 16)[None, :])  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_rows",))
 def store_rows(
     k, k_stride_token, k_stride_head, k_codes, k_scales, k_outer,
     v, v_stride_token, v_stride_head, v_codes, v_scales, v_outer,

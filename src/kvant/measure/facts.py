@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def measurement_facts(command: str, packages: Iterable[str]) -> dict[str, object
         "command": command,
         "commit": _commit(),
         "device": f"{_processor()}, {os.cpu_count()} cores",
+        **_accelerator(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
     }
@@ -30,6 +32,20 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _accelerator() -> dict[str, object]:
+    """The GPU and its driver; nothing where there is none, or where torch was not needed so far."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+        gpu = done.stdout.splitlines()[0]
+    except (OSError, IndexError):
+        gpu = torch.cuda.get_device_name()
+    return {"gpu": gpu, "cuda": torch.version.cuda}
 
 
 def _commit() -> str | None:

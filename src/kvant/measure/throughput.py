@@ -1,25 +1,23 @@
 """Tokens a second of the engine itself, without a server: so many requests, so long, all at once.
 
-    python -m kvant.measure.throughput MODEL --requests 32 --input 128 --output 256 --random-weights
-
-Every request brings random tokens of its own and answers exactly `--output` tokens. A first round of
-the same shape warms up and is not counted.
+Every request brings random tokens of its own and answers exactly as many as asked.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import gc
 import random
-import sys
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from kvant.engine.config import ENGINE_OPTIONS, engine_config
+from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM
 from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.settings import read_settings
+from kvant.errors import BadValue
+from kvant.kv.dtype import KVDtype
+from kvant.kv.names import parse_format
+from kvant.kv.request import Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +28,90 @@ class Load:
     input: int
     output: int
 
+    def __str__(self) -> str:
+        return f"{self.requests}x{self.input}/{self.output}"
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds of one round, of its steps in total, and their number."""
+    """One format under one load. seconds: of every repeat. steps: of the last one.
 
-    seconds: float
+    capacity_tokens: what the pool holds. start_seconds: until the engine was ready.
+    """
+
+    stored: str
+    load: Load
+    seconds: tuple[float, ...]
     steps: int
     preemptions: int
-    output_tokens_per_second: float
-    total_tokens_per_second: float
+    capacity_tokens: int
+    start_seconds: float
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Of the fastest repeat: whatever disturbs only slows."""
+        return self.load.requests * self.load.output / min(self.seconds)
 
 
-def run_load(llm: LLM, load: Load, *, seed: int) -> Round:
-    """Submit everything, step until nothing is left."""
+def parse_load(text: str) -> Load:
+    """`32x128/256`: 32 requests of 128 tokens, each answered with 256. BadValue for anything else."""
+    try:
+        requests, _, lengths = text.partition("x")
+        before, _, after = lengths.partition("/")
+        load = Load(int(requests), int(before), int(after))
+    except ValueError:
+        load = Load(0, 0, 0)
+    if min(load.requests, load.input, load.output) < 1:
+        raise BadValue(
+            f"--load {text} is no load",
+            why="it is REQUESTSxINPUT/OUTPUT in whole numbers from 1, such as 32x128/256",
+        )
+    return load
+
+
+def measure(
+    config: EngineConfig, formats: list[str], loads: list[Load], repeats: int
+) -> Iterator[Round]:
+    """Each format on an engine of its own, every load `repeats` times."""
+    for name in formats:
+        asked = Asked(parse_format(name, asked_by="--format"), f"--format {name}")
+        requests = config.plan.requests
+        wanted = replace(requests, target=replace(requests.target, explicit=(asked,)))
+        start = time.perf_counter()
+        llm = LLM.from_config(replace(config, plan=replace(config.plan, requests=wanted)))
+        ready = time.perf_counter() - start
+        first = llm.plan.layers[0].k
+        stored: KVDtype | None = None if first is None else first.dtype
+        capacity = llm.engine.stats.num_usable_pages * llm.plan.page_size
+        for load in loads:
+            run_load(llm, replace(load, output=2), seed=0)  # warms up what depends on lengths
+            runs = [run_load(llm, load, seed=repeat + 1) for repeat in range(repeats)]
+            yield Round(
+                str(stored),
+                load,
+                tuple(run[0] for run in runs),
+                runs[-1][1],
+                runs[-1][2],
+                capacity,
+                ready,
+            )
+        del llm
+        gc.collect()
+
+
+def run_load(llm: LLM, load: Load, *, seed: int) -> tuple[float, int, int]:
+    """Submit everything, step until nothing is left: seconds, steps, preemptions."""
     engine = llm.engine
     numbers = random.Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
-    for _ in range(load.requests):
-        prompt = [numbers.randrange(10, engine.vocab_size) for _ in range(load.input)]
-        engine.submit(prompt, params)
+    prompts = [
+        [numbers.randrange(engine.vocab_size) for _ in range(load.input)]
+        for _ in range(load.requests)
+    ]
     before = engine.stats
     start = time.perf_counter()
+    for prompt in prompts:
+        engine.submit(prompt, params)
     tokens = 0
     while engine.has_work:
         for piece in engine.step():
@@ -59,68 +119,24 @@ def run_load(llm: LLM, load: Load, *, seed: int) -> Round:
     seconds = time.perf_counter() - start
     assert tokens == load.requests * load.output
     after = engine.stats
-    return Round(
+    return (
         seconds,
         after.num_steps - before.num_steps,
         after.num_preemptions - before.num_preemptions,
-        tokens / seconds,
-        (tokens + load.requests * load.input) / seconds,
     )
 
 
-def make_llm(arguments: argparse.Namespace) -> LLM:
-    names = (
-        "model", "kv_cache_dtype", "kv_cache_memory", "page_size", "device", "max_model_len",
-        "max_num_seqs", "max_num_batched_tokens",
-    )  # fmt: skip
-    given: dict[str, object] = {name: getattr(arguments, name) for name in names}
-    given |= {"kv_missing_scales": "one", "enable_prefix_caching": False, "seed": 0}
-    settings = read_settings(ENGINE_OPTIONS, given=given, by=lambda option: option.flag, environ={})
-    return LLM.from_config(engine_config(settings, random_weights=arguments.random_weights))
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--requests", type=int, action="append")
-    parser.add_argument("--input", type=int, default=128)
-    parser.add_argument("--output", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--kv-cache-dtype")
-    parser.add_argument("--kv-cache-memory")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--max-num-seqs", type=int)
-    parser.add_argument("--max-num-batched-tokens", type=int)
-    parser.add_argument("--random-weights", action="store_true")
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str]) -> None:
-    arguments = parse(argv)
-    start = time.perf_counter()
-    llm = make_llm(arguments)
-    loaded = time.perf_counter() - start
-    print(
-        f"loaded in {loaded:.1f} s; {llm.plan.layers[0].backend}; {' '.join(llm.notes)}", flush=True
-    )
-    found = []
-    for requests in arguments.requests or [32]:
-        load = Load(requests, arguments.input, arguments.output)
-        run_load(llm, load, seed=0)
-        for repeat in range(arguments.repeats):
-            result = run_load(llm, load, seed=repeat + 1)
-            print(
-                f"{requests} x {load.input}/{load.output}: {result.output_tokens_per_second:.0f} out tok/s, "
-                f"{result.seconds:.2f} s, {1e3 * result.seconds / result.steps:.2f} ms a step",
-                flush=True,
-            )
-            found.append({**asdict(load), **asdict(result)})
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"loaded_s": loaded, "rounds": found}, indent=1))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def table(rounds: list[Round]) -> str:
+    """Markdown; tokens a second of the fastest repeat."""
+    lines = [
+        "| load | KV cache | out tok/s | seconds | all repeats | capacity, tokens | ready in |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for found in sorted(rounds, key=lambda r: (r.load.input, r.load.requests)):
+        repeats = ", ".join(f"{seconds:.2f}" for seconds in found.seconds)
+        lines.append(
+            f"| {found.load} | {found.stored} | {found.output_tokens_per_second:.0f} "
+            f"| {min(found.seconds):.2f} | {repeats} | {found.capacity_tokens} "
+            f"| {found.start_seconds:.1f} s |"
+        )
+    return "\n".join(lines)

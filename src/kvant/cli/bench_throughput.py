@@ -1,0 +1,61 @@
+"""`kvant bench throughput`: many requests at once, formats one after another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvant.cli.configured import configured
+from kvant.engine.config import EngineOptions, engine_config
+from kvant.engine.settings import Settings
+
+
+@configured(EngineOptions, model="--model -m")
+def throughput(
+    settings: Settings,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--load",
+            metavar="REQUESTSxINPUT/OUTPUT",
+            help="Such as 32x128/256; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="KV cache format; may be repeated.", show_default=False),
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1)] = 2,
+    random_weights: Annotated[
+        bool,
+        typer.Option(
+            "--random-weights", help="Load no weights: a directory with a config.json is enough."
+        ),
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+) -> None:
+    """Output tokens a second of the engine, without a server; no prefix cache, greedy."""
+    from kvant.measure.facts import measurement_facts
+    from kvant.measure.throughput import measure, parse_load, table
+
+    config = replace(
+        engine_config(settings, random_weights=random_weights), prefix_caching=False, seed=0
+    )
+    loads = [parse_load(text) for text in load or ["8x128/64"]]
+    rounds = []
+    for found in measure(config, formats or ["auto"], loads, repeats):
+        rounds.append(found)
+        sys.stderr.write(
+            f"{found.load} {found.stored}: {found.output_tokens_per_second:.0f} out tok/s\n"
+        )
+    sys.stdout.write(table(rounds) + "\n")
+    if out is not None:
+        facts = measurement_facts(" ".join(["kvant", *sys.argv[1:]]), ["torch", "transformers"])
+        rows = [{**asdict(found), "load": str(found.load)} for found in rounds]
+        out.write_text(json.dumps({**facts, "rounds": rows}, indent=1) + "\n", encoding="utf-8")

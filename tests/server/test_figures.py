@@ -42,13 +42,9 @@ def test_500_random_disconnects_each_give_their_pages_back(server: Server) -> No
 def test_abort_storms_leave_every_page_with_its_owners(model: Path) -> None:
     """Sixteen clients leave half a second after they came, twenty times; one prefix, small chunks."""
     flags = (
-        "--max-num-seqs",
-        "16",
-        "--max-num-batched-tokens",
-        "64",
-        "--max-num-queued-reqs",
-        "32",
-    )
+        "--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-num-queued-reqs", "32",
+        "--kv-cache-memory", "16MiB",
+    )  # fmt: skip
     with Server(model, flags) as server:
         engine, usable = server.engine_pid(), server.metric("kvant:pages_usable")
         chance = random.Random(13)
@@ -57,7 +53,10 @@ def test_abort_storms_leave_every_page_with_its_owners(model: Path) -> None:
             socks = []
             for client in range(16):
                 prompt = [5] * chance.choice((16, 100, 400)) + [6 + client]
-                body = {**LONG, "prompt": prompt, "stream": client % 2 == 0, "n": 1 + client % 2}
+                body = {
+                    **LONG, "prompt": prompt, "max_tokens": 3000, "stream": client % 2 == 0,
+                    "n": 1 + client % 2,
+                }  # fmt: skip
                 socks.append(_send(server, body))
             time.sleep(0.5)
             stays = server.complete([5] * 400, max_tokens=1).json["usage"]

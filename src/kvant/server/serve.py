@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -166,6 +167,10 @@ class _Server:
         if not first:
             _log.warning("the engine serves again")
             return
+        # What has been imported stays: a collection that looked through it would stop every answer
+        # for 50 ms, again and again.
+        gc.collect()
+        gc.freeze()
         host, port = self.bound.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         name = self.config.served_names[0]

@@ -17,6 +17,7 @@ from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.structured_outputs import StructuredOutputs
 from kvant.server.messages import (
     Cancel,
+    Drafts,
     Fault,
     Loading,
     Logprobs,
@@ -30,6 +31,7 @@ from kvant.server.messages import (
     read_from_engine,
     read_to_engine,
 )
+from kvant.speculative.counts import SpeculationStats
 
 FORM = Structured(choice=("a", "b"), asked_as="guided_choice")
 TO_ENGINE = (
@@ -41,6 +43,7 @@ FROM_ENGINE = (
     Loading("weights", 1, 2),
     Fault("no", 2),
     Report(Stats()),
+    Report(Stats(speculation=Drafts(1, 7, 3, 4, (1, 1, 1), 2, False))),
     Report(
         Stats(1),
         (Piece(3, "é", 1, (Logprobs(5, -0.5, 1, ((5, -0.5),)),), (), FinishReason.STOP, "x", 4),),
@@ -97,6 +100,9 @@ def test_sampling_and_stats_mirror_the_engines_own_fields() -> None:
     assert msgspec.structs.fields(Stats) != ()
     assert [f.name for f in msgspec.structs.fields(Stats)] == [
         f.name for f in dataclasses.fields(EngineStats) if f.name != "speculation"
+    ]
+    assert [f.name for f in msgspec.structs.fields(Drafts)] == [
+        f.name for f in dataclasses.fields(SpeculationStats)
     ]
 
 

@@ -14,6 +14,7 @@ from kvant.engine.result import Progress
 from kvant.errors import EngineFault, RequestError
 from kvant.server.messages import (
     Cancel,
+    Drafts,
     Failure,
     FailureKind,
     Logprobs,
@@ -24,6 +25,7 @@ from kvant.server.messages import (
     Times,
     ToEngine,
 )
+from kvant.speculative.counts import SpeculationStats
 
 MOST_FAILED_STEPS = 3
 """So many failed steps in a row mean that the device is broken, not a request."""
@@ -93,6 +95,7 @@ class EngineLoop:
                 stats.num_steps,
                 stats.num_computed_tokens,
                 stats.num_preemptions,
+                None if stats.speculation is None else _drafts(stats.speculation),
             ),
             tuple(pieces),
             failures,
@@ -230,3 +233,15 @@ def _logprobs(given: TokenLogprobs) -> Logprobs:
 
 _OURS = "the engine failed on this request; the server's log says more"
 _NUMERICAL = "the model computed NaN or Inf for this request"
+
+
+def _drafts(stats: SpeculationStats) -> Drafts:
+    return Drafts(
+        stats.num_drafts,
+        stats.num_draft_tokens,
+        stats.num_accepted_tokens,
+        stats.num_emitted_tokens,
+        stats.accepted_per_position,
+        stats.num_plain_steps,
+        stats.pays,
+    )

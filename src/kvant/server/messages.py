@@ -164,6 +164,18 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     param: str | None = None
 
 
+class Drafts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """`kvant.speculative.counts.SpeculationStats`, field by field."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_emitted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    num_plain_steps: int = 0
+    pays: bool = True
+
+
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """`kvant.engine.result.EngineStats`, field by field."""
 
@@ -175,6 +187,7 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    speculation: Drafts | None = None
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):

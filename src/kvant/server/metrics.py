@@ -20,6 +20,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvant.server.spec_metrics import draft_metrics
+
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
@@ -243,6 +245,8 @@ class _EngineGauges(Collector):
         )
         deaths.add_metric((self._model,), self._supervisor.num_deaths)
         yield deaths
+        if stats.speculation is not None:
+            yield from draft_metrics(self._model, stats.speculation)
         yield self._gauge("kvant:engine_up", "1: ready.", float(self._supervisor.is_ready))
         if ready is not None:
             info = GaugeMetricFamily(

@@ -16,6 +16,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.engine.planning import PlanRequest, make_plan
 from kvant.engine.speculative_config import parse_speculative_config
 from kvant.kv.names import parse_compute_dtype
+from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel
 from kvant.speculative.base import PlannedDraft, Setting, Verified
 from kvant.speculative.dflash.proposer import DFlashProposer, build
@@ -39,7 +40,7 @@ class FakeTarget:
         return self.embedding[input_ids]
 
     def score(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.head.T
+        return hidden.to(self.head.dtype) @ self.head.T
 
 
 def planned(
@@ -65,7 +66,8 @@ def planned(
 def proposer(draft: PlannedDraft, target: FakeTarget) -> DFlashProposer:
     loaded = cast(LoadedModel, target)
     most = draft.facts.block_size - 1
-    made = build(Setting(loaded, most, 256, NUM_PAGES, draft, {}))
+    pages = KVPool(draft.kv, NUM_PAGES, device=torch.device("cpu"), scales={})
+    made = build(Setting(loaded, pages, most, 256, draft, {}))
     assert isinstance(made, DFlashProposer)
     return made
 

@@ -6,6 +6,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+import torch
 
 from kvant.engine.llm import LLM
 from kvant.engine.result import Result
@@ -217,3 +218,29 @@ def test_more_drafts_than_the_block_holds_are_refused_and_the_way_out_works(pair
         make_llm(pair, num_speculative_tokens=5)
     assert "give at most 4" in str(refused.value.ways_out[0])
     make_llm(pair, num_speculative_tokens=4)
+
+
+@pytest.mark.case("A36")
+@pytest.mark.parametrize("kv", ["fp8", "int4_per_token_head", "model"])
+def test_a_drafter_that_shares_the_targets_cache_reads_its_owners_format(
+    pair: Pair, kv: str
+) -> None:
+    """Queries keep their own dtype, whatever the owner stores."""
+    llm = make_llm(pair, method="tests.speculative.sharing:METHOD", kv_cache_dtype=kv)
+    llm.generate([list(pair.prompts[0])], PARAMS)
+    speculation = llm.engine.speculation
+    assert speculation is not None
+    read = speculation._proposer.read  # type: ignore[attr-defined]
+    assert len(read) > 10
+    assert {dtype for _, dtype in read} == {torch.float64}
+    assert max(distance for distance, _ in read) < 1e-12
+
+
+def test_a_drafter_may_compute_in_another_dtype_than_its_target(pair: Pair) -> None:
+    """Left to themselves each computes in its checkpoint's dtype, where the machine is fast in it."""
+    llm = make_llm(pair, dtype="auto")
+    plain = make_llm(pair, plain=True, dtype="auto")
+    assert llm.planned.draft is not None
+    assert llm.plan.compute_dtype.value == "float32"
+    assert generate(llm, pair) == generate(plain, pair)
+    assert_some_stood_and_some_did_not(llm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -21,6 +22,13 @@ TEXT_TOKENS = 384
 SERVED_TEXT_CHARS = 1600
 SERVED_ANSWER_TOKENS = 24
 SERVED_QUESTIONS = ("What is this text about?", "When was the lighthouse built?")
+DRAFTER = "smollm2-dflash"
+DRAFT_FORMAT = "fp8"
+DRAFT_QUESTION = (
+    "A baker sells 12 rolls every hour for 6 hours, and then 9 more. Each roll costs 2 dollars. "
+    "How much money does she take?"
+)
+DRAFT_TOKENS = 40
 
 
 def demo() -> None:
@@ -139,9 +147,63 @@ def _served(llm: LLM, console: Console) -> None:
     )
 
 
+def _drafts(llm: LLM, console: Console) -> None:
+    """Two engines of its own: batch-invariant, so that rounding cannot make the answers differ."""
+    from kvant.engine.llm import LLM
+    from kvant.engine.sampling_params import SamplingParams
+
+    drafter = {"method": "dflash", "model": DRAFTER}
+    console.print(
+        f"kvant generate --kv-cache-dtype {DRAFT_FORMAT} --batch-invariant --speculative-config "
+        f"'{json.dumps(drafter)}'",
+        style="dim",
+        highlight=False,
+        markup=False,
+    )
+    console.print(f"[bold]you:[/] {DRAFT_QUESTION}")
+    params = SamplingParams(temperature=0, max_tokens=DRAFT_TOKENS)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("", "tokens/s", "tokens a step", "drafts that stood"):
+        table.add_column(title, justify="right" if title else "left")
+    texts = []
+    for name, config in (("one by one", None), ("with drafts", drafter)):
+        one = LLM(
+            llm.model_path,
+            kv_cache_dtype=DRAFT_FORMAT,
+            batch_invariant=True,
+            kv_cache_memory="64MiB",
+            max_num_seqs=1,
+            speculative_config=config,
+        )
+        prompt = one.encode_chat([{"role": "user", "content": DRAFT_QUESTION}])
+        one.generate(prompt, SamplingParams(temperature=0, max_tokens=2))
+        times = []
+        for piece in one.stream(prompt, params):
+            times.append(time.perf_counter())
+            if piece.result is not None:
+                texts.append(piece.result.text)
+        found = one.metrics()
+        length = found.get("spec_decode_mean_acceptance_length", 1.0)
+        stood = (
+            f"{found['spec_decode_num_accepted_tokens']} of {found['spec_decode_num_draft_tokens']}"
+            if config
+            else "-"
+        )
+        speed = (len(times) - 1) / (times[-1] - times[0])
+        table.add_row(name, f"{speed:.1f}", f"{length:.2f}", stood)
+    console.print(texts[0], markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+    same = "the same tokens both ways" if texts[0] == texts[1] else "[red]the answers differ[/]"
+    console.print(
+        f"[dim]{same}; target and drafter store {DRAFT_FORMAT}, the drafter reads its own "
+        "without a causal mask[/]"
+    )
+
+
 CHAPTERS: tuple[tuple[str, Callable[[LLM, Console], None]], ...] = (
     ("What is stored, layer by layer, and who decided it", _plan),
     ("A real model answers through that cache", _answer),
     ("The same model under every format", _formats),
+    ("A drafter over the same quantised cache: faster, and the same answer", _drafts),
     ("Served over HTTP: two clients share a prefix", _served),
 )

@@ -21,8 +21,8 @@ from kvant.models.locate import locate
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
+    from kvant.engine.runner import ModelRunner
     from kvant.engine.speculation import Speculation
-    from kvant.models.loaded import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         eos_token_ids=model.eos_token_ids,
         tokenizer=None if tokenizing is None else tokenizing.backend,
         seed=config.seed,
-        speculation=_speculation(planned, model, num_pages, max_model_len),
+        speculation=_speculation(planned, runner, max_model_len),
     )
     return BuiltEngine(engine, planned, tokenizing, notes)
 
@@ -134,9 +134,7 @@ def _fingerprint(planned: Plan) -> str:
     return f"{planned.target.kv.fingerprint}+{draft.local.path.resolve()}:{draft.kv.fingerprint}"
 
 
-def _speculation(
-    planned: Plan, model: LoadedModel, num_pages: int, max_model_len: int
-) -> Speculation | None:
+def _speculation(planned: Plan, runner: ModelRunner, max_model_len: int) -> Speculation | None:
     """The proposer that was asked for, loaded beside its target."""
     from kvant.engine.speculation import Speculation
     from kvant.speculative.base import PlannedDraft, Setting
@@ -152,5 +150,7 @@ def _speculation(
         )
     count = planned.num_speculative_tokens
     module = importlib.import_module(asked.method.module)
-    proposer = module.build(Setting(model, count, max_model_len, num_pages, given, asked.options))
+    proposer = module.build(
+        Setting(runner.model, runner.pool, count, max_model_len, given, asked.options)
+    )
     return Speculation(proposer, count, planned.target.geometry.vocab_size, adaptive=asked.adaptive)

@@ -111,10 +111,13 @@ class LoadedModel:
         return found
 
     def score(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size], normed -> [n, vocab_size] by the model's head, without a soft cap."""
+        """[n, hidden_size], normed -> [n, vocab_size] by the model's head, without a soft cap.
+
+        hidden may come in another dtype, from a drafter that computes in its own.
+        """
         head = self._module.get_output_embeddings()  # type: ignore[no-untyped-call]
         assert head is not None, "a model that generates has a head"
-        found: Tensor = head(hidden)
+        found: Tensor = head(hidden.to(self.dtype))
         return found
 
     @property

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvant.attention.base import Step
 from kvant.kv.geometry import ModelGeometry
+from kvant.kv.pool import KVPool
 from kvant.kv.spec import KVPlan
 from kvant.models.geometry import DraftFacts
 from kvant.models.loaded import LoadedModel
@@ -96,13 +97,15 @@ class Setting:
     """What a method's `build(setting)` makes a proposer from.
 
     num_speculative_tokens: drafts of one sequence in one step at most. max_model_len: tokens of one
-    sequence at most. num_pages: of the target's pool. draft: None for methods without a model.
-    options: the method's own keys of the configuration.
+    sequence at most. pool: the target's pages, to be read by a drafter that shares the target's keys
+    and values: each layer's `LayerCache` knows the format its owner writes, and target.plan its
+    backend. draft: None for methods without a model. options: the method's own keys of the
+    configuration.
     """
 
     target: LoadedModel
+    pool: KVPool
     num_speculative_tokens: int
     max_model_len: int
-    num_pages: int
     draft: PlannedDraft | None
     options: Mapping[str, Any]

@@ -102,7 +102,7 @@ def build(setting: Setting) -> Proposer:
         key: torch.tensor(values, dtype=torch.float32, device=target.device)
         for key, values in read_scale_values(draft.path, draft.kv).items()
     }
-    pool = KVPool(draft.kv, setting.num_pages, device=target.device, scales=scales)
+    pool = KVPool(draft.kv, setting.pool.num_pages, device=target.device, scales=scales)
     weights = load_weights(draft, target.device)
     network = DraftNetwork(draft, weights, target, pool, setting.max_model_len)
     return DFlashProposer(network, draft, pool, target.device)

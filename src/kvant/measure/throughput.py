@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -84,7 +85,9 @@ def measure(
         stored: KVDtype | None = None if first is None else first.dtype
         capacity = llm.engine.stats.num_usable_pages * llm.plan.page_size
         for load in loads:
-            run_load(llm, replace(load, output=2), seed=0)  # warms up what depends on lengths
+            run_load(
+                llm, replace(load, requests=min(load.requests, 8), output=4), seed=0
+            )  # warm-up
             runs = [run_load(llm, load, seed=repeat + 1) for repeat in range(repeats)]
             yield Round(
                 str(stored),
@@ -96,7 +99,15 @@ def measure(
                 ready,
             )
         del llm
-        gc.collect()
+        _free()
+
+
+def _free() -> None:
+    """Give the memory of an engine that is gone back to the device: the next one asks what is free."""
+    gc.collect()
+    torch = sys.modules["torch"]
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def run_load(llm: LLM, load: Load, *, seed: int) -> tuple[float, int, int]:

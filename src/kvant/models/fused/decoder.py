@@ -74,7 +74,7 @@ class FusedDecoder:
     def __init__(self, module: PreTrainedModel, layers: Sequence[_Layer]) -> None:
         decoder: Any = module.get_decoder()  # type: ignore[no-untyped-call]
         head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self.linear: Linear = F.linear
+        self.linear = linear_for(head.weight)
         self._layers = tuple(layers)
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._padding: int | None = decoder.embed_tokens.padding_idx
@@ -136,6 +136,15 @@ class FusedDecoder:
         cos, sin = self._rotary(x[None], positions[None])
         half = cos.shape[-1] // 2
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
+def linear_for(weight: Tensor) -> Linear:
+    """torch's; on a GPU with a kernel of our own for single rows."""
+    if weight.device.type == "cuda":
+        from kvant.models.fused.matvec import linear
+
+        return linear
+    return F.linear
 
 
 def kernels_for(weight: Tensor) -> Kernels:

@@ -82,3 +82,29 @@ def test_bfloat16_answers_start_like_float32_ones(path: Path) -> None:
         assert b.logprobs is not None
         assert abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < 0.15
     torch.cuda.synchronize()
+
+
+FORMATS = ("bfloat16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head",
+           "int4_per_token_head", "nvfp4")  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_in_batch_invariant_mode_answers_have_the_same_bits_in_any_batch_and_any_chunks(
+    path: Path, stored: str
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2)
+
+    def bits(tokens: int, *, together: bool) -> list[object]:
+        llm = LLM(
+            path, device="cuda", dtype="bfloat16", max_model_len=500, kv_cache_dtype=stored,
+            batch_invariant=True, max_num_batched_tokens=tokens, kv_missing_scales="one",
+        )  # fmt: skip
+        if together:
+            found = llm.generate(PROMPTS, params)
+        else:
+            found = [llm.generate([prompt], params)[0] for prompt in PROMPTS]
+        return [(result.token_ids, result.logprobs) for result in found]
+
+    alone = bits(512, together=False)
+    assert bits(512, together=True) == alone
+    assert bits(67, together=True) == alone

@@ -56,4 +56,4 @@ def _refuse_formats(need: Need) -> str | None:
     return None
 
 
-INFO = BackendInfo("triton", "kvant.attention.triton.backend", refuse)
+INFO = BackendInfo("triton", "kvant.attention.triton.backend", refuse, batch_invariant=True)

@@ -389,7 +389,9 @@ def paged_attention(
     pages = page_table + seq.to(tl.int64) * max_pages
     state = (acc, top, den, zeros, reference, _page_ids(pages, begin, end, TILE, PAGE))
     masked_from = begin
-    if not WINDOW:
+    # FIXED: which tiles need a mask depends on the other queries of the block, and the two loops are
+    # compiled apart, so their roundings may differ.
+    if not WINDOW and not FIXED:
         masked_from = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // TILE * TILE
         for at in range(begin, masked_from, TILE):
             state = _tile(

@@ -58,6 +58,7 @@ class TiledLinear:
         key = _key(weight, bias)
         if key not in self._base:
             sizes = _TILES[weight.device.type]
+            weight, bias = _stand_in(weight, bias)
             alike = [size for size in sizes[:3] if _rows_are_alike(size, weight, bias)]
             if not alike:
                 raise _refusal(weight)
@@ -83,6 +84,7 @@ class TiledLinear:
         """Whether a tile of this size gives the bits of the smallest."""
         key = _key(weight, bias), size, base
         if key not in self._proved:
+            weight, bias = _stand_in(weight, bias)
             x = _numbers(size, weight, seed=size)
             small = [F.linear(_tile_of(part, base), weight, bias) for part in torch.split(x, base)]
             self._proved[key] = torch.equal(F.linear(x, weight, bias), torch.cat(small)[:size])
@@ -115,10 +117,33 @@ def _tile_of(rows: Tensor, size: int) -> Tensor:
     return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
 
 
+def _stand_in(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A weight that betrays the order of sums: with `_numbers`, every product has its negative.
+
+    Exact sums would be 0, so what comes out are roundings alone. With other numbers a result in 16
+    bits would hide nearly every difference between sums in float32.
+    """
+    half, order = weight.shape[1] // 2, _order(weight.shape[1])
+    generator = torch.Generator(weight.device).manual_seed(2)
+    numbers = torch.empty_like(weight[:, :half]).normal_(generator=generator)
+    rest = torch.zeros_like(weight[:, 2 * half :])
+    made = torch.empty_like(weight)
+    made[:] = torch.cat((numbers, -numbers, rest), dim=1)[:, order.to(weight.device)]
+    return made, None if bias is None else torch.zeros_like(bias)
+
+
 def _numbers(rows: int, weight: Tensor, *, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, weight.shape[1], generator=generator)
+    columns = weight.shape[1]
+    half = torch.randn(rows, columns // 2, generator=generator)
+    rest = torch.zeros(rows, columns % 2)
+    x = torch.cat((half, half, rest), dim=1)[:, _order(columns)]
     return x.to(device=weight.device, dtype=weight.dtype)
+
+
+def _order(columns: int) -> Tensor:
+    """Where the columns that cancel each other stand: anywhere."""
+    return torch.randperm(columns, generator=torch.Generator().manual_seed(3))
 
 
 def _key(weight: Tensor, bias: Tensor | None) -> _Key:

@@ -206,7 +206,10 @@ def _tile(
         else:
             new_reference = tl.maximum(reference, tl.max(scale, 0))
             p *= (scale * (HEADROOM / new_reference))[None, :]
-        fade *= reference / new_reference
+        ratio = reference / new_reference
+        if FIXED:  # a division of equals need not be 1, and a tile that a row cannot see must be
+            ratio = tl.where(new_reference > reference, ratio, 1.0)
+        fade *= ratio
         reference = new_reference
     p = _operand(p, KIND_V, FULL)
     if KIND_V == UINT4:
@@ -389,8 +392,8 @@ def paged_attention(
     pages = page_table + seq.to(tl.int64) * max_pages
     state = (acc, top, den, zeros, reference, _page_ids(pages, begin, end, TILE, PAGE))
     masked_from = begin
-    # FIXED: which tiles need a mask depends on the other queries of the block, and the two loops are
-    # compiled apart, so their roundings may differ.
+    # FIXED: which tiles need a mask depends on the other queries of the block, and two loops compiled
+    # apart may round differently.
     if not WINDOW and not FIXED:
         masked_from = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // TILE * TILE
         for at in range(begin, masked_from, TILE):

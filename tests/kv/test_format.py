@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvant.kv.dtype import KVDtype
+from kvant.kv.dtype import PAIR_NAMES, KVDtype
 from kvant.kv.format import ScalePlace
 
 # Bytes of K and V together for one token and KV head, computed by hand from the layouts.
@@ -22,6 +22,19 @@ BYTES = {
     KVDtype.INT4_PER_TOKEN_HEAD: {64: 72, 128: 136, 256: 264},
     KVDtype.NVFP4: {64: 72, 128: 144, 256: 288},
 }
+PAIR_BYTES = {
+    "turboquant_k8v4": {64: 100, 128: 196, 256: 388},
+    "turboquant_4bit_nc": {64: 70, 128: 134, 256: 262},
+    "turboquant_k3v4_nc": {64: 62, 128: 118, 256: 230},
+    "turboquant_3bit_nc": {64: 54, 128: 102, 256: 198},
+}
+
+
+@pytest.mark.parametrize("name", PAIR_BYTES)
+def test_pair_names_take_the_bytes_of_their_two_layouts(name: str) -> None:
+    k, v = PAIR_NAMES[name]
+    found = {n: k.format.row_bytes(n) + v.format.row_bytes(n) for n in PAIR_BYTES[name]}
+    assert found == PAIR_BYTES[name]
 
 
 @pytest.mark.parametrize("dtype", BYTES)

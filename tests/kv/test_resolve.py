@@ -80,12 +80,63 @@ checkpoints = st.one_of(
 def test_an_explicit_global_format_always_wins(
     k: KVDtype, v: KVDtype, checkpoint: CheckpointKV
 ) -> None:
-    plan = resolve(KVRequest(explicit=(asks(k, v),)), checkpoint, geometry(), around())
+    request = KVRequest(explicit=(asks(k, v),), format_defaults=False)
+    plan = resolve(request, checkpoint, geometry(), around())
     for layer in plan.layers:
         assert layer.k is not None
         assert layer.v is not None
         assert (layer.k.dtype, layer.v.dtype) == (k, v)
         assert layer.k.source is layer.v.source is Source.EXPLICIT
+
+
+def deep(num_layers: int = 7) -> ModelGeometry:
+    one = geometry().layers[0]
+    layers = tuple(dataclasses.replace(one, index=i) for i in range(num_layers))
+    return dataclasses.replace(geometry(), layers=layers)
+
+
+TURBO = (KVDtype.TURBOQUANT_K4, KVDtype.TURBOQUANT_V4)
+
+
+@pytest.mark.case("A25")
+def test_turboquant_leaves_the_first_and_last_two_layers_wide_and_says_so() -> None:
+    plan = resolve(KVRequest(explicit=(asks(*TURBO),)), CheckpointKV(), deep(), around())
+    for layer in plan.layers:
+        assert layer.k is not None
+        assert layer.v is not None
+        if layer.geometry.index in (2, 3, 4):
+            assert (layer.k.dtype, layer.v.dtype) == TURBO
+            assert layer.k.source is Source.EXPLICIT
+        else:
+            assert layer.k.dtype is layer.v.dtype is KVDtype.BFLOAT16
+            assert layer.k.source is layer.v.source is Source.FORMAT_DEFAULT
+            assert "--kv-format-defaults off" in layer.k.because
+        assert any(rung.startswith("format-default") for rung in layer.k.considered)
+
+
+@pytest.mark.case("A25")
+def test_format_defaults_can_be_left_out() -> None:
+    request = KVRequest(explicit=(asks(*TURBO),), format_defaults=False)
+    plan = resolve(request, CheckpointKV(), deep(), around())
+    assert {layer.k.dtype for layer in plan.layers if layer.k} == {KVDtype.TURBOQUANT_K4}
+
+
+@pytest.mark.case("A25")
+def test_a_rule_for_a_layer_stands_before_a_format_s_default() -> None:
+    rule = LayerRule(Selector("0", first=0, last=0), TURBO[0], None, "rule")
+    request = KVRequest(explicit=(asks(*TURBO),), rules=(rule,))
+    first = resolve(request, CheckpointKV(), deep(), around()).layers[0]
+    assert first.k is not None
+    assert first.v is not None
+    assert first.k.dtype is TURBO[0]
+    assert first.v.dtype is KVDtype.BFLOAT16
+
+
+def test_a_format_s_default_acts_on_a_checkpoint_s_wish_too() -> None:
+    plan = resolve(KVRequest(), wishes(*TURBO), deep(), around())
+    sources = [layer.k.source for layer in plan.layers if layer.k]
+    ends, middle = [Source.FORMAT_DEFAULT] * 2, [Source.CHECKPOINT] * 3
+    assert sources == [*ends, *middle, *ends]
 
 
 @given(dtypes, st.lists(selectors, max_size=3), requests, checkpoints)

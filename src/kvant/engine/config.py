@@ -66,6 +66,13 @@ class PlanOptions:
         metavar="error|one",
         panel=_KV,
     )
+    kv_format_defaults: str = option(
+        "on",
+        "Whether a format may keep a model's first and last layers wide, as turboquant's do.",
+        choices=("on", "off"),
+        metavar="on|off",
+        panel=_KV,
+    )
     strict: bool = option(
         False,
         "A checkpoint's wish that cannot be served is an error, not a downgrade.",
@@ -206,6 +213,7 @@ def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
             explicit=asked,
             strict=options.strict,
             missing_scales_as_one=options.kv_missing_scales == "one",
+            format_defaults=options.kv_format_defaults == "on",
         )
     )
     for text, by in _items(settings, "kv_cache_dtype_skip_layers"):

@@ -21,6 +21,7 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_rules: str | Sequence[str] | None
     kv_cache_policy: str | Path | None
     kv_missing_scales: str | None
+    kv_format_defaults: str | None
     strict: bool | None
     page_size: int | None
     block_size: int | None

@@ -75,6 +75,36 @@ class KVDtype(Enum):
         scale_encoding=Encoding.E4M3FN, global_scale="stored * block * global = value",
         head_dim_multiple=16, checkpoint_scales=CheckpointScales.OPTIONAL,
     )  # fmt: skip
+    TURBOQUANT_K8 = KVFormat(
+        "turboquant_k8", "fp8", "e4m3 without a scale, on every device", Encoding.E4M3FN, 8,
+        wide_ends=2,
+    )  # fmt: skip
+    TURBOQUANT_K4 = KVFormat(
+        "turboquant_k4", "turboquant_k", "Hadamard-rotated, 16 centroids, a float16 scale per row",
+        Encoding.NORMAL4, 4, granularity=Granularity.TOKEN_HEAD,
+        packing=Packing.ADJACENT_LOW_FIRST, rotation=Rotation.HADAMARD,
+        codebook="lloyd-max normal 16, steps of 1/256", scale_place=ScalePlace.PLANE,
+        scale_encoding=Encoding.FLOAT16, head_dim_multiple=2, wide_ends=2,
+    )  # fmt: skip
+    TURBOQUANT_K3 = KVFormat(
+        "turboquant_k3", "turboquant_k", "Hadamard-rotated, 8 centroids, a float16 scale per row",
+        Encoding.NORMAL3, 3, granularity=Granularity.TOKEN_HEAD,
+        packing=Packing.BITS, rotation=Rotation.HADAMARD,
+        codebook="lloyd-max normal 8, steps of 1/256", scale_place=ScalePlace.PLANE,
+        scale_encoding=Encoding.FLOAT16, head_dim_multiple=8, wide_ends=2,
+    )  # fmt: skip
+    TURBOQUANT_V4 = KVFormat(
+        "turboquant_v4", "turboquant_v", "16 steps, float16 scale and minimum per row",
+        Encoding.UINT4, 4, granularity=Granularity.TOKEN_HEAD, symmetric=False,
+        packing=Packing.ADJACENT_LOW_FIRST, scale_place=ScalePlace.PLANE,
+        scale_encoding=Encoding.FLOAT16, scales_per_row=2, head_dim_multiple=2, wide_ends=2,
+    )  # fmt: skip
+    TURBOQUANT_V3 = KVFormat(
+        "turboquant_v3", "turboquant_v", "8 steps, float16 scale and minimum per row",
+        Encoding.UINT3, 3, granularity=Granularity.TOKEN_HEAD, symmetric=False,
+        packing=Packing.BITS, scale_place=ScalePlace.PLANE,
+        scale_encoding=Encoding.FLOAT16, scales_per_row=2, head_dim_multiple=8, wide_ends=2,
+    )  # fmt: skip
 
     @property
     def format(self) -> KVFormat:
@@ -85,6 +115,15 @@ class KVDtype(Enum):
 
     def __str__(self) -> str:
         return self.value.name
+
+
+PAIR_NAMES: dict[str, tuple[KVDtype, KVDtype]] = {
+    "turboquant_k8v4": (KVDtype.TURBOQUANT_K8, KVDtype.TURBOQUANT_V4),
+    "turboquant_4bit_nc": (KVDtype.TURBOQUANT_K4, KVDtype.TURBOQUANT_V4),
+    "turboquant_k3v4_nc": (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V4),
+    "turboquant_3bit_nc": (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3),
+}
+"""Names that stand for one format of K and another of V."""
 
 
 class Follow(Enum):

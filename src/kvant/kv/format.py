@@ -46,6 +46,9 @@ class Encoding(Enum):
     E5M2 = "e5m2"  # OCP 8-bit: bias 15, max 57344
     INT8 = "int8"  # two's complement, -127..127
     UINT4 = "uint4"  # 0..15 with a zero point
+    UINT3 = "uint3"  # 0..7, with a minimum beside the scale
+    NORMAL4 = "normal4"  # one of 16 centroids for standard normal numbers, sign bit first
+    NORMAL3 = "normal3"  # one of 8
     E2M1 = "e2m1"  # 0, .5, 1, 1.5, 2, 3, 4, 6 and a sign bit
 
 
@@ -81,6 +84,7 @@ class Packing(Enum):
     ADJACENT_LOW_FIRST = (
         "adjacent_low_first"  # byte i: element 2i in the low nibble, 2i+1 in the high
     )
+    BITS = "bits"  # element i at bit i * bits of the row, least significant bit first
 
 
 class Rotation(Enum):
@@ -114,8 +118,8 @@ class Plane:
 class KVFormat:
     """Identity and byte arithmetic of one storage format of K or of V.
 
-    Every field but `name`, `aliases`, `codec` and `summary` is identity: two formats that agree in
-    them store the same bytes for the same numbers, and `fingerprint` depends on nothing else.
+    Every field but `name`, `aliases`, `codec`, `summary` and `wide_ends` is identity: two formats that
+    agree in them store the same bytes for the same numbers, and `fingerprint` depends on nothing else.
     """
 
     name: str
@@ -138,6 +142,9 @@ class KVFormat:
     token_span: int = 1  # tokens that share state; 1 = any row can be overwritten or cut off alone
     head_dim_multiple: int = 1
     checkpoint_scales: CheckpointScales = CheckpointScales.NEVER
+    wide_ends: int = (
+        0  # layers at each end of a model that keep the model dtype unless told otherwise
+    )
     aliases: tuple[str, ...] = ()
 
     @property
@@ -169,7 +176,7 @@ class KVFormat:
     def fingerprint(self) -> str:
         """Stable short hash of the identity; part of every key under which KV is kept."""
         facts = asdict(self)
-        for label in ("name", "codec", "summary", "aliases"):
+        for label in ("name", "codec", "summary", "wide_ends", "aliases"):
             del facts[label]
         plain = {k: v.value if isinstance(v, Enum) else v for k, v in facts.items()}
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,14 +1,15 @@
 """The only reader of format names.
 
 A format request is one name for both K and V, or `K/V`: "fp8", "fp8/int4_per_token_head", "auto".
+A few names are short for a pair: `kvant.kv.dtype.PAIR_NAMES`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvant.errors import BadValue, UnknownName
-from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
+from kvant.errors import BadValue, UnknownName, WayOut
+from kvant.kv.dtype import PAIR_NAMES, ComputeDtype, Follow, KVDtype
 
 Request = KVDtype | Follow
 
@@ -43,14 +44,22 @@ class FormatRequest:
 
 
 def known_names() -> tuple[str, ...]:
-    """Every name that `parse_format` reads, requests first."""
-    return tuple(_BY_NAME)
+    """Every name that `parse_format` reads, requests first and pairs last."""
+    return (*_BY_NAME, *PAIR_NAMES)
 
 
 def parse_one(text: str, *, asked_by: str) -> Request:
     """One name without a slash; UnknownName suggests the nearest."""
-    found = _BY_NAME.get(text.strip().lower())
+    name = text.strip().lower()
+    found = _BY_NAME.get(name)
     if found is None:
+        if name in PAIR_NAMES:
+            k, v = PAIR_NAMES[name]
+            raise BadValue(
+                f"{asked_by}: {name} is a format of K and another of V",
+                why="here stands the format of one of them",
+                ways_out=(WayOut(f"write {k} for K, {v} for V"),),
+            )
         raise UnknownName("KV cache format", text, known_names(), asked_by=asked_by)
     return found
 
@@ -63,6 +72,9 @@ def parse_format(text: str, *, asked_by: str) -> FormatRequest:
             f"{asked_by}: {text!r} is no KV cache format",
             why="a format is one name, or K/V with one slash, such as fp8/int4_per_token_head",
         )
+    pair = PAIR_NAMES.get(text.strip().lower())
+    if pair is not None:
+        return FormatRequest(*pair)
     k = parse_one(parts[0], asked_by=asked_by)
     return FormatRequest(k, parse_one(parts[1], asked_by=asked_by) if len(parts) == 2 else k)
 

@@ -108,6 +108,7 @@ class KVRequest:
     inherited: for a drafter, the target's explicit global format: a wish, not an order.
     strict: a checkpoint's wish that cannot be served is an error, not a downgrade.
     missing_scales_as_one: go on with 1.0 where the checkpoint promised scales and has none.
+    format_defaults: formats may keep layers at a model's ends wide (`KVFormat.wide_ends`).
     """
 
     explicit: tuple[Asked, ...] = ()
@@ -116,6 +117,7 @@ class KVRequest:
     inherited: Asked | None = None
     strict: bool = False
     missing_scales_as_one: bool = False
+    format_defaults: bool = True
 
     def merged(self, weaker: KVRequest) -> KVRequest:
         """This request with a weaker source's behind it (flag over environment over file)."""
@@ -126,6 +128,7 @@ class KVRequest:
             skips=self.skips + weaker.skips,
             strict=self.strict or weaker.strict,
             missing_scales_as_one=self.missing_scales_as_one or weaker.missing_scales_as_one,
+            format_defaults=self.format_defaults and weaker.format_defaults,
         )
 
 
@@ -150,6 +153,7 @@ class Requests:
             inherited=inherited,
             strict=self.target.strict,
             missing_scales_as_one=self.target.missing_scales_as_one,
+            format_defaults=self.target.format_defaults,
         )
 
 

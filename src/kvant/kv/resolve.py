@@ -6,6 +6,9 @@ Precedence, first match wins:
     2  explicit skip                        5  checkpoint's global scheme
     3  explicit global format               6  model dtype
 
+Between 2 and 3 stands a format's own protective default: layers at a model's ends that would get the
+format from 3 to 5 keep the model dtype, unless the request leaves format defaults out.
+
 A drafter's step 3 may be inherited from the target's explicit global format; such a wish, like the
 checkpoint's, is soft: what cannot be served here becomes the model dtype with a recorded downgrade
 (an error with `strict`). Everything else is hard: it is stored as asked, or this ends in an error.
@@ -61,7 +64,8 @@ class Surroundings:
 class _Decision:
     """A side's format before scales and backends are known.
 
-    wish: the checkpoint's wish that decided, where one did. soft: may be downgraded.
+    wish: the checkpoint's wish that decided, where one did. soft: may be downgraded. is_of_layer: a
+    rule or a skip for this very layer decided.
     """
 
     dtype: KVDtype
@@ -70,6 +74,7 @@ class _Decision:
     considered: tuple[str, ...]
     wish: KVWish | None = None
     soft: bool = False
+    is_of_layer: bool = False
 
 
 def resolve(
@@ -108,7 +113,7 @@ def _resolve_layer(
     sides = (Side.K,) if layer.attention is Attention.MLA else (Side.K, Side.V)
     decisions = {
         side: _encode_for_device(
-            _decide(layer, side, request, checkpoint, len(geometry.layers), around), around
+            _decide(layer, side, request, checkpoint, geometry, around), around
         )
         for side in sides
     }
@@ -154,6 +159,44 @@ def _decide(
     side: Side,
     request: KVRequest,
     checkpoint: CheckpointKV,
+    geometry: ModelGeometry,
+    around: Surroundings,
+) -> _Decision:
+    """What the ladder says, and what the format so found says of the layer."""
+    decided = _climb(layer, side, request, checkpoint, len(geometry.layers), around)
+    if decided.is_of_layer or not decided.dtype.format.wide_ends:
+        return decided
+    rung = _format_default(layer, decided.dtype, request, geometry)
+    places = decided.considered
+    if rung.asked is None:
+        return replace(decided, considered=(*places[:2], str(rung), *places[2:]))
+    said = replace(rung, asked=around.compute_dtype.kv_dtype)
+    considered = (*places[:2], str(said), *places[2:])
+    return _Decision(around.compute_dtype.kv_dtype, rung.source, rung.asked_by, considered)
+
+
+def _format_default(
+    layer: LayerGeometry, dtype: KVDtype, request: KVRequest, geometry: ModelGeometry
+) -> _Step:
+    """The rung of a format that keeps a model's ends wide; it asks where this layer is one."""
+    label, source = "format-default", Source.FORMAT_DEFAULT
+    if not request.format_defaults:
+        return _Step(label, None, "left out by --kv-format-defaults off", source)
+    ends = dtype.format.wide_ends
+    owners = [one.index for one in geometry.layers if one.has_kv]
+    if layer.index not in (*owners[:ends], *owners[-ends:]):
+        return _Step(label, None, "", source)
+    because = (
+        f"{dtype} leaves the first and last {ends} layers wide; --kv-format-defaults off does not"
+    )
+    return _Step(label, Follow.MODEL, because, source)
+
+
+def _climb(
+    layer: LayerGeometry,
+    side: Side,
+    request: KVRequest,
+    checkpoint: CheckpointKV,
     num_layers: int,
     around: Surroundings,
 ) -> _Decision:
@@ -168,7 +211,14 @@ def _decide(
     )
     step = next((rung for rung in rungs if rung.asked is not None), None)
     if step is not None and isinstance(step.asked, KVDtype):
-        return _Decision(step.asked, step.source, step.asked_by, considered, soft=step.soft)
+        return _Decision(
+            step.asked,
+            step.source,
+            step.asked_by,
+            considered,
+            soft=step.soft,
+            is_of_layer=step in rungs[:2],
+        )
     if step is not None and step.asked is Follow.MODEL:
         return _Decision(model, step.source, f"{step.asked_by} (model dtype)", considered)
 

@@ -112,8 +112,10 @@ def make_inputs(case: Case, pair: Pair, *, seed: int = 0) -> Inputs:
     spec = LayerSpec(geometry, choices[0], choices[1], "bench")
     order = torch.randperm(total, generator=made).to(torch.int32)
     table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
-    for i, (n, part) in enumerate(zip(pages, order.split(pages), strict=True)):
-        table[i, :n] = part
+    start = 0
+    for i, n in enumerate(pages):
+        table[i, :n] = order[start : start + n]
+        start += n
     tokens = len(pages) * case.queries
     step = Step(
         cu_seqlens_q=torch.arange(len(pages) + 1, dtype=torch.int32) * case.queries,
@@ -175,10 +177,17 @@ def measure(
         base = base or median
         rows.append(
             Row(
-                case.name, what, num_bytes, seconds, median, first,
-                case.elements / median / threads, num_bytes / median / bandwidth,
-                case.operations / median / 1e9, median / base,
-            )  # fmt: skip
+                case.name,
+                what,
+                num_bytes,
+                seconds,
+                median,
+                first,
+                case.elements / median / threads,
+                num_bytes / median / bandwidth,
+                case.operations / median / 1e9,
+                median / base,
+            )
         )
 
     def attend(backend: AttentionBackend, x: Inputs) -> Callable[[], object]:
@@ -204,7 +213,9 @@ def pairs() -> list[Pair]:
 
 def table(rows: Sequence[Row]) -> str:
     """For readers; all repetitions are in the JSON."""
-    lines = ["| format | MB | ms | G elements/s a core | of read bandwidth | GFLOP/s | over float32 |"]
+    lines = [
+        "| format | MB | ms | G elements/s a core | of read bandwidth | GFLOP/s | over float32 |"
+    ]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for r in rows:
         lines.append(
@@ -244,7 +255,9 @@ def bench(out: Path | None, *, reference: bool) -> int:
     start_s = time.perf_counter() - start
     bandwidth = read_bandwidth(CASES[0].elements * 4)
     print(f"{cpu_name()}; {torch.get_num_threads()} threads of {os.cpu_count()}")
-    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s; kernels of every format loaded in {start_s:.2f} s")
+    print(
+        f"read bandwidth {bandwidth / 1e9:.1f} GB/s; kernels of every format loaded in {start_s:.2f} s"
+    )
     rows: list[Row] = []
     for case in CASES:
         found = measure(case, pairs(), bandwidth, reference=reference)

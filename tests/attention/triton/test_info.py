@@ -21,10 +21,16 @@ def need(k: KVDtype, v: KVDtype | None = None, device: DeviceFacts = H200) -> Ne
     return Need(layer, k, v or k, ComputeDtype.BFLOAT16, 16, device)
 
 
-@pytest.mark.parametrize("name", [n for n in KVDtype if n is not KVDtype.FP8_E4M3FNUZ], ids=str)
+@pytest.mark.parametrize(
+    "name", [n for n in KVDtype if n in info.SERVED - {KVDtype.FP8_E4M3FNUZ}], ids=str
+)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_90a"])
 def test_every_format_of_nvidia_is_served_from_sm_80(name: KVDtype, arch: str) -> None:
     assert info.refuse(need(name, device=DeviceFacts(DeviceKind.CUDA, arch))) is None
+
+
+def test_a_format_without_kernels_is_refused_by_name() -> None:
+    assert "turboquant_k4" in (info.refuse(need(KVDtype.TURBOQUANT_K4)) or "")
 
 
 def test_the_encoding_of_gfx942_is_refused_elsewhere_with_the_reason() -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from kvant.attention.long import list_long
 from kvant.attention.triton import prefill
 from kvant.attention.triton.backend import TritonBackend
+from kvant.attention.triton.info import SERVED
 from kvant.attention.triton.zero import PageEraser
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
@@ -22,7 +23,7 @@ from tests.attention.triton import case
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = [name for name in KVDtype if name is not KVDtype.FP8_E4M3FNUZ]  # AMD's alone
+FORMATS = [name for name in KVDtype if name in SERVED - {KVDtype.FP8_E4M3FNUZ}]  # AMD's alone
 FLOATS = (torch.bfloat16, torch.float16)
 LONG = ((700, 1), (33, 1), (1, 1), (2049, 1))
 VERIFY = ((700, 16), (33, 5), (16, 16), (1100, 16))

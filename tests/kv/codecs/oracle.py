@@ -6,6 +6,7 @@ fractions, each float32 operation is one numpy scalar operation, rows are handle
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -241,6 +242,80 @@ def nvfp4(x: Sequence[float], scale: float) -> Row:
     return Row((packed, bytes(scale_codes)), values)
 
 
+def bits_packed(codes: Sequence[int], bits: int) -> bytes:
+    """Code i from bit i * bits on, least significant first."""
+    number = sum(code << (i * bits) for i, code in enumerate(codes))
+    return number.to_bytes(len(codes) * bits // 8, "little")
+
+
+def tree_sum(squares: Sequence[np.float32]) -> np.float32:
+    sums = list(squares)
+    while len(sums) > 1:
+        added = [sums[i] + sums[i + 1] for i in range(0, len(sums) - 1, 2)]
+        sums = added + sums[2 * len(added) :]
+    return sums[0]
+
+
+HALF_NAN = bytes.fromhex("007e")
+LEVELS = {4: (33, 99, 168, 241, 322, 414, 530, 700), 3: (63, 194, 344, 551)}  # in 256ths
+
+
+def _half_bytes(number: float) -> tuple[bytes, np.float32]:
+    code = HALF.encode(number)
+    return code.to_bytes(2, "little"), np.float32(HALF.decode(code))
+
+
+def turboquant_k(bits: int) -> Callable[[Sequence[float], float], Row]:
+    levels = [Fraction(level, 256) for level in LEVELS[bits]]
+
+    def nearest(z: np.float32) -> int:
+        size = abs(Fraction(float(z)))
+        code = sum(size > (a + b) / 2 for a, b in itertools.pairwise(levels))
+        return code + (len(levels) if z < 0 else 0)
+
+    def encode(x: Sequence[float], scale: float) -> Row:
+        row = _clamped(x)
+        n, largest = len(row), _absmax(row)
+        if np.isnan(largest):
+            return Row((bytes(n * bits // 8), HALF_NAN), [math.nan] * n)
+        unit = SMALLEST_NORMAL
+        if largest >= SMALLEST_NORMAL:
+            unit = np.float32(2.0 ** (math.frexp(float(largest))[1] - 1))
+        y = butterflies([v / unit for v in row])
+        root = np.sqrt(tree_sum([v * v for v in y]))
+        wide = np.float32(math.sqrt(n))
+        codes = [nearest((v * wide) / root) if root > 0 else 0 for v in y]
+        signed = [*levels, *(-level for level in levels)]
+        found = [np.float32(float(signed[code])) for code in codes]
+        with np.errstate(over="ignore"):
+            exact = (root / np.sqrt(tree_sum([c * c for c in found]))) * unit
+        stored, own = _half_bytes(float(exact))
+        block = np.float32(n & -n)
+        values = [float(v / block) for v in butterflies([c * own for c in found])]
+        return Row((bits_packed(codes, bits), stored), values)
+
+    return encode
+
+
+def turboquant_v(bits: int) -> Callable[[Sequence[float], float], Row]:
+    most = (1 << bits) - 1
+
+    def encode(x: Sequence[float], scale: float) -> Row:
+        row = _clamped(x)
+        if any(np.isnan(v) for v in row):
+            return Row((bytes(len(row) * bits // 8), HALF_NAN + bytes(2)), [math.nan] * len(row))
+        low_bytes, low = _half_bytes(float(min(row)))
+        if low == 0:
+            low_bytes = bytes(2)
+        span = max(max(row) - low, np.float32(0))
+        step_bytes, step = _half_bytes(float(span / np.float32(most)))
+        codes = [min(max(_nearest((v - low) / step), 0), most) if step > 0 else 0 for v in row]
+        values = [float(np.float32(code) * step + low) for code in codes]
+        return Row((bits_packed(codes, bits), step_bytes + low_bytes), values)
+
+    return encode
+
+
 ENCODE_ROW: dict[KVDtype, Callable[[Sequence[float], float], Row]] = {
     KVDtype.FLOAT32: float32,
     KVDtype.FLOAT16: two_byte_float(HALF),
@@ -252,4 +327,9 @@ ENCODE_ROW: dict[KVDtype, Callable[[Sequence[float], float], Row]] = {
     KVDtype.INT8_PER_TOKEN_HEAD: int8_per_token_head,
     KVDtype.INT4_PER_TOKEN_HEAD: int4_per_token_head,
     KVDtype.NVFP4: nvfp4,
+    KVDtype.TURBOQUANT_K8: scaled_float8(E4M3FN),  # scale 1.0
+    KVDtype.TURBOQUANT_K4: turboquant_k(4),
+    KVDtype.TURBOQUANT_K3: turboquant_k(3),
+    KVDtype.TURBOQUANT_V4: turboquant_v(4),
+    KVDtype.TURBOQUANT_V3: turboquant_v(3),
 }

@@ -138,6 +138,33 @@ def _nvfp4(x: Tensor, scale: Tensor) -> Tensor:
     return torch.maximum(step.expand_as(blocks), whole).flatten(-2)
 
 
+def _turboquant_k(x: Tensor, scale: Tensor) -> Tensor:
+    """No direction is worse than a right angle to the nearest, whose length is that of x or less.
+
+    Each number of the codebook has the sign of what it stands for; float16 scales stop at 65504,
+    and below have steps of 2^-24.
+    """
+    length = x.square().sum(-1, keepdim=True).sqrt()
+    steps = 2.0**-25 * 2.74 * math.sqrt(x.shape[-1])
+    return (math.sqrt(2) * (1 + 2.0**-10) * length + steps).expand_as(x)
+
+
+def _turboquant_v(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Half a step; what float16 makes of minimum and scale, over all steps; what saturates."""
+    most = (1 << bits) - 1
+
+    def bound(x: Tensor, scale: Tensor) -> Tensor:
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        half = _half_ulp(11, 2.0**-24)
+        off = half(low.abs().clamp(max=65504.0)) + _past(low, 65504.0)
+        span = high - low + off
+        step = (span / most).clamp(max=65504.0)
+        over = (span - most * 65504.0).clamp(min=0)
+        return (step * (0.5 + 2.0**-10) + most * half(step) + off + over).expand_as(x)
+
+    return bound
+
+
 ERROR_BOUND: dict[KVDtype, Callable[[Tensor, Tensor], Tensor]] = {
     KVDtype.FLOAT32: lambda x, scale: torch.zeros_like(x),
     KVDtype.FLOAT16: _float(11, 2.0**-24, 65504.0),
@@ -149,6 +176,11 @@ ERROR_BOUND: dict[KVDtype, Callable[[Tensor, Tensor], Tensor]] = {
     KVDtype.INT8_PER_TOKEN_HEAD: _int8_per_token_head,
     KVDtype.INT4_PER_TOKEN_HEAD: _int4_per_token_head,
     KVDtype.NVFP4: _nvfp4,
+    KVDtype.TURBOQUANT_K8: _float(4, 2.0**-9, 448.0),
+    KVDtype.TURBOQUANT_K4: _turboquant_k,
+    KVDtype.TURBOQUANT_K3: _turboquant_k,
+    KVDtype.TURBOQUANT_V4: _turboquant_v(4),
+    KVDtype.TURBOQUANT_V3: _turboquant_v(3),
 }
 """Per format: rows in float64 and the scale [.., 1] -> each element's largest error."""
 

@@ -8,11 +8,11 @@ row: those of whole rows multiply scores and weights instead.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
 from llvmlite import ir
 
+from kvant.attention.cpu.layout import Code
 from kvant.attention.cpu.vector import (
     F32,
     FLOATS,
@@ -20,7 +20,6 @@ from kvant.attention.cpu.vector import (
     I8,
     I16,
     I32,
-    I64,
     LANES,
     SHORTS,
     WORDS,
@@ -36,30 +35,10 @@ from kvant.attention.cpu.vector import (
 from kvant.kv.codecs.codebook import CENTROIDS_3BIT, CENTROIDS_4BIT
 from kvant.kv.codecs.e2m1 import MAGNITUDES
 
-
-class Code(IntEnum):
-    """An encoding of numbers in words; the number is part of what is compiled."""
-
-    FLOAT32 = 0
-    FLOAT16 = 1
-    BFLOAT16 = 2
-    E4M3 = 3
-    E5M2 = 4
-    INT8 = 5
-    UINT4 = 6
-    E2M1 = 7
-    CODEBOOK4 = 8
-    UINT3 = 9
-    CODEBOOK3 = 10
-
-
 BITS = {
     Code.FLOAT32: 32, Code.FLOAT16: 16, Code.BFLOAT16: 16, Code.E4M3: 8, Code.E5M2: 8, Code.INT8: 8,
     Code.UINT4: 4, Code.E2M1: 4, Code.CODEBOOK4: 4, Code.UINT3: 3, Code.CODEBOOK3: 3,
 }  # fmt: skip
-E4M3_FACTOR = 2.0**8
-"""What a number of `Code.E4M3` must be multiplied with: its exponent is read as a float16's."""
-
 _TABLES = {
     Code.E2M1: (*MAGNITUDES, *(-x for x in MAGNITUDES)),
     Code.CODEBOOK4: CENTROIDS_4BIT,
@@ -205,9 +184,3 @@ def nan_rows(b: Any, x: Any) -> Any:
     signs = b.or_(b.bitcast(x, kind), every(kind, -128))
     hit = b.icmp_unsigned("==", signs, every(kind, -1))
     return b.bitcast(b.sext(hit, kind), WORDS)
-
-
-__all__ = [
-    "BITS", "E4M3_FACTOR", "I64", "Code",
-    "block_scales", "group_words", "nan_rows", "place_in_chunk", "row_chunk", "unpack",
-]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import cfunc, types
 
-from kvant.attention.cpu.codes import BITS, Code, group_words
+from kvant.attention.cpu.codes import BITS, group_words
 from kvant.attention.cpu.compiled import kept_on_disk
 from kvant.attention.cpu.inner import (
     TILE,
@@ -21,7 +21,7 @@ from kvant.attention.cpu.inner import (
     score_keys,
     weigh_values,
 )  # fmt: skip
-from kvant.attention.cpu.layout import Tile
+from kvant.attention.cpu.layout import Code, Tile
 from kvant.attention.cpu.vector import load_i64
 
 FEW_ROWS = 12

@@ -7,7 +7,6 @@ compiled with fast-math.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -16,38 +15,26 @@ from numba import cfunc, njit
 
 from kvant.attention.cpu.compiled import kept_on_disk
 from kvant.attention.cpu.decode import SIGNATURE
-from kvant.attention.cpu.layout import Real, Row
+from kvant.attention.cpu.layout import Form, Real, Row
 from kvant.attention.cpu.rotate import rotate_in_place
 from kvant.attention.cpu.vector import (
     bits_of,
     float_of,
+    load_f16,
     load_f32,
     load_i64,
     load_u8,
     nearest,
+    root,
     store_bf16,
     store_f16,
     store_f32,
     store_i32,
     store_u8,
-)  # fmt: skip
+)
 from kvant.kv.codecs import CLAMP
+from kvant.kv.codecs.codebook import CENTROIDS_3BIT, CENTROIDS_4BIT, middles
 from kvant.kv.codecs.conversion import MIN_ROW_SCALE
-
-
-class Form(IntEnum):
-    """A format as its writer knows it; the number is part of what is compiled."""
-
-    FLOAT32 = 0
-    FLOAT16 = 1
-    BFLOAT16 = 2
-    E4M3 = 3
-    E5M2 = 4
-    E4M3_ROW = 5
-    INT8_ROW = 6
-    INT4_ROW = 7
-    NVFP4 = 8
-
 
 _X, _REAL, _DIM, _NUMBERS, _CODES, _SCALES, _OUTER, _E4M3 = (
     int(f) for f in (
@@ -252,6 +239,117 @@ def _block_e2m1(row: int, _: int) -> None:
             store_u8(codes + 8 * block + i, code)
 
 
+@njit(inline="always")
+def _half(x: Any, place: int) -> Any:
+    """Store x as float16, saturating; what it became. A zero is never negative."""
+    x = _clamped(x, -_HALF_MAX, _HALF_MAX)
+    store_f16(place, x)
+    x = load_f16(place)
+    if x == _ZERO:
+        store_f16(place, _ZERO)
+    return x
+
+
+@njit
+def _sum_of_squares(x: int, n: int, sums: int) -> Any:
+    """Neighbours, then neighbours of these; sums: scratch [n]."""
+    for i in range(n):
+        store_f32(sums + 4 * i, load_f32(x + 4 * i) * load_f32(x + 4 * i))
+    while n > 1:
+        half = n // 2
+        for i in range(half):
+            store_f32(sums + 4 * i, load_f32(sums + 8 * i) + load_f32(sums + 8 * i + 4))
+        if n % 2:
+            store_f32(sums + 4 * half, load_f32(sums + 4 * (n - 1)))
+        n = half + n % 2
+    return load_f32(sums)
+
+
+@njit(inline="always")
+def _pack_threes(x: int, n: int, codes: int) -> None:
+    """Integers 0..7 in float32, eight in three bytes."""
+    for i in range(n // 8):
+        word = 0
+        for j in range(8):
+            word |= int(load_f32(x + 32 * i + 4 * j)) << (3 * j)
+        for j in range(3):
+            store_u8(codes + 3 * i + j, (word >> (8 * j)) & 0xFF)
+
+
+def _codebook(centroids: tuple[float, ...]) -> Callable[[int, int], None]:
+    """Writer of rotated rows in a codebook; see `kvant.kv.codecs.turboquant_k`."""
+    levels = tuple(np.float32(c) for c in centroids[: len(centroids) // 2])
+    bounds = tuple(np.float32(m) for m in middles(centroids))
+    signed, is_wide = len(levels), len(levels) == 8
+
+    def write(row: int, _: int) -> None:
+        n, x, codes = load_i64(row + _DIM), load_i64(row + _NUMBERS), load_i64(row + _CODES)
+        scales, sums = load_i64(row + _SCALES), x + 4 * n
+        _bound_row(x, n)
+        largest = _largest(x, n)
+        if largest != largest:
+            store_f16(scales, float_of(_NAN))
+            for i in range(n // 2 if is_wide else n // 8 * 3):
+                store_u8(codes + i, 0)
+            return
+        unit = max(float_of(bits_of(largest) & 0x7F800000), _LEAST)
+        for i in range(n):
+            store_f32(x + 4 * i, load_f32(x + 4 * i) / unit)
+        rotate_in_place(x, n)
+        length = root(_sum_of_squares(x, n, sums))
+        wide = np.float32(np.sqrt(float(n)))
+        found = sums + 4 * n
+        for i in range(n):
+            z = _ZERO
+            if length != _ZERO:
+                z = (load_f32(x + 4 * i) * wide) / length
+            size, code = abs(z), 0
+            for bound in bounds:
+                code += size > bound
+            store_f32(found + 4 * i, levels[code])
+            store_f32(x + 4 * i, np.float32(code + (signed if z < _ZERO else 0)))
+        if is_wide:
+            _pack_nibbles(x, n, codes)
+        else:
+            _pack_threes(x, n, codes)
+        _half((length / root(_sum_of_squares(found, n, sums))) * unit, scales)
+
+    return write
+
+
+def _smallest(bits: int) -> Callable[[int, int], None]:
+    """Writer of steps from the smallest number on; see `kvant.kv.codecs.turboquant_v`."""
+    most, is_wide = np.float32((1 << bits) - 1), bits == 4
+
+    def write(row: int, _: int) -> None:
+        n, x, codes = load_i64(row + _DIM), load_i64(row + _NUMBERS), load_i64(row + _CODES)
+        scales = load_i64(row + _SCALES)
+        _bound_row(x, n)
+        largest = _largest(x, n)
+        if largest != largest:
+            store_f16(scales, float_of(_NAN))
+            store_f16(scales + 2, _ZERO)
+            for i in range(n // 2 if is_wide else n // 8 * 3):
+                store_u8(codes + i, 0)
+            return
+        low = high = load_f32(x)
+        for i in range(n):
+            low, high = min(low, load_f32(x + 4 * i)), max(high, load_f32(x + 4 * i))
+        low = _half(low, scales + 2)
+        step = _half(max(high - low, _ZERO) / most, scales)
+        for i in range(n):
+            code = _ZERO
+            if step != _ZERO:
+                code = _clamped(nearest((load_f32(x + 4 * i) - low) / step), _ZERO, most)
+            store_f32(x + 4 * i, code)
+        if is_wide:
+            _pack_nibbles(x, n, codes)
+        else:
+            _pack_threes(x, n, codes)
+
+    return write
+
+
 _WRITERS: dict[Form, Callable[[int, int], None]] = {
     Form.FLOAT32: _float32,
     Form.FLOAT16: _float16,
@@ -262,6 +360,10 @@ _WRITERS: dict[Form, Callable[[int, int], None]] = {
     Form.INT8_ROW: _row_int8,
     Form.INT4_ROW: _row_int4,
     Form.NVFP4: _block_e2m1,
+    Form.CODEBOOK4: _codebook(CENTROIDS_4BIT),
+    Form.CODEBOOK3: _codebook(CENTROIDS_3BIT),
+    Form.SMALLEST4: _smallest(4),
+    Form.SMALLEST3: _smallest(3),
 }
 
 

@@ -1,12 +1,13 @@
-"""Which encoding, scaling and writer each format is made of: a format's one line in this backend."""
+"""Which encoding, scaling and writer each format is made of: a format's one line in this backend.
+
+Without torch or numba: planning asks this table whether there are kernels for a format.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvant.attention.cpu.codes import E4M3_FACTOR, Code
-from kvant.attention.cpu.encode import Form
-from kvant.attention.cpu.layout import Scaling
+from kvant.attention.cpu.layout import E4M3_FACTOR, Code, Form, Scaling
 from kvant.kv.dtype import KVDtype
 
 
@@ -33,4 +34,9 @@ KERNELS: dict[KVDtype, Kernels] = {
         Code.UINT4, Scaling.ROW_ZERO_POINT, Form.INT4_ROW, rotated=True
     ),
     KVDtype.NVFP4: Kernels(Code.E2M1, Scaling.BLOCK, Form.NVFP4),
+    KVDtype.TURBOQUANT_K8: Kernels(Code.E4M3, Scaling.NONE, Form.E4M3, E4M3_FACTOR),
+    KVDtype.TURBOQUANT_K4: Kernels(Code.CODEBOOK4, Scaling.ROW_HALF, Form.CODEBOOK4, rotated=True),
+    KVDtype.TURBOQUANT_K3: Kernels(Code.CODEBOOK3, Scaling.ROW_HALF, Form.CODEBOOK3, rotated=True),
+    KVDtype.TURBOQUANT_V4: Kernels(Code.UINT4, Scaling.ROW_HALF_OFFSET, Form.SMALLEST4),
+    KVDtype.TURBOQUANT_V3: Kernels(Code.UINT3, Scaling.ROW_HALF_OFFSET, Form.SMALLEST3),
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
+from kvant.attention.cpu.formats import KERNELS
 from kvant.attention.need import BackendInfo, DeviceKind, Need
-from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention
 
 _LARGEST_HEAD = 512
@@ -21,8 +22,9 @@ def refuse(need: Need) -> str | None:
         return "MLA's latent cache is not implemented yet"
     if layer.num_kv_heads < 1 or layer.num_q_heads % layer.num_kv_heads:
         return f"{layer.num_q_heads} query heads do not share {layer.num_kv_heads} KV heads evenly"
-    if KVDtype.FP8_E4M3FNUZ in (need.k, need.v):
-        return f"{KVDtype.FP8_E4M3FNUZ} is another device's encoding"
+    for dtype in (need.k, need.v):
+        if dtype not in KERNELS:
+            return f"no kernels for {dtype}"
     if need.compute is ComputeDtype.FLOAT64:
         return "its kernels compute in float32; float64 is the reference backend's"
     for dtype, head_dim in ((need.k, layer.head_dim_k), (need.v, layer.head_dim_v)):

@@ -22,13 +22,13 @@ from numba.extending import intrinsic
 
 from kvant.attention.cpu.codes import (
     BITS,
-    Code,
     block_scales,
     group_words,
     nan_rows,
     row_chunk,
     unpack,
 )  # fmt: skip
+from kvant.attention.cpu.layout import Code
 from kvant.attention.cpu.vector import (
     F32,
     FLOATS,

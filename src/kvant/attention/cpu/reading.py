@@ -16,7 +16,18 @@ from kvant.attention.cpu.compiled import kept_on_disk
 from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.threads import parallel_address
 from kvant.attention.cpu.vector import (
-    I32, I64, LANES, WORDS, fetch_add, fork, i64, load, load_i64, run_at, store_i64, words,
+    I32,
+    I64,
+    LANES,
+    WORDS,
+    fetch_add,
+    fork,
+    i64,
+    load,
+    load_i64,
+    run_at,
+    store_i64,
+    words,
 )  # fmt: skip
 
 _CHUNK = 1 << 18

@@ -39,8 +39,8 @@ _ONE = np.float32(1)
 
 
 def scratch_bytes(head_dim: int) -> int:
-    """What one thread needs."""
-    return int(Row.END) + 4 * head_dim + 64
+    """What one thread needs: a row, and as much twice for kernels."""
+    return int(Row.END) + 12 * head_dim + 64
 
 
 @njit(error_model="numpy")

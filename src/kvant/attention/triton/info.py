@@ -12,6 +12,21 @@ _OLDEST_NVIDIA = 80
 _AMD = ("gfx90a", "gfx942", "gfx950")
 _NUZ = ("gfx942",)
 _LARGEST_HEAD = 512
+SERVED = frozenset(
+    {
+        KVDtype.FLOAT32,
+        KVDtype.FLOAT16,
+        KVDtype.BFLOAT16,
+        KVDtype.FP8_E4M3,
+        KVDtype.FP8_E4M3FNUZ,
+        KVDtype.FP8_E5M2,
+        KVDtype.FP8_PER_TOKEN_HEAD,
+        KVDtype.INT8_PER_TOKEN_HEAD,
+        KVDtype.INT4_PER_TOKEN_HEAD,
+        KVDtype.NVFP4,
+    }
+)
+"""Formats with an entry in `codec.READING`; any other refuses itself."""
 
 
 def refuse(need: Need) -> str | None:
@@ -50,6 +65,9 @@ def _refuse_device(need: Need) -> str | None:
 
 
 def _refuse_formats(need: Need) -> str | None:
+    for dtype in (need.k, need.v):
+        if dtype is not None and dtype not in SERVED:
+            return f"no kernels for {dtype}"
     fnuz = KVDtype.FP8_E4M3FNUZ in (need.k, need.v)
     if fnuz and need.device.arch not in _NUZ:
         return f"{KVDtype.FP8_E4M3FNUZ} is the encoding of {', '.join(_NUZ)} alone"

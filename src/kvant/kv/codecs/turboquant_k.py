@@ -1,0 +1,87 @@
+"""turboquant_k4 and turboquant_k3: rotated rows in a codebook for normal numbers, a float16 scale a row.
+
+    u      = 2^floor(log2(absmax(x))), at least 2^-126
+    y      = rotate(x / u)                        see kvant.kv.codecs.rotation
+    z      = (y * sqrt(D)) / r,  r = sqrt(sum of y^2)      so that z is about standard normal
+    code   = nearest centroid to z                see kvant.kv.codecs.codebook
+    scale  = float16((r / sqrt(sum of centroid[code]^2)) * u), saturating at 65504
+    value  = rotate(centroid[code] * scale) / B
+
+The scale gives the decoded row the length of x: what the codebook takes from a row's length is put
+back when it is stored, once. Sums of squares are float32 and add neighbours, then neighbours of
+these, and so on (an odd last one waits). A row of zeros has scale 0 and codes 0; a row that contains
+NaN has scale NaN (0x7e00) and codes 0. sqrt(D) is rounded to float32.
+
+After TurboQuant (arXiv:2504.19874) as vLLM has it under the names turboquant_*_nc, whose bytes differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvant.kv.codecs import Codec, packed
+from kvant.kv.codecs.codebook import CENTROIDS_3BIT, CENTROIDS_4BIT, middles
+from kvant.kv.codecs.conversion import MIN_ROW_SCALE, narrow, widen
+from kvant.kv.codecs.rotation import rotate, unrotate
+from kvant.kv.format import KVFormat
+
+_EXPONENT = 0x7F800000
+_HALF_MAX = 65504.0
+
+
+@dataclass(frozen=True, slots=True)
+class NormalCodebookCodec:
+    bits: int
+    centroids: tuple[float, ...]
+
+    def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        assert scale is None
+        x = widen(x)
+        largest = x.abs().amax(-1, keepdim=True)
+        broken = largest.isnan()
+        x = x.masked_fill(broken, 0.0)
+        bits = largest.masked_fill(broken, 0.0).view(torch.int32) & _EXPONENT
+        unit = bits.view(torch.float32).clamp(min=MIN_ROW_SCALE)
+        y = rotate(x / unit)
+        root = sum_of_squares(y).sqrt()
+        empty = root == 0
+        wide = torch.full((), math.sqrt(x.shape[-1]), dtype=torch.float32, device=x.device)
+        z = ((y * wide) / root).masked_fill_(empty, 0.0)
+        codes = (z < 0).to(torch.uint8) << (self.bits - 1)
+        size = z.abs()
+        for middle in middles(self.centroids):
+            codes += size > middle
+        found = self._centroids(x.device)[codes.to(torch.int64)]
+        length = (root / sum_of_squares(found).sqrt()) * unit
+        length = torch.where(broken, float("nan"), length.clamp(max=_HALF_MAX))
+        return packed.pack(codes, self.bits), length.to(torch.float16)
+
+    def decode(
+        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        assert scale is None
+        codes, scales = planes
+        found = packed.look_up(codes, self._centroids(codes.device), self.bits)
+        return narrow(unrotate(found * scales.to(torch.float32)), dtype)
+
+    def _centroids(self, device: torch.device) -> Tensor:
+        return torch.tensor(self.centroids, dtype=torch.float32, device=device)
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """x [.., n] float32 to [.., 1], in the order of the definition."""
+    sums = x * x
+    while sums.shape[-1] > 1:
+        even = sums.shape[-1] // 2 * 2
+        added = sums[..., 0:even:2] + sums[..., 1:even:2]
+        sums = torch.cat((added, sums[..., even:]), dim=-1)
+    return sums
+
+
+def codec(fmt: KVFormat) -> Codec:
+    return NormalCodebookCodec(fmt.bits, CENTROIDS_4BIT if fmt.bits == 4 else CENTROIDS_3BIT)

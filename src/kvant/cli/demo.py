@@ -90,12 +90,12 @@ def _answer(llm: LLM, console: Console) -> None:
 
 def _formats(llm: LLM, console: Console) -> None:
     from kvant.kv.dtype import KVDtype
-    from kvant.kv.names import FormatRequest, known_names
+    from kvant.kv.names import FormatRequest, whole_formats
     from kvant.measure.fidelity import passage
     from kvant.measure.formats import measure_formats
 
     baseline = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
-    wanted = [FormatRequest(d, d) for d in KVDtype if d.format.name in known_names()]
+    wanted = [*whole_formats()]
     wanted.append(FormatRequest(KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD))
     rows = measure_formats(llm, baseline, wanted, llm.encode(passage())[:TEXT_TOKENS])
     table = Table(box=None, pad_edge=False, header_style="bold")

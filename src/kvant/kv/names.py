@@ -48,6 +48,14 @@ def known_names() -> tuple[str, ...]:
     return (*_BY_NAME, *PAIR_NAMES)
 
 
+def whole_formats() -> tuple[FormatRequest, ...]:
+    """Every format a user can name, on both sides; those that are halves of pairs as these pairs."""
+    halves = {dtype for pair in PAIR_NAMES.values() for dtype in pair}
+    alone = [d for d in KVDtype if d not in halves and d not in _DEVICE_ENCODINGS]
+    pairs = [FormatRequest(k, v) for k, v in PAIR_NAMES.values()]
+    return (*(FormatRequest(dtype, dtype) for dtype in alone), *pairs)
+
+
 def parse_one(text: str, *, asked_by: str) -> Request:
     """One name without a slash; UnknownName suggests the nearest."""
     name = text.strip().lower()

@@ -142,10 +142,10 @@ def time_s(run: Callable[[], object], *, repeats: int, budget_s: float = 3.0) ->
 
 
 def read_bandwidth(num_bytes: int) -> float:
-    """Bytes a second of reading that much memory with all of torch's threads, median of 15."""
+    """Bytes a second of reading that much memory with all of torch's threads, the best of 40."""
     x = torch.ones(num_bytes // 4)
     read_everything(x)
-    return num_bytes / statistics.median(time_s(lambda: read_everything(x), repeats=15))
+    return num_bytes / min(time_s(lambda: read_everything(x), repeats=40))
 
 
 def _sdpa(case: Case) -> Callable[[], object]:

@@ -27,7 +27,7 @@ from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
 from kvant.kv.dtype import KVDtype
-from kvant.kv.names import FormatRequest, known_names, parse_format
+from kvant.kv.names import FormatRequest, parse_format, whole_formats
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
@@ -89,9 +89,8 @@ def number(text: str) -> str:
 
 def all_formats() -> list[FormatRequest]:
     """float32, then every other format a user can name."""
-    first = KVDtype.FLOAT32
-    others = [d for d in KVDtype if d is not first and d.format.name in known_names()]
-    return [FormatRequest(dtype, dtype) for dtype in (first, *others)]
+    first = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
+    return [first, *(asked for asked in whole_formats() if asked != first)]
 
 
 def solution_logprobs(

@@ -309,6 +309,8 @@ def turboquant_v(bits: int) -> Callable[[Sequence[float], float], Row]:
             low_bytes = bytes(2)
         span = max(max(row) - low, np.float32(0))
         step_bytes, step = _half_bytes(float(span / np.float32(most)))
+        if step == 0:
+            step_bytes = bytes(2)
         codes = [min(max(_nearest((v - low) / step), 0), most) if step > 0 else 0 for v in row]
         values = [float(np.float32(code) * step + low) for code in codes]
         return Row((bits_packed(codes, bits), step_bytes + low_bytes), values)

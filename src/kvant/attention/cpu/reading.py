@@ -25,6 +25,7 @@ from kvant.attention.cpu.vector import (
     i64,
     load,
     load_i64,
+    prefetch,
     run_at,
     store_i64,
     words,
@@ -32,6 +33,7 @@ from kvant.attention.cpu.vector import (
 
 _CHUNK = 1 << 18
 _ACCUMULATORS = 8
+_AHEAD = 8192  # bytes
 
 
 @intrinsic
@@ -46,6 +48,7 @@ def _read(typing: Any, address: Any, blocks: Any) -> Any:
         with cgutils.for_range(b, blocks) as loop:
             here = b.add(address, b.mul(loop.index, i64(4 * LANES * _ACCUMULATORS)))
             for i, place in enumerate(found):
+                prefetch(b, b.add(here, i64(_AHEAD + 4 * LANES * i)))
                 x = load(b, WORDS, b.add(here, i64(4 * LANES * i)), 4)
                 b.store(b.or_(b.load(place), x), place)
         total = b.load(found[0])

@@ -48,7 +48,7 @@ class NormalCodebookCodec:
         bits = largest.masked_fill(broken, 0.0).view(torch.int32) & _EXPONENT
         unit = bits.view(torch.float32).clamp(min=MIN_ROW_SCALE)
         y = rotate(x / unit)
-        root = sum_of_squares(y).sqrt()
+        root = _root(sum_of_squares(y))
         empty = root == 0
         wide = torch.full((), math.sqrt(x.shape[-1]), dtype=torch.float32, device=x.device)
         z = ((y * wide) / root).masked_fill_(empty, 0.0)
@@ -57,7 +57,7 @@ class NormalCodebookCodec:
         for middle in middles(self.centroids):
             codes += size > middle
         found = self._centroids(x.device)[codes.to(torch.int64)]
-        length = (root / sum_of_squares(found).sqrt()) * unit
+        length = (root / _root(sum_of_squares(found))) * unit
         length = torch.where(broken, float("nan"), length.clamp(max=_HALF_MAX))
         return packed.pack(codes, self.bits), length.to(torch.float16)
 
@@ -81,6 +81,11 @@ def sum_of_squares(x: Tensor) -> Tensor:
         added = sums[..., 0:even:2] + sums[..., 1:even:2]
         sums = torch.cat((added, sums[..., even:]), dim=-1)
     return sums
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root, correctly rounded; torch's own in float32 is not, on some CPUs."""
+    return x.to(torch.float64).sqrt().to(torch.float32)
 
 
 def codec(fmt: KVFormat) -> Codec:

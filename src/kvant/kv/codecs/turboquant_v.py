@@ -1,7 +1,7 @@
 """turboquant_v4 and turboquant_v3: steps from the row's smallest number on, two float16 a row.
 
     min    = float16(smallest of x), saturating; never -0
-    scale  = float16((largest of x - min) / (2^bits - 1)), at least 0, saturating
+    scale  = float16((largest of x - min) / (2^bits - 1)), at least 0, saturating; never -0
     code   = clamp(nearest((x - min) / scale), 0, 2^bits - 1); 0 where scale is 0
     value  = code * scale + min
 
@@ -37,7 +37,7 @@ class SmallestFirstCodec:
         low = _half(low.masked_fill(broken, 0.0)) + 0.0  # never -0
         steps = float((1 << self.bits) - 1)
         span = (high - low.to(torch.float32)).masked_fill(broken, 0.0).clamp_(min=0.0)
-        step = _half(divide(span, steps))
+        step = _half(divide(span, steps)) + 0.0
         codes = ((x - low.to(torch.float32)) / step.to(torch.float32)).round_().clamp_(0.0, steps)
         codes = codes.masked_fill_((step == 0) | broken, 0.0)
         step = step.masked_fill_(broken, float("nan"))

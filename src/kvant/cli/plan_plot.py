@@ -30,7 +30,7 @@ def plot_plan(plan: Plan, path: Path) -> None:
     figure, axes = pyplot.subplots(
         figsize=(max(6.0, len(layers) * 0.16), 3.2), layout="constrained"
     )
-    palette = dict(zip(KVDtype, pyplot.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
+    palette = dict(zip(KVDtype, pyplot.get_cmap("tab20").colors, strict=False))  # type: ignore[attr-defined]
     named: set[KVDtype] = set()
     for layer in layers:
         g, floor = layer.geometry, 0

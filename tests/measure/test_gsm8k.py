@@ -67,6 +67,8 @@ def test_every_format_reads_fifty_gold_solutions(tiny: LLM) -> None:
     assert set(rows) == {
         "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head",
         "int8_per_token_head", "int4_per_token_head", "nvfp4",
+        "turboquant_k8/turboquant_v4", "turboquant_k4/turboquant_v4",
+        "turboquant_k3/turboquant_v4", "turboquant_k3/turboquant_v3",
     }  # fmt: skip
     assert rows["float32"].drift == 0
     drifts = [rows[name].drift for name in ("float16", "bfloat16", "fp8_e5m2", "nvfp4")]

@@ -76,6 +76,8 @@ def main() -> int:
         flags = (
             "--dtype", "float32", "--kv-cache-dtype", name, "--max-model-len", str(MODEL_LEN),
             "--kv-cache-memory", "256MiB",
+            # All of lm-eval's concurrent requests may wait: refused, it soon gives up.
+            "--max-num-queued-tokens", "65536",
         )  # fmt: skip
         with served(options.model, flags) as port:
             found = run_lm_eval(

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from jinja2 import Template
 
 from kvant.engine.llm import LLM
 from kvant.engine.runner import ModelRunner
@@ -22,7 +24,8 @@ from kvant.measure.gsm8k import (
 from kvant.measure.teacher_forced import text_logits
 from tests.engine import tiny_chat
 
-PROBLEMS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "gsm8k_test.jsonl"
+ROOT = Path(__file__).resolve().parents[2]
+PROBLEMS = ROOT / "data" / "gsm8k" / "gsm8k_test.jsonl"
 CI_COUNT = 50
 
 
@@ -30,6 +33,19 @@ CI_COUNT = 50
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     path = tiny_chat.build(tmp_path_factory.mktemp("gsm8k"), max_position_embeddings=2048)
     return LLM(path, dtype="float32", kv_cache_dtype="float32", kv_cache_memory="8MiB")
+
+
+def test_lm_eval_is_given_the_text_that_is_judged_in_process() -> None:
+    """lm-eval's `loglikelihood` joins the two texts with nothing between, whatever target_delimiter says."""
+    task = yaml.safe_load((ROOT / "scripts" / "lm_eval" / "kvant_gsm8k.yaml").read_text())
+    assert task["output_type"] == "loglikelihood"
+    for problem in read_problems(PROBLEMS, 3):
+        known = {"question": problem.question, "answer": problem.solution}
+        asked, gold = (
+            Template(task[name]).render(known) for name in ("doc_to_text", "doc_to_target")
+        )
+        assert asked == problem.prompt
+        assert gold == " " + problem.solution
 
 
 def test_numbers_are_read_as_people_write_them() -> None:

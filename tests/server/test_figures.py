@@ -20,6 +20,7 @@ import pytest
 from tests.server import light_client
 from tests.server.harness import Server, events
 from tests.server.test_disconnect import LONG, _send
+from tests.server.test_speculation import NGRAM
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +40,13 @@ def test_500_random_disconnects_each_give_their_pages_back(server: Server) -> No
     assert server.metric("kvant:pages_usable") == usable
 
 
-def test_abort_storms_leave_every_page_with_its_owners(model: Path) -> None:
+@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
+def test_abort_storms_leave_every_page_with_its_owners(model: Path, drafting: bool) -> None:
     """Sixteen clients leave half a second after they came, twenty times; one prefix, small chunks."""
+    more = ("--speculative-config", json.dumps(NGRAM)) if drafting else ()
     flags = (
         "--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-num-queued-reqs", "32",
-        "--kv-cache-memory", "16MiB",
+        "--kv-cache-memory", "16MiB", *more,
     )  # fmt: skip
     with Server(model, flags) as server:
         engine, usable = server.engine_pid(), server.metric("kvant:pages_usable")
@@ -74,6 +77,8 @@ def test_abort_storms_leave_every_page_with_its_owners(model: Path) -> None:
         assert cached > 20 * 100, "the prefix was shared while they left"
         assert server.metric("kvant:page_audit_faults_total") == 0
         assert server.metric("kvant:requests_aborted_total") >= 20 * 16
+        if drafting:
+            assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
         assert server.engine_pid() == engine
         assert server.metric("kvant:pages_usable") == usable
 

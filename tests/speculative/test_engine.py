@@ -65,6 +65,20 @@ def test_under_constant_preemption_everybody_ends_with_the_same_answer() -> None
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
+def test_drafts_keep_no_prompt_waiting() -> None:
+    """Decodes with all their drafts would fill every step; a prompt that comes then is answered at once."""
+    engine, _ = fake_engine(max_num_seqs=8, max_num_batched_tokens=16)
+    prompts = [prompt_of(3, i) for i in range(4)]
+    speculate(engine, known(prompts, 200), wrong_every=1)
+    for prompt in prompts:
+        engine.submit(prompt, greedy(200))
+    for _ in range(3):
+        engine.step()
+    late = engine.submit(prompt_of(5, 9), greedy(2))
+    seen = [progress.number for _ in range(3) for progress in engine.step()]
+    assert late in seen
+
+
 def test_drafts_preempt_nobody() -> None:
     """Pages for drafts come from what is free; with none to spare there are simply no drafts."""
     counts = []

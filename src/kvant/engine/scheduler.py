@@ -132,12 +132,13 @@ class Scheduler:
         self._logprobs_left = self.limits.max_prompt_logprobs
         chunks, prefilling, preempted = self._schedule_decodes()
         budget = self.limits.max_num_batched_tokens - len(chunks)
-        if num_draft_tokens:
-            budget = self._schedule_drafts(chunks, budget, num_draft_tokens)
         prefills = self._schedule_prefills(prefilling, budget)
         if not preempted:  # whoever was just sent away would come straight back
-            budget -= sum(chunk.num_tokens for chunk in prefills)
-            self._admit(prefills, prefilling, budget)
+            left = budget - sum(chunk.num_tokens for chunk in prefills)
+            self._admit(prefills, prefilling, left)
+        if num_draft_tokens:  # last: before prompts, drafts of a full batch would keep them waiting
+            left = budget - sum(chunk.num_tokens for chunk in prefills)
+            self._schedule_drafts(chunks, left, num_draft_tokens)
         prefills.sort(key=_is_long)  # backends want long stretches last
         chunks += prefills
         return Schedule(chunks, self.allocator.take_pages_to_zero(), preempted)
@@ -227,8 +228,8 @@ class Scheduler:
                 self._grow_early(chunk.sequence)
         return chunks, prefilling, preempted
 
-    def _schedule_drafts(self, chunks: list[Chunk], budget: int, most: int) -> int:
-        """Room for drafts behind the decodes that were just scheduled; all chunks so far are such."""
+    def _schedule_drafts(self, chunks: list[Chunk], budget: int, most: int) -> None:
+        """Room for drafts behind decodes, in what the prompts of the step leave; all chunks are decodes."""
         for place, chunk in enumerate(chunks):
             sequence = chunk.sequence
             # The last token that a sequence may have is never run, so nothing can follow it.
@@ -238,7 +239,6 @@ class Scheduler:
             if room > 0:
                 chunks[place] = chunk._replace(max_drafts=room)
                 budget -= room
-        return budget
 
     def _room_behind(self, sequence: Sequence, wanted: int) -> int:
         """Of so many tokens behind its last one, how many its pages hold, with more if they are free.

@@ -77,7 +77,6 @@ class FusedDecoder:
         self.linear = linear_for(head.weight)
         self._layers = tuple(layers)
         self._embedding: Tensor = decoder.embed_tokens.weight
-        self._padding: int | None = decoder.embed_tokens.padding_idx
         self._rotary = decoder.rotary_emb
         self._norm: Tensor = decoder.norm.weight
         self._head: Tensor = head.weight

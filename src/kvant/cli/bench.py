@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -76,14 +76,15 @@ def spec(
     if out is not None:
         import torch
 
+        from kvant.measure.facts import measurement_facts
+
         facts = {
+            **measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch"]),
             "model": config.plan.model,
             "speculative": asked.model or asked.method.name,
             "prompts": str(prompts),
             "max_tokens": max_tokens,
             "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
             "rows": [row.as_json() for row in rows],
         }
         out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

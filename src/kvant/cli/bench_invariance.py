@@ -138,11 +138,13 @@ def _circumstances(model: str) -> dict[str, Any]:
     import torch
     import transformers
 
+    from kvant.measure.facts import processor
+
     return {
         "command": shlex.join(["kvant", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "model": model,
-        "cpu": _cpu(),
+        "cpu": processor(),
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
@@ -153,12 +155,3 @@ def _circumstances(model: str) -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
     }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -102,13 +102,11 @@ class DecodeGraphs:
         self._expected: _Launched | None = None
         self._current: tuple[_Launched, list[int] | None] | None = None
 
-    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def capture(self) -> None:
         """Record every graph. Nothing is written to the pool: every row is padding meanwhile."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        for done, size in enumerate(reversed(self._sizes)):
-            if progress is not None:
-                progress(done, len(self._sizes))
+        for size in reversed(self._sizes):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._run(size)  # kernels are compiled and libraries set up outside of the graph

@@ -18,14 +18,15 @@ def measurement_facts(command: str, packages: Iterable[str]) -> dict[str, object
         "date": datetime.date.today().isoformat(),
         "command": command,
         "commit": _commit(),
-        "device": f"{_processor()}, {os.cpu_count()} cores",
+        "device": f"{processor()}, {os.cpu_count()} cores",
         **_accelerator(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The CPU's name, as Linux gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import llvmlite
 import numba
 import numba.core.config
+from numba import cfunc, njit
 
 config: Any = numba.core.config
 
@@ -53,3 +54,19 @@ def kept_on_disk() -> Iterator[bool]:
         yield place is not None
     finally:
         config.CACHE_DIR = before
+
+
+@cache
+def compiled_worker(work: Callable[..., None], signature: Any) -> int:
+    """Address of `work`, compiled: what every thread runs."""
+    with kept_on_disk() as is_kept:
+        made: Any = cfunc(signature, cache=is_kept, error_model="numpy")(work)
+    return int(made.address)
+
+
+@cache
+def compiled_entry(function: Callable[..., int]) -> Any:
+    """`function`, of four addresses or numbers, compiled for calls from Python."""
+    with kept_on_disk() as is_kept:
+        options: dict[str, Any] = {"cache": is_kept, "nogil": True, "error_model": "numpy"}
+        return njit("int64(int64, int64, int64, int64)", **options)(function)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit
+from numba import njit
 
-from kvant.attention.cpu.compiled import kept_on_disk
+from kvant.attention.cpu.compiled import compiled_entry, compiled_worker
 from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.layout import Real, Row, Write
 from kvant.attention.cpu.vector import (
@@ -110,20 +109,11 @@ def _write(task: int, worker: int, parallel: int, threads: int) -> int:
     return threads
 
 
-@cache
-def _worker() -> Any:
-    with kept_on_disk() as is_kept:
-        return cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(_work)
-
-
 def worker_address() -> int:
     """The compiled function that every thread runs."""
-    return int(_worker().address)
+    return compiled_worker(_work, SIGNATURE)
 
 
-@cache
 def write_function() -> Any:
     """`_write`, compiled."""
-    with kept_on_disk() as is_kept:
-        options = {"cache": is_kept, "nogil": True, "error_model": "numpy"}
-        return njit("int64(int64, int64, int64, int64)", **options)(_write)
+    return compiled_entry(_write)

@@ -15,7 +15,7 @@ from kvant.engine.budget import CPU_SHARE
 from kvant.engine.device import free_host_bytes
 from kvant.engine.llm import Prompt
 from kvant.engine.runner import ModelRunner
-from kvant.errors import BadValue, DoesNotFit, NotServable, RequestError, UnknownName
+from kvant.errors import BadValue, DoesNotFit, KvantError, NotServable, RequestError, UnknownName
 from kvant.kv.dtype import KVDtype
 from tests.engine import tiny_chat
 from tests.models import tiny
@@ -305,3 +305,20 @@ def test_metrics_are_the_engines_numbers(llm: LLM) -> None:
     after = llm.metrics()
     assert after["num_steps"] - before["num_steps"] == 12
     assert (after["num_running"], after["num_held_pages"]) == (0, 0)
+
+
+def test_dummy_weights_need_no_weight_files_and_say_so(tmp_path: Path) -> None:
+    built = tiny.build("qwen3", tmp_path / "whole")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((built / "config.json").read_bytes())
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+    def answer() -> tuple[int, ...]:
+        llm = LLM(bare, max_model_len=64, device="cpu", load_format="dummy")
+        assert any("--load-format dummy" in note for note in llm.notes)
+        return llm.generate([[3, 17, 5]], params)[0].token_ids
+
+    assert answer() == answer()
+    with pytest.raises(KvantError):
+        LLM(bare, max_model_len=64, device="cpu")

@@ -32,21 +32,13 @@ def throughput(
         typer.Option("--format", help="KV cache format; may be repeated.", show_default=False),
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 2,
-    random_weights: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights", help="Load no weights: a directory with a config.json is enough."
-        ),
-    ] = False,
     out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
 ) -> None:
     """Output tokens a second of the engine, without a server; no prefix cache, greedy."""
     from kvant.measure.facts import measurement_facts
     from kvant.measure.throughput import measure, parse_load, table
 
-    config = replace(
-        engine_config(settings, random_weights=random_weights), prefix_caching=False, seed=0
-    )
+    config = replace(engine_config(settings), prefix_caching=False, seed=0)
     loads = [parse_load(text) for text in load or ["8x128/64"]]
     rounds = []
     for found in measure(config, formats or ["auto"], loads, repeats):

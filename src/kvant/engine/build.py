@@ -67,7 +67,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         target.geometry,
         device=device,
         max_model_len=max_model_len,
-        random_weights=config.random_weights,
+        dummy_weights=config.dummy_weights,
         batch_invariant=planned.request.batch_invariant,
     )
     assert planned.memory.num_pages is not None
@@ -115,7 +115,7 @@ def plan_engine(
     budget = choose_kv_bytes(first, free_bytes(config.plan.device), config.max_num_seqs)
     request = replace(config.plan, kv_cache_bytes=budget)
     choose_max_model_len(make_plan(request))
-    weights = not config.random_weights
+    weights = not config.dummy_weights
     locate(request.model, revision=request.revision, weights=weights, progress=progress)
     drafts = request.speculative
     if drafts is not None and drafts.method.has_model:
@@ -123,6 +123,8 @@ def plan_engine(
     planned = make_plan(request, weights=weights)
     max_model_len, note = choose_max_model_len(planned)
     notes = [] if note is None else [note]
+    if config.dummy_weights:
+        notes.append("weights are random (--load-format dummy): answers mean nothing")
     return planned, max_model_len, (*notes, *planned.target.local.notes)
 
 

@@ -130,6 +130,13 @@ class EngineOptions(PlanOptions):
     seed: int | None = option(
         None, "Of the seeds of requests without one.", unset="drawn", panel=_RUN
     )
+    load_format: str = option(
+        "auto",
+        "auto reads the weights; dummy makes random ones, for timings: a config.json is enough.",
+        choices=("auto", "dummy"),
+        metavar="auto|dummy",
+        panel=_RUN,
+    )
 
 
 PLAN_OPTIONS = options_of(PlanOptions)
@@ -140,8 +147,8 @@ ENGINE_OPTIONS = options_of(EngineOptions)
 class EngineConfig:
     """plan: the model, its device and its KV cache. The rest: how requests share one step.
 
-    seed: of the seeds of requests without one; None draws it. random_weights: load no weights, for
-    timings of a model of which only the configuration is there.
+    seed: of the seeds of requests without one; None draws it. dummy_weights: load none, for timings
+    of a model of which only the configuration is there.
     """
 
     plan: PlanRequest
@@ -149,12 +156,10 @@ class EngineConfig:
     max_num_batched_tokens: int
     prefix_caching: bool = True
     seed: int | None = None
-    random_weights: bool = False
+    dummy_weights: bool = False
 
 
-def engine_config(
-    settings: Settings, *, num_requests: int | None = None, random_weights: bool = False
-) -> EngineConfig:
+def engine_config(settings: Settings, *, num_requests: int | None = None) -> EngineConfig:
     """ConfigError, naming who said it, for everything that makes no sense.
 
     num_requests: how many there will be at most, where that is known: no memory is taken for more
@@ -171,7 +176,7 @@ def engine_config(
         tokens if options.max_num_batched_tokens is None else options.max_num_batched_tokens,
         options.enable_prefix_caching,
         options.seed,
-        random_weights,
+        options.load_format == "dummy",
     )
 
 

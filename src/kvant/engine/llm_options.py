@@ -35,6 +35,7 @@ class LLMOptions(TypedDict, total=False):
     enable_prefix_caching: bool | None
     device: str | None
     seed: int | None
+    load_format: str | None
 
 
 def config_of(model: str | Path | None, options: LLMOptions) -> EngineConfig:

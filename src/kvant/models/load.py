@@ -52,14 +52,14 @@ def load_model(
     *,
     device: torch.device,
     max_model_len: int | None = None,
-    random_weights: bool = False,
+    dummy_weights: bool = False,
     batch_invariant: bool = False,
 ) -> LoadedModel:
     """The model in the directory `path`, computing in the plan's dtype.
 
     Reads safetensors only and runs no code that comes with the checkpoint. max_model_len: the
     longest sequence that will be served, None for the longest the model allows; it fixes rotary
-    frequencies that depend on it. random_weights: read no weight, for timings.
+    frequencies that depend on it. dummy_weights: read no weight, for timings.
     batch_invariant: as the plan was made.
     Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or do
     not fit.
@@ -75,7 +75,7 @@ def load_model(
         config = _read_config(path)
         leave_weights_only(config, path)
         with quiet_compressed_tensors(is_compressed(config)):
-            if random_weights:
+            if dummy_weights:
                 module = _make_weights(config, plan.compute_dtype, device)
                 unused: tuple[str, ...] = ()
             else:

@@ -1,0 +1,119 @@
+"""How fast an engine's own steps are: decode steps of some sequences at some context, and prompts.
+
+Everything runs in this process through `Engine.step`, greedy, with random tokens that no two requests
+share, so that what is timed is what a request waits for.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvant.engine.llm import LLM
+from kvant.engine.sampling_params import SamplingParams
+
+WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """decode: `batch` sequences that have `context` tokens each go on by a token a step.
+    Otherwise prefill: `batch` prompts of `context` tokens, until each has its first token.
+    """
+
+    decode: bool
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        kind = "decode" if self.decode else "prefill"
+        return f"{kind}, batch {self.batch}, {self.context} tokens"
+
+
+DEFAULT_CASES = (
+    Case(True, 1, 128),
+    Case(True, 8, 128),
+    Case(True, 1, 4096),
+    Case(True, 8, 4096),
+    Case(False, 1, 2048),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """milliseconds: of each step (decode), or of each whole prompt (prefill). tokens: that each brought."""
+
+    case: Case
+    tokens: int
+    milliseconds: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.milliseconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """At the median: new tokens of decode steps, prompt tokens of prefill."""
+        return 1000 * self.tokens / self.median_ms
+
+
+def time_steps(
+    llm: LLM, cases: Iterable[Case] = DEFAULT_CASES, *, repeats: int = 20
+) -> Iterator[Timing]:
+    """Time each case on a loaded engine that has nothing else to do.
+
+    repeats: decode steps, or a fifth as many prompts. The engine must admit the batch and the
+    context (`max_num_seqs`, `max_model_len`), and stays usable.
+    """
+    for seed, case in enumerate(cases):
+        numbers = random.Random(seed)
+        if case.decode:
+            yield Timing(case, case.batch, _decode(llm, case, repeats, numbers))
+        else:
+            runs = [_prefill(llm, case, numbers) for _ in range(1 + max(1, repeats // 5))]
+            yield Timing(case, case.batch * case.context, tuple(runs[1:]))
+
+
+def _decode(llm: LLM, case: Case, repeats: int, numbers: random.Random) -> tuple[float, ...]:
+    engine = llm.engine
+    new = WARM_UP_STEPS + repeats + 1
+    started = _submit(llm, case, new, numbers)
+    waiting = set(started)
+    while waiting:  # prompts, in chunks
+        waiting -= {piece.number for piece in engine.step()}
+    times: list[float] = []
+    for _ in range(WARM_UP_STEPS + repeats):
+        begin = time.perf_counter()
+        pieces = engine.step()
+        times.append(1000 * (time.perf_counter() - begin))
+        assert len(pieces) == case.batch, "every sequence goes on by one token"
+    for number in started:
+        engine.cancel(number)
+    return tuple(times[WARM_UP_STEPS:])
+
+
+def _prefill(llm: LLM, case: Case, numbers: random.Random) -> float:
+    engine = llm.engine
+    waiting = set(_submit(llm, case, 2, numbers))
+    begin = time.perf_counter()
+    started = set(waiting)
+    while waiting:
+        waiting -= {piece.number for piece in engine.step()}
+    spent = 1000 * (time.perf_counter() - begin)
+    for number in started:
+        engine.cancel(number)
+    return spent
+
+
+def _submit(llm: LLM, case: Case, new: int, numbers: random.Random) -> list[int]:
+    engine = llm.engine
+    # Those that start first go on while the others' prompts are computed, step by step.
+    spare = case.batch * -(-case.context // engine.limits.max_num_batched_tokens) + case.batch
+    params = SamplingParams(temperature=0.0, max_tokens=new + spare, ignore_eos=True)
+    return [
+        engine.submit([numbers.randrange(engine.vocab_size) for _ in range(case.context)], params)
+        for _ in range(case.batch)
+    ]

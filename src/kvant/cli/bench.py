@@ -10,7 +10,13 @@ from typing import Annotated
 
 import typer
 
-from kvant.cli import bench_cpu, bench_invariance, bench_scheduler, bench_throughput
+from kvant.cli import (
+    bench_cpu,
+    bench_invariance,
+    bench_scheduler,
+    bench_startup,
+    bench_throughput,
+)
 from kvant.cli.configured import configured
 from kvant.engine.config import EngineOptions, engine_config
 from kvant.engine.settings import Settings
@@ -26,6 +32,7 @@ app = typer.Typer(
 app.command("cpu")(bench_cpu.cpu)
 app.command("invariance")(bench_invariance.invariance)
 app.command("scheduler")(bench_scheduler.scheduler)
+app.command("startup")(bench_startup.startup)
 app.command("throughput")(bench_throughput.throughput)
 
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from kvant.errors import BadCheckpoint
 from kvant.models import gguf_config, gguf_header, import_cache
 from kvant.models.gguf_config import ImportedConfig, TensorPlace
 from kvant.models.gguf_header import GGUFHeader, GGUFTensor, malformed
@@ -54,13 +56,13 @@ def import_gguf(
     Raises BadCheckpoint for a file that is broken or that Kvant does not import, ConfigError when
     the cache directory cannot hold the result.
     """
-    header = gguf_header.read_header(path)
-    imported = gguf_config.read_config(header, _rope_freqs(header))
     directory = import_cache.imports_directory("gguf")
-    name = f"{path.stem}-{_fingerprint(header)}"
+    name = f"{path.stem}-{_fingerprint(path)}"
     whole, plan_only = directory / name, directory / f"{name}.plan"
     if import_cache.is_complete(whole):
         return whole
+    header = gguf_header.read_header(path)
+    imported = gguf_config.read_config(header, _rope_freqs(header))
     if not weights:
         return _make_plan_only(plan_only, header, imported)
     _make_whole(whole, header, imported, progress, attribution or Attribution())
@@ -102,22 +104,29 @@ def _make_whole(
         import_cache.seal(directory, _facts(header, imported))
 
 
-def _fingerprint(header: GGUFHeader) -> str:
+def _fingerprint(path: Path) -> str:
     """Sixteen hexadecimal digits that change with the file's content and with the converter.
 
     Up to 256 MiB every byte counts. Of larger files the header, size, time of change and 64 samples
-    count, since a plan has three seconds.
+    count, since a plan has three seconds. Raises BadCheckpoint for a file that cannot be read.
     """
+    try:
+        facts = path.stat()
+        return _fingerprint_of(path.resolve(), facts.st_size, facts.st_mtime_ns)
+    except OSError as error:
+        raise BadCheckpoint(f"cannot read {path}", why=str(error)) from error
+
+
+@lru_cache(maxsize=8)  # a start asks several times; a file that changes has another time
+def _fingerprint_of(path: Path, size: int, mtime_ns: int) -> str:
     digest = hashlib.sha256(f"kvant gguf import {CONVERTER_VERSION}\n".encode())
-    with header.path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        digest.update(size.to_bytes(8, "little"))
-        file.seek(0)
+    digest.update(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
         if size <= _HASHED_WHOLE:
             digest.update(hashlib.file_digest(file, "sha256").digest())
         else:
-            digest.update(os.fstat(file.fileno()).st_mtime_ns.to_bytes(8, "little", signed=True))
-            digest.update(file.read(header.header_bytes))
+            digest.update(mtime_ns.to_bytes(8, "little", signed=True))
+            digest.update(file.read(gguf_header.read_header(path).header_bytes))
             for sample in range(64):
                 file.seek(size * sample // 64)
                 digest.update(file.read(1 << 16))

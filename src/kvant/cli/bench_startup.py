@@ -1,0 +1,40 @@
+"""`kvant bench startup`: from nothing to the first token."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def startup(
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Starts after the first.")] = 3,
+    first: Annotated[
+        bool,
+        typer.Option(
+            help="Begin in an empty cache: the model is converted and kernels compiled, 600 MB of disk."
+        ),
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write every start as JSON.")
+    ] = None,
+) -> None:
+    """Seconds from starting `kvant chat` on the demo model to its first token, and where they go."""
+    from kvant.measure.facts import measurement_facts
+    from kvant.measure.startup import measure_starts, table
+
+    starts = []
+    for start in measure_starts(repeats, first=first):
+        starts.append(start)
+        sys.stderr.write(f"{start.cache} cache: {start.seconds:.2f} s\n")
+    sys.stdout.write(table(starts) + "\n")
+    if out is not None:
+        packages = ("torch", "transformers", "numba")
+        facts = measurement_facts(shlex.join(("kvant", *sys.argv[1:])), packages)
+        facts["starts"] = [asdict(start) for start in starts]
+        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from kvant.cli import (
     bench_cpu,
     bench_invariance,
     bench_scheduler,
+    bench_serve,
     bench_startup,
     bench_throughput,
 )
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command("cpu")(bench_cpu.cpu)
 app.command("invariance")(bench_invariance.invariance)
 app.command("scheduler")(bench_scheduler.scheduler)
+app.command("serve")(bench_serve.serve)
 app.command("startup")(bench_startup.startup)
 app.command("throughput")(bench_throughput.throughput)
 

@@ -40,13 +40,17 @@ def _accelerator() -> dict[str, object]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}
+    return {"gpu": torch.cuda.get_device_name(), **gpu_facts(), "cuda": torch.version.cuda}
+
+
+def gpu_facts() -> dict[str, str]:
+    """The GPU of this machine and its driver, without torch; nothing where there is none."""
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=10)
-        gpu = done.stdout.splitlines()[0]
-    except (OSError, IndexError):
-        gpu = torch.cuda.get_device_name()
-    return {"gpu": gpu, "cuda": torch.version.cuda}
+        return {"gpu": done.stdout.splitlines()[0]} if done.returncode == 0 else {}
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return {}
 
 
 def _commit() -> str | None:

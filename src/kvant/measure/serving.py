@@ -1,0 +1,263 @@
+"""A server under load, as its clients see it: open loop, so that a slow server gets no rest.
+
+Requests arrive at random moments (a Poisson process of a given rate) whether or not others have been
+answered. Each brings random tokens of its own and asks for as many as all others. Times count from the
+moment a request was due, so a late client makes the server look worse, never better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvant.measure.http_stream import Cut, Refused, Target, fetch, stream
+
+AUDIT_SECONDS = 3.0
+"""So long the audit of an idle server is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """rate: requests a second, over `seconds`. input, output: tokens. vocabulary: prompts' ids lie
+    below, but not in the lowest tenth, where special tokens and single bytes often are.
+
+    aborts: share of the clients that leave, at a moment drawn evenly over the answer's tokens.
+    """
+
+    rate: float
+    seconds: float
+    input: int
+    output: int
+    aborts: float = 0.0
+    vocabulary: int = 32000
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one client saw. first, last: seconds after it was due. gaps: between events, in seconds."""
+
+    outcome: str = "failed"
+    first: float | None = None
+    last: float = 0.0
+    late: float = 0.0
+    tokens: int = 0
+    gaps: list[float] = field(default_factory=list)
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One load. ttft: due to first token. itl: event to event (a server may send several tokens in one).
+
+    e2e: due to last token, of answers that were complete. Aborted ones count in ttft and itl as far as
+    they went. seconds: until the last client had gone. late: of the generator itself, at most.
+    server: what the server's own metrics added meanwhile, where it has Kvant's.
+    """
+
+    load: Load
+    requests: int
+    outcomes: dict[str, int]
+    seconds: float
+    output_tokens: int
+    ttft: Percentiles | None
+    itl: Percentiles | None
+    e2e: Percentiles | None
+    late: float
+    failures: tuple[str, ...]
+    server: dict[str, float]
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+async def model_of(target: Target) -> str:
+    """The first model that a server names."""
+    found: dict[str, Any] = json.loads(await fetch(target, "/v1/models"))
+    return str(found["data"][0]["id"])
+
+
+async def run(target: Target, model: str, load: Load, *, seed: int) -> Round:
+    """Offer the load, wait for every answer, ask the server for its counters."""
+    numbers = random.Random(seed)
+    dues = _arrivals(load, numbers)
+    before = await _metrics(target)
+    start = time.perf_counter()
+    clients = [
+        _client(target, model, load, start + due, random.Random(numbers.getrandbits(64)))
+        for due in dues
+    ]
+    seen = await asyncio.gather(*clients)
+    seconds = time.perf_counter() - start
+    after = await _audited(target, before)
+    outcomes = {name: sum(one.outcome == name for one in seen) for name in _OUTCOMES}
+    return Round(
+        load=load,
+        requests=len(seen),
+        outcomes=outcomes,
+        seconds=seconds,
+        output_tokens=sum(one.tokens for one in seen),
+        ttft=_percentiles([one.first for one in seen if one.first is not None]),
+        itl=_percentiles([gap for one in seen for gap in one.gaps]),
+        e2e=_percentiles([one.last for one in seen if one.outcome == "completed"]),
+        late=max((one.late for one in seen), default=0.0),
+        failures=tuple(sorted({one.why for one in seen if one.why}))[:5],
+        server={name: after[name] - before.get(name, 0.0) for name in sorted(after)},
+    )
+
+
+def table(rounds: Sequence[Round]) -> str:
+    """Markdown; milliseconds."""
+    lines = [
+        "| requests/s | input/output | completed, aborted, refused, failed | out tok/s "
+        "| TTFT p50 | p90 | p99 | ITL p50 | p90 | p99 | end to end p50 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in rounds:
+        load = one.load
+        counts = ", ".join(str(one.outcomes[name]) for name in _OUTCOMES)
+        cells = [*_cells(one.ttft), *_cells(one.itl), *_cells(one.e2e)[:1]]
+        lines.append(
+            f"| {load.rate:g} | {load.input}/{load.output} | {counts} "
+            f"| {one.output_tokens_per_second:.0f} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
+_OUTCOMES = ("completed", "aborted", "refused", "failed")
+_COUNTERS = ("kvant:page_audits_total", "kvant:page_audit_faults_total",
+             "kvant:num_preemptions_total", "kvant:requests_aborted_total",
+             "kvant:kv_saturated_values_total")  # fmt: skip
+_HELD = "kvant:pages_held"
+
+
+def _arrivals(load: Load, numbers: random.Random) -> list[float]:
+    """Seconds after the start."""
+    found: list[float] = []
+    at = numbers.expovariate(load.rate)
+    while at < load.seconds:
+        found.append(at)
+        at += numbers.expovariate(load.rate)
+    return found
+
+
+async def _client(
+    target: Target, model: str, load: Load, due: float, numbers: random.Random
+) -> _Seen:
+    prompt = [numbers.randrange(load.vocabulary // 10, load.vocabulary) for _ in range(load.input)]
+    leaves_after = numbers.randrange(load.output) if numbers.random() < load.aborts else None
+    patience = numbers.random()
+    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    seen = _Seen(late=time.perf_counter() - due)
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": load.output,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    try:
+        if leaves_after == 0:  # before anything has come
+            async with asyncio.timeout(patience):
+                await _read(target, body, due, None, seen)
+        else:
+            await _read(target, body, due, leaves_after, seen)
+    except TimeoutError:
+        seen.outcome = "aborted"
+    except Refused as refused:
+        seen.outcome = "refused" if refused.status in (429, 503) else "failed"
+        seen.why = "" if seen.outcome == "refused" else str(refused)[:200]
+    except (Cut, OSError, ValueError) as fault:
+        seen.why = f"{type(fault).__name__}: {fault}"
+    return seen
+
+
+async def _read(
+    target: Target, body: dict[str, Any], due: float, leaves_after: int | None, seen: _Seen
+) -> None:
+    """Take events down until the answer ends or so many have come."""
+    events, usage = 0, None
+    async with aclosing(stream(target, "/v1/completions", body)) as answer:
+        async for event in answer:
+            said: dict[str, Any] = json.loads(event.data)
+            if "error" in said:
+                raise Cut(str(said["error"])[:200])
+            usage = said.get("usage") or usage
+            if not said.get("choices"):
+                continue
+            events += 1
+            at = event.at - due
+            if seen.first is None:
+                seen.first = at
+            else:
+                seen.gaps.append(at - seen.last)
+            seen.last, seen.tokens = at, events
+            if events == leaves_after:
+                seen.outcome = "aborted"
+                return
+    if usage is None:
+        raise Cut("the stream ended without usage")
+    seen.tokens = int(usage["completion_tokens"])
+    if seen.tokens != body["max_tokens"]:
+        raise Cut(f"{seen.tokens} tokens came, {body['max_tokens']} were asked")
+    seen.outcome = "completed"
+
+
+async def _metrics(target: Target) -> dict[str, float]:
+    """The counters that count here, by name; empty for servers that have none of them."""
+    try:
+        text = await fetch(target, "/metrics")
+    except (Refused, Cut, OSError):
+        return {}
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0]
+        if name in _COUNTERS or name == _HELD:
+            found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return found
+
+
+async def _audited(target: Target, before: dict[str, float]) -> dict[str, float]:
+    """The counters once the idle server has looked through its pages."""
+    after = await _metrics(target)
+    ends = time.perf_counter() + AUDIT_SECONDS
+    audits = _COUNTERS[0]
+    while after and after[audits] <= before[audits] and time.perf_counter() < ends:
+        await asyncio.sleep(0.2)
+        after = await _metrics(target)
+    return after
+
+
+def _percentiles(values: list[float]) -> Percentiles | None:
+    if not values:
+        return None
+    values = sorted(values)
+
+    def at(share: float) -> float:
+        return values[min(len(values) - 1, int(share * len(values)))]
+
+    return Percentiles(at(0.5), at(0.9), at(0.99), values[-1])
+
+
+def _cells(found: Percentiles | None) -> list[str]:
+    if found is None:
+        return ["-", "-", "-"]
+    return [f"{1e3 * seconds:.1f}" for seconds in (found.p50, found.p90, found.p99)]

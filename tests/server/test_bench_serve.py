@@ -1,0 +1,107 @@
+"""`kvant bench serve`: what it counts is what clients saw, whatever the server does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvant.errors import BadValue
+from kvant.measure.http_stream import parse_target
+from kvant.measure.serving import Load, Round, run
+from tests.cli.command import kvant
+from tests.server.harness import Server
+
+LOAD = Load(rate=20, seconds=0.5, input=3, output=4, vocabulary=400)
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def test_a_server_under_load_with_aborts_loses_no_page(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    ran = kvant(
+        "bench", "serve", f"http://127.0.0.1:{server.port}", "--rate", "10", "--rate", "20",
+        "--seconds", "1.5", "--input", "20", "--output", "24", "--aborts", "0.5",
+        "--vocabulary", "250", "--out", out,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    found = json.loads(out.read_text())
+    assert [one["load"]["rate"] for one in found["rounds"]] == [10, 20]
+    for one in found["rounds"]:
+        outcomes = one["outcomes"]
+        assert sum(outcomes.values()) == one["requests"] > 0
+        assert outcomes["failed"] == 0, one["failures"]
+        assert outcomes["completed"] * 24 <= one["output_tokens"]
+        assert one["server"]["kvant:page_audits_total"] >= 1
+        assert one["server"]["kvant:page_audit_faults_total"] == 0
+    assert sum(one["outcomes"]["aborted"] for one in found["rounds"]) > 0
+    assert sum(one["outcomes"]["completed"] for one in found["rounds"]) > 0
+
+
+def test_events_cut_anywhere_between_chunks_are_read_whole() -> None:
+    said = b"".join(
+        b"data: %s\n\n" % json.dumps(one).encode()
+        for one in [*({"choices": [{"text": "a"}]} for _ in range(4)),
+                    {"choices": [], "usage": {"completion_tokens": 4}}]
+    ) + b": ping\n\ndata: [DONE]\n\n"  # fmt: skip
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        for start in range(0, len(said), 7):
+            part = said[start : start + 7]
+            writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    found = under(answer)
+    assert found.outcomes["completed"] == found.requests > 0
+    assert found.output_tokens == 4 * found.requests
+    assert found.ttft is not None
+    assert found.itl is not None
+    assert 0 < found.ttft.p50 <= found.ttft.p99 <= found.ttft.most
+
+
+def test_refusals_and_cut_answers_are_told_apart() -> None:
+    async def busy(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 2\r\n\r\n{}")
+
+    async def broken(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"5\r\ndata:")
+
+    refused = under(busy)
+    assert refused.outcomes["refused"] == refused.requests > 0
+    cut = under(broken)
+    assert cut.outcomes["failed"] == cut.requests > 0
+    assert cut.failures
+
+
+def test_what_is_no_url_is_refused_by_name() -> None:
+    with pytest.raises(BadValue, match="127\\.0\\.0\\.1 is no server"):
+        parse_target("127.0.0.1")
+    assert parse_target("http://host:8000/v1/").base == ""
+    assert parse_target("https://host/other/v1").base == "/other"
+
+
+def under(answer: Answer) -> Round:
+    """The load against a server that answers every POST so, and has no metrics."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"GET"):
+            writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        else:
+            length = int(head.lower().split(b"content-length:")[1].split()[0])
+            await reader.readexactly(length)
+            await answer(writer)
+        writer.close()
+
+    async def offered() -> Round:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            return await run(parse_target(f"http://127.0.0.1:{port}"), "m", LOAD, seed=1)
+
+    return asyncio.run(offered())

@@ -36,13 +36,18 @@ def select(need: Need, *, only: BackendInfo | None = None) -> Served:
         if only is not None and info is not only:
             rejected.append(Rejected(info.name, f"--attention-backend {only.name} was asked for"))
             continue
-        reason = _refuse_formats(need) or _refuse_mode(need, info) or info.refuse(need)
+        reason = refusal(need, info)
         if reason is None and only is None and info is REFERENCE and _is_gpu(need.device):
             reason = "on a GPU it is chosen by name only: --attention-backend reference"
         if reason is None:
             return Served(True, info.name, tuple(rejected))
         rejected.append(Rejected(info.name, reason))
     return Served(False, None, tuple(rejected))
+
+
+def refusal(need: Need, info: BackendInfo) -> str | None:
+    """Why this backend cannot serve this layer, for whatever reason; None if it can."""
+    return _refuse_formats(need) or _refuse_mode(need, info) or info.refuse(need)
 
 
 def allow(need: Need, *, not_runnable: str) -> Served:

@@ -36,12 +36,13 @@ def _root(
 
 
 def _add_commands() -> None:
-    from kvant.cli import bench, chat, demo, doctor, generate, plan, serve
+    from kvant.cli import bench, chat, demo, doctor, generate, plan, serve, verify
 
     app.command("chat")(chat.chat)
     app.command("generate")(generate.generate)
     app.command("plan")(plan.plan)
     app.command("serve")(serve.serve)
+    app.command("verify")(verify.verify)
     app.command("doctor")(doctor.doctor)
     app.command("demo")(demo.demo)
     app.add_typer(bench.app)

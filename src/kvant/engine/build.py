@@ -53,6 +53,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     planned, max_model_len, notes = plan_engine(config, progress=progress)
     # Only now torch and transformers are needed: refusals above answer without them.
     wait_without_spinning()
+    from kvant.attention.verify.start import verify_plan
     from kvant.engine.engine import CacheIdentity, Engine
     from kvant.engine.runner import ModelRunner
     from kvant.engine.sampler import max_prompt_logprobs
@@ -60,6 +61,11 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
 
     target = planned.target
     device = torch_device(planned.request.device)
+    for plan in (target, planned.draft):
+        if plan is not None:
+            verify_plan(
+                plan.kv, planned.request.device, batch_invariant=planned.request.batch_invariant
+            )
     tokenizing = open_tokenizer(target.local.path)
     model = load_model(
         target.local.path,

@@ -1,0 +1,115 @@
+"""The cells of the support matrix, without torch: which there are, and who refuses which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
+from kvant.attention.select import refusal
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.geometry import Attention, LayerGeometry
+from kvant.kv.names import FormatRequest, whole_formats
+
+HEAD_SIZES = (64, 80, 96, 128, 256, 512)
+QUERIES = (1, 16, 512)
+"""Query tokens of a sequence: a decode step, a verified or drafted block, a chunk of a prompt."""
+WINDOW = 100
+NUM_Q_HEADS, NUM_KV_HEADS = 8, 2
+PAGE_SIZE = 16
+
+_MIXED = (
+    (KVDtype.BFLOAT16, KVDtype.FP8_E4M3),
+    (KVDtype.FP8_E4M3, KVDtype.INT4_PER_TOKEN_HEAD),
+    (KVDtype.INT8_PER_TOKEN_HEAD, KVDtype.NVFP4),
+    (KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.FP8_PER_TOKEN_HEAD),
+    (KVDtype.NVFP4, KVDtype.BFLOAT16),
+)
+_MIXED_HEAD_SIZES = (64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """One kind of attention, by the word that tables and files have for it."""
+
+    causal: bool
+    window: int | None
+
+    def __str__(self) -> str:
+        word = "causal" if self.causal else "non-causal"
+        return word if self.window is None else f"{word}, window"
+
+
+MASKS = tuple(Mask(causal, window) for window in (None, WINDOW) for causal in (True, False))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Cells that differ in mask and queries only. name: "K" or "K/V", as `--kv-cache-dtype` reads it."""
+
+    k: KVDtype
+    v: KVDtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return str(FormatRequest(self.k, self.v))
+
+
+def rows() -> Iterator[Row]:
+    """The whole matrix: every format, the named pairs, and a few pairs for the independence of K and V."""
+    pairs = [(asked.k, asked.v) for asked in whole_formats()]
+    for k, v in (*pairs, (KVDtype.FP8_E4M3FNUZ, KVDtype.FP8_E4M3FNUZ)):
+        assert isinstance(k, KVDtype)
+        assert isinstance(v, KVDtype)
+        yield from (Row(k, v, head_dim) for head_dim in HEAD_SIZES)
+    for k, v in _MIXED:
+        yield from (Row(k, v, head_dim) for head_dim in _MIXED_HEAD_SIZES)
+
+
+def need_of(
+    row: Row,
+    mask: Mask,
+    device: DeviceFacts,
+    compute: ComputeDtype,
+    *,
+    batch_invariant: bool = False,
+) -> Need:
+    """What a layer of this cell would ask of a backend at plan time."""
+    layer = LayerGeometry(
+        index=0,
+        name="verify",
+        attention=Attention.FULL if mask.window is None else Attention.SLIDING,
+        num_q_heads=NUM_Q_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim_k=row.head_dim,
+        head_dim_v=row.head_dim,
+        window=mask.window,
+        causal=mask.causal,
+    )
+    return Need(layer, row.k, row.v, compute, PAGE_SIZE, device, batch_invariant)
+
+
+def refused(
+    info: BackendInfo,
+    row: Row,
+    device: DeviceFacts,
+    compute: ComputeDtype,
+    *,
+    batch_invariant: bool = False,
+) -> dict[Mask, str]:
+    """Why this backend does not serve a row, for the masks that it refuses."""
+    found: dict[Mask, str] = {}
+    for mask in MASKS:
+        need = need_of(row, mask, device, compute, batch_invariant=batch_invariant)
+        reason = refusal(need, info)
+        if reason is not None:
+            found[mask] = reason
+    return found
+
+
+def usual_compute(device: DeviceFacts) -> ComputeDtype:
+    """The dtype in which models run on such a device unless told otherwise."""
+    if device.kind is DeviceKind.CPU:
+        return ComputeDtype.FLOAT32
+    return ComputeDtype.BFLOAT16 if device.has_bf16 else ComputeDtype.FLOAT16

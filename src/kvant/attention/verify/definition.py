@@ -1,0 +1,85 @@
+"""What attention over pages means, as plainly as it can be written, in float64.
+
+Shares no code with any backend: rows are found token by token, decoded by the format's own
+definition, and every score, mask and sum stands here. Slow, and meant to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionParams, Step
+from kvant.kv.codecs import codec_for
+from kvant.kv.pool import LayerCache
+from kvant.kv.spec import Choice
+
+
+def stored_planes(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> list[Tensor]:
+    """Every plane as it must be once k and v [T, num_kv_heads, head_dim] are written; K's first.
+
+    The cache itself is not written to. Slots of -1 write nowhere.
+    """
+    keep = slots >= 0
+    found = []
+    for planes, choice, rows, scale in (
+        (cache.k, cache.spec.k, k, cache.k_scale),
+        (cache.v, cache.spec.v, v, cache.v_scale),
+    ):
+        assert choice is not None, "refuse() excludes layers that store only one side"
+        encoded = codec_for(choice.dtype).encode(rows[keep], scale)
+        for plane, part in zip(planes, encoded, strict=True):
+            after = plane.clone()
+            after.view(-1, *plane.shape[2:])[slots[keep]] = part
+            found.append(after)
+    return found
+
+
+def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+    """q [T, num_q_heads, head_dim_k] -> float64 [T, num_q_heads, head_dim_v]; zeros for padding."""
+    g = cache.spec.geometry
+    group = g.num_q_heads // g.num_kv_heads
+    out = torch.zeros(len(q), g.num_q_heads, g.head_dim_v, dtype=torch.float64, device=q.device)
+    offsets = step.cu_seqlens_q.tolist()
+    for sequence, length in enumerate(step.seqlens_kv.tolist()):
+        start, end = offsets[sequence], offsets[sequence + 1]
+        if start == end:
+            continue
+        token = torch.arange(length, device=q.device)
+        slots = step.page_table[sequence].long()[token // cache.page_size] * cache.page_size
+        slots += token % cache.page_size
+        k = _decoded(cache.k, cache.spec.k, cache.k_scale, slots, g.head_dim_k)
+        v = _decoded(cache.v, cache.spec.v, cache.v_scale, slots, g.head_dim_v)
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("nhd,mhd->hnm", q[start:end].double(), k) * params.scale
+        if params.softcap:
+            scores = params.softcap * torch.tanh(scores / params.softcap)
+        query = torch.arange(length - (end - start), length, device=q.device)[:, None]
+        scores.masked_fill_(~_sees(query, token, step.causal, params.window), float("-inf"))
+        if params.sinks is not None:  # one more logit, whose value is nothing
+            sinks = params.sinks.double().view(-1, 1, 1).expand(-1, end - start, 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = torch.softmax(scores, -1)[..., :length]
+        out[start:end] = torch.einsum("hnm,mhd->nhd", weights, v)
+    return out
+
+
+def _sees(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Which positions a query's position sees: those before it, or all; within the window, if any."""
+    seen = key <= query if causal else torch.ones_like(key <= query)
+    return seen if window is None else seen & ((query - key).abs() < window)
+
+
+def _decoded(
+    planes: Sequence[Tensor],
+    choice: Choice | None,
+    scale: Tensor | None,
+    slots: Tensor,
+    head_dim: int,
+) -> Tensor:
+    """Rows of these slots: float64 [len(slots), num_kv_heads, head_dim]."""
+    assert choice is not None, "refuse() excludes layers that store only one side"
+    rows = [plane.view(-1, *plane.shape[2:])[slots] for plane in planes]
+    return codec_for(choice.dtype).decode(rows, scale, head_dim, torch.float64)

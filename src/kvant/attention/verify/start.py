@@ -1,0 +1,93 @@
+"""At start: the few cells that an engine is about to use are verified, in its own shapes.
+
+Everything happens in storage and backends of its own, so nothing is left behind: neither in the
+engine's pool nor in what its backends remember.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from kvant.attention.backends import load_backends
+from kvant.attention.need import DeviceFacts, DeviceKind, Need
+from kvant.attention.reference.info import INFO as REFERENCE
+from kvant.attention.verify.trial import Trial, hold
+from kvant.errors import NotServable, WayOut
+from kvant.kv.geometry import LayerGeometry
+from kvant.kv.spec import KVPlan, LayerSpec, Role
+
+_DECODE = ((1, 1), (70, 1))
+_PROMPT = ((5, 5), (60, 20))
+_LONG = ((5, 3), (290, 270))
+"""(stored tokens, of them new in the step). Long prompts take another way on GPUs."""
+
+_WINDOW = 24
+"""A longer window is verified at this length, so that the trials leave it."""
+
+
+def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = False) -> None:
+    """NotServable if what a layer's backend writes or reads differs from the format's definition."""
+    is_cpu = facts.kind is DeviceKind.CPU
+    device = torch.device("cpu" if is_cpu else "cuda")
+    steps = (_DECODE, _PROMPT) if is_cpu else (_DECODE, _PROMPT, _LONG)
+    backends = load_backends(plan, batch_invariant=batch_invariant)
+    for layer, need in _needs(plan, facts, batch_invariant):
+        for sequences in steps:
+            outcome = hold(backends[layer.geometry.index], Trial(need, sequences), device)
+            if outcome.wrong is not None:
+                raise _refusal(plan.role, layer, need, sequences, outcome.wrong)
+
+
+def _needs(
+    plan: KVPlan, facts: DeviceFacts, batch_invariant: bool
+) -> Iterator[tuple[LayerSpec, Need]]:
+    """Each kind of layer once, by its first; layers that share another's KV may attend differently."""
+    seen = set()
+    owners = {layer.geometry.index: layer for layer in plan.layers}
+    for layer in plan.layers:
+        g = layer.geometry
+        stored = layer if g.shared_with is None else owners[g.shared_with]
+        if stored.k is None or stored.v is None:
+            continue
+        need = Need(
+            _anonymous(g), stored.k.dtype, stored.v.dtype, plan.compute_dtype, plan.page_size,
+            facts, batch_invariant,
+        )  # fmt: skip
+        key = (need, stored.backend)
+        if key not in seen:
+            seen.add(key)
+            yield layer, need
+
+
+def _anonymous(g: LayerGeometry) -> LayerGeometry:
+    """The same kind of layer without a place in a model."""
+    window = None if g.window is None else min(g.window, _WINDOW)
+    return replace(g, index=0, name="", shared_with=None, window=window)
+
+
+def _refusal(
+    role: Role, layer: LayerSpec, need: Need, sequences: tuple[tuple[int, int], ...], wrong: str
+) -> NotServable:
+    g = layer.geometry
+    stored = str(need.k) if need.k is need.v else f"{need.k}/{need.v}"
+    mask = "causal" if g.causal else "non-causal"
+    if g.window is not None:
+        mask += f" with a window of {g.window}"
+    ways = []
+    if role is Role.DRAFT:
+        ways.append(WayOut("run without --speculative-config"))
+    elif layer.backend != REFERENCE.name:
+        ways.append(WayOut("take the slow one", ("--attention-backend", REFERENCE.name)))
+    ways.append(WayOut("kvant verify shows which cells hold on this device"))
+    return NotServable(
+        f"the attention backend {layer.backend} computes something else here than {stored} means",
+        why=f"checked at start for {g.name}: {wrong}",
+        tried=(
+            f"{sequences[-1][1]} queries over {sequences[-1][0]} stored tokens, {mask}, head size "
+            f"{g.head_dim_k}, computing in {need.compute.value}",
+        ),
+        ways_out=ways,
+    )

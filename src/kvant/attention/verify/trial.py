@@ -1,0 +1,242 @@
+"""One trial: a backend writes and reads a small step over poisoned storage, and is held to the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.long import list_long
+from kvant.attention.need import Need
+from kvant.attention.verify import definition
+from kvant.kv.checkpoint.facts import Side
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.pool import SCRATCH_PAGE, KVPool, LayerCache
+from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
+
+# What one row of output (a query's result in one head) may err, relative to its length. Products
+# with sums in float32 leave a few roundings of the narrowest operand in the way of a key or value;
+# a wrong mask, page, scale or code errs by 3e-2 and more in these trials.
+_BOUND = {
+    ComputeDtype.FLOAT32: 5e-5,
+    ComputeDtype.FLOAT16: 3e-3,
+    ComputeDtype.BFLOAT16: 1.5e-2,
+    ComputeDtype.FLOAT64: 1e-9,
+}
+_SCALE = 0.013
+"""About the largest of a thousand normal numbers over e4m3's largest value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is written and asked. sequences: (stored tokens, of them new in this step), few ones first.
+
+    odd_rows: also write rows that formats stumble over, and tokens that are written nowhere.
+    """
+
+    need: Need
+    sequences: tuple[tuple[int, int], ...]
+    odd_rows: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """error: the worst row's. bound: what it may be. wrong: what was found wrong, or None."""
+
+    error: float
+    bound: float
+    wrong: str | None
+
+
+def bound_of(need: Need) -> float:
+    """What may be lost between the stored bytes and the result."""
+    stored = {need.k, need.v}
+    bound = _BOUND[need.compute]
+    if need.compute is ComputeDtype.FLOAT16 and KVDtype.BFLOAT16 in stored:
+        bound = _BOUND[ComputeDtype.BFLOAT16]
+    return bound
+
+
+@torch.no_grad()
+def hold(backend: AttentionBackend, trial: Trial, device: torch.device) -> Outcome:
+    """Write, compare all storage byte by byte, attend, compare every number."""
+    made = _Case(trial, device)
+    expected = definition.stored_planes(made.cache, made.k, made.v, made.step.slot_mapping)
+    backend.write(made.cache, made.k, made.v, made.step)
+    bound = bound_of(trial.need)
+    labels = [label for label, _ in made.cache.spec.planes]
+    for label, found, right in zip(labels, made.cache_planes(), expected, strict=True):
+        differing = _bytes(found) != _bytes(right)
+        if bool(differing.any()):
+            count = int(differing.any(-1).sum())
+            text = f"{count} rows of {label} are stored with other bytes than the format defines"
+            return Outcome(float("nan"), bound, text)
+    _poison_free_memory(made.q, trial.need.layer.head_dim_v)
+    found = backend.attend(made.cache, made.q, made.step, made.params).double()
+    right = definition.attend(made.cache, made.q, made.step, made.params)
+    asked = made.asked
+    errors = (found - right)[:asked].norm(dim=-1) / right[:asked].norm(dim=-1)
+    worst = float(errors.nan_to_num(nan=float("inf")).max())
+    if not worst <= bound:
+        text = f"a row errs by {worst:.2g} of its length, where {bound:.2g} is rounding"
+        return Outcome(worst, bound, text)
+    if bool((found[asked:] != 0).any()):
+        return Outcome(worst, bound, "tokens that belong to no sequence get numbers")
+    return Outcome(worst, bound, None)
+
+
+class _Case:
+    """Storage full of NaN but for what earlier steps wrote, and a step that writes the rest.
+
+    q [T, num_q_heads, head_dim_k], k and v of the same T: the first `asked` tokens are the
+    sequences', the others odd rows and tokens that are written nowhere.
+    """
+
+    def __init__(self, trial: Trial, device: torch.device) -> None:
+        need, g = trial.need, trial.need.layer
+        assert need.v is not None, "refuse() excludes MLA"
+        self._random = torch.Generator().manual_seed(trial.seed)
+        self._dtype = getattr(torch, need.compute.value)
+        self._device = device
+        size = need.page_size
+        counts = [-(-length // size) for length, _ in trial.sequences]
+        odd = _odd_rows(g.head_dim_k, self._dtype), _odd_rows(g.head_dim_v, self._dtype)
+        num_odd = odd[0].shape[0] if trial.odd_rows else 0
+        spare = -(-num_odd // size)  # pages of no sequence, for the odd rows
+        order = torch.randperm(sum(counts) + spare + 1, generator=self._random) + SCRATCH_PAGE + 1
+        self._pages = order.tolist()
+        tables = [[self._pages.pop() for _ in range(count)] for count in counts]
+        self.cache = self._storage(need, len(order) + 1)
+        for plane in self.cache_planes():
+            plane.fill_(0xFF if plane.dtype is torch.uint8 else float("nan"))
+
+        places = list(zip(trial.sequences, tables, strict=True))
+        old = [(0, length - new, table) for (length, new), table in places]
+        self._write_by_definition(_slots_of(old, size))
+        slots = _slots_of([(length - new, length, t) for (length, new), t in places], size)
+        self.asked = len(slots)
+        extra = _slots_of([(0, num_odd, self._pages)], size)
+        if trial.odd_rows:
+            extra += [-1, -1, -1]
+        k, v = (self._normal(len(slots), g.num_kv_heads, d) for d in (g.head_dim_k, g.head_dim_v))
+        if trial.odd_rows:
+            k, v = (
+                torch.cat([x, part[:, None].expand(-1, g.num_kv_heads, -1), x[:3]])
+                for x, part in ((k, odd[0]), (v, odd[1]))
+            )
+        self.k, self.v = k.to(device), v.to(device)
+        self.q = self._normal(len(slots) + len(extra), g.num_q_heads, g.head_dim_k).to(device)
+        self.step = _step(trial.sequences, tables, slots + extra, g.causal, device)
+        self.params = AttentionParams(
+            scale=g.head_dim_k**-0.5,
+            window=g.window,
+            softcap=g.softcap,
+            sinks=self._normal(g.num_q_heads).to(device) if g.sinks else None,
+        )
+
+    def cache_planes(self) -> list[Tensor]:
+        return [*self.cache.k, *self.cache.v]
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._random).to(self._dtype)
+
+    def _storage(self, need: Need, num_pages: int) -> LayerCache:
+        """A pool of one layer. Scales from outside: one for each head of K, one for all of V."""
+        scales = {}
+        assert need.v is not None
+        for side, dtype, count in (
+            (Side.K, need.k, need.layer.num_kv_heads),
+            (Side.V, need.v, 1),
+        ):
+            if dtype.format.takes_outside_scale:
+                scales[(0, side)] = _SCALE * (1 + torch.rand(count, generator=self._random))
+        plan = _plan(need)
+        return KVPool(plan, num_pages, device=self._device, scales=scales)[0]
+
+    def _write_by_definition(self, slots: list[int]) -> None:
+        g = self.cache.spec.geometry
+        k, v = (
+            self._normal(len(slots), g.num_kv_heads, d).to(self._device)
+            for d in (g.head_dim_k, g.head_dim_v)
+        )
+        where = torch.tensor(slots, dtype=torch.int64, device=self._device)
+        for plane, after in zip(
+            self.cache_planes(), definition.stored_planes(self.cache, k, v, where), strict=True
+        ):
+            plane.copy_(after)
+
+
+def _plan(need: Need) -> KVPlan:
+    def choice(dtype: KVDtype) -> Choice:
+        return Choice(dtype, Source.EXPLICIT, "verification", (), Scale(ScaleState.NONE))
+
+    assert need.v is not None
+    layer = replace(need.layer, index=0, shared_with=None)
+    spec = LayerSpec(layer, choice(need.k), choice(need.v), None)
+    return KVPlan(Role.TARGET, "verification", need.compute, "", need.page_size, (spec,))
+
+
+def _step(
+    sequences: Sequence[tuple[int, int]],
+    tables: list[list[int]],
+    slots: list[int],
+    causal: bool,
+    device: torch.device,
+) -> Step:
+    lengths = np.array([length for length, _ in sequences])
+    new = np.array([count for _, count in sequences])
+    width = max(len(table) for table in tables)
+    padded = [table + [SCRATCH_PAGE] * (width - len(table)) for table in tables]
+    step = Step(
+        cu_seqlens_q=torch.tensor([0, *np.cumsum(new)], dtype=torch.int32, device=device),
+        seqlens_kv=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=torch.tensor(padded, dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        positions=torch.zeros(len(slots), dtype=torch.int64, device=device),
+        max_seqlen_q=int(new.max()),
+        max_seqlen_kv=int(lengths.max()),
+        causal=causal,
+    )
+    return list_long(step, new, lengths)
+
+
+def _slots_of(parts: Sequence[tuple[int, int, list[int]]], page_size: int) -> list[int]:
+    """Slots of the tokens first..end of each sequence, by its pages."""
+    return [
+        pages[position // page_size] * page_size + position % page_size
+        for first, end, pages in parts
+        for position in range(first, end)
+    ]
+
+
+def _odd_rows(head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Finite rows [n, head_dim] that formats are known to stumble over."""
+    largest = torch.finfo(dtype).max
+    ramp = torch.linspace(-1, 1, head_dim, dtype=torch.float64)
+    outlier = ramp.clone()
+    outlier[head_dim // 3] = largest
+    rows = [
+        torch.zeros(head_dim, dtype=torch.float64),
+        torch.full((head_dim,), 0.7, dtype=torch.float64),
+        torch.full((head_dim,), -3.0, dtype=torch.float64),
+        outlier,
+        ramp.sign() * largest,
+        ramp * 2.0**-14,
+        ramp * 1000,
+        ramp.abs(),
+    ]
+    return torch.stack(rows).to(dtype)
+
+
+def _poison_free_memory(q: Tensor, head_dim_v: int) -> None:
+    """Make it likely that a row which is never written reads NaN: the allocator hands this out next."""
+    torch.full((*q.shape[:2], head_dim_v), float("nan"), dtype=q.dtype, device=q.device)
+
+
+def _bytes(plane: Tensor) -> Tensor:
+    return plane.contiguous().view(torch.uint8)

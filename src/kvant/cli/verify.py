@@ -1,0 +1,128 @@
+"""`kvant verify`: every backend and format on this device, against the definition in float64."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvant.errors import BadValue, WayOut
+
+
+class Format(Enum):
+    TABLE = "table"
+    JSON = "json"
+
+
+def verify(
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend", metavar="B", help="Only this one; may be repeated.", show_default=False
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-cache-dtype",
+            metavar="F",
+            help="Only this format or pair K/V; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    head_size: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--head-size", min=1, help="Only this one; may be repeated.", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="What queries, keys and values come in.")
+    ] = "auto",
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="As kernels run in that mode.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Processes; one a core if not given.", show_default=False
+        ),
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="What is printed.")] = Format.TABLE,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            metavar="FILE",
+            help="Put the result into this JSON file, and the page made of it beside it.",
+        ),
+    ] = None,
+) -> None:
+    """Write and read every format with every backend here, held to the definition in float64.
+
+    Causal and not, with and without a window, 1, 16 and 512 queries, six head sizes. Exit code 1 if
+    a cell does not hold; cells that a backend refuses are shown with its reason.
+    """
+    from kvant.attention.select import BACKENDS, parse_backend
+    from kvant.attention.verify.cells import usual_compute
+    from kvant.engine.device import host_device
+    from kvant.kv.dtype import KVDtype
+    from kvant.kv.names import parse_compute_dtype, parse_format
+    from kvant.measure.facts import measurement_facts
+    from kvant.measure.support import dump, failures, recorded, render
+    from kvant.measure.verify import Choice, device_here
+    from kvant.measure.verify import verify as run
+
+    facts = host_device(device)
+    compute = parse_compute_dtype(dtype, asked_by="--dtype") or usual_compute(facts)
+    named = [parse_backend(name, asked_by="--backend") for name in backend or ()]
+    chosen = tuple(info for info in named if info is not None) or BACKENDS
+    formats = []
+    for name in kv_cache_dtype or ():
+        asked = parse_format(name, asked_by="--kv-cache-dtype")
+        if not isinstance(asked.k, KVDtype) or not isinstance(asked.v, KVDtype):
+            raise BadValue(f"--kv-cache-dtype {name} depends on a model; here stands a format")
+        formats.append((asked.k, asked.v))
+    wanted = Choice(tuple(formats), tuple(head_size or ()))
+    if record is not None and (formats or head_size or batch_invariant):
+        raise BadValue(
+            "--record takes the whole matrix of a backend",
+            why="the page made of it says what was verified, not what was left out",
+            ways_out=(
+                WayOut("leave out --kv-cache-dtype, --head-size and --batch-invariant"),
+                WayOut("print the result instead", ("--format", "json")),
+            ),
+        )
+    here = device_here(facts, compute)
+    found = run(
+        chosen,
+        here,
+        wanted,
+        batch_invariant=batch_invariant,
+        jobs=jobs or os.cpu_count() or 1,
+        told=_told,
+    )
+    made = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch"])
+    trees = {name: {"facts": made, "formats": tree} for name, tree in found.items()}
+    document = recorded(Path(os.devnull) / "none", here, trees)
+    sys.stdout.write(dump(document) if format is Format.JSON else render(document))
+    if record is not None:
+        kept = recorded(record, here, trees)
+        record.write_text(dump(kept), encoding="utf-8")
+        record.with_suffix(".md").write_text(render(kept), encoding="utf-8")
+    failed = [f"{name}: {line}" for name, tree in found.items() for line in failures(tree)]
+    for line in failed:
+        sys.stderr.write(f"FAILED {line}\n")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _told(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{done} of {of} rows" + ("\n" if done == of else ""))

@@ -74,25 +74,34 @@ def _joined(below: Tree) -> Tree:
     return dict(first) if same and all(one == first for one in below.values()) else below
 
 
-def cells(formats: Mapping[str, Any]) -> Iterator[tuple[Row, str, str | list[float | str]]]:
-    """Every row and mask of a recorded backend: the reason why it is refused, or its cells."""
-    for row in rows():
-        of_format = formats.get(row.name)
-        if of_format is None:
-            continue
-        of_head = of_format if _REFUSED in of_format else of_format.get(str(row.head_dim))
-        if of_head is None:
-            continue
-        for mask in map(str, MASKS):
-            at = of_head if _REFUSED in of_head else of_head[mask]
-            yield row, mask, at[_REFUSED] if isinstance(at, dict) else at
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a tree: a format by name, a head size, a mask by its word."""
+
+    format: str
+    head_dim: int
+    mask: str
+
+
+def cells(formats: Mapping[str, Any]) -> Iterator[tuple[Place, str | list[float | str]]]:
+    """Every place of a recorded backend: the reason why it is refused, or its cells."""
+    for name, of_format in formats.items():
+        if _REFUSED in of_format:
+            heads = {str(row.head_dim): of_format for row in rows() if row.name == name}
+        else:
+            heads = of_format
+        for head_dim, of_head in heads.items():
+            for mask in map(str, MASKS):
+                at = of_head if _REFUSED in of_head else of_head[mask]
+                found = at[_REFUSED] if isinstance(at, dict) else at
+                yield Place(name, int(head_dim), mask), found
 
 
 def failures(formats: Mapping[str, Any]) -> list[str]:
     """One line for every cell that did not hold."""
     return [
-        f"{row.name}, head size {row.head_dim}, {mask}, {count} queries: {cell}"
-        for row, mask, found in cells(formats)
+        f"{at.format}, head size {at.head_dim}, {at.mask}, {count} queries: {cell}"
+        for at, found in cells(formats)
         if not isinstance(found, str)
         for count, cell in zip(QUERIES, found, strict=True)
         if isinstance(cell, str)
@@ -188,20 +197,19 @@ def _cell_text(of_format: Mapping[str, Any], mask: str, reasons: list[str]) -> s
     """The worst error, and which head sizes are refused for which reason."""
     worst, served, failed = 0.0, False, False
     no: dict[int, list[int]] = {}
-    for row, at, found in cells(of_format):
-        if at != mask:
+    for at, found in cells(of_format):
+        if at.mask != mask:
             continue
         if isinstance(found, str):
             if found not in reasons:
                 reasons.append(found)
-            no.setdefault(reasons.index(found) + 1, []).append(row.head_dim)
+            no.setdefault(reasons.index(found) + 1, []).append(at.head_dim)
             continue
         served = True
         failed |= any(isinstance(cell, str) for cell in found)
         worst = max([worst, *(cell for cell in found if not isinstance(cell, str))])
-    parts = [f"{number}" for number in no]
     if not served:
-        return f"no ({', '.join(parts)})"
+        return f"no ({', '.join(map(str, no))})"
     text = "FAILED" if failed else f"{worst:.1e}"
     for number, head_dims in no.items():
         text += f"; not {', '.join(map(str, head_dims))} ({number})"

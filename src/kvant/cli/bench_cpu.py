@@ -1,11 +1,18 @@
-"""`kvant bench cpu`: how fast attention is on this machine, beside what its memory allows."""
+"""`kvant bench cpu`: how fast this machine's CPU is, attention alone and whole steps beside peers."""
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
+
+from kvant.errors import UnknownName
 
 
 def cpu(
@@ -15,15 +22,77 @@ def cpu(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads; torch's number if not given.")
     ] = None,
+    attention: Annotated[
+        bool, typer.Option(help="Measure attention alone, in every format.")
+    ] = True,
     reference: Annotated[
         bool, typer.Option(help="Measure the reference backend too, which is slow.")
     ] = True,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            "--peers",
+            metavar="P,..",
+            help="Measure whole steps too, beside transformers and llama-cpp; none for Kvant alone.",
+            show_default=False,
+        ),
+    ] = None,
+    parts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--part",
+            help="With --peers: float32-weights, int8-weights, int4-weights, long-context; may be "
+            "repeated, all without.",
+            show_default=False,
+        ),
+    ] = None,
+    llama_cpp_python: Annotated[
+        Path,
+        typer.Option(
+            "--llama-cpp-python", metavar="PYTHON", help="Interpreter that has llama-cpp-python."
+        ),
+    ] = Path(sys.executable),
 ) -> None:
-    """Time attention in every KV format, beside torch's and the read bandwidth of memory."""
+    """Time attention in every KV format beside the read bandwidth of memory, and with --peers whole
+    steps of the demo model beside other engines.
+    """
+    from kvant.engine.threads import wait_without_spinning
+
+    wait_without_spinning()
     import torch
 
     from kvant.measure.cpu_attention_bench import bench
+    from kvant.measure.cpu_peers_bench import Part, Peer, Peers, measure_part, table
+    from kvant.measure.facts import measurement_facts
 
     if threads is not None:
         torch.set_num_threads(threads)
-    raise typer.Exit(bench(out, reference=reference))
+    names = [] if peers in (None, "none") else str(peers).split(",")
+    wanted = frozenset(_one_of(Peer, name, "peer", "--peers") for name in names)
+    chosen = [_one_of(Part, name, "part", "--part") for name in parts or ()] or list(Part)
+    found = bench(reference=reference) if attention else {}
+    versions: dict[str, str] = {}
+    if peers is not None:
+        rows = []
+        who = Peers(wanted, torch.get_num_threads(), llama_cpp_python)
+        for part in chosen:
+            more, seen = measure_part(part, who)
+            rows += more
+            versions |= seen
+        sys.stdout.write(table(rows) + "\n")
+        found["steps"] = [asdict(row) for row in rows]
+    if out is not None:
+        command = shlex.join(("kvant", *sys.argv[1:]))
+        facts = measurement_facts(command, ("torch", "transformers", "numba"))
+        facts |= {"threads": torch.get_num_threads(), **versions, **found}
+        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+_Named = TypeVar("_Named", bound=Enum)
+
+
+def _one_of(kind: type[_Named], name: str, what: str, flag: str) -> _Named:
+    known = {member.value: member for member in kind}
+    if name not in known:
+        raise UnknownName(what, name, known, asked_by=flag)
+    return known[name]

@@ -1,6 +1,6 @@
 """Times paged attention on this CPU: every format, against the memory's own read bandwidth.
 
-    kvant bench cpu --out result.json          or python -m kvant.measure.cpu_attention_bench
+    kvant bench cpu --out result.json
 
 SmolLM2's shape (9 query heads, 3 KV heads, head size 64), pages of 16 tokens in random order. Times
 are medians; the reference backend, torch's scaled_dot_product_attention over contiguous float32, and
@@ -10,18 +10,11 @@ and how much of the read bandwidth that is.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import numba
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -226,57 +219,23 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def cpu_name() -> str:
-    """Model and the flags that kernels care for, as Linux says."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor()
-    facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    found = {key.strip(): value.strip() for key, value in facts.items()}
-    has = [f for f in ("avx2", "avx512f", "avx512_bf16") if f in found.get("flags", "").split()]
-    return f"{found.get('model name', '')}, family {found.get('cpu family', '?')}, {' '.join(has)}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON result")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--no-reference", action="store_true", help="leave the slow backend out")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    return bench(options.out, reference=not options.no_reference)
-
-
-def bench(out: Path | None, *, reference: bool) -> int:
-    """Measure everything, print tables, write the JSON."""
+def bench(*, reference: bool) -> dict[str, object]:
+    """Measure everything and print tables; what belongs into the JSON."""
     start = time.perf_counter()
     CpuBackend()
     start_s = time.perf_counter() - start
     bandwidth = read_bandwidth(CASES[0].elements * 4)
-    print(f"{cpu_name()}; {torch.get_num_threads()} threads of {os.cpu_count()}")
     print(
-        f"read bandwidth {bandwidth / 1e9:.1f} GB/s; kernels of every format loaded in {start_s:.2f} s"
+        f"read bandwidth {bandwidth / 1e9:.1f} GB/s with {torch.get_num_threads()} threads; "
+        f"kernels of every format loaded in {start_s:.2f} s"
     )
     rows: list[Row] = []
     for case in CASES:
         found = measure(case, pairs(), bandwidth, reference=reference)
         print(f"\n## {case.name}\n{table(found)}")
         rows += found
-    if out is not None:
-        facts = {
-            "cpu": cpu_name(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "numba": numba.__version__,
-            "python": platform.python_version(),
-            "read_bytes_per_s": bandwidth,
-            "start_s": start_s,
-            "rows": [asdict(r) for r in rows],
-        }
-        out.write_text(json.dumps(facts, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {
+        "read_bytes_per_s": bandwidth,
+        "start_s": start_s,
+        "rows": [asdict(row) for row in rows],
+    }

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
 from kvant.engine.sampling_params import SamplingParams
 
@@ -63,7 +64,12 @@ class Timing:
 def time_steps(
     llm: LLM, cases: Iterable[Case] = DEFAULT_CASES, *, repeats: int = 20
 ) -> Iterator[Timing]:
-    """Time each case on a loaded engine that has nothing else to do.
+    """`time_engine` on the engine of an LLM."""
+    yield from time_engine(llm.engine, cases, repeats=repeats)
+
+
+def time_engine(engine: Engine, cases: Iterable[Case], *, repeats: int = 20) -> Iterator[Timing]:
+    """Time each case on an engine that has nothing else to do.
 
     repeats: decode steps, or a fifth as many prompts. The engine must admit the batch and the
     context (`max_num_seqs`, `max_model_len`), and stays usable.
@@ -71,16 +77,15 @@ def time_steps(
     for seed, case in enumerate(cases):
         numbers = random.Random(seed)
         if case.decode:
-            yield Timing(case, case.batch, _decode(llm, case, repeats, numbers))
+            yield Timing(case, case.batch, _decode(engine, case, repeats, numbers))
         else:
-            runs = [_prefill(llm, case, numbers) for _ in range(1 + max(1, repeats // 5))]
+            runs = [_prefill(engine, case, numbers) for _ in range(1 + max(1, repeats // 5))]
             yield Timing(case, case.batch * case.context, tuple(runs[1:]))
 
 
-def _decode(llm: LLM, case: Case, repeats: int, numbers: random.Random) -> tuple[float, ...]:
-    engine = llm.engine
+def _decode(engine: Engine, case: Case, repeats: int, numbers: random.Random) -> tuple[float, ...]:
     new = WARM_UP_STEPS + repeats + 1
-    started = _submit(llm, case, new, numbers)
+    started = _submit(engine, case, new, numbers)
     waiting = set(started)
     while waiting:  # prompts, in chunks
         waiting -= {piece.number for piece in engine.step()}
@@ -95,9 +100,8 @@ def _decode(llm: LLM, case: Case, repeats: int, numbers: random.Random) -> tuple
     return tuple(times[WARM_UP_STEPS:])
 
 
-def _prefill(llm: LLM, case: Case, numbers: random.Random) -> float:
-    engine = llm.engine
-    waiting = set(_submit(llm, case, 2, numbers))
+def _prefill(engine: Engine, case: Case, numbers: random.Random) -> float:
+    waiting = set(_submit(engine, case, 2, numbers))
     begin = time.perf_counter()
     started = set(waiting)
     while waiting:
@@ -108,8 +112,7 @@ def _prefill(llm: LLM, case: Case, numbers: random.Random) -> float:
     return spent
 
 
-def _submit(llm: LLM, case: Case, new: int, numbers: random.Random) -> list[int]:
-    engine = llm.engine
+def _submit(engine: Engine, case: Case, new: int, numbers: random.Random) -> list[int]:
     # Those that start first go on while the others' prompts are computed, step by step.
     spare = case.batch * -(-case.context // engine.limits.max_num_batched_tokens) + case.batch
     params = SamplingParams(temperature=0.0, max_tokens=new + spare, ignore_eos=True)

@@ -19,6 +19,7 @@ def measurement_facts(command: str, packages: Iterable[str]) -> dict[str, object
         "command": command,
         "commit": _commit(),
         "device": f"{processor()}, {os.cpu_count()} cores",
+        "instructions": instructions(),
         **_accelerator(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
@@ -33,6 +34,17 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def instructions() -> str:
+    """Those of the CPU that kernels here care for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
+    return " ".join(flag for flag in wanted if flag in flags)
 
 
 def _accelerator() -> dict[str, object]:

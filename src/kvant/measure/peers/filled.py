@@ -1,0 +1,117 @@
+"""Kvant's own engine for these measurements, also with long contexts that nobody has to compute.
+
+What a decode step costs at 4096 tokens does not depend on what these tokens are. `FilledRunner` holds
+pages of a prompt that was computed, copied to every other page, and answers prompts at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvant.engine.batch import Batch
+from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.llm import LLM
+from kvant.engine.planning import resolve_again
+from kvant.engine.runner import ModelRunner
+from kvant.engine.sampler import Greedy
+from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.scheduler import SchedulerLimits
+from kvant.kv.names import FormatRequest
+from kvant.kv.pages import SCRATCH
+from kvant.kv.request import Asked, KVRequest
+
+_SAMPLE_TOKENS = 512
+_STEP_TOKENS = 2048
+_MARGIN_TOKENS = 128  # for the tokens that are decoded
+
+
+class FilledRunner:
+    """A runner that computes prompts until it is filled, and from then on only single tokens."""
+
+    def __init__(self, inner: ModelRunner, vocab_size: int) -> None:
+        self._inner = inner
+        self._vocab_size = vocab_size
+        self._computed: set[int] = set()
+        self._filled = False
+
+    @property
+    def device(self) -> torch.device:
+        return self._inner.device
+
+    @property
+    def looks_ahead(self) -> bool:
+        return False
+
+    def fill(self) -> None:
+        """Copy the pages that were computed so far over all others, byte for byte."""
+        computed = torch.tensor(sorted(self._computed))
+        num_pages = self._inner.pool.planes()[0].shape[0]
+        source = computed[torch.arange(num_pages) % len(computed)]
+        source[SCRATCH] = SCRATCH
+        for plane in self._inner.pool.planes():
+            plane.copy_(plane[source])
+        self._filled = True
+
+    def zero(self, pages: Sequence[int]) -> None:
+        if not self._filled:
+            self._computed.update(pages)
+            self._inner.zero(pages)
+
+    def run(self, batch: Batch) -> Tensor:
+        is_prompt = batch.input_ids.shape[0] > len(batch.sampled)
+        if self._filled and is_prompt:
+            return torch.zeros(len(batch.logits_index), self._vocab_size)
+        return self._inner.run(batch)
+
+    def run_with_hidden(
+        self, batch: Batch, layers: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return self._inner.run_with_hidden(batch, layers)
+
+    def greedy(self, logits: Tensor) -> Greedy:
+        return self._inner.greedy(logits)
+
+
+def engine_with(
+    llm: LLM, stored: FormatRequest, *, batch: int, context: int, filled: bool
+) -> Engine:
+    """An engine over the model of `llm` that stores K and V as asked; no prefix cache."""
+    inner = llm.engine.runner
+    assert isinstance(inner, ModelRunner)
+    plan = resolve_again(
+        llm.planned, KVRequest(explicit=(Asked(stored, f"--kv-cache-dtype {stored}"),))
+    )
+    pages = -(-(context + _MARGIN_TOKENS) // plan.page_size)
+    num_pages = SCRATCH + 1 + batch * pages
+    own = ModelRunner(inner.model, num_pages, plan)
+    runner = FilledRunner(own, llm.engine.vocab_size) if filled else own
+    engine = Engine(
+        runner,
+        SchedulerLimits(
+            max_num_seqs=batch,
+            max_num_batched_tokens=_STEP_TOKENS,
+            max_model_len=pages * plan.page_size,
+            page_size=plan.page_size,
+            prefix_caching=False,
+        ),
+        num_pages,
+        identity=CacheIdentity(plan.model, None, plan.fingerprint),
+        vocab_size=llm.engine.vocab_size,
+    )
+    if isinstance(runner, FilledRunner):
+        _compute_sample(engine)
+        runner.fill()
+    return engine
+
+
+def _compute_sample(engine: Engine) -> None:
+    numbers = random.Random(0)
+    prompt = [numbers.randrange(engine.vocab_size) for _ in range(_SAMPLE_TOKENS)]
+    number = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    while not engine.step():
+        pass
+    engine.cancel(number)

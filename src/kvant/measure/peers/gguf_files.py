@@ -1,0 +1,60 @@
+"""The demo model for llama.cpp, in the weight precisions that are compared."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf.quants import dequantize, quantize
+
+from kvant.models.demo import demo_gguf
+from kvant.models.import_cache import cache_root
+
+
+class PeerWeights(Enum):
+    """How llama.cpp keeps weights: matrices in this type, vectors in float32."""
+
+    F32 = (GGMLQuantizationType.F32, LlamaFileType.ALL_F32)
+    Q8_0 = (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0)
+    Q4_0 = (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0)
+
+
+def demo_file(weights: PeerWeights) -> Path:
+    """The demo model's numbers, as Kvant imports them, in one GGUF file; made once, kept in the cache.
+
+    All matrices have the one type, the embedding (which is the head too) included; llama.cpp's own
+    quantiser would keep the head of a Q4_0 file in a wider type.
+    """
+    source = demo_gguf()
+    directory = cache_root() / "peers"
+    final = directory / f"{source.stem}-{weights.name}.gguf"
+    if final.exists():
+        return final
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = final.with_suffix(".partial")
+    _write(GGUFReader(source), partial, weights)
+    return partial.rename(final)
+
+
+def _write(reader: GGUFReader, path: Path, weights: PeerWeights) -> None:
+    writer = GGUFWriter(path, arch="llama")
+    kind, file_type = weights.value
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        if field.name == "general.file_type":
+            writer.add_file_type(file_type)
+            continue
+        outer, inner = field.types[0], field.types[-1]
+        sub_type = inner if outer is GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), outer, sub_type=sub_type)
+    for tensor in reader.tensors:
+        numbers = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        wanted = kind if numbers.ndim > 1 else GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, quantize(numbers, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

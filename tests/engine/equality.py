@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvant import LLM
+from kvant.engine.build import make_speculation
 from kvant.engine.engine import CacheIdentity, Engine
 from kvant.engine.planning import resolve_again
 from kvant.engine.result import Result
@@ -19,14 +20,15 @@ FORMATS = [d.format.name for d in KVDtype if d.format.name in known_names()]
 
 
 class Bench:
-    """kv_cache_dtype: what the pools of this bench store; None for what `llm` was made with."""
+    """dtype: what the pools of this bench store, in every layer; None for what `llm` was made with."""
 
-    def __init__(self, llm: LLM, dtype: KVDtype | None = None) -> None:
+    def __init__(self, llm: LLM, dtype: KVDtype | FormatRequest | None = None) -> None:
         self.llm = llm
         self.plan = llm.plan
         if dtype is not None:
-            asked = Asked(FormatRequest(dtype, dtype), "test")
-            self.plan = resolve_again(llm.planned, KVRequest(explicit=(asked,)))
+            pair = FormatRequest(dtype, dtype) if isinstance(dtype, KVDtype) else dtype
+            asked = KVRequest(explicit=(Asked(pair, "test"),), format_defaults=False)
+            self.plan = resolve_again(llm.planned, asked)
         runner = llm.engine.runner
         assert isinstance(runner, ModelRunner)
         self.model = runner.model
@@ -40,21 +42,29 @@ class Bench:
         seqs: int = 40,
         max_model_len: int | None = None,
         seed: int | None = None,
+        drafting: bool = False,
+        answering: bool = False,
     ) -> Engine:
+        """drafting: with the proposer that `llm` was made with. answering: with tokenizer and end."""
         page_size = self.plan.page_size
+        runner = ModelRunner(self.model, num_pages, self.plan)
+        longest = max_model_len or (num_pages - 1) * page_size
         return Engine(
-            ModelRunner(self.model, num_pages, self.plan),
+            runner,
             SchedulerLimits(
                 max_num_seqs=seqs,
                 max_num_batched_tokens=chunk,
-                max_model_len=max_model_len or (num_pages - 1) * page_size,
+                max_model_len=longest,
                 page_size=page_size,
                 prefix_caching=caching,
             ),
             num_pages,
             identity=CacheIdentity("test", None, self.plan.fingerprint),
             vocab_size=self.llm.engine.vocab_size,
+            eos_token_ids=sorted(self.llm.engine.eos_token_ids) if answering else (),
+            tokenizer=self.llm.engine.tokenizer if answering else None,
             seed=seed,
+            speculation=make_speculation(self.llm.planned, runner, longest) if drafting else None,
         )
 
     def alone(

@@ -100,7 +100,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         eos_token_ids=model.eos_token_ids,
         tokenizer=None if tokenizing is None else tokenizing.backend,
         seed=config.seed,
-        speculation=_speculation(planned, runner, max_model_len),
+        speculation=make_speculation(planned, runner, max_model_len),
     )
     return BuiltEngine(engine, planned, tokenizing, notes)
 
@@ -142,8 +142,10 @@ def _fingerprint(planned: Plan) -> str:
     return f"{planned.target.kv.fingerprint}+{draft.local.path.resolve()}:{draft.kv.fingerprint}"
 
 
-def _speculation(planned: Plan, runner: ModelRunner, max_model_len: int) -> Speculation | None:
-    """The proposer that was asked for, loaded beside its target."""
+def make_speculation(
+    planned: Plan, runner: ModelRunner, max_model_len: int
+) -> Speculation | None:
+    """The proposer that was asked for, loaded beside its target, with as many pages; None if none was."""
     from kvant.engine.speculation import Speculation
     from kvant.speculative.base import PlannedDraft, Setting
 

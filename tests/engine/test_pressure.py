@@ -237,5 +237,5 @@ def test_cpu_kernels_in_batch_invariant_mode_corrupt_none_either(
 
 @pytest.fixture(scope="module")
 def invariant(tmp_path_factory: pytest.TempPathFactory) -> Answerer:
-    path = tiny_chat.build(tmp_path_factory.mktemp("invariant"))
+    path = tiny_chat.build(tmp_path_factory.mktemp("invariant"), family="qwen3")  # heads of 32
     return Answerer(path, dtype="float32", batch_invariant=True, attention_backend="cpu")

@@ -142,9 +142,7 @@ def _fingerprint(planned: Plan) -> str:
     return f"{planned.target.kv.fingerprint}+{draft.local.path.resolve()}:{draft.kv.fingerprint}"
 
 
-def make_speculation(
-    planned: Plan, runner: ModelRunner, max_model_len: int
-) -> Speculation | None:
+def make_speculation(planned: Plan, runner: ModelRunner, max_model_len: int) -> Speculation | None:
     """The proposer that was asked for, loaded beside its target, with as many pages; None if none was."""
     from kvant.engine.speculation import Speculation
     from kvant.speculative.base import PlannedDraft, Setting

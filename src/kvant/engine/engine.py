@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, isfinite
 
 from kvant.engine.batch import Batch, build_batch, look_ahead, num_scored
+from kvant.engine.cache_audit import CacheAudit
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
 from kvant.engine.result import EngineStats, Progress, Result
@@ -117,6 +118,8 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._identity = identity
         self._random = random.Random(seed)
+        scales = runner.audit_of_scales()
+        self._cache_audit = None if scales is None else CacheAudit(self.scheduler.allocator, scales)
         self._grammars: GrammarCompiler | None = None
         self._live: dict[int, _Live] = {}
         self._next_number = 0
@@ -259,6 +262,14 @@ class Engine:
             faults.append("the engine's requests are not the scheduler's")
         if faults:
             raise EngineFault("the page audit found:\n  " + "\n  ".join(faults))
+
+    def audit_scales(self) -> list[str]:
+        """Look at the scales of some cached pages, the next ones at each call, a few milliseconds each.
+
+        For times without work. What is wrong, in words; the prefix cache is empty then.
+        """
+        assert not self.has_work, "pages may be written"
+        return [] if self._cache_audit is None else self._cache_audit.check()
 
     # -- requests ------------------------------------------------------------------------------
 

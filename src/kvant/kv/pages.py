@@ -106,6 +106,10 @@ class PageAllocator:
             found.append(page)
         return found
 
+    def digest_of(self, page: int) -> bytes | None:
+        """The hash by which a page is found; None for one that nobody can find."""
+        return self._hash_of.get(page)
+
     def num_idle_among(self, pages: Iterable[int]) -> int:
         """How many of these pages `join` would take out of what is available."""
         return sum(page in self._idle for page in pages)

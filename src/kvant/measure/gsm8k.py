@@ -1,6 +1,6 @@
 """School arithmetic (GSM8K) judges formats: how likely are gold solutions, how many answers are right?
 
-    python -m kvant.measure.gsm8k --problems data/gsm8k/gsm8k_test.jsonl --count 50 --out result.json
+    python -m kvant.measure.gsm8k --shortest --answer-tokens 48 --out docs/benchmarks/smollm2-gsm8k.json
 
 Every format reads the same questions and solutions through its own paged cache. The likelihood is the
 sharper number: a small model answers next to nothing right, in any format.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import sys
 import time
@@ -22,19 +21,22 @@ import torch
 
 from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
+from kvant.engine.engine import CacheIdentity, Engine
 from kvant.engine.llm import LLM
 from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format, whole_formats
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
+from kvant.measure.facts import measurement_facts
 from kvant.models.loaded import LoadedModel
 
 STEP_TOKENS = 2048
-"""Solutions of about so many tokens are read in one step."""
+"""Solutions, or questions, of about so many tokens are read in one step."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -62,10 +64,11 @@ class Problem:
 class Judged:
     """One format. mean_logprob: of the gold solutions' tokens, in nats. drift: its distance from float32
     KV, averaged over tokens without regard to sign. right: of the answers that were generated; None if
-    none were.
+    none were. backends: of the layers.
     """
 
     format: str
+    backends: tuple[str, ...]
     bytes_per_token: int
     mean_logprob: float
     drift: float
@@ -74,10 +77,12 @@ class Judged:
     seconds: float
 
 
-def read_problems(path: Path, count: int) -> list[Problem]:
-    """The first `count` problems of a file of JSON lines."""
-    with path.open(encoding="utf-8") as lines:
-        found = [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
+def read_problems(path: Path, count: int, *, shortest: bool = False) -> list[Problem]:
+    """The first `count` problems of a file of JSON lines, or those with the shortest texts."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if shortest:
+        lines.sort(key=len)
+    found = [json.loads(line) for line in lines[:count]]
     return [Problem(one["question"], one["answer"]) for one in found]
 
 
@@ -163,10 +168,11 @@ def judge(
         truth = found if truth is None else truth
         right = None
         if answer_tokens:
-            right = _num_right(llm, wanted, problems, answer_tokens)
+            right = _num_right(llm, plan, problems, answer_tokens)
         rows.append(
             Judged(
                 format=str(wanted),
+                backends=tuple(sorted({layer.backend for layer in plan.layers if layer.backend})),
                 bytes_per_token=plan.bytes_per_token,
                 mean_logprob=found.mean().item(),
                 drift=(found - truth).abs().mean().item(),
@@ -178,14 +184,35 @@ def judge(
     return rows
 
 
-def _num_right(
-    llm: LLM, wanted: FormatRequest, problems: Sequence[Problem], answer_tokens: int
-) -> int:
-    dtype = llm.plan.compute_dtype.value
-    with_format = LLM(llm.model_path, dtype=dtype, kv_cache_dtype=str(wanted), max_num_seqs=64)
+def _num_right(llm: LLM, plan: KVPlan, problems: Sequence[Problem], answer_tokens: int) -> int:
+    """Greedy answers of the model that `llm` has loaded, through pages of this plan, all side by side."""
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    prompts = [llm.encode(problem.prompt) for problem in problems]
+    longest = max(map(len, prompts)) + answer_tokens + 1
+    num_pages = 1 + len(prompts) * -(-longest // plan.page_size)
+    engine = Engine(
+        ModelRunner(runner.model, num_pages, plan),
+        SchedulerLimits(
+            max_num_seqs=len(prompts),
+            max_num_batched_tokens=STEP_TOKENS,
+            max_model_len=longest,
+            page_size=plan.page_size,
+        ),
+        num_pages,
+        identity=CacheIdentity(plan.model, None, plan.fingerprint),
+        vocab_size=llm.engine.vocab_size,
+        eos_token_ids=sorted(llm.engine.eos_token_ids),
+        tokenizer=llm.engine.tokenizer,
+    )
     params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, stop=("Question:",))
-    results = with_format.generate([problem.prompt for problem in problems], params)
-    return sum(p.solved_by(r.text) for p, r in zip(problems, results, strict=True))
+    asked = {engine.submit(prompt, params): p for prompt, p in zip(prompts, problems, strict=True)}
+    right = 0
+    while engine.has_work:
+        for piece in engine.step():
+            if piece.result is not None:
+                right += asked[piece.number].solved_by(piece.result.text)
+    return right
 
 
 def _groups(
@@ -222,23 +249,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--problems", type=Path, default=Path("data/gsm8k/gsm8k_test.jsonl"))
     parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--shortest", action="store_true", help="the shortest, not the first ones")
     parser.add_argument("--format", action="append", default=[], help="all without")
     parser.add_argument("--answer-tokens", type=int, default=0, help="0: no answers")
     parser.add_argument("--out", type=Path, help="JSON result")
     options = parser.parse_args(arguments)
     llm = LLM(options.model, dtype="float32", kv_cache_dtype="float32")
     formats = [parse_format(name, asked_by="--format") for name in options.format] or all_formats()
-    problems = read_problems(options.problems, options.count)
+    problems = read_problems(options.problems, options.count, shortest=options.shortest)
     rows = judge(llm, problems, formats, answer_tokens=options.answer_tokens)
     print(table(rows, len(problems)))
     if options.out is not None:
+        given = sys.argv[1:] if arguments is None else arguments
         facts = {
+            **measurement_facts(" ".join(["python -m kvant.measure.gsm8k", *given]), ("torch",)),
+            "threads": torch.get_num_threads(),
             "model": options.model,
             "problems": len(problems),
-            "answer_tokens": options.answer_tokens,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
             "rows": [asdict(row) for row in rows],
         }
         options.out.write_text(json.dumps(facts, indent=1) + "\n")

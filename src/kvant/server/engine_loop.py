@@ -34,8 +34,9 @@ PROMPT_STEP_TOKENS = 64
 """Steps of fewer tokens are mostly decodes and say nothing of how fast prompts are computed."""
 
 AUDIT_AFTER_SECONDS = 1.0
-"""An engine without work for so long checks its pages."""
+"""An engine without work for so long checks who owns its pages, and from then on some scales each time."""
 
+_MOST_SHOWN = 20
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +53,8 @@ class EngineLoop:
         self._queued: set[int] = set()  # of them, those that have not run yet
         self._speed = 0.0
         self._num_audits = self._num_audit_faults = 0
-        self._last_work = 0.0
+        self._num_scale_audits = self._num_scale_faults = 0
+        self._last_work = self._last_scales = 0.0
         self._audited = True
 
     @property
@@ -81,8 +83,12 @@ class EngineLoop:
                 self._failed_steps = 0
             except Exception:
                 self._survive()
-        elif not self._audited and time.monotonic() - self._last_work > AUDIT_AFTER_SECONDS:
-            self._audit()
+        elif (now := time.monotonic()) - self._last_work > AUDIT_AFTER_SECONDS:
+            if not self._audited:
+                self._audit()
+            elif now - self._last_scales > AUDIT_AFTER_SECONDS:
+                self._last_scales = now
+                self._audit_scales()
         failures, self._failures = tuple(self._failures), []
         stats = self.engine.stats
         return Report(
@@ -102,6 +108,8 @@ class EngineLoop:
             self._speed,
             self._num_audits,
             self._num_audit_faults,
+            self._num_scale_audits,
+            self._num_scale_faults,
         )
 
     def _step(self, pieces: list[Piece]) -> None:
@@ -134,6 +142,17 @@ class EngineLoop:
         except EngineFault:
             self._num_audit_faults += 1
             _log.exception("the audit of an idle engine failed")
+
+    def _audit_scales(self) -> None:
+        found = self.engine.audit_scales()
+        self._num_scale_audits += 1
+        self._num_scale_faults += len(found)
+        if found:
+            _log.error(
+                "scales changed that nobody wrote; the prefix cache was emptied. If it happens again, "
+                "the memory of this device is faulty:\n  %s",
+                "\n  ".join(found[:_MOST_SHOWN]),
+            )
 
     def _submit(self, message: Submit) -> None:
         if message.id in self._numbers:

@@ -195,6 +195,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="repor
 
     prompt_tokens_per_second: how fast prompts are computed; 0 where it is not known yet. num_audits:
     of pages, by this engine while it was idle; num_audit_faults: of them, those that found something.
+    num_scale_audits, num_scale_faults: looks at the scales of cached pages, and what had changed.
     """
 
     stats: Stats
@@ -203,6 +204,8 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="repor
     prompt_tokens_per_second: float = 0.0
     num_audits: int = 0
     num_audit_faults: int = 0
+    num_scale_audits: int = 0
+    num_scale_faults: int = 0
 
 
 FromEngine = Loading | Ready | Fault | Report

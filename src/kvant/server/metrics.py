@@ -99,6 +99,12 @@ class Metrics:
         self._steps = counter("kvant:steps", "Steps of all engines.")
         self._audits = counter("kvant:page_audits", "Audits of all pages by an idle engine.")
         self._audit_faults = counter("kvant:page_audit_faults", "Audits that found something.")
+        self._scale_audits = counter(
+            "kvant:scale_audits", "Looks of an idle engine at the scales of cached pages."
+        )
+        self._scale_faults = counter(
+            "kvant:scale_audit_faults", "Scales that changed though nobody wrote them."
+        )
         self._preemptions = [counter(f"{p}:num_preemptions", "Preemptions.") for p in both]
         self._n = histogram("vllm:request_params_n", "n of a request.", _TOKENS[:8])
         self._max = histogram("vllm:request_params_max_tokens", "max_tokens asked.", _TOKENS)
@@ -126,6 +132,8 @@ class Metrics:
             self._steps,
             self._audits,
             self._audit_faults,
+            self._scale_audits,
+            self._scale_faults,
         ):
             single.labels(model)
 
@@ -157,6 +165,12 @@ class Metrics:
         self._audits.labels(self._model).inc(report.num_audits - before.num_audits)
         self._audit_faults.labels(self._model).inc(
             report.num_audit_faults - before.num_audit_faults
+        )
+        self._scale_audits.labels(self._model).inc(
+            report.num_scale_audits - before.num_scale_audits
+        )
+        self._scale_faults.labels(self._model).inc(
+            report.num_scale_faults - before.num_scale_faults
         )
         self._count(before.stats, report.stats)
 

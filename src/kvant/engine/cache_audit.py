@@ -1,0 +1,61 @@
+"""The prefix cache while nothing runs: are the scales of its pages still those that were written?"""
+
+from __future__ import annotations
+
+from kvant.kv.pages import PageAllocator
+from kvant.kv.scale_audit import ScaleAudit
+
+SLICE_BYTES = 2 * 2**20
+"""Of scales looked at in one go: some milliseconds, by which a request that comes just then is late."""
+
+
+class CacheAudit:
+    """Goes through the known pages round and round, a slice at each call. Only between two steps.
+
+    A page's sum is noted the first time, and compared from then on for as long as the page holds the
+    same tokens. What is found wrong empties the whole prefix cache: whoever read that page since it was
+    last sound has put pages of its own there.
+    """
+
+    def __init__(self, allocator: PageAllocator, scales: ScaleAudit) -> None:
+        self._allocator = allocator
+        self._scales = scales
+        self._most = max(1, SLICE_BYTES // max(1, scales.page_bytes))
+        self._noted: dict[int, tuple[bytes, int]] = {}  # digest and sum, by page
+        self._next = 0
+
+    def check(self) -> list[str]:
+        """What is wrong, in words; [] if all is well. Afterwards no request finds any of it."""
+        found = self._scales.restore()
+        pages = self._slice()
+        for (page, digest), total in zip(
+            pages, self._scales.sums([page for page, _ in pages]), strict=True
+        ):
+            noted = self._noted.get(page)
+            if total is None:
+                found.append(f"page {page} has a scale that is no number")
+            elif noted is None or noted[0] != digest:
+                self._noted[page] = digest, total
+            elif noted[1] != total:
+                found.append(f"page {page} has other scales than when it was written")
+        if found:
+            self._allocator.forget_all()
+            self._noted.clear()
+        return found
+
+    def _slice(self) -> list[tuple[int, bytes]]:
+        """The next known pages, as many as one call may look at; from the start again after the last."""
+        if not self._scales.page_bytes:
+            return []
+        found: list[tuple[int, bytes]] = []
+        for page in range(self._next, self._allocator.num_usable + 1):
+            if len(found) == self._most:
+                self._next = page
+                return found
+            digest = self._allocator.digest_of(page)
+            if digest is None:
+                self._noted.pop(page, None)
+            else:
+                found.append((page, digest))
+        self._next = 0
+        return found

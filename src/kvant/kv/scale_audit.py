@@ -1,0 +1,88 @@
+"""Whether scales are still what was written: one flipped bit in a scale changes every number it scales.
+
+Pages of the prefix cache are written by nobody, and scales outside the pages never after loading. So
+both can be compared with what they were, by sums that are cheap enough to be taken while nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvant.kv.format import Encoding, KVFormat, ScalePlace
+from kvant.kv.pool import KVPool
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_SPREAD = -0x61C8864680B583EB  # odd, from the golden ratio: weights that share no pattern
+
+
+class ScaleAudit:
+    """Sums over the scales of a pool's pages, and the scales outside of them as they were loaded.
+
+    page_bytes: of scales, in one page of all layers; 0 where no format keeps any in its pages.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self._planes: list[tuple[Tensor, Encoding]] = []
+        self._outside: list[tuple[str, Tensor, Tensor]] = []
+        for spec in pool.plan.layers:
+            if spec.k is None:
+                continue  # its owner's are looked at
+            cache = pool[spec.geometry.index]
+            for side, choice, planes, scale in (
+                ("K", spec.k, cache.k, cache.k_scale),
+                ("V", spec.v, cache.v, cache.v_scale),
+            ):
+                if choice is not None:
+                    self._planes += _scales(choice.dtype.format, planes)
+                if scale is not None:
+                    label = f"the {side} scale of layer {spec.geometry.index}"
+                    self._outside.append((label, scale, scale.clone()))
+        self.page_bytes = sum(p[0].numel() * p.element_size() for p, _ in self._planes)
+
+    def sums(self, pages: Sequence[int]) -> list[int | None]:
+        """A number for each page that changes with any one of its scales; None where one is NaN or Inf."""
+        if not self._planes:
+            return [0] * len(pages)
+        device = self._planes[0][0].device
+        index = torch.as_tensor(pages, device=device, dtype=torch.int64)
+        total = torch.zeros(len(pages), dtype=torch.int64, device=device)
+        sound = torch.ones(len(pages), dtype=torch.bool, device=device)
+        before = 0
+        for plane, encoding in self._planes:
+            rows = plane.index_select(0, index).flatten(1)
+            sound &= _are_numbers(rows, encoding).all(1)
+            count = rows.shape[1]
+            # Odd factors modulo 2**64: a difference in one place never becomes 0.
+            places = torch.arange(before, before + count, device=device)
+            words = rows.view(_INTEGER[rows.element_size()]).to(torch.int64)
+            total += (words * ((2 * places + 1) * _SPREAD)).sum(1)
+            before += count
+        return [
+            number if good else None
+            for number, good in zip(total.tolist(), sound.tolist(), strict=True)
+        ]
+
+    def restore(self) -> list[str]:
+        """Put scales outside the pages that have changed back to what was loaded; what those were."""
+        found = []
+        for label, scale, loaded in self._outside:
+            if not torch.equal(scale, loaded):  # NaN, too, equals nothing
+                found.append(f"{label} was {scale.tolist()}, loaded was {loaded.tolist()}")
+                scale.copy_(loaded)
+        return found
+
+
+def _scales(fmt: KVFormat, planes: Sequence[Tensor]) -> list[tuple[Tensor, Encoding]]:
+    if fmt.scale_place is not ScalePlace.PLANE:
+        return []
+    assert fmt.scale_encoding is not None
+    return [(planes[-1], fmt.scale_encoding)]  # codes come first
+
+
+def _are_numbers(rows: Tensor, encoding: Encoding) -> Tensor:
+    if encoding is Encoding.E4M3FN:
+        return (rows & 0x7F) != 0x7F  # it has no infinities
+    return torch.isfinite(rows)

@@ -15,6 +15,7 @@ from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, known_names
 from kvant.kv.request import Asked, KVRequest
+from kvant.kv.scale_audit import ScaleAudit
 
 FORMATS = [d.format.name for d in KVDtype if d.format.name in known_names()]
 
@@ -64,6 +65,7 @@ class Bench:
             eos_token_ids=sorted(self.llm.engine.eos_token_ids) if answering else (),
             tokenizer=self.llm.engine.tokenizer if answering else None,
             seed=seed,
+            scale_audit=ScaleAudit(runner.pool),
             speculation=make_speculation(self.llm.planned, runner, longest) if drafting else None,
         )
 

@@ -47,9 +47,6 @@ class RememberingRunner:
     def looks_ahead(self) -> bool:
         return False
 
-    def audit_of_scales(self) -> None:
-        """It has no scales."""
-
     def greedy(self, logits: Tensor) -> tuple[list[bool], list[int]]:
         return greedy(logits)
 

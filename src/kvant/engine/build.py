@@ -57,6 +57,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     from kvant.engine.engine import CacheIdentity, Engine
     from kvant.engine.runner import ModelRunner
     from kvant.engine.sampler import max_prompt_logprobs
+    from kvant.kv.scale_audit import ScaleAudit
     from kvant.models.load import load_model
 
     target = planned.target
@@ -101,6 +102,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         tokenizer=None if tokenizing is None else tokenizing.backend,
         seed=config.seed,
         speculation=make_speculation(planned, runner, max_model_len),
+        scale_audit=ScaleAudit(runner.pool),
     )
     return BuiltEngine(engine, planned, tokenizing, notes)
 

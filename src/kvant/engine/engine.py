@@ -35,6 +35,7 @@ from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault, RequestError
 from kvant.kv.pages import PageAllocator, root_hash
+from kvant.kv.scale_audit import ScaleAudit
 from kvant.speculative.accept import verify
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ class Engine:
     """Runs requests on one model.
 
     num_pages: of the runner's pool, the scratch page counted. seed: of the seeds of requests that
-    bring none; with it a run of the same requests in the same order can be repeated.
+    bring none; with it a run of the same requests in the same order can be repeated. scale_audit: of the
+    runner's pool, for `audit_scales`.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
         speculation: Speculation | None = None,
+        scale_audit: ScaleAudit | None = None,
     ) -> None:
         self.runner = runner
         self.speculation = speculation
@@ -118,8 +121,9 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._identity = identity
         self._random = random.Random(seed)
-        scales = runner.audit_of_scales()
-        self._cache_audit = None if scales is None else CacheAudit(self.scheduler.allocator, scales)
+        self._cache_audit = None
+        if scale_audit is not None:
+            self._cache_audit = CacheAudit(self.scheduler.allocator, scale_audit)
         self._grammars: GrammarCompiler | None = None
         self._live: dict[int, _Live] = {}
         self._next_number = 0

@@ -16,7 +16,6 @@ from kvant.engine.graphs import DecodeGraphs
 from kvant.engine.sampler import Greedy, greedy
 from kvant.engine.warm_up import warm_up
 from kvant.kv.pool import KVPool
-from kvant.kv.scale_audit import ScaleAudit
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel
 
@@ -51,10 +50,6 @@ class Runner(Protocol):
 
     def greedy(self, logits: Tensor) -> Greedy:
         """What `run` just returned, or rather its rows' largest entries."""
-        ...
-
-    def audit_of_scales(self) -> ScaleAudit | None:
-        """For the scales of its pool as they are now; None where it has none."""
         ...
 
 
@@ -112,9 +107,6 @@ class ModelRunner:
             assert self._graphs is not None
             return self._graphs.greedy()
         return greedy(logits)
-
-    def audit_of_scales(self) -> ScaleAudit:
-        return ScaleAudit(self.pool)
 
     def capture(
         self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int

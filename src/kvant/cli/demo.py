@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -29,9 +32,17 @@ DRAFT_QUESTION = (
     "How much money does she take?"
 )
 DRAFT_TOKENS = 40
+SPEED_BATCHES = (1, 8)
+SPEED_PROMPT_TOKENS = 64
+SPEED_STEPS = 16
+SPEED_ROUNDS = 2
 
 
-def demo() -> None:
+def demo(
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write what was measured as JSON.")
+    ] = None,
+) -> None:
     """Plan a model, let it answer, and compare the KV cache formats; a minute or two on two cores."""
     from kvant.cli.progress import bars
     from kvant.engine.llm import LLM
@@ -46,13 +57,30 @@ def demo() -> None:
             kv_cache_dtype_skip_layers=WIDE_LAYERS,
             progress=progress,
         )
+    measured: dict[str, object] = {}
     for number, (title, chapter) in enumerate(CHAPTERS, start=1):
         console.rule(f"[bold]{number}. {title}", align="left")
-        chapter(llm, console)
+        measured |= chapter(llm, console) or {}
         console.print()
+    if out is not None:
+        _write(out, measured)
     console.print(
         f"done in {time.perf_counter() - started:.0f} s; go on with: .venv/bin/kvant chat"
     )
+
+
+def _write(out: Path, measured: dict[str, object]) -> None:
+    import sys
+
+    import torch
+
+    from kvant.measure.facts import measurement_facts
+
+    facts = measurement_facts(
+        " ".join(("kvant", *sys.argv[1:])), ("torch", "transformers", "numba")
+    )
+    facts |= {"threads": torch.get_num_threads(), **measured}
+    out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def _plan(llm: LLM, console: Console) -> None:
@@ -88,7 +116,7 @@ def _answer(llm: LLM, console: Console) -> None:
     )
 
 
-def _formats(llm: LLM, console: Console) -> None:
+def _formats(llm: LLM, console: Console) -> dict[str, object]:
     from kvant.kv.dtype import KVDtype
     from kvant.kv.names import FormatRequest, whole_formats
     from kvant.measure.fidelity import passage
@@ -116,6 +144,34 @@ def _formats(llm: LLM, console: Console) -> None:
         "text, read through the paged cache. Mean KL divergence in nats; same top: how often the most "
         "likely token is the same[/]"
     )
+    return {"formats": [{**asdict(row), "format": str(row.format)} for row in rows]}
+
+
+def _speed(llm: LLM, console: Console) -> dict[str, object]:
+    """transformers' generate in the same process, on as many threads, over the same float32 weights."""
+    import torch
+    import transformers
+
+    from kvant.measure.peers.beside import beside_transformers
+
+    rows = beside_transformers(
+        llm, SPEED_BATCHES, context=SPEED_PROMPT_TOKENS, steps=SPEED_STEPS, rounds=SPEED_ROUNDS
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for batch in SPEED_BATCHES:
+        table.add_column(f"tokens/s, {batch} at once", justify="right")
+    for engine in dict.fromkeys(row.engine for row in rows):
+        table.add_row(engine, *(f"{r.tokens_per_second:.1f}" for r in rows if r.engine == engine))
+    console.print(table)
+    console.print(
+        f"[dim]decoding, greedy, after prompts of {SPEED_PROMPT_TOKENS} random tokens; float32 weights and "
+        f"float32 KV in both, {torch.get_num_threads()} threads, medians of "
+        f"{SPEED_ROUNDS * SPEED_STEPS} steps in turns; generate() of transformers "
+        f"{transformers.__version__} with its own defaults. More, and llama.cpp: "
+        "docs/benchmarks/cpu.md[/]"
+    )
+    return {"speed": [asdict(row) for row in rows]}
 
 
 def _served(llm: LLM, console: Console) -> None:
@@ -200,10 +256,11 @@ def _drafts(llm: LLM, console: Console) -> None:
     )
 
 
-CHAPTERS: tuple[tuple[str, Callable[[LLM, Console], None]], ...] = (
+CHAPTERS: tuple[tuple[str, Callable[[LLM, Console], dict[str, object] | None]], ...] = (
     ("What is stored, layer by layer, and who decided it", _plan),
     ("A real model answers through that cache", _answer),
     ("The same model under every format", _formats),
+    ("Tokens a second, beside transformers", _speed),
     ("A drafter over the same quantised cache: faster, and the same answer", _drafts),
     ("Served over HTTP: two clients share a prefix", _served),
 )

@@ -7,11 +7,10 @@ default float16.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -19,7 +18,8 @@ from kvant.engine.llm import LLM
 from kvant.errors import WayOut
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
-from kvant.measure.cpu_decode_bench import Case, time_engine
+from kvant.measure.cpu_decode_bench import Case
+from kvant.measure.peers.contest import Contestant, Row, kvant, take_turns
 from kvant.measure.peers.filled import engine_with
 from kvant.measure.peers.gguf_files import PeerWeights, demo_file
 from kvant.measure.peers.worker import Worker
@@ -49,40 +49,6 @@ class Part(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Contestant:
-    """time: a case and a number of repeats to milliseconds, of each decode step or each whole prompt."""
-
-    engine: str
-    weights: str
-    kv: str
-    time: Callable[[Case, int], Sequence[float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One contestant on one case. rounds: milliseconds of each step or prompt, round by round.
-
-    tokens: that each step or prompt brought.
-    """
-
-    part: str
-    case: str
-    engine: str
-    weights: str
-    kv: str
-    tokens: int
-    rounds: tuple[tuple[float, ...], ...]
-
-    @property
-    def median_ms(self) -> float:
-        return statistics.median(ms for found in self.rounds for ms in found)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return 1000 * self.tokens / self.median_ms
-
-
-@dataclass(frozen=True, slots=True)
 class Peers:
     """Which peers run, with how many threads each. python: the interpreter that has llama_cpp."""
 
@@ -102,20 +68,13 @@ def measure_part(part: Part, peers: Peers) -> tuple[list[Row], dict[str, str]]:
             *_kvant_of(part),
         ]
         for case in (LONG_CASE,) if long else SHORT_CASES:
-            found: dict[int, list[tuple[float, ...]]] = {}
-            for number in range(ROUNDS):
-                order = list(enumerate(contestants))
-                for index, contestant in order if number % 2 else order[::-1]:
-                    repeats = (5 if long else 12) if case.decode else 1
-                    timed = tuple(contestant.time(case, repeats))
-                    found.setdefault(index, []).append(timed)
-            for index, c in enumerate(contestants):
-                tokens = case.batch if case.decode else case.batch * case.context
-                rounds = tuple(found[index])
-                row = Row(part.value, str(case), c.engine, c.weights, c.kv, tokens, rounds)
-                sys.stderr.write(f"{case}: {c.engine} {c.weights}, KV {c.kv}: "
-                                 f"{row.tokens_per_second:.1f} tokens/s\n")  # fmt: skip
-                rows.append(row)
+            repeats = (5 if long else 12) if case.decode else 1
+            for row in take_turns(contestants, case, repeats=repeats, rounds=ROUNDS):
+                sys.stderr.write(
+                    f"{case}: {row.engine} {row.weights}, KV {row.kv}: "
+                    f"{row.tokens_per_second:.1f} tokens/s\n"
+                )
+                rows.append(replace(row, part=part.value))
     return rows, versions
 
 
@@ -160,14 +119,10 @@ def _open(part: Part) -> LLM:
 def _kvant(llm: LLM, part: Part, stored: KVDtype, *cases: Case) -> Contestant:
     context, batch = max(c.context for c in cases), max(c.batch for c in cases)
     filled = part is Part.CONTEXT
-    request = FormatRequest(stored, stored)
-    engine = engine_with(llm, request, batch=batch, context=context, filled=filled)
-
-    def time(case: Case, repeats: int) -> Sequence[float]:
-        (timing,) = time_engine(engine, [case], repeats=repeats)
-        return timing.milliseconds
-
-    return Contestant("Kvant", _weights_name(part), str(stored), time)
+    engine = engine_with(
+        llm, FormatRequest(stored, stored), batch=batch, context=context, filled=filled
+    )
+    return kvant(engine, _weights_name(part), stored)
 
 
 def _weights_name(part: Part) -> str:

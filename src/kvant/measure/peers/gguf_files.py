@@ -34,11 +34,13 @@ def demo_file(weights: PeerWeights) -> Path:
         return final
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = final.with_suffix(".partial")
-    _write(GGUFReader(source), partial, weights)
+    convert(source, partial, weights)
     return partial.rename(final)
 
 
-def _write(reader: GGUFReader, path: Path, weights: PeerWeights) -> None:
+def convert(source: Path, path: Path, weights: PeerWeights) -> None:
+    """Write `path`: the tensors and facts of the GGUF file `source`, matrices in another type."""
+    reader = GGUFReader(source)
     writer = GGUFWriter(path, arch="llama")
     kind, file_type = weights.value
     for field in reader.fields.values():

@@ -34,10 +34,13 @@ class Worker:
                 env=environment,
             )
         except OSError as fault:
+            self._errors.close()
             raise self._missing(str(fault), ways_out) from fault
         greeting = self._read()
         if not greeting:
-            raise self._missing(self._said(), ways_out)
+            why = self._said()
+            self._close()
+            raise self._missing(why, ways_out)
         self.about: dict[str, str] = json.loads(greeting)
 
     def __enter__(self) -> Worker:
@@ -49,10 +52,7 @@ class Worker:
         fault: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the end of its cases is the end of its work
-        self._process.wait(timeout=30)
-        self._errors.close()
+        self._close()
 
     def time(self, case: Case, *, repeats: int, seed: int, filled: bool) -> list[float]:
         """Milliseconds of each step, or of each whole prompt. filled: long prompts are not computed."""
@@ -72,6 +72,11 @@ class Worker:
             raise ConfigError(f"{self.name} ended while it was measured", why=self._said())
         found: list[float] = json.loads(answer)
         return found
+
+    def _close(self) -> None:
+        with self._process:  # the end of its cases is the end of its work
+            pass
+        self._errors.close()
 
     def _read(self) -> str:
         assert self._process.stdout is not None

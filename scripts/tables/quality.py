@@ -1,10 +1,10 @@
-"""What formats do to answers: docs/reliability.md's GSM8K."""
+"""What formats do to answers: README's table, and docs/reliability.md's GSM8K."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tables import Cells, table
+from tables import Cells, percent, table
 
 
 @table("gsm8k", "smollm2-gsm8k.json")
@@ -15,4 +15,21 @@ def gsm8k(data: Any) -> Cells:
             [r["format"], f"{r['bytes_per_token']:,}", f"{r['mean_logprob']:.4f}", f"{r['drift']:.4f}",
              f"{r['right']} of {data['problems']}"]
         )  # fmt: skip
+    return lines
+
+
+@table("demo-formats", "demo.json")
+def formats(data: Any) -> Cells:
+    lines = [["KV format (K/V)", "B/token", "tokens/GiB", "mean KL", "same top token"]]
+    for r in data["formats"]:
+        fidelity = r["fidelity"]
+        lines.append(
+            [
+                r["format"].replace("/", " / "),
+                f"{r['bytes_per_token']:,}",
+                f"{r['tokens_per_gib']:,}",
+                f"{fidelity['mean_kl']:.5f}",
+                percent(fidelity["same_top"], digits=1),
+            ]
+        )
     return lines

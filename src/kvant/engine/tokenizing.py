@@ -26,6 +26,14 @@ _FILES = (
 )
 
 
+class TooManyTokens(RequestError):
+    """A text has more tokens than were to be read; `count` of them."""
+
+    def __init__(self, count: int, most: int, param: str) -> None:
+        self.count = count
+        super().__init__(f"the text has {count} tokens, at most {most} can be read", param=param)
+
+
 class Tokenizing:
     """A model's tokenizer and chat template."""
 
@@ -37,17 +45,26 @@ class Tokenizing:
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with what the model puts before every text (such as a BOS token)."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a text, with what the model puts before every text (such as a BOS token).
+
+        TooManyTokens where they are more than `most`.
+        """
         try:
-            return self._ids(text, add_special_tokens=add_special_tokens)
+            return self._ids(text, add_special_tokens, most, "prompt")
         except TypeError:  # tokenizers takes no lone surrogates
             raise RequestError("the prompt is no valid Unicode text", param="prompt") from None
 
-    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _ids(self, text: str, add_special_tokens: bool, most: int | None, param: str) -> list[int]:
         # As a batch of one: only then the library lets other threads run while it works.
         (found,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(found.ids)
+        if most is not None and len(found) > most:
+            # Before a list of millions is made, in which time no other thread would run.
+            raise TooManyTokens(len(found), most, param)
+        ids: list[int] = found.ids
+        return ids
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's template, up to where the assistant speaks."""
@@ -65,9 +82,12 @@ class Tokenizing:
         assert isinstance(text, str)
         return self.encode_rendered(text)
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of what a template has written: its own special tokens, and no BOS beside them."""
-        return self._ids(text, add_special_tokens=False)
+    def encode_rendered(self, text: str, *, most: int | None = None) -> list[int]:
+        """Token ids of what a template has written: its own special tokens, and no BOS beside them.
+
+        TooManyTokens where they are more than `most`.
+        """
+        return self._ids(text, False, most, "messages")
 
     def require_chat_template(self) -> None:
         """RequestError for a model that only completes texts."""

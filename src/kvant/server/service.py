@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvant.engine.sampling_params import seed_of_choice
-from kvant.engine.tokenizing import Message, Tokenizing
+from kvant.engine.tokenizing import Message, Tokenizing, TooManyTokens
 from kvant.errors import RequestError
 from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
@@ -209,33 +209,41 @@ class Service:
         name = "prompt" if talk is None else "messages"
         try:
             if talk is not None:
-                found = [await self.encode_chat(talk)]
+                found = [await self.encode_chat(talk, most=facts.max_model_len)]
             else:
                 found = await asyncio.to_thread(
-                    lambda: [self.encode(p) for p in generation.prompts]
+                    lambda: [self.encode(p, facts.max_model_len) for p in generation.prompts]
                 )
+        except TooManyTokens as fault:
+            check_length(fault.count, generation, name, facts)
+            raise
         except RequestError as fault:
             raise of_request(fault) from None
         for tokens in found:
-            check_length(tokens, generation, name, facts)
+            check_length(len(tokens), generation, name, facts)
         check_prompt_logprobs(found, generation, self.config.limits.prompt_logprobs)
         return found
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, most: int) -> tuple[int, ...]:
         """For a thread: the tokenizers library lets go of the interpreter while it works."""
         if not isinstance(prompt, str):
             return prompt
-        return tuple(self._with_tokenizer("prompt").encode(prompt))
+        return tuple(self._with_tokenizer("prompt").encode(prompt, most=most))
 
-    async def encode_chat(self, talk: Items[Message]) -> tuple[int, ...]:
-        """A conversation as a prompt, as `Tokenizing.encode_chat` has it, the template within limits."""
+    async def encode_chat(
+        self, talk: Items[Message], *, most: int | None = None
+    ) -> tuple[int, ...]:
+        """A conversation as a prompt, as `Tokenizing.encode_chat` has it, the template within limits.
+
+        TooManyTokens where it has more than `most`.
+        """
         tokenizing = self._with_tokenizer("messages")
         tokenizing.require_chat_template()
         tokenizer = tokenizing.tokenizer
         text = await self.renderer.render(
             tokenizer.get_chat_template(), talk, tokenizer.special_tokens_map
         )
-        return tuple(await asyncio.to_thread(tokenizing.encode_rendered, text))
+        return tuple(await asyncio.to_thread(tokenizing.encode_rendered, text, most=most))
 
     def _with_tokenizer(self, param: str) -> Tokenizing:
         if self.tokenizing is None:

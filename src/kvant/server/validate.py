@@ -82,12 +82,6 @@ def parse(body: bytes, model: type[_Body]) -> _Body:
         raise bad_request(f"{param}: {message}" if param else message, param) from None
 
 
-def _depth(loc: tuple[int | str, ...]) -> tuple[int, int]:
-    """How far a form was understood: levels, then items of the innermost list."""
-    items = [step for step in loc if isinstance(step, int)]
-    return len(loc), items[-1] if items else -1
-
-
 def check_model(name: str | None, facts: Facts) -> None:
     """None is the served model; ApiError 404 for one that is not served."""
     if name is not None and name not in facts.names:
@@ -154,14 +148,14 @@ def check_tokens(tokens: tuple[int, ...], name: str, facts: Facts) -> None:
             )
 
 
-def check_length(prompt: tuple[int, ...], generation: Generation, name: str, facts: Facts) -> None:
-    """ApiError 400 where the prompt, with what it asks for, is more than a sequence may have."""
-    if not prompt:
+def check_length(count: int, generation: Generation, name: str, facts: Facts) -> None:
+    """ApiError 400 where a prompt's tokens, with what it asks for, are more than a sequence may have."""
+    if not count:
         raise bad_request(f"{name} has no tokens: there is nothing to go on from", name)
     wanted = 1 if generation.max_tokens is None else generation.max_tokens
-    if len(prompt) + wanted > facts.max_model_len:
+    if count + wanted > facts.max_model_len:
         raise bad_request(
-            f"a sequence may have {facts.max_model_len} tokens here; the prompt has {len(prompt)} "
+            f"a sequence may have {facts.max_model_len} tokens here; the prompt has {count} "
             f"and {wanted} new ones are asked for",
             name,
             code="context_length_exceeded",

@@ -19,6 +19,7 @@ from kvant.engine.batch import Batch
 from kvant.engine.engine import CacheIdentity, Engine
 from kvant.engine.sampler import greedy
 from kvant.engine.scheduler import SchedulerLimits
+from kvant.kv.saturation import Saturated
 
 VOCAB = 97
 EOS = 3
@@ -46,6 +47,9 @@ class RememberingRunner:
     @property
     def looks_ahead(self) -> bool:
         return False
+
+    def saturated(self) -> tuple[Saturated, ...]:
+        return ()
 
     def greedy(self, logits: Tensor) -> tuple[list[bool], list[int]]:
         return greedy(logits)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import kvant
 from kvant import LLM, SamplingParams
@@ -322,3 +323,31 @@ def test_dummy_weights_need_no_weight_files_and_say_so(tmp_path: Path) -> None:
     assert answer() == answer()
     with pytest.raises(KvantError):
         LLM(bare, max_model_len=64, device="cpu")
+
+
+def test_values_beyond_a_format_are_counted_by_layer_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_chat.build(tmp_path)
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.self_attn.v_proj.weight"] *= 1e6
+    save_file(weights, file, metadata={"format": "pt"})
+    llm = make(model, kv_cache_dtype="fp8_e4m3")
+    assert llm.metrics()["kv_saturated_values"] == {}
+    for _ in range(2):
+        llm.generate("a prompt of so many tokens that it is looked at", GREEDY)
+    found = llm.metrics()["kv_saturated_values"]
+    assert list(found) == [1]
+    assert found[1]["k"] == 0
+    assert found[1]["v"] > 100
+    told = [line for line in caplog.messages if "beyond" in line]
+    assert len(told) == 1
+    assert " of V in fp8_e4m3)" in told[0]
+    assert "layer 1 (" in told[0]
+    assert llm.metrics()["kv_saturated_values"] == found
+
+
+def test_a_format_that_holds_everything_counts_nothing(llm: LLM) -> None:
+    llm.generate("a prompt of so many tokens that it is looked at", GREEDY)
+    assert llm.metrics()["kv_saturated_values"] == {}

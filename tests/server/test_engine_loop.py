@@ -6,8 +6,21 @@ import pytest
 
 from kvant.engine.request import FinishReason
 from kvant.errors import EngineFault
+from kvant.kv.dtype import KVDtype
+from kvant.kv.saturation import Saturated
 from kvant.server.engine_loop import MOST_FAILED_STEPS, EngineLoop
-from kvant.server.messages import Cancel, Failure, Piece, Sampling, Submit
+from kvant.server.messages import (
+    Cancel,
+    Failure,
+    Piece,
+    Report,
+    Sampling,
+    Submit,
+    encode,
+    read_from_engine,
+)
+from kvant.server.metrics import saturation_metric
+from tests.attention import driver
 from tests.engine.fakes import VOCAB, answer, make_engine
 
 GREEDY = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -155,3 +168,19 @@ def test_an_idle_engine_audits_its_pages_once_and_says_what_it_found(
     assert second.num_scale_audits > 0, "and then looks at scales"
     assert lost is not None
     engine.scheduler.allocator.release(lost)
+
+
+def test_what_layers_could_not_hold_comes_to_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner = make_engine()
+    layer = driver.plan([driver.layer(index=3)], KVDtype.FP8_E4M3).layers[0]
+    monkeypatch.setattr(runner, "saturated", lambda: (Saturated(layer, 7, 0),))
+    loop = EngineLoop(engine)
+    loop.take(_submit(1, (5, 6)))
+    _run(loop)
+    report = read_from_engine(encode(loop.step()))
+    assert isinstance(report, Report)
+    samples = saturation_metric("m", report.stats).samples
+    assert {(s.labels["layer"], s.labels["side"], s.value) for s in samples} == {
+        ("3", "k", 7), ("3", "v", 0),
+    }  # fmt: skip
+    assert {s.name for s in samples} == {"kvant:kv_saturated_values_total"}

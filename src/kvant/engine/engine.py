@@ -29,12 +29,14 @@ from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
 from kvant.engine.sampler import Rows, Sampled, is_plain, token_logprobs
 from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.saturation import saturation_warning
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from kvant.engine.speculation import Speculation
 from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault, RequestError
 from kvant.kv.pages import PageAllocator, root_hash
+from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
 from kvant.speculative.accept import verify
 
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from kvant.engine.grammar import Compiling, GrammarCompiler
 
 _COMPILE_WAIT_SECONDS = 0.02
+SATURATION_STEPS = 512
+"""Steps between two looks at what layers could not hold, as each waits for the device."""
 _log = logging.getLogger(__name__)
 
 
@@ -130,6 +134,7 @@ class Engine:
         self._num_steps = 0
         self._num_computed_tokens = 0
         self._num_preemptions = 0
+        self._saturated: tuple[Saturated, ...] = ()
 
     @property
     def has_work(self) -> bool:
@@ -153,6 +158,7 @@ class Engine:
             num_computed_tokens=self._num_computed_tokens,
             num_preemptions=self._num_preemptions,
             speculation=None if self.speculation is None else self.speculation.stats,
+            saturated=self._saturated,
         )
 
     def submit(
@@ -249,6 +255,7 @@ class Engine:
             for chunk in schedule.chunks:
                 self.cancel(chunk.sequence.number)
             raise
+        self._look_at_saturation()
         return progress
 
     def stream(self, number: int) -> TokenStream:
@@ -405,6 +412,16 @@ class Engine:
         first_rows = [0, *accumulate(chunk.num_rows for chunk in chunks)][:-1]
         rows = Rows(logits[: len(batch.sampled)], known)
         return _Ran(chunks, batch, rows, first_rows, broken, hidden)
+
+    def _look_at_saturation(self) -> None:
+        """Now and then, and when nothing is left to do; a layer's first values are told."""
+        if self._live and self._num_steps % SATURATION_STEPS:
+            return
+        known = {one.spec.geometry.index for one in self._saturated}
+        self._saturated = self.runner.saturated()
+        new = [one for one in self._saturated if one.spec.geometry.index not in known]
+        if new:
+            _log.warning("%s", saturation_warning(new))
 
     def _knows_what_follows(self, batch: Batch) -> bool:
         """Whether the next step is this one's continuation, if nothing ends or arrives."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvant.engine.request import FinishReason, TokenLogprobs
 from kvant.errors import RequestError
+from kvant.kv.saturation import Saturated
 from kvant.speculative.counts import SpeculationStats, spec_decode
 
 
@@ -58,7 +59,8 @@ class Progress:
 class EngineStats:
     """The engine between two steps. Steps, tokens and preemptions are counted since it was made.
 
-    speculation: what became of drafts; None where none are made.
+    speculation: what became of drafts; None where none are made. saturated: layers that were given
+    values beyond what their formats hold, as of the last look.
     """
 
     num_running: int
@@ -70,10 +72,17 @@ class EngineStats:
     num_computed_tokens: int
     num_preemptions: int
     speculation: SpeculationStats | None = None
+    saturated: tuple[Saturated, ...] = ()
 
 
 def as_metrics(stats: EngineStats) -> dict[str, Any]:
-    """The numbers by name; with speculation `spec_decode_*` beside them."""
+    """The numbers by name; with speculation `spec_decode_*` beside them.
+
+    kv_saturated_values: by layer, how many of K and of V; layers without any are left out.
+    """
     found = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    found["kv_saturated_values"] = {
+        one.spec.geometry.index: {"k": one.k, "v": one.v} for one in found.pop("saturated")
+    }
     speculation = found.pop("speculation")
     return found if speculation is None else {**found, **spec_decode(speculation)}

@@ -16,6 +16,7 @@ from kvant.engine.graphs import DecodeGraphs
 from kvant.engine.sampler import Greedy, greedy
 from kvant.engine.warm_up import warm_up
 from kvant.kv.pool import KVPool
+from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel
 
@@ -46,6 +47,10 @@ class Runner(Protocol):
     @property
     def looks_ahead(self) -> bool:
         """Whether it makes use of `Batch.ahead`."""
+        ...
+
+    def saturated(self) -> tuple[Saturated, ...]:
+        """What layers were given and could not hold, so far. Waits for the device."""
         ...
 
     def greedy(self, logits: Tensor) -> Greedy:
@@ -101,6 +106,9 @@ class ModelRunner:
     @property
     def looks_ahead(self) -> bool:
         return self._graphs is not None
+
+    def saturated(self) -> tuple[Saturated, ...]:
+        return self.pool.saturated()
 
     def greedy(self, logits: Tensor) -> Greedy:
         if self._by_graph:

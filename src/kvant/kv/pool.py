@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import TORCH_ELEMENT
+from kvant.kv.saturation import Saturated, largest_stored
+from kvant.kv.saturation_counter import SaturationCounter
 from kvant.kv.spec import KVPlan, LayerSpec
 
 SCRATCH_PAGE = 0
@@ -29,6 +31,7 @@ class LayerCache:
     k, v: planes in the order of the format, each [num_pages, page_size, num_kv_heads, width];
     empty for a side that stores nothing (MLA's V).
     k_scale, v_scale: float32 [1] or [num_kv_heads], the scale outside the pages, or None.
+    saturation: the count of values beyond what is held; None where no value can be.
     """
 
     spec: LayerSpec
@@ -36,6 +39,7 @@ class LayerCache:
     v: tuple[Tensor, ...]
     k_scale: Tensor | None
     v_scale: Tensor | None
+    saturation: SaturationCounter | None = None
 
     @property
     def page_size(self) -> int:
@@ -60,6 +64,7 @@ class KVPool:
         self.plan = plan
         self.num_pages = num_pages
         self.device = device
+        self._saturated = torch.zeros(len(plan.layers), 2, dtype=torch.int64, device=device)
         self._layers: dict[int, LayerCache] = {}
         for spec in plan.layers:
             if spec.k is not None:
@@ -82,6 +87,15 @@ class KVPool:
         """Every plane once, layers that share counted with their owner."""
         owned = {id(cache): cache for cache in self._layers.values()}.values()
         return [plane for cache in owned for plane in (*cache.k, *cache.v)]
+
+    def saturated(self) -> tuple[Saturated, ...]:
+        """Layers that were given values beyond what they hold. Waits for the device."""
+        counts = self._saturated.tolist()
+        return tuple(
+            Saturated(spec, k, v)
+            for spec, (k, v) in zip(self.plan.layers, counts, strict=True)
+            if k or v
+        )
 
     def zero(self, pages: Sequence[int]) -> None:
         """Clear pages in every layer, before they are handed to a new owner.
@@ -108,7 +122,17 @@ class KVPool:
             given = scales.get((g.index, side))
             value = torch.tensor([choice.scale.fixed]) if given is None else given
             outside.append(value.to(device=self.device, dtype=torch.float32))
-        return LayerCache(spec, tuple(planes["k"]), tuple(planes["v"]), outside[0], outside[1])
+        return LayerCache(
+            spec, tuple(planes["k"]), tuple(planes["v"]), outside[0], outside[1],
+            self._saturation(spec),
+        )  # fmt: skip
+
+    def _saturation(self, spec: LayerSpec) -> SaturationCounter | None:
+        compute = self.plan.compute_dtype
+        largest = largest_stored(spec.k, compute), largest_stored(spec.v, compute)
+        if largest == (None, None):
+            return None
+        return SaturationCounter(self._saturated[spec.geometry.index], largest)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -177,7 +177,7 @@ class Drafts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`kvant.engine.result.EngineStats`, field by field."""
+    """`kvant.engine.result.EngineStats`, field by field. saturated: (layer, values of K, of V)."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -188,6 +188,7 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     speculation: Drafts | None = None
+    saturated: tuple[tuple[int, int, int], ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):

@@ -259,6 +259,7 @@ class _EngineGauges(Collector):
         )
         deaths.add_metric((self._model,), self._supervisor.num_deaths)
         yield deaths
+        yield saturation_metric(self._model, stats)
         if stats.speculation is not None:
             yield from draft_metrics(self._model, stats.speculation)
         yield self._gauge("kvant:engine_up", "1: ready.", float(self._supervisor.is_ready))
@@ -302,6 +303,19 @@ class _EngineGauges(Collector):
         family = GaugeMetricFamily(name, text, labels=("model_name",))
         family.add_metric((self._model,), value)
         return family
+
+
+def saturation_metric(model: str, stats: Stats) -> Metric:
+    """By layer and side; layers that held everything are left out."""
+    found = CounterMetricFamily(
+        "kvant:kv_saturated_values",
+        "Values beyond what a layer holds, stored as its largest.",
+        labels=("model_name", "layer", "side"),
+    )
+    for layer, k, v in stats.saturated:
+        for side, count in (("k", k), ("v", v)):
+            found.add_metric((model, str(layer), side), count)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

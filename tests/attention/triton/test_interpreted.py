@@ -21,6 +21,8 @@ from kvant.attention.triton.info import SERVED
 from kvant.attention.triton.tuning import NEVER_SPLIT, Shape
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
+from kvant.kv.saturation import LARGEST
+from tests.attention.saturating import counted
 from tests.attention.triton import case
 
 pytestmark = [
@@ -177,3 +179,9 @@ def _row(kind: str, x: torch.Tensor) -> torch.Tensor:
     elif kind == "large":
         x *= 1e36
     return x
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name in LARGEST], ids=str)
+def test_the_writer_counts_what_a_format_cannot_hold(name: KVDtype) -> None:
+    rows = torch.float32 if name is KVDtype.FLOAT16 else torch.float16
+    assert counted(TritonBackend(), name, rows=rows) == [(1, 2, 0)]

@@ -19,6 +19,8 @@ from kvant.attention.triton.info import SERVED
 from kvant.attention.triton.zero import PageEraser
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
+from kvant.kv.saturation import LARGEST
+from tests.attention.saturating import counted
 from tests.attention.triton import case
 
 pytestmark = pytest.mark.gpu
@@ -233,3 +235,9 @@ def test_pages_are_cleared_in_every_plane_and_no_other_page_is_touched() -> None
         kept = (plane.view(9, -1) == 7).all(1).tolist()
         assert cleared == [page in (3, 8) for page in range(9)]
         assert kept == [page not in (3, 8) for page in range(9)]
+
+
+@pytest.mark.parametrize("name", [*FORMATS], ids=str)
+def test_the_writer_counts_what_a_format_cannot_hold(name: KVDtype) -> None:
+    expected = [(1, 2, 0)] if name in LARGEST else []
+    assert counted(TritonBackend(), name, rows=torch.bfloat16, device="cuda") == expected

@@ -86,6 +86,8 @@ class CpuBackend:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         threads = torch.get_num_threads()
         slots = step.slot_mapping.contiguous()
+        if cache.saturation is not None:
+            cache.saturation.sample((k, v), (cache.k_scale, cache.v_scale), slots)
         stride = _aligned(write.scratch_bytes(max(k.shape[-1], v.shape[-1])))
         scratch = self._room(threads * stride)
         for x, block in ((k, layer.write_k), (v, layer.write_v)):

@@ -64,6 +64,8 @@ class ReferenceBackend:
     def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
         """Encode k, v [T, num_kv_heads, head_dim] and put them into `step.slot_mapping`'s slots."""
         slots = step.slot_mapping
+        if cache.saturation is not None:
+            cache.saturation.sample((k, v), (cache.k_scale, cache.v_scale), slots)
         keep = slots >= 0
         if not bool(keep.all()):
             slots, k, v = slots[keep], k[keep], v[keep]

@@ -53,10 +53,14 @@ class TritonBackend:
         a, b = READING[spec.k.dtype], READING[spec.v.dtype]
         head_k, head_v = k.shape[-1], v.shape[-1]
         rows = 8
+        saturation = cache.saturation
+        counts, (most_k, most_v) = None, (None, None)
+        if saturation is not None:
+            counts, (most_k, most_v) = saturation.counts, saturation.largest
         store_rows[(triton.cdiv(num_rows, rows), 2)](
             k, k.stride(0), k.stride(1), *stores(cache.k), cache.k_scale,
             v, v.stride(0), v.stride(1), *stores(cache.v), cache.v_scale,
-            step.slot_mapping, num_rows,
+            step.slot_mapping, num_rows, counts, MOST_K=most_k or 0.0, MOST_V=most_v or 0.0,
             HEADS=heads, ROWS=rows, PTX=is_nvidia(k.device),
             KIND_K=int(a.kind), SCALING_K=int(a.scaling), OUTER_K=outer(cache.k_scale),
             HEAD_K=head_k, PAD_K=triton.next_power_of_2(head_k),

@@ -32,8 +32,8 @@ from kvant.attention.triton.rotation import hadamard
 
 @triton.jit
 def _store_rows(
-    x_ptr, stride_token, stride_head, codes, scales, outer_ptr, slot_mapping, num_rows,
-    KIND: tl.constexpr, SCALING: tl.constexpr, OUTER: tl.constexpr, HEADS: tl.constexpr,
+    x_ptr, stride_token, stride_head, codes, scales, outer_ptr, slot_mapping, num_rows, count_ptr,
+    MOST: tl.constexpr, KIND: tl.constexpr, SCALING: tl.constexpr, OUTER: tl.constexpr, HEADS: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
@@ -49,6 +49,13 @@ def _store_rows(
     at = token.to(tl.int64) * stride_token + head * stride_head
     x = tl.load(x_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
 
+    if MOST > 0:
+        reach = tl.full((ROWS,), MOST, tl.float32)
+        if OUTER > 0:
+            reach *= tl.load(outer_ptr + head * (OUTER - 1))
+        beyond = tl.sum((tl.abs(x.to(tl.float32)) > reach[:, None]).to(tl.int32))
+        if beyond > 0:
+            tl.atomic_add(count_ptr, beyond.to(tl.int64), sem="relaxed")
     if KIND == FLOAT32 or KIND == FLOAT16 or KIND == BFLOAT16:
         target = codes.dtype.element_ty
         if x.dtype != target and KIND == FLOAT16:
@@ -113,21 +120,27 @@ def _store_rows(
 def store_rows(
     k, k_stride_token, k_stride_head, k_codes, k_scales, k_outer,
     v, v_stride_token, v_stride_head, v_codes, v_scales, v_outer,
-    slot_mapping, num_rows,
+    slot_mapping, num_rows, counts, MOST_K: tl.constexpr, MOST_V: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
     KIND_K: tl.constexpr, SCALING_K: tl.constexpr, OUTER_K: tl.constexpr,
     HEAD_K: tl.constexpr, PAD_K: tl.constexpr, ROTATION_K: tl.constexpr,
     KIND_V: tl.constexpr, SCALING_V: tl.constexpr, OUTER_V: tl.constexpr,
     HEAD_V: tl.constexpr, PAD_V: tl.constexpr, ROTATION_V: tl.constexpr,
 ):  # fmt: skip
-    """Program (ROWS rows, side). A row is one token and KV head; num_rows = tokens * HEADS."""
+    """Program (ROWS rows, side). A row is one token and KV head; num_rows = tokens * HEADS.
+
+    counts: int64 [2], of values of K and V beyond MOST times their outside scale; MOST 0: not counted.
+    """
     if tl.program_id(1) == 0:
         _store_rows(
             k, k_stride_token, k_stride_head, k_codes, k_scales, k_outer, slot_mapping, num_rows,
-            KIND_K, SCALING_K, OUTER_K, HEADS, HEAD_K, PAD_K, ROTATION_K, ROWS, PTX,
+            counts, MOST_K, KIND_K, SCALING_K, OUTER_K, HEADS, HEAD_K, PAD_K, ROTATION_K, ROWS, PTX,
         )  # fmt: skip
     else:
+        v_counts = counts
+        if MOST_V > 0:
+            v_counts = counts + 1
         _store_rows(
             v, v_stride_token, v_stride_head, v_codes, v_scales, v_outer, slot_mapping, num_rows,
-            KIND_V, SCALING_V, OUTER_V, HEADS, HEAD_V, PAD_V, ROTATION_V, ROWS, PTX,
+            v_counts, MOST_V, KIND_V, SCALING_V, OUTER_V, HEADS, HEAD_V, PAD_V, ROTATION_V, ROWS, PTX,
         )  # fmt: skip

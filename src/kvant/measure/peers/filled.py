@@ -23,6 +23,7 @@ from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, KVRequest
+from kvant.kv.saturation import Saturated
 
 _SAMPLE_TOKENS = 512
 _STEP_TOKENS = 2048
@@ -71,6 +72,9 @@ class FilledRunner:
         self, batch: Batch, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         return self._inner.run_with_hidden(batch, layers)
+
+    def saturated(self) -> tuple[Saturated, ...]:
+        return self._inner.saturated()
 
     def greedy(self, logits: Tensor) -> Greedy:
         return self._inner.greedy(logits)

@@ -1,0 +1,46 @@
+"""The counter of values that a layer's formats cannot hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvant.kv.codecs.conversion import per_head
+
+SAMPLE_EVERY = 16
+"""On a CPU one step in so many is looked at; prompts always."""
+_PROMPT_ROWS = 16
+
+
+class SaturationCounter:
+    """The count of one layer. counts: int64 [2], K and V, on the pool's device; kernels add to it.
+
+    largest: of K and V, see `largest_stored`.
+    """
+
+    def __init__(self, counts: Tensor, largest: tuple[float | None, float | None]) -> None:
+        self.counts = counts
+        self.largest = largest
+        self._writes = 0
+
+    def sample(
+        self,
+        rows: tuple[Tensor, Tensor],
+        scales: tuple[Tensor | None, Tensor | None],
+        slots: Tensor,
+    ) -> None:
+        """Count in K and V [T, num_kv_heads, head_dim] that are about to be written, now and then.
+
+        For backends that do not count while they encode. Rows whose slot is -1 do not count.
+        """
+        self._writes += 1
+        if len(slots) < _PROMPT_ROWS and self._writes % SAMPLE_EVERY != 1:
+            return
+        for side, (x, scale, largest) in enumerate(zip(rows, scales, self.largest, strict=True)):
+            if largest is None:
+                continue
+            size = x.to(torch.promote_types(x.dtype, torch.float32)).abs()
+            bound = torch.full((1, 1), largest, dtype=torch.float32, device=x.device)
+            beyond = size > (bound if scale is None else bound * per_head(scale))
+            if bool(beyond.any()):
+                self.counts[side] += beyond[slots >= 0].sum()

@@ -1,0 +1,80 @@
+"""Values beyond what a format holds are counted, and only those."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvant.kv.codecs import Codec, codec_for
+from kvant.kv.dtype import KVDtype
+from kvant.kv.saturation import LARGEST
+from kvant.kv.saturation_counter import SAMPLE_EVERY, SaturationCounter
+
+HEADS, DIM = 2, 16
+
+
+def planted(largest: float, scale: float) -> torch.Tensor:
+    """Eight tokens, as large as can be held; the second and the last have one value beyond."""
+    x = torch.full((8, HEADS, DIM), largest * scale)
+    x[1, 0, 3] *= -1.001
+    x[7, 1, 5] *= 1e6
+    return x
+
+
+def count(x: torch.Tensor, dtype: KVDtype, scale: torch.Tensor | None, slots: list[int]) -> int:
+    counts = torch.zeros(2, dtype=torch.int64)
+    made = SaturationCounter(counts, (LARGEST.get(dtype), None))
+    made.sample((x, x), (scale, None), torch.tensor(slots))
+    assert counts[1] == 0
+    return int(counts[0])
+
+
+@pytest.mark.parametrize("dtype", list(LARGEST), ids=str)
+def test_what_is_beyond_the_largest_is_what_the_codec_brings_down(dtype: KVDtype) -> None:
+    """The table's numbers are the codecs': at the largest nothing is lost, beyond it something is."""
+    scale = torch.tensor([0.5]) if dtype.format.takes_outside_scale else None
+    largest = LARGEST[dtype] * (1.0 if scale is None else 0.5)
+    codec = codec_for(dtype)
+    x = torch.tensor([largest, 1.5 * largest]).repeat_interleave(16).view(2, 1, 16)
+    back = codec.decode(codec.encode(x, scale), scale, 16, torch.float32)
+    assert back.unique().tolist() == [largest]
+
+
+@pytest.mark.parametrize("dtype", list(LARGEST), ids=str)
+def test_planted_outliers_are_counted_where_rows_are_written(dtype: KVDtype) -> None:
+    scale = torch.tensor([0.25]) if dtype.format.takes_outside_scale else None
+    x = planted(LARGEST[dtype], 1.0 if scale is None else 0.25)
+    assert count(x, dtype, scale, list(range(8))) == 2
+    assert count(x, dtype, scale, [0, 1, 2, 3, 4, 5, 6, -1]) == 1
+
+
+def test_each_head_is_held_to_its_own_scale() -> None:
+    x = torch.full((4, HEADS, DIM), 448.0)
+    assert count(x, KVDtype.FP8_E4M3, torch.tensor([1.0, 0.9]), [0, 1, 2, 3]) == 4 * DIM
+
+
+def test_narrow_inputs_are_compared_exactly() -> None:
+    x = torch.full((4, HEADS, DIM), 65504.0).to(torch.bfloat16)  # 65536
+    assert count(x, KVDtype.FLOAT16, None, [0, 1, 2, 3]) == x.numel()
+
+
+def test_single_tokens_are_looked_at_now_and_then() -> None:
+    counts = torch.zeros(2, dtype=torch.int64)
+    made = SaturationCounter(counts, (448.0, 448.0))
+    x = torch.full((1, HEADS, DIM), 1000.0)
+    for _ in range(2 * SAMPLE_EVERY):
+        made.sample((x, x), (None, None), torch.tensor([3]))
+    assert counts.tolist() == [2 * x.numel()] * 2
+
+
+def test_other_formats_hold_large_rows_as_well_as_small_ones() -> None:
+    """In proportion: what they lose they lose to rounding, not to an end of their range."""
+    x = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(0))
+    large = 4096.0
+    for dtype in set(KVDtype) - set(LARGEST):
+        codec = codec_for(dtype)
+
+        def back(rows: torch.Tensor, codec: Codec = codec) -> torch.Tensor:
+            return codec.decode(codec.encode(rows, None), None, 16, torch.float32)
+
+        torch.testing.assert_close(back(large * x) / large, back(x), rtol=1e-3, atol=1e-3)

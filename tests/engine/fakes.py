@@ -107,6 +107,7 @@ def make_engine(
     max_model_len: int | None = None,
     prefix_caching: bool = True,
     max_prompt_logprobs: int = 256,
+    prompt_stride: int = 1,
     tokenizer: Tokenizer | None = None,
     seed: int | None = 0,
 ) -> tuple[Engine, RememberingRunner]:
@@ -119,6 +120,7 @@ def make_engine(
         page_size=page_size,
         prefix_caching=prefix_caching,
         max_prompt_logprobs=max_prompt_logprobs,
+        prompt_stride=prompt_stride,
     )
     engine = Engine(
         runner,

@@ -57,6 +57,25 @@ def test_chunk_size_makes_no_difference(chunk: int) -> None:
         assert engine.stats.num_steps > 8, "no prompt was cut into chunks"
 
 
+def test_prompts_are_cut_at_multiples_of_the_stride() -> None:
+    engine, runner = make_engine(
+        max_num_batched_tokens=40, prompt_stride=16, num_pages=200, prefix_caching=False
+    )
+    prompts = [prompt_of(length, length) for length in (70, 9, 65, 40, 3)]
+    results = generate(engine, prompts, greedy(2))
+    assert [list(r.token_ids) for r in results] == [answer(p, 2) for p in prompts]
+    # Of 70 tokens 32, then the 38 that are left; beside its answer all 9 of the next, and 16 of 65.
+    assert runner.steps[:3] == [[32], [38], [1, 9, 16]]
+
+
+def test_a_stride_that_steps_have_no_room_for_keeps_nobody_waiting() -> None:
+    engine, runner = make_engine(max_num_batched_tokens=8, prompt_stride=16, num_pages=200)
+    prompts = [prompt_of(50, 1), prompt_of(33, 2)]
+    results = generate(engine, prompts, greedy(4))
+    assert [list(r.token_ids) for r in results] == [answer(p, 4) for p in prompts]
+    assert max(map(sum, runner.steps)) == 8
+
+
 def test_one_step_mixes_answers_with_pieces_of_prompts() -> None:
     engine, runner = make_engine(max_num_batched_tokens=8)
     generate(engine, [prompt_of(3), prompt_of(60, 1)], greedy(12))

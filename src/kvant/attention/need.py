@@ -16,6 +16,10 @@ from kvant.kv.geometry import LayerGeometry
 LONG = 256
 """Query tokens from which a sequence of a step counts as long: see `Step.long`."""
 
+LONG_STRIDE = 1024
+"""Where a prompt that takes several steps is best cut: at multiples of so many tokens, long stretches
+need few shapes and little padding."""
+
 
 class DeviceKind(Enum):
     CPU = "cpu"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvant.attention.need import LONG_STRIDE
 from kvant.engine.budget import choose_kv_bytes, choose_max_model_len
 from kvant.engine.config import EngineConfig
 from kvant.engine.device import free_bytes, torch_device
@@ -91,6 +92,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             page_size=target.kv.page_size,
             prefix_caching=config.prefix_caching,
             pages_ahead=runner.looks_ahead,
+            prompt_stride=1 if device.type == "cpu" else LONG_STRIDE,
             max_prompt_logprobs=max_prompt_logprobs(target.geometry.vocab_size),
         ),
         num_pages,

@@ -121,7 +121,11 @@ class EngineOptions(PlanOptions):
         None, "Requests that run at once.", low=1, unset="32 on a CPU, else 256", panel=_RUN
     )
     max_num_batched_tokens: int | None = option(
-        None, "Tokens of one step.", low=1, unset="512 on a CPU, else 8192", panel=_RUN
+        None,
+        "Tokens of one step.",
+        low=1,
+        unset="512 on a CPU, else 8192 + max_num_seqs",
+        panel=_RUN,
     )
     enable_prefix_caching: bool = option(
         True, "Share pages between requests that begin alike.", panel=_RUN
@@ -167,13 +171,16 @@ def engine_config(settings: Settings, *, num_requests: int | None = None) -> Eng
     """
     options = settings.build(EngineOptions)
     device = host_device(options.device, asked_by=_by(settings, "device"))
-    seqs, tokens = default_step(device)
+    seqs = default_num_seqs(device)
     if num_requests is not None:
         seqs = min(seqs, num_requests)
+    if options.max_num_seqs is not None:
+        seqs = options.max_num_seqs
+    tokens = options.max_num_batched_tokens
     return EngineConfig(
         plan_request(settings, device),
-        seqs if options.max_num_seqs is None else options.max_num_seqs,
-        tokens if options.max_num_batched_tokens is None else options.max_num_batched_tokens,
+        seqs,
+        default_num_batched_tokens(device, seqs) if tokens is None else tokens,
         options.enable_prefix_caching,
         options.seed,
         options.load_format == "dummy",
@@ -205,9 +212,14 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
     )
 
 
-def default_step(device: DeviceFacts) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens). A CPU step of more tokens would take seconds."""
-    return (32, 512) if device.kind is DeviceKind.CPU else (256, 8192)
+def default_num_seqs(device: DeviceFacts) -> int:
+    return 32 if device.kind is DeviceKind.CPU else 256
+
+
+def default_num_batched_tokens(device: DeviceFacts, max_num_seqs: int) -> int:
+    """A CPU step of more tokens would take seconds. On a GPU whoever answers takes no room from prompts,
+    which then are cut at the same places in every step."""
+    return 512 if device.kind is DeviceKind.CPU else 8192 + max_num_seqs
 
 
 def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:

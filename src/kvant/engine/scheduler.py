@@ -31,7 +31,7 @@ class SchedulerLimits:
     max_model_len: tokens of one sequence. prefix_caching: whether pages are shared by their contents.
     max_prompt_logprobs: prompt tokens of one step whose log-probabilities can be asked for: each takes
     a row of logits. pages_ahead: an answering sequence gets its next page one token early, if one is
-    free.
+    free. prompt_stride: a prompt is cut at multiples of so many tokens, in steps with room for as many.
     """
 
     max_num_seqs: int
@@ -41,6 +41,7 @@ class SchedulerLimits:
     prefix_caching: bool = True
     max_prompt_logprobs: int = 256
     pages_ahead: bool = False
+    prompt_stride: int = 1
 
 
 class Chunk(NamedTuple):
@@ -98,6 +99,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # oldest first
         self._next_order = 0
         self._logprobs_left = 0  # of this step's max_prompt_logprobs
+        self._stride = 1  # this step's prompt_stride
 
     @property
     def num_waiting(self) -> int:
@@ -132,6 +134,8 @@ class Scheduler:
         self._logprobs_left = self.limits.max_prompt_logprobs
         chunks, prefilling, preempted = self._schedule_decodes()
         budget = self.limits.max_num_batched_tokens - len(chunks)
+        # With less room than a stride nothing could be cut there, and nobody would get on.
+        self._stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
         prefills = self._schedule_prefills(prefilling, budget)
         if not preempted:  # whoever was just sent away would come straight back
             left = budget - sum(chunk.num_tokens for chunk in prefills)
@@ -271,12 +275,18 @@ class Scheduler:
             sequence.status = Status.RUNNING
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 prefilling.append(sequence)
-            budget -= self._add_chunk(chunks, sequence, budget)
+            count = self._add_chunk(chunks, sequence, budget)
+            if not count:
+                break
+            budget -= count
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         """The sequence's next tokens, as many as the step has room for; how many that are, maybe none."""
         start = sequence.num_computed_tokens
-        count = min(len(sequence.token_ids) - start, budget)
+        left = len(sequence.token_ids) - start
+        count = min(left, budget)
+        if count < left:
+            count = max(0, count - (start + count) % self._stride)
         if sequence.lacks_prompt_logprobs:
             count = min(count, self._logprobs_left)
             self._logprobs_left -= count

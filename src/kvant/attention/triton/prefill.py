@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, LongQuery, Step
-from kvant.attention.need import LONG
+from kvant.attention.need import LONG, LONG_STRIDE
 from kvant.attention.triton.codec import READING, Reading
 from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.join import join_rows
@@ -28,7 +28,7 @@ from kvant.kv.codecs.rotation import block_length
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.pool import KVPool, LayerCache
 
-_BLOCKS = tuple(1024 << i for i in reversed(range(8)))
+_BLOCKS = tuple(LONG_STRIDE << i for i in reversed(range(8)))
 """Keys of one product before the square; what is left over goes into the square."""
 
 
@@ -107,8 +107,10 @@ def attend_long(
     if not before:
         out[rows] = found[mine]
         return
-    queries = torch.empty(square_size(n), *q.shape[1:], dtype=q.dtype, device=q.device)
-    queries[:n] = q[rows]
+    queries = square
+    if spare:
+        queries = torch.empty(square_size(n), *q.shape[1:], dtype=q.dtype, device=q.device)
+        queries[:n] = q[rows]
     total, total_lse = found[mine], lse[:, mine]
     blocks = list(_blocks(before))
     for place, keys in enumerate(blocks):

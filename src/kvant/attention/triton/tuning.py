@@ -64,6 +64,8 @@ def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) 
     blocks: bound on row blocks of the step.
     """
     slots = max(1, shape.programs * multiprocessors // heads)
+    if blocks >= 2 * slots:
+        return max(1, blocks // 2)  # enough for everybody: only rows twice as long as most are cut
     halves = 2 if shape.rows <= 16 else 1  # short programs: leave room for two items a block
     rounds = -(-halves * blocks // slots)
     return max(1, rounds * slots - blocks)

@@ -162,6 +162,17 @@ def test_in_batch_invariant_mode_a_query_has_the_same_bits_however_it_is_asked(
         assert torch.equal(alone[0], found[last])
 
 
+def test_hundreds_of_sequences_are_joined_like_few() -> None:
+    lengths = [1 + 7 * i % 60 for i in range(299)]
+    sequences = [(length, 1) for length in (*lengths[:150], 5000, *lengths[150:])]
+    check(
+        case.prepare(
+            KVDtype.INT4_PER_TOKEN_HEAD, heads=(32, 8), head_dims=(128, 128), sequences=sequences,
+            sinks=True, dtype=torch.bfloat16, device="cuda",
+        )
+    )  # fmt: skip
+
+
 def test_a_captured_graph_follows_the_lengths() -> None:
     backend = TritonBackend()
     x = case.prepare(

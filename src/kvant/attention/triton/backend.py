@@ -22,7 +22,13 @@ from kvant.attention.triton.launch import (
 from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.prefill import attend_long, serves
 from kvant.attention.triton.store import store_rows
-from kvant.attention.triton.tuning import NEVER_SPLIT, Shape, items_aimed_at, shape_for
+from kvant.attention.triton.tuning import (
+    NEVER_SPLIT,
+    Shape,
+    heads_joined_at_once,
+    items_aimed_at,
+    shape_for,
+)
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
 
@@ -183,10 +189,11 @@ def attend(
         num_warps=shape.warps, num_stages=shape.stages, **options,
     )  # fmt: skip
     if parts:
-        combine[(q_heads * tokens,)](
+        per_program = heads_joined_at_once(tokens, q_heads)
+        combine[(q_heads * tokens // per_program,)](
             partial, partial_lse, params.sinks, out, *work, num_seqs, window, target, least,
             GROUP=group, HEADS=heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
-            ROWS=shape.rows, TILE=shape.tile, AT_ONCE=8,
+            ROWS=shape.rows, TILE=shape.tile, AT_ONCE=8, PER_PROGRAM=per_program,
             CAUSAL=causal, WINDOW=window > 0, SINKS=params.sinks is not None,
             DIRECT=direct, FIXED=fixed, ROTATION=block_length(head_v) if v.rotated else 0,
             num_warps=1,

@@ -15,17 +15,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def combine(
     partial, partial_lse, sinks, out, cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, PER_PROGRAM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     DIRECT: tl.constexpr, FIXED: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
-    """Program token * (number of query heads) + query head. See `paged_attention` for the shapes.
+    """Program: PER_PROGRAM query heads of a token, which looks for its items once for all of them.
 
-    Items are joined AT_ONCE at a time, in order. DIRECT: rows of one item were already written.
-    ROTATION: length of the rotation's blocks, 0 for none. Tokens of no sequence get zeros.
+    See `paged_attention` for the shapes. Items are joined AT_ONCE at a time, in order. DIRECT: rows of
+    one item were already written. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no
+    sequence get zeros.
     """
-    query_head = tl.program_id(0) % (HEADS * GROUP)
-    token = tl.program_id(0) // (HEADS * GROUP)
+    first_head = tl.program_id(0) * PER_PROGRAM % (HEADS * GROUP)
+    token = tl.program_id(0) * PER_PROGRAM // (HEADS * GROUP)
     if FIXED:
         per_split = least
     else:
@@ -34,38 +35,43 @@ def combine(
     seq, first_item, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
                                          GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
     c = tl.arange(0, PAD)
-    at = (token.to(tl.int64) * (HEADS * GROUP) + query_head) * HEAD_V + c
+    first_out = (token.to(tl.int64) * (HEADS * GROUP) + first_head) * HEAD_V
     if seq < 0:
-        tl.store(out + at, tl.zeros((PAD,), out.dtype.element_ty), mask=c < HEAD_V)
+        for i in range(PER_PROGRAM):
+            at = first_out + i * HEAD_V + c
+            tl.store(out + at, tl.zeros((PAD,), out.dtype.element_ty), mask=c < HEAD_V)
         return
     if DIRECT and splits == 1:
         return
-    head = query_head // GROUP
-    row = (token - tl.load(cu_seqlens_q + seq)) * GROUP + query_head % GROUP
-    first_item += row // ROWS * splits
-    row = row % ROWS
-    s = tl.arange(0, AT_ONCE)
-    if SINKS:
-        top = tl.load(sinks + query_head).to(tl.float32) * LOG2E
-        den = 1.0
-    else:
-        top = float("-inf")
-        den = 0.0
-    o = tl.zeros((PAD,), tl.float32)
-    for first in range(0, splits, AT_ONCE):
-        there = first + s < splits
-        slot = ((first_item + first + s).to(tl.int64) * HEADS + head) * ROWS + row
-        lse = tl.load(partial_lse + slot, mask=there, other=float("-inf"))
-        part = tl.load(partial + slot[:, None] * HEAD_V + c[None, :],
-                       mask=there[:, None] & (c < HEAD_V)[None, :], other=0.0)  # fmt: skip
-        higher = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(lse - base)
-        fade = tl.exp2(top - base)
-        o = o * fade + tl.sum(part * weight[:, None], 0)
-        den = den * fade + tl.sum(weight, 0)
-        top = higher
-    o = tl.where(den > 0, o / den, 0.0 * den)
-    if ROTATION > 0:
-        o = tl.reshape(hadamard(tl.reshape(o, (1, PAD)), 1, PAD, ROTATION), (PAD,)) / ROTATION
-    tl.store(out + at, o.to(out.dtype.element_ty), mask=c < HEAD_V)
+    place = token - tl.load(cu_seqlens_q + seq)
+    for i in range(PER_PROGRAM):
+        query_head = first_head + i
+        head = query_head // GROUP
+        row = place * GROUP + query_head % GROUP
+        first_of_row = first_item + row // ROWS * splits
+        row = row % ROWS
+        s = tl.arange(0, AT_ONCE)
+        if SINKS:
+            top = tl.load(sinks + query_head).to(tl.float32) * LOG2E
+            den = 1.0
+        else:
+            top = float("-inf")
+            den = 0.0
+        o = tl.zeros((PAD,), tl.float32)
+        for first in range(0, splits, AT_ONCE):
+            there = first + s < splits
+            slot = ((first_of_row + first + s).to(tl.int64) * HEADS + head) * ROWS + row
+            lse = tl.load(partial_lse + slot, mask=there, other=float("-inf"))
+            part = tl.load(partial + slot[:, None] * HEAD_V + c[None, :],
+                           mask=there[:, None] & (c < HEAD_V)[None, :], other=0.0)  # fmt: skip
+            higher = tl.maximum(top, tl.max(lse, 0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(lse - base)
+            fade = tl.exp2(top - base)
+            o = o * fade + tl.sum(part * weight[:, None], 0)
+            den = den * fade + tl.sum(weight, 0)
+            top = higher
+        o = tl.where(den > 0, o / den, 0.0 * den)
+        if ROTATION > 0:
+            o = tl.reshape(hadamard(tl.reshape(o, (1, PAD)), 1, PAD, ROTATION), (PAD,)) / ROTATION
+        tl.store(out + first_out + i * HEAD_V + c, o.to(out.dtype.element_ty), mask=c < HEAD_V)

@@ -69,3 +69,11 @@ def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) 
     halves = 2 if shape.rows <= 16 else 1  # short programs: leave room for two items a block
     rounds = -(-halves * blocks // slots)
     return max(1, rounds * slots - blocks)
+
+
+def heads_joined_at_once(tokens: int, query_heads: int) -> int:
+    """Query heads of one program of `combine`. Each program reads all lengths: not too many of them."""
+    heads = 1
+    while tokens * query_heads // heads > 2048 and query_heads % (2 * heads) == 0:
+        heads *= 2
+    return heads

@@ -20,7 +20,7 @@ from kvant.engine.request import Request, Sequence
 from kvant.engine.result import Result
 from kvant.engine.sampler import sample_one
 from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.structured_outputs import StructuredOutputs
+from kvant.engine.structured_outputs import CompileLimits, FormLimits, StructuredOutputs
 from kvant.errors import RequestError
 from tests.engine.fakes import EOS, VOCAB, logits, make_engine
 
@@ -322,10 +322,10 @@ def test_bombs_within_the_limits_are_answered_or_refused_in_time(
 
 
 def test_compiling_takes_no_longer_than_its_time_and_the_next_one_compiles() -> None:
-    compiler = GrammarCompiler(TOKENIZER, VOCAB, [EOS], seconds=0.0)
+    compiler = GrammarCompiler(TOKENIZER, VOCAB, [EOS], limits=CompileLimits(0.0))
     with pytest.raises(RequestError, match="took longer than 0 s"):
         compiler.start(StructuredOutputs(regex="a")).result(30)
-    compiler._seconds = 5.0
+    compiler._limits = CompileLimits()
     assert compiler.start(StructuredOutputs(regex="a")).result(30).num_allowed([EOS]) == 0
     compiler._workers[0]._answers.put("")  # as when it ends in the middle, out of memory
     with pytest.raises(RequestError, match="takes more than is allowed"):
@@ -365,10 +365,8 @@ def test_steps_go_on_while_a_form_is_compiled_and_cancelling_does_not_wait(
     assert run(engine)[waiting].text == "qq"
 
 
-def test_compiled_forms_are_kept_within_a_bound(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvant.engine.grammar.MAX_CACHED_BYTES", 10)
+def test_compiled_forms_are_kept_within_a_bound() -> None:
+    compiler = GrammarCompiler(TOKENIZER, VOCAB, [EOS], limits=CompileLimits(cached_bytes=10))
     for index in range(5):
         compiler.start(StructuredOutputs(regex=f"cached{index}")).result(10)
     kept = [form.regex for form in compiler._compiled]
@@ -424,8 +422,32 @@ def test_forms_at_their_limits_are_taken() -> None:
     StructuredOutputs(json={"enum": list(range(2000))})
     StructuredOutputs(json={"oneOf": [{}] * 64})
     StructuredOutputs(json={f"p{i}": {} for i in range(1999)})
+    with pytest.raises(RequestError, match="2001 nodes"):
+        StructuredOutputs(json={f"p{i}": {} for i in range(2000)})
     StructuredOutputs(regex="a" * 64 * 1024)
     assert StructuredOutputs(json='{"a": 1}') == StructuredOutputs(json={"a": 1}, asked_as="x")
+
+
+@pytest.mark.parametrize(
+    ("limits", "at", "beyond"),
+    [
+        (FormLimits(text_bytes=5), {"regex": "a" * 5}, {"regex": "a" * 6}),
+        (FormLimits(text_bytes=9), {"json": {"a": 12}}, {"json": {"a": 123}}),
+        (FormLimits(depth=1), {"json": {"a": 1}}, {"json": {"a": {"b": 1}}}),
+        (FormLimits(nodes=3), {"json": {"a": 1, "b": 2}}, {"json": {"a": 1, "b": 2, "c": 3}}),
+        (FormLimits(enum=2), {"json": {"enum": [1, 2]}}, {"json": {"enum": [1, 2, 3]}}),
+        (FormLimits(enum=2), {"choice": ["a", "b"]}, {"choice": ["a", "b", "c"]}),
+        (FormLimits(branches=2), {"json": {"anyOf": [{}, {}]}}, {"json": {"anyOf": [{}] * 3}}),
+    ],
+)
+def test_narrower_limits_hold_at_their_value_and_not_one_beyond(
+    limits: FormLimits, at: dict[str, Any], beyond: dict[str, Any]
+) -> None:
+    StructuredOutputs(**at).require_within(limits)
+    form = StructuredOutputs(**beyond, asked_as="guided_thing")
+    form.require_within(FormLimits())
+    with pytest.raises(RequestError, match="guided_thing"):
+        form.require_within(limits)
 
 
 @pytest.mark.parametrize("more", [{"min_tokens": 1}, {"ignore_eos": True}])

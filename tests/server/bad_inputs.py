@@ -316,6 +316,9 @@ def _salts_and_models() -> Iterator[Bad]:
     for path in (CHAT, COMPLETIONS):
         for value in ("", "a b", "a\n", "é", "x" * 257, 7, ["a"]):
             yield _with("salts", path, "cache_salt", value)
+        for value in ([], "x", {"a": 1}, {"a": None}, {"a": {}}, {"k" * 65: "v"}, {"k": "v" * 513}):
+            yield _with("salts", path, "metadata", value)
+        yield _with("salts", path, "metadata", {str(i): "v" for i in range(17)})
         yield _with("salts", path, "chat_template", "{{ 1 }}")
         yield _with("salts", path, "chat_template_kwargs", {"tokenize": True})
         yield _with("salts", path, "kv_transfer_params", {"tp_size": 10**9})

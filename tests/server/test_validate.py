@@ -18,6 +18,17 @@ from kvant.server.validate import Facts, read_chat, read_completion
 
 LIMITS = Limits()
 FACTS = Facts(("m",), 100, 50, True, {"temperature": 0.5})
+WIDE = Facts(("m",), 100, 2000, True, {})
+
+
+def _biases(count: int) -> dict[str, int]:
+    return {str(token): 1 for token in range(count)}
+
+
+def _metadata(count: int, key: int = 64, value: int = 512) -> dict[str, str]:
+    return {str(i).rjust(key, "k"): "v" * value for i in range(count)}
+
+
 NAMES = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *UNSUPPORTED})
 
 _VALUES = st.recursive(
@@ -74,6 +85,13 @@ def test_no_bytes_get_anything_else_either(data: bytes) -> None:
         ("token ids", {"stop_token_ids": [49]}, {"stop_token_ids": [50]}),
         ("prompt ids", {"prompt": [49]}, {"prompt": [50]}),
         ("temperature", {"temperature": 2}, {"temperature": 2.0001}),
+        ("bad words", {"bad_words": ["a"] * 256}, {"bad_words": ["a"] * 257}),
+        ("bad word", {"bad_words": ["a" * 256]}, {"bad_words": ["a" * 257]}),
+        ("metadata", {"metadata": _metadata(16)}, {"metadata": _metadata(17)}),
+        ("metadata key", {"metadata": _metadata(1)}, {"metadata": _metadata(1, key=65)}),
+        ("metadata value", {"metadata": _metadata(1)}, {"metadata": _metadata(1, value=513)}),
+        ("choices", {"guided_choice": ["a"] * 2000}, {"guided_choice": ["a"] * 2001}),
+        ("prompt logprobs", {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
     ],
 )
 def test_every_limit_holds_at_its_value_and_not_one_beyond(
@@ -83,6 +101,34 @@ def test_every_limit_holds_at_its_value_and_not_one_beyond(
     with pytest.raises(ApiError) as fault:
         read_completion(json.dumps({"prompt": "a", **beyond}).encode(), LIMITS, FACTS)
     assert fault.value.status == 400
+
+
+def test_logit_bias_has_at_most_1024_entries() -> None:
+    for count in (1024, 1025):
+        body = json.dumps({"prompt": "a", "logit_bias": _biases(count)}).encode()
+        if count == 1024:
+            assert len(read_completion(body, LIMITS, WIDE).sampling.logit_bias) == count
+        else:
+            with pytest.raises(ApiError, match="at most 1024"):
+                read_completion(body, LIMITS, WIDE)
+
+
+def test_a_server_may_be_told_to_take_smaller_forms() -> None:
+    tight = Limits(schema_depth=2, enum_values=3)
+    for schema, fits in (({"a": {"b": 1}}, True), ({"a": {"b": {"c": 1}}}, False)):
+        for form in (
+            {"guided_json": schema},
+            {"structured_outputs": {"json": schema}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        ):
+            body = json.dumps({"prompt": "a", **form}).encode()
+            read_completion(body, LIMITS, FACTS)
+            if fits:
+                read_completion(body, tight, FACTS)
+            else:
+                with pytest.raises(ApiError, match="2 levels") as fault:
+                    read_completion(body, tight, FACTS)
+                assert fault.value.param == next(iter(form))
 
 
 def test_the_models_defaults_apply_where_a_request_does_not_say() -> None:

@@ -105,6 +105,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         seed=config.seed,
         speculation=make_speculation(planned, runner, max_model_len),
         scale_audit=ScaleAudit(runner.pool),
+        compile_limits=config.compile_limits,
     )
     return BuiltEngine(engine, planned, tokenizing, notes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvant.attention.need import DeviceFacts, DeviceKind
@@ -13,6 +13,7 @@ from kvant.engine.planning import DEFAULT_PAGE_SIZE, PlanRequest
 from kvant.engine.refused import refuse_calculated_scales, refuse_tensor_parallel
 from kvant.engine.settings import Said, Settings
 from kvant.engine.speculative_config import parse_speculative_config
+from kvant.engine.structured_outputs import CompileLimits
 from kvant.kv.memory import parse_size
 from kvant.kv.names import parse_compute_dtype, parse_format
 from kvant.kv.policy import read_policy
@@ -21,6 +22,7 @@ from kvant.kv.request import Asked, KVRequest, Requests, parse_rule, parse_skips
 DEFAULT_MODEL = "smollm2"
 _KV = "KV cache"
 _RUN = "Engine"
+_COMPILE = CompileLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,14 @@ class EngineOptions(PlanOptions):
         metavar="auto|dummy",
         panel=_RUN,
     )
+    structured_timeout: float = option(
+        _COMPILE.seconds, "Seconds in which a schema, regex or grammar must compile.",
+        low=0.1, panel=_RUN,
+    )  # fmt: skip
+    structured_cache_bytes: int = option(
+        _COMPILE.cached_bytes, "Bytes of the texts of forms that are kept compiled.",
+        low=0, panel=_RUN,
+    )  # fmt: skip
 
 
 PLAN_OPTIONS = options_of(PlanOptions)
@@ -161,6 +171,7 @@ class EngineConfig:
     prefix_caching: bool = True
     seed: int | None = None
     dummy_weights: bool = False
+    compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
 
 def engine_config(settings: Settings, *, num_requests: int | None = None) -> EngineConfig:
@@ -184,6 +195,7 @@ def engine_config(settings: Settings, *, num_requests: int | None = None) -> Eng
         options.enable_prefix_caching,
         options.seed,
         options.load_format == "dummy",
+        CompileLimits(options.structured_timeout, options.structured_cache_bytes),
     )
 
 

@@ -33,6 +33,7 @@ from kvant.engine.saturation import saturation_warning
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from kvant.engine.speculation import Speculation
 from kvant.engine.stream import TokenStream
+from kvant.engine.structured_outputs import CompileLimits
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault, RequestError
 from kvant.kv.pages import PageAllocator, root_hash
@@ -43,6 +44,7 @@ from kvant.speculative.accept import verify
 if TYPE_CHECKING:
     from kvant.engine.grammar import Compiling, GrammarCompiler
 
+_COMPILE_LIMITS = CompileLimits()
 _COMPILE_WAIT_SECONDS = 0.02
 SATURATION_STEPS = 512
 """Steps between two looks at what layers could not hold, as each waits for the device."""
@@ -99,7 +101,7 @@ class Engine:
 
     num_pages: of the runner's pool, the scratch page counted. seed: of the seeds of requests that
     bring none; with it a run of the same requests in the same order can be repeated. scale_audit: of the
-    runner's pool, for `audit_scales`.
+    runner's pool, for `audit_scales`. compile_limits: of structured output.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Engine:
         seed: int | None = None,
         speculation: Speculation | None = None,
         scale_audit: ScaleAudit | None = None,
+        compile_limits: CompileLimits = _COMPILE_LIMITS,
     ) -> None:
         self.runner = runner
         self.speculation = speculation
@@ -129,6 +132,7 @@ class Engine:
         if scale_audit is not None:
             self._cache_audit = CacheAudit(self.scheduler.allocator, scale_audit)
         self._grammars: GrammarCompiler | None = None
+        self._compile_limits = compile_limits
         self._live: dict[int, _Live] = {}
         self._next_number = 0
         self._num_steps = 0
@@ -337,7 +341,10 @@ class Engine:
 
             assert self.tokenizer is not None
             self._grammars = GrammarCompiler(
-                self.tokenizer, self.vocab_size, sorted(self.eos_token_ids)
+                self.tokenizer,
+                self.vocab_size,
+                sorted(self.eos_token_ids),
+                limits=self._compile_limits,
             )
         return self._grammars
 

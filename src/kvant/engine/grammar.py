@@ -25,16 +25,13 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from kvant.engine.grammar_check import parser_limits
-from kvant.engine.structured_outputs import StructuredOutputs
+from kvant.engine.structured_outputs import CompileLimits, StructuredOutputs
 from kvant.errors import RequestError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-COMPILE_SECONDS = 5.0
-MAX_CACHED_BYTES = 4 * 2**20
-"""Of the texts of forms that are kept compiled."""
-
+_LIMITS = CompileLimits()
 _WORKER_START_SECONDS = 30.0
 _MAX_MESSAGE = 300
 
@@ -107,7 +104,7 @@ Compiling = Future[Grammar]
 class GrammarCompiler:
     """Compiles forms for one tokenizer. vocab_size: the width of logits, which may be more than its own.
 
-    seconds: for one form, its wait for others not counted. The thread and the process start with the
+    The thread and the process start with the
     first form and end when nobody refers to the compiler any more.
     """
 
@@ -117,12 +114,12 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         *,
-        seconds: float = COMPILE_SECONDS,
+        limits: CompileLimits = _LIMITS,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
-        self._seconds = seconds
+        self._limits = limits
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvant-grammar")
         self._workers: list[_Worker] = []  # one, or none
         self._matching: LLTokenizer | None = None
@@ -162,7 +159,7 @@ class GrammarCompiler:
             self._workers.clear()
         if not self._workers:
             self._workers.append(_Worker())
-        why = self._workers[0].check(text, self._seconds)
+        why = self._workers[0].check(text, self._limits.seconds)
         if not self._workers[0].alive:
             self._workers.clear()
         if why is not None:
@@ -179,7 +176,7 @@ class GrammarCompiler:
     def _keep(self, form: StructuredOutputs, matcher: LLMatcher) -> None:
         self._compiled[form] = matcher
         self._cached_bytes += form.num_bytes
-        while self._cached_bytes > MAX_CACHED_BYTES:
+        while self._cached_bytes > self._limits.cached_bytes:
             oldest, _ = self._compiled.popitem(last=False)
             self._cached_bytes -= oldest.num_bytes
 

@@ -36,6 +36,8 @@ class LLMOptions(TypedDict, total=False):
     device: str | None
     seed: int | None
     load_format: str | None
+    structured_timeout: float | None
+    structured_cache_bytes: int | None
 
 
 def config_of(model: str | Path | None, options: LLMOptions) -> EngineConfig:

@@ -11,12 +11,34 @@ from dataclasses import dataclass, field
 
 from kvant.errors import RequestError
 
-MAX_TEXT_BYTES = 64 * 2**10
-MAX_DEPTH = 32
-MAX_NODES = 2000
-MAX_ENUM = 2000
-MAX_BRANCHES = 64
 _BRANCHING = ("anyOf", "oneOf", "allOf")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    """seconds: for one form, its wait for others not counted. cached_bytes: of the texts of forms that are
+    kept compiled.
+    """
+
+    seconds: float = 5.0
+    cached_bytes: int = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FormLimits:
+    """text_bytes: of a schema, regex or grammar, or of all choices. depth, nodes: of a schema. enum: values
+    of an enum, or choices. branches: of one anyOf, oneOf or allOf.
+    """
+
+    text_bytes: int = 64 * 2**10
+    depth: int = 32
+    nodes: int = 2000
+    enum: int = 2000
+    branches: int = 64
+
+
+MOST = FormLimits()
+"""What no form exceeds, whoever asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +70,24 @@ class StructuredOutputs:
                 "exactly one of json, json_object, regex, choice and grammar must be given"
             )
         if self.json is not None:
-            object.__setattr__(self, "json", self._checked_schema(self.json))
+            object.__setattr__(self, "json", self._checked_schema(self.json, MOST))
         if self.choice is not None:
-            object.__setattr__(self, "choice", self._checked_choice(self.choice))
+            object.__setattr__(self, "choice", self._checked_choice(self.choice, MOST))
         for text in (self.regex, self.grammar):
             if text is not None:
-                self._check_text(text)
+                self._check_text(text, MOST)
+
+    def require_within(self, limits: FormLimits) -> None:
+        """RequestError where it is larger than these limits, which are narrower than `MOST`."""
+        if limits == MOST:
+            return
+        if self.json is not None:
+            self._checked_schema(self.json, limits)
+        if self.choice is not None:
+            self._checked_choice(self.choice, limits)
+        for text in (self.regex, self.grammar):
+            if text is not None:
+                self._check_text(text, limits)
 
     @property
     def schema(self) -> str | None:
@@ -67,9 +101,9 @@ class StructuredOutputs:
         texts = (self.schema, self.regex, self.grammar, *(self.choice or ()))
         return sum(len(text.encode()) for text in texts if text is not None)
 
-    def _checked_schema(self, given: object) -> str:
+    def _checked_schema(self, given: object, limits: FormLimits) -> str:
         if isinstance(given, str):
-            self._check_text(given)
+            self._check_text(given, limits)
             try:
                 schema = json.loads(given)
             except (ValueError, RecursionError):
@@ -78,58 +112,60 @@ class StructuredOutputs:
             schema = given
         if not isinstance(schema, Mapping):
             raise self._wrong("the schema is no JSON object")
-        self._check_nodes(schema)
+        self._check_nodes(schema, limits)
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError):
             raise self._wrong("the schema is no JSON object") from None
-        self._check_text(text)
+        self._check_text(text, limits)
         return text
 
-    def _check_nodes(self, schema: Mapping[str, object]) -> None:
+    def _check_nodes(self, schema: Mapping[str, object], limits: FormLimits) -> None:
         count = 0
-        for node, depth in _nodes(schema):
+        for node, depth in _nodes(schema, limits.depth):
             count += 1
-            if depth > MAX_DEPTH:
-                raise self._wrong(f"the schema is nested more than {MAX_DEPTH} levels deep")
+            if depth > limits.depth:
+                raise self._wrong(f"the schema is nested more than {limits.depth} levels deep")
             if isinstance(node, Mapping):
-                self._check_object(node)
-        if count > MAX_NODES:
-            raise self._wrong(f"the schema has {count} nodes, at most {MAX_NODES} are allowed")
+                self._check_object(node, limits)
+        if count > limits.nodes:
+            raise self._wrong(f"the schema has {count} nodes, at most {limits.nodes} are allowed")
 
-    def _check_object(self, node: Mapping[str, object]) -> None:
+    def _check_object(self, node: Mapping[str, object], limits: FormLimits) -> None:
         choices = node.get("enum")
-        if isinstance(choices, list | tuple) and len(choices) > MAX_ENUM:
-            raise self._wrong(f"an enum has {len(choices)} values, at most {MAX_ENUM} are allowed")
+        if isinstance(choices, list | tuple) and len(choices) > limits.enum:
+            raise self._wrong(
+                f"an enum has {len(choices)} values, at most {limits.enum} are allowed"
+            )
         for name in _BRANCHING:
             branches = node.get(name)
-            if isinstance(branches, list | tuple) and len(branches) > MAX_BRANCHES:
+            if isinstance(branches, list | tuple) and len(branches) > limits.branches:
                 raise self._wrong(
-                    f"{name} has {len(branches)} branches, at most {MAX_BRANCHES} are allowed"
+                    f"{name} has {len(branches)} branches, at most {limits.branches} are allowed"
                 )
         reference = node.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#"):
             raise self._wrong("a $ref leads out of the schema; nothing is fetched")
 
-    def _checked_choice(self, given: object) -> tuple[str, ...]:
+    def _checked_choice(self, given: object, limits: FormLimits) -> tuple[str, ...]:
         if not isinstance(given, list | tuple) or not given:
             raise self._wrong("choice is a list of texts, at least one")
-        if len(given) > MAX_ENUM:
-            raise self._wrong(f"{len(given)} choices, at most {MAX_ENUM} are allowed")
+        if len(given) > limits.enum:
+            raise self._wrong(f"{len(given)} choices, at most {limits.enum} are allowed")
         for text in given:
             if not isinstance(text, str) or not text:
                 raise self._wrong("a choice is a text that is not empty")
             self._check_unicode(text)
-        if sum(len(text.encode()) for text in given) > MAX_TEXT_BYTES:
-            raise self._wrong(f"the choices have more than {MAX_TEXT_BYTES} bytes")
+        if sum(len(text.encode()) for text in given) > limits.text_bytes:
+            raise self._wrong(f"the choices have more than {limits.text_bytes} bytes")
         return tuple(given)
 
-    def _check_text(self, text: object) -> None:
+    def _check_text(self, text: object, limits: FormLimits) -> None:
         if not isinstance(text, str) or not text:
             raise self._wrong("a schema, regex or grammar is a text that is not empty")
         self._check_unicode(text)
-        if len(text.encode()) > MAX_TEXT_BYTES:
-            raise self._wrong(f"it has more than {MAX_TEXT_BYTES} bytes")
+        if len(text.encode()) > limits.text_bytes:
+            raise self._wrong(f"it has more than {limits.text_bytes} bytes")
 
     def _check_unicode(self, text: str) -> None:
         try:
@@ -141,7 +177,7 @@ class StructuredOutputs:
         return RequestError(f"{self.asked_as}: {message}", param=self.asked_as)
 
 
-def _nodes(schema: object) -> Iterator[tuple[object, int]]:
+def _nodes(schema: object, most_levels: int) -> Iterator[tuple[object, int]]:
     """Objects, and their members' values, with their depth. Plain values of an enum are not counted:
     they have a limit of their own. Stops one level below what is allowed.
     """
@@ -149,7 +185,7 @@ def _nodes(schema: object) -> Iterator[tuple[object, int]]:
     while waiting:
         node, depth = waiting.pop()
         yield node, depth
-        if depth > MAX_DEPTH:
+        if depth > most_levels:
             continue
         if isinstance(node, Mapping):
             waiting += [

@@ -13,6 +13,7 @@ from kvant.engine.sampling_params import (
     MAX_STOP_CHARS,
     MAX_STOPS,
 )
+from kvant.engine.structured_outputs import MOST, FormLimits
 
 _SERVER = "Server"
 _LIMITS = "Limits"
@@ -109,6 +110,59 @@ class Limits:
         high=MAX_STOP_CHARS,
         panel=_LIMITS,
     )
+    form_bytes: int = option(
+        MOST.text_bytes,
+        "Bytes of a schema, regex or grammar, or of all choices.",
+        name="max_form_bytes",
+        low=1,
+        high=MOST.text_bytes,
+        panel=_LIMITS,
+    )
+    schema_depth: int = option(
+        MOST.depth,
+        "Levels of a schema.",
+        name="max_schema_depth",
+        low=1,
+        high=MOST.depth,
+        panel=_LIMITS,
+    )
+    schema_nodes: int = option(
+        MOST.nodes,
+        "Nodes of a schema.",
+        name="max_schema_nodes",
+        low=1,
+        high=MOST.nodes,
+        panel=_LIMITS,
+    )
+    enum_values: int = option(
+        MOST.enum,
+        "Values of an enum, or choices.",
+        name="max_enum_values",
+        low=1,
+        high=MOST.enum,
+        panel=_LIMITS,
+    )
+    schema_branches: int = option(
+        MOST.branches,
+        "Branches of one anyOf, oneOf or allOf.",
+        name="max_schema_branches",
+        low=1,
+        high=MOST.branches,
+        panel=_LIMITS,
+    )
+    metadata_entries: int = option(
+        16, "Entries of metadata.", name="max_metadata_entries", low=0, panel=_LIMITS
+    )
+    metadata_key_chars: int = option(
+        64, "Characters of a key of metadata.", name="max_metadata_key_chars", low=1, panel=_LIMITS
+    )
+    metadata_value_chars: int = option(
+        512,
+        "Characters of a value of metadata.",
+        name="max_metadata_value_chars",
+        low=0,
+        panel=_LIMITS,
+    )
     cache_salt_chars: int = option(
         256, "Characters of a cache_salt.", name="max_cache_salt_chars", low=1, panel=_LIMITS
     )
@@ -136,6 +190,17 @@ class Limits:
         low=0.1,
         panel=_LIMITS,
     )
+
+    @property
+    def form(self) -> FormLimits:
+        """Of structured output."""
+        return FormLimits(
+            self.form_bytes,
+            self.schema_depth,
+            self.schema_nodes,
+            self.enum_values,
+            self.schema_branches,
+        )
 
 
 @dataclass(frozen=True, slots=True)

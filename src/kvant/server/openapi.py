@@ -216,6 +216,13 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
             "string": {"pattern": "^[A-Za-z0-9_-]+$", "maxLength": limits.cache_salt_chars}
         },
         "messages": {"array": {"minItems": 1}},
+        "metadata": {
+            "object": {
+                "maxProperties": limits.metadata_entries,
+                "propertyNames": {"maxLength": limits.metadata_key_chars},
+            },
+            "string": {"maxLength": limits.metadata_value_chars},
+        },
     }
     if facts is None:
         return found

@@ -97,6 +97,7 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    metadata: dict[str, str] | None = None
 
 
 class ChatBody(GenerationBody):

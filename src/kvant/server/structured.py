@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from kvant.engine.structured_outputs import FormLimits
 from kvant.errors import RequestError
 from kvant.server.api_error import bad_request, of_request
 from kvant.server.messages import Structured
@@ -13,7 +14,7 @@ from kvant.server.protocol import GenerationBody, ResponseFormat, StructuredBody
 from kvant.server.unsupported import IN_STRUCTURED_OUTPUTS, refuse_unsupported
 
 
-def read_structured(body: GenerationBody) -> Structured | None:
+def read_structured(body: GenerationBody, limits: FormLimits) -> Structured | None:
     """The form that the body asks for, checked for its size. ApiError 400 where it asks for two."""
     forms = list(_asked(body))
     if not forms:
@@ -22,7 +23,7 @@ def read_structured(body: GenerationBody) -> Structured | None:
         names = " and ".join(form.asked_as for form in forms)
         raise bad_request(f"{names} are ways to say one thing: give one", forms[1].asked_as)
     try:
-        forms[0].checked()
+        forms[0].checked().require_within(limits)
     except RequestError as fault:
         raise of_request(fault) from None
     return forms[0]

@@ -191,6 +191,7 @@ def _generation(
     facts: Facts,
 ) -> Generation:
     unknown = refuse_unsupported(body.model_extra)
+    _check_metadata(body.metadata, limits)
     n = _at_most(body.n or 1, limits.n, "n")
     if n * max(1, len(prompts)) > limits.sequences:
         raise bad_request(
@@ -252,7 +253,7 @@ def _sampling(
     _at_most(len(bad_words), limits.bad_words, "bad_words", "texts")
     if bad_words and not facts.has_tokenizer:
         raise bad_request("bad_words need a tokenizer, and this model has none", "bad_words")
-    form = read_structured(body)
+    form = read_structured(body, limits.form)
     if form is not None and not facts.has_tokenizer:
         raise bad_request(f"{form.asked_as} needs a tokenizer; this model has none", form.asked_as)
     prompt_logprobs = body.prompt_logprobs
@@ -357,6 +358,14 @@ def _salt(given: str | None, limits: Limits) -> str:
             "cache_salt",
         )
     return given
+
+
+def _check_metadata(given: Mapping[str, str] | None, limits: Limits) -> None:
+    """A client's own notes on its request: nothing is done with them."""
+    _at_most(len(given or ()), limits.metadata_entries, "metadata", "entries")
+    for key, value in (given or {}).items():
+        _at_most(len(key), limits.metadata_key_chars, "metadata", "characters of a key")
+        _at_most(len(value), limits.metadata_value_chars, "metadata", "characters of a value")
 
 
 def _at_most(value: int, most: int, name: str, unit: str = "") -> int:

@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvant.engine.batch import Batch
+from kvant.engine.decodes import Decodes
 from kvant.engine.engine import CacheIdentity, Engine
-from kvant.engine.sampler import greedy
+from kvant.engine.graphs import Answered
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.saturation import Saturated
 
@@ -51,8 +52,14 @@ class RememberingRunner:
     def saturated(self) -> tuple[Saturated, ...]:
         return ()
 
-    def greedy(self, logits: Tensor) -> tuple[list[bool], list[int]]:
-        return greedy(logits)
+    def recorded(self, num_sequences: int) -> Sequence[int]:
+        return ()
+
+    def run_decodes(self, step: Decodes) -> Tensor:
+        raise AssertionError("nothing is recorded")
+
+    def read_decodes(self) -> Answered:
+        raise AssertionError("nothing is recorded")
 
     def run(self, batch: Batch) -> Tensor:
         if self.fail_at == len(self.steps):

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvant.attention.base import Step
 from kvant.engine.batch import Batch
 from kvant.engine.engine import Engine
 from kvant.engine.speculation import Speculation
-from kvant.speculative.base import Ask, Setting, Verified
+from kvant.speculative.base import Ask, Setting
 from kvant.speculative.methods import Method
 from tests.engine import fakes
 
@@ -30,7 +31,6 @@ class Scripted:
         self.vocab_size = vocab_size
         self.wrong_every = wrong_every
         self.num_asks: list[int] = []
-        self.learnt: list[int] = []  # rows that stood, by step
 
     def zero(self, pages: Sequence[int]) -> None:
         assert 0 not in pages
@@ -39,9 +39,8 @@ class Scripted:
         self.num_asks.append(len(asks))
         return [self._draft(ask) for ask in asks]
 
-    def learn(self, verified: Verified) -> None:
-        rows = len(verified.step.positions)
-        self.learnt.append(rows if verified.kept is None else len(verified.kept))
+    def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
+        raise AssertionError("it has no taps")
 
     def _draft(self, ask: Ask) -> list[int]:
         tokens, start = list(ask.token_ids), len(ask.token_ids)

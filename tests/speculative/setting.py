@@ -18,7 +18,7 @@ from kvant.engine.speculative_config import parse_speculative_config
 from kvant.kv.names import parse_compute_dtype
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel
-from kvant.speculative.base import PlannedDraft, Setting, Verified
+from kvant.speculative.base import PlannedDraft, Setting
 from kvant.speculative.dflash.proposer import DFlashProposer, build
 
 PAGE = 4
@@ -72,7 +72,7 @@ def proposer(draft: PlannedDraft, target: FakeTarget) -> DFlashProposer:
     return made
 
 
-def context(pages: Sequence[int], start: int, hidden: Tensor) -> Verified:
+def context(pages: Sequence[int], start: int, hidden: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
     """A step in which the target ran tokens from `start` on. hidden: [T, taps * hidden_size]."""
     count = hidden.shape[0]
     positions = torch.arange(start, start + count)
@@ -84,7 +84,7 @@ def context(pages: Sequence[int], start: int, hidden: Tensor) -> Verified:
         page_table=table[None].int(), slot_mapping=slots, positions=positions,
         max_seqlen_q=count, max_seqlen_kv=start + count,
     )  # fmt: skip
-    return Verified(step, tuple(hidden.chunk(2, dim=-1)))
+    return step, tuple(hidden.chunk(2, dim=-1))
 
 
 def rewrite(directory: Path, config: Mapping[str, Any]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from kvant.attention.backends import load_backends
 from kvant.attention.base import AttentionParams, Step
 from kvant.kv.codecs import codec_for
-from kvant.speculative.base import Ask, Setting, Verified
+from kvant.speculative.base import Ask, Setting
 from kvant.speculative.methods import Method
 
 METHOD = Method("sharing", "tests.speculative.sharing", has_model=False, num_speculative_tokens=2)
@@ -31,7 +32,7 @@ class Sharing:
     def zero(self, pages: Sequence[int]) -> None:
         """It owns none."""
 
-    def learn(self, verified: Verified) -> None:
+    def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
         """What the target wrote is all it knows."""
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:

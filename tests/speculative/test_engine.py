@@ -160,20 +160,11 @@ def test_a_poisoned_row_behind_a_rejected_draft_harms_nobody() -> None:
     assert list(result.token_ids) == full[len(prompt) :]
 
 
-def test_what_a_sequence_got_is_what_the_proposer_learns() -> None:
-    engine, _ = fake_engine()
-    proposer = speculate(engine, known(PROMPTS[:1], 10), wrong_every=4)
-    generate(engine, PROMPTS[:1], greedy(10))
-    # The last token is never run; every other one stands exactly once.
-    assert sum(proposer.learnt) == len(PROMPTS[0]) + 10 - 1
-
-
-def test_steps_without_drafts_are_learnt_too() -> None:
+def test_steps_go_on_without_drafts_where_none_stands() -> None:
     engine, _ = fake_engine()
     proposer = speculate(engine, [], wrong_every=1, adaptive=True)
     generate(engine, PROMPTS, greedy(30))
-    assert len(proposer.learnt) == engine.stats.num_steps
-    assert len(proposer.num_asks) < len(proposer.learnt)
+    assert 0 < len(proposer.num_asks) < engine.stats.num_steps
 
 
 def test_a_failing_proposer_ends_its_requests_and_not_the_engine() -> None:

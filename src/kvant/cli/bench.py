@@ -13,6 +13,7 @@ import typer
 from kvant.cli import (
     bench_cpu,
     bench_invariance,
+    bench_replay,
     bench_scheduler,
     bench_serve,
     bench_startup,
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 app.command("cpu")(bench_cpu.cpu)
 app.command("invariance")(bench_invariance.invariance)
+app.command("replay")(bench_replay.replay)
 app.command("scheduler")(bench_scheduler.scheduler)
 app.command("serve")(bench_serve.serve)
 app.command("startup")(bench_startup.startup)

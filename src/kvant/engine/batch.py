@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import Step
@@ -15,19 +14,6 @@ from kvant.attention.long import list_long
 from kvant.engine.page_table import PageTable
 from kvant.engine.request import Sequence
 from kvant.engine.scheduler import Chunk
-from kvant.kv.pages import SCRATCH
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """The step after one of single tokens, if every sequence goes on: where its tokens will stand.
-
-    slots: -1 for sequences that end, or that have no page yet for that token. table: [n, pages].
-    """
-
-    positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    table: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +23,6 @@ class Batch:
     sampled: the sequences whose next token follows at the first of those places, in that order; one
     with drafts stands there once more for each of them. scored:
     chunks the log-probabilities of whose prompt tokens the other places give, `num_scored` of each.
-    ahead: what follows, where that is known and of use.
     """
 
     input_ids: Tensor
@@ -45,7 +30,6 @@ class Batch:
     logits_index: Tensor
     sampled: list[Sequence]
     scored: list[Chunk]
-    ahead: Ahead | None = None
 
 
 def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> Batch:
@@ -103,26 +87,6 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
         sampled=[sequences[i] for i in sampled],
         scored=scored,
     )
-
-
-def look_ahead(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> Ahead | None:
-    """What follows a step of these chunks; None unless each is the newest token of an answer."""
-    if any(c.num_tokens != 1 or not c.samples for c in chunks):
-        return None
-    count = len(chunks)
-    positions = np.fromiter((c.start + 1 for c in chunks), np.int64, count)
-    goes_on = np.fromiter(
-        (c.sequence.num_tokens + 1 < c.sequence.request.max_total_tokens for c in chunks),
-        np.bool_,
-        count,
-    )
-    rows = np.fromiter((c.sequence.row for c in chunks), np.int64, count)
-    columns = min(int(positions.max()) // page_size + 1, page_table.max_pages)
-    table = page_table.rows(rows, columns)
-    page = np.minimum(positions // page_size, columns - 1)
-    pages = table[np.arange(count), page].astype(np.int64)
-    there = goes_on & (pages != SCRATCH)
-    return Ahead(positions, np.where(there, pages * page_size + positions % page_size, -1), table)
 
 
 def num_scored(chunk: Chunk) -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvant.engine.engine import Engine
     from kvant.engine.runner import ModelRunner
     from kvant.engine.speculation import Speculation
+    from kvant.speculative.base import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,13 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages
     runner = ModelRunner(model, num_pages)
-    slower = runner.capture(config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
+    proposer = load_proposer(planned, runner, max_model_len, dummy_weights=config.dummy_weights)
+    slower = runner.capture(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        max_model_len,
+        _draft_counts(planned),
+    )
     notes = notes if slower is None else (*notes, slower)
     engine = Engine(
         runner,
@@ -103,7 +110,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         eos_token_ids=model.eos_token_ids,
         tokenizer=None if tokenizing is None else tokenizing.backend,
         seed=config.seed,
-        speculation=make_speculation(planned, runner, max_model_len),
+        speculation=None if proposer is None else make_speculation(planned, proposer, runner),
         scale_audit=ScaleAudit(runner.pool),
         compile_limits=config.compile_limits,
     )
@@ -130,7 +137,7 @@ def plan_engine(
     locate(request.model, revision=request.revision, weights=weights, progress=progress)
     drafts = request.speculative
     if drafts is not None and drafts.method.has_model:
-        locate(drafts.model, revision=drafts.revision, weights=True, progress=progress)
+        locate(drafts.model, revision=drafts.revision, weights=weights, progress=progress)
     planned = make_plan(request, weights=weights)
     max_model_len, note = choose_max_model_len(planned)
     notes = [] if note is None else [note]
@@ -147,9 +154,10 @@ def _fingerprint(planned: Plan) -> str:
     return f"{planned.target.kv.fingerprint}+{draft.local.path.resolve()}:{draft.kv.fingerprint}"
 
 
-def make_speculation(planned: Plan, runner: ModelRunner, max_model_len: int) -> Speculation | None:
-    """The proposer that was asked for, loaded beside its target, with as many pages; None if none was."""
-    from kvant.engine.speculation import Speculation
+def load_proposer(
+    planned: Plan, runner: ModelRunner, max_model_len: int, *, dummy_weights: bool
+) -> Proposer | None:
+    """The proposer that was asked for, loaded beside its target, which it will learn from."""
     from kvant.speculative.base import PlannedDraft, Setting
 
     asked, draft = planned.request.speculative, planned.draft
@@ -163,7 +171,38 @@ def make_speculation(planned: Plan, runner: ModelRunner, max_model_len: int) -> 
         )
     count = planned.num_speculative_tokens
     module = importlib.import_module(asked.method.module)
-    proposer = module.build(
-        Setting(runner.model, runner.pool, count, max_model_len, given, asked.options)
+    proposer: Proposer = module.build(
+        Setting(
+            runner.model, runner.pool, count, max_model_len, given, asked.options, dummy_weights
+        )
     )
-    return Speculation(proposer, count, planned.target.geometry.vocab_size, adaptive=asked.adaptive)
+    runner.teach(proposer)
+    return proposer
+
+
+def _draft_counts(planned: Plan) -> list[int]:
+    """Numbers of drafts that steps are recorded for: all, and half as many, while that is 3 or more."""
+    asked = planned.request.speculative
+    most = planned.num_speculative_tokens
+    if asked is None or not asked.adaptive:
+        return [most] if most else []
+    counts = [most]
+    while counts[-1] // 2 >= 3:
+        counts.append(counts[-1] // 2)
+    return counts
+
+
+def make_speculation(planned: Plan, proposer: Proposer, runner: ModelRunner) -> Speculation:
+    from kvant.engine.speculation import Speculation
+    from kvant.speculative.base import DeviceProposer
+
+    asked = planned.request.speculative
+    assert asked is not None
+    on_device = runner.looks_ahead and isinstance(proposer, DeviceProposer)
+    return Speculation(
+        proposer,
+        planned.num_speculative_tokens,
+        planned.target.geometry.vocab_size,
+        adaptive=asked.adaptive,
+        ways=runner.recorded if on_device else None,
+    )

@@ -14,15 +14,16 @@ import random
 import weakref
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 from torch import Tensor, isfinite
 
-from kvant.engine.batch import Batch, build_batch, look_ahead, num_scored
+from kvant.engine.batch import Batch, build_batch, num_scored
 from kvant.engine.cache_audit import CacheAudit
+from kvant.engine.decodes import list_decodes
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
 from kvant.engine.result import EngineStats, Progress, Result
@@ -85,15 +86,13 @@ class _Ran:
     """A step that was run.
 
     chunks: with their drafts. rows: of logits; first_rows: where each chunk's begin. broken: sequences
-    whose prompt gave NaN. hidden: what the proposer's taps gave.
+    whose prompt gave NaN.
     """
 
     chunks: list[Chunk]
-    batch: Batch
     rows: Rows
     first_rows: list[int]
     broken: list[Sequence]
-    hidden: tuple[Tensor, ...]
 
 
 class Engine:
@@ -245,7 +244,7 @@ class Engine:
             return progress
         self._num_preemptions += len(schedule.preempted)
         try:
-            ran = self._run(schedule.chunks, schedule.pages_to_zero)
+            ran = self._run(schedule.chunks, schedule.pages_to_zero, most)
             self._num_steps += 1
             emitted = []
             for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
@@ -254,7 +253,7 @@ class Engine:
                 progress += pieces
                 emitted.append([token for piece in pieces for token in piece.token_ids])
             if speculation is not None:
-                speculation.learn(ran.chunks, ran.batch, ran.hidden, emitted)
+                speculation.note(ran.chunks, emitted)
         except BaseException:
             for chunk in schedule.chunks:
                 self.cancel(chunk.sequence.number)
@@ -396,29 +395,27 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def _run(self, chunks: list[Chunk], pages_to_zero: list[int]) -> _Ran:
+    def _run(self, chunks: list[Chunk], pages_to_zero: list[int], num_drafts: int) -> _Ran:
         speculation = self.speculation
         if pages_to_zero:
             self.runner.zero(pages_to_zero)
             if speculation is not None:
                 speculation.zero(pages_to_zero)
+        recorded: Items[int] = ()
+        if all(map(_is_decode, chunks)):
+            recorded = self.runner.recorded(len(chunks))
+        if num_drafts in recorded:
+            ahead = self._knows_what_follows(chunks)
+            return self._run_recorded(chunks, num_drafts, ahead=ahead)
         if speculation is not None:
             chunks = speculation.propose(chunks)
+            if 0 in recorded and not any(chunk.drafts for chunk in chunks):
+                return self._run_recorded(chunks, 0, ahead=False)
         batch = build_batch(chunks, self.scheduler.page_table, self.limits.page_size)
-        if speculation is None and self.runner.looks_ahead and self._knows_what_follows(batch):
-            ahead = look_ahead(chunks, self.scheduler.page_table, self.limits.page_size)
-            batch = replace(batch, ahead=ahead)
-        hidden: tuple[Tensor, ...] = ()
-        known = None
-        if speculation is not None and speculation.taps:
-            logits, hidden = self.runner.run_with_hidden(batch, speculation.taps)
-        else:
-            logits = self.runner.run(batch)
-            known = None if batch.scored else self.runner.greedy(logits)
+        logits = self.runner.run(batch)
         broken = self._score(batch, logits) if batch.scored else []
         first_rows = [0, *accumulate(chunk.num_rows for chunk in chunks)][:-1]
-        rows = Rows(logits[: len(batch.sampled)], known)
-        return _Ran(chunks, batch, rows, first_rows, broken, hidden)
+        return _Ran(chunks, Rows(logits[: len(batch.sampled)]), first_rows, broken)
 
     def _look_at_saturation(self) -> None:
         """Now and then, and when nothing is left to do; a layer's first values are told."""
@@ -430,9 +427,28 @@ class Engine:
         if new:
             _log.warning("%s", saturation_warning(new))
 
-    def _knows_what_follows(self, batch: Batch) -> bool:
+    def _knows_what_follows(self, chunks: list[Chunk]) -> bool:
         """Whether the next step is this one's continuation, if nothing ends or arrives."""
-        return not self.scheduler.num_waiting and all(map(is_plain, batch.sampled))
+        return (
+            self.runner.looks_ahead
+            and not self.scheduler.num_waiting
+            and (self.speculation is None or self.speculation.goes_on())
+            and all(is_plain(chunk.sequence) for chunk in chunks)
+        )
+
+    def _run_recorded(self, chunks: list[Chunk], num_drafts: int, *, ahead: bool) -> _Ran:
+        """A step that is one launch, drafts and all. ahead: launch the one after it, too."""
+        table = self.scheduler.page_table
+        logits = self.runner.run_decodes(
+            list_decodes(chunks, table, self.limits.page_size, num_drafts, ahead=ahead)
+        )
+        found = self.runner.read_decodes()
+        if num_drafts:
+            chunks = [
+                chunk._replace(drafts=drafts)
+                for chunk, drafts in zip(chunks, found.drafts, strict=True)
+            ]
+        return _Ran(chunks, Rows(logits, found.known), found.first_rows, [])
 
     def _emit(self, chunk: Chunk, rows: Rows, row: int, *, is_broken: bool) -> list[Progress]:
         """What a chunk's sequence gets: nothing, a token, or several where drafts stand.
@@ -558,6 +574,10 @@ class Engine:
             prompt_logprobs=_prompt_logprobs(sequence),
             error=live.error,
         )
+
+
+def _is_decode(chunk: Chunk) -> bool:
+    return chunk.num_tokens == 1 and chunk.samples
 
 
 def _goes_on_with(piece: Progress) -> int | None:

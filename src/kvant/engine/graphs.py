@@ -1,19 +1,21 @@
-"""Decode steps as CUDA graphs: one launch replays the whole forward.
+"""Steps of answering sequences as recorded graphs: one launch replays a whole step.
 
-A graph is recorded for a number of sequences with one token each; a step of fewer is padded with rows
-that have no stored tokens and write nowhere. All its inputs lie in buffers that never move: one copy
-brings a step's numbers, and the kernels find their work from lengths on the device.
+A graph is recorded for a number of sequences, and for a number of drafts that each may have; a step of
+fewer is padded with rows that have no stored tokens and write nowhere. With drafts the graph holds all
+of it: the drafter fills its blocks, the target verifies them, the drafter learns what the target ran,
+and each sequence's newest token and its place are found. Nothing is read by the host meanwhile: a few
+numbers of each sequence go in, tokens come out.
 
 While nothing but the likeliest tokens is asked for, the next step is known before its tokens are: the
-same sequences, one place further. It is launched at once, its tokens read where the step before left
-them on the device, so the device does not wait while the host deals with results. If the next step
-turns out to be another one, what was launched is forgotten: it wrote behind the ends of its sequences,
-where whoever comes next writes again.
+same sequences, from where this one ends. It is launched at once and reads tokens and places where the
+step before left them on the device, so the device does not wait while the host deals with results. If
+the next step turns out to be another one, what was launched is forgotten: it wrote behind the ends of
+its sequences, where whoever comes next writes again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,11 +24,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import Step
-from kvant.engine.batch import Batch
+from kvant.engine.decodes import Decodes
+from kvant.engine.layout import lay_out, what_follows
+from kvant.engine.recorder import Mark, Recorder
 from kvant.engine.sampler import Greedy
 
 Forward = Callable[[Tensor, Step, Tensor], Tensor]
 """input_ids [T], step, logits_index [n] -> logits [n, vocab_size]."""
+
+Draft = Callable[[Tensor, Step], Tensor]
+"""As `DeviceProposer.draft`."""
+
+MOST_ROWS = 1024
+"""Rows of a step with drafts: at more, products are bound by arithmetic, and drafts do not pay."""
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -35,201 +45,250 @@ def batch_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
+def draft_sizes(num_drafts: int, most: int) -> list[int]:
+    """The same for steps with drafts, whose rows count."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    most = min(most, MOST_ROWS // (1 + num_drafts))
+    return [*(size for size in sizes if size < most), most] if most else []
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a step came to, by row of its logits and by sequence.
+
+    known: of every row. first_rows: each sequence's first one; one more for each of its drafts.
+    """
+
+    known: Greedy
+    first_rows: list[int]
+    drafts: list[tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A recorded forward and where its results are. best, tokens: [size], of every row of logits."""
+    """A recorded step and where its results are.
 
-    graph: torch.cuda.CUDAGraph
+    results: [3, T] int64: tokens that were run, whether the largest of each row of logits is a
+    finite number, and which token that is. next: [3, n] int64: newest tokens, where they stand, and
+    how many tokens each sequence had in this step.
+    """
+
+    replay: Callable[[], None]
     logits: Tensor
-    best: Tensor
-    tokens: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """A step on the host, by row. numbers: of the sequences. table: [rows, pages]."""
-
-    numbers: list[int]
-    positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    table: NDArray[np.int32]
+    results: Tensor
+    next: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that runs or has run. best, tokens: its results, pinned, there once `done` is."""
+    """A step that runs or has run. numbers: of its sequences, by row. ends: as `Decodes`.
 
-    numbers: _Numbers
+    results, next: the graph's, on the host once `done` is.
+    """
+
+    numbers: list[int]
+    num_drafts: int
+    ends: NDArray[np.int64]
     graph: _Graph
-    best: Tensor
-    tokens: Tensor
-    done: torch.cuda.Event
+    results: Tensor
+    next: Tensor
+    done: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """A step launched behind `before`, row by row from its rows `sources`."""
+
+    launched: _Launched
+    before: _Launched
+    sources: NDArray[np.int64]
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Known once the step before is done."""
+        self.before.done.synchronize()
+        found: NDArray[np.int64] = self.before.next[1].numpy()[self.sources]
+        return found
 
 
 class _Staging:
-    """Pinned memory for one step's numbers and results. Rows: ids, positions, slots, lengths, sources."""
+    """Memory for one step's numbers and results. Rows of numbers: ids, starts, ends, sources."""
 
-    def __init__(self, most: int, max_pages: int) -> None:
-        self.numbers = torch.zeros(5, most, dtype=torch.int64).pin_memory()
-        self.table = torch.zeros(most * max_pages, dtype=torch.int32).pin_memory()
-        self.best = torch.zeros(most, dtype=torch.float32).pin_memory()
-        self.tokens = torch.zeros(most, dtype=torch.int64).pin_memory()
-        self.free = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: Recorder, most: int, most_rows: int, max_pages: int) -> None:
+        self.numbers = recorder.host_buffer(4, most, dtype=torch.int64)
+        self.table = recorder.host_buffer(most * max_pages, dtype=torch.int32)
+        self.results = recorder.host_buffer(3, most_rows, dtype=torch.int64)
+        self.next = recorder.host_buffer(3, most, dtype=torch.int64)
+        self.done = recorder.mark()
 
 
-class DecodeGraphs:
-    """Graphs for up to `most` sequences whose page table has `max_pages` columns."""
+class StepGraphs:
+    """Graphs for up to `most` sequences whose page table has `max_pages` columns.
+
+    draft: the proposer's, for steps of so many drafts as `num_drafts` names.
+    """
 
     def __init__(
-        self, forward: Forward, most: int, max_pages: int, max_model_len: int, device: torch.device
+        self,
+        forward: Forward,
+        most: int,
+        *,
+        page_size: int,
+        max_model_len: int,
+        device: torch.device,
+        recorder: Recorder,
+        draft: Draft | None = None,
+        num_drafts: Sequence[int] = (),
     ) -> None:
+        assert draft is not None or not num_drafts
         self._forward = forward
-        self._most = most
+        self._draft = draft
+        self._page_size = page_size
         self._max_model_len = max_model_len
-        self._device = device
-        self._inputs = torch.zeros(5, most, dtype=torch.int64, device=device)
-        self._inputs[2] = -1
-        self._ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._lengths = torch.zeros(most, dtype=torch.int32, device=device)
+        self._recorder = recorder
+        self._sizes = {k: draft_sizes(k, most) for k in sorted(num_drafts, reverse=True)}
+        self._sizes[0] = batch_sizes(most)
+        self._sizes = {k: sizes for k, sizes in self._sizes.items() if sizes}
+        most_rows = max((1 + k) * sizes[-1] for k, sizes in self._sizes.items())
+        max_pages = -(-max_model_len // page_size)
+        self._inputs = torch.zeros(4, most, dtype=torch.int64, device=device)
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, device=device)
         # Three, as two steps can be on their way while the numbers of a third are written.
-        self._staging = [_Staging(most, max_pages) for _ in range(3)]
+        self._staging = [_Staging(recorder, most, most_rows, max_pages) for _ in range(3)]
         self._turn = 0
-        self._offsets = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._rows = torch.arange(most, dtype=torch.int64, device=device)
-        self._graphs: dict[int, _Graph] = {}
-        self._sizes = batch_sizes(most)
-        self._expected: _Launched | None = None
-        self._current: tuple[_Launched, list[int] | None] | None = None
+        self._rows = torch.arange(most_rows, dtype=torch.int64, device=device)
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._guess: _Guess | None = None
+        self._current: tuple[_Launched, NDArray[np.int64]] | None = None
 
     def capture(self) -> None:
         """Record every graph. Nothing is written to the pool: every row is padding meanwhile."""
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        for size in reversed(self._sizes):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._run(size)  # kernels are compiled and libraries set up outside of the graph
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._run(size)
-                best, tokens = logits.max(dim=-1)
-            self._graphs[size] = _Graph(graph, logits, best, tokens)
-        torch.cuda.synchronize(self._device)
+        wanted = [(size, k) for k, sizes in self._sizes.items() for size in sizes]
+        for size, k in sorted(wanted, key=lambda one: -one[0] * (1 + one[1])):
+            replay, made = self._recorder.record(lambda size=size, k=k: self._run(size, k))  # type: ignore[misc]
+            self._graphs[size, k] = _Graph(replay, *made)
 
-    def holds(self, step: Step) -> bool:
-        """Whether there is a graph for such a step."""
-        return step.max_seqlen_q == 1 and step.seqlens_kv.shape[0] <= self._most and step.causal
+    def num_drafts(self, num_sequences: int) -> list[int]:
+        """Numbers of drafts that so many sequences can have in a recorded step; empty for none."""
+        return [k for k, sizes in self._sizes.items() if num_sequences <= sizes[-1]]
 
     def forget(self) -> None:
         """Another step comes between: what was launched for the next one is not what it will be."""
-        self._expected = self._current = None
+        self._guess = self._current = None
 
-    def run(self, batch: Batch, numbers: list[int]) -> Tensor:
-        """Logits [num_seqs, vocab_size] of a step on the host, valid until the next run.
+    def run(self, step: Decodes) -> Tensor:
+        """Launch a step, or find that it has been launched; `read` tells what it came to.
 
-        numbers: of the sequences. If the batch says what comes ahead, no logits are returned (their
-        width is 0), only `greedy` tells the tokens: the next step is already taking their place.
+        Logits [T, vocab_size], valid until the next step. If the step has `limits`, what follows it is
+        launched too, and the width of the logits is 0: they are already being overwritten.
         """
-        step = batch.step
-        now = _Numbers(
-            numbers,
-            step.positions.numpy(),
-            step.slot_mapping.numpy(),
-            step.page_table.numpy(),
-        )
-        launched, self._expected = self._expected, None
-        rows = None
-        if launched is not None:
-            rows = _rows_in(launched.numbers, now)
-            launched = None if rows is None else launched
-        if launched is None:
-            launched = self._launch(now, ids=batch.input_ids.numpy())
-        self._current = (launched, rows)
-        count = len(numbers)
-        if batch.ahead is None:
-            logits = launched.graph.logits
-            return logits[:count] if rows is None else logits[torch.tensor(rows)]
-        ahead = _Numbers(numbers, batch.ahead.positions, batch.ahead.slots, batch.ahead.table)
-        self._expected = self._launch(
-            ahead,
-            after=launched.graph.tokens,
-            sources=np.arange(count) if rows is None else np.array(rows),
-        )
-        return launched.graph.logits[:count, :0]
+        numbers = [sequence.number for sequence in step.sequences]
+        guess, self._guess = self._guess, None
+        places = None if guess is None else _places_in(guess, step, numbers)
+        if guess is None or places is None:
+            launched = self._launch(step, numbers, step.ends, None)
+            places = np.arange(len(numbers))
+        else:
+            launched = guess.launched
+        self._current = (launched, places)
+        logits = launched.graph.logits
+        if step.limits is None:
+            return logits
+        after = (launched, places)
+        self._guess = _Guess(self._launch(step, numbers, step.limits, after), launched, places)
+        return logits[:, :0]
 
-    def greedy(self) -> Greedy:
-        """Of the rows of the last run. Waits for it, not for what was launched behind it."""
+    def read(self) -> Answered:
+        """Of the last run. Waits for it, not for what was launched behind it."""
         assert self._current is not None
-        launched, rows = self._current
+        launched, places = self._current
         launched.done.synchronize()
-        count = len(launched.numbers.numbers)
-        sound = torch.isfinite(launched.best[:count]).tolist()
-        tokens = launched.tokens[:count].tolist()
-        if rows is None:
-            return sound, tokens
-        return [sound[row] for row in rows], [tokens[row] for row in rows]
+        count = len(launched.numbers)
+        counts = launched.next[2, :count].numpy()
+        ends = counts.cumsum()
+        num_rows = int(ends[-1])
+        ran, sound, chosen = launched.results[:, :num_rows].numpy()
+        first_rows = (ends - counts)[places].tolist()
+        drafts: list[tuple[int, ...]] = [()] * len(places)
+        if launched.num_drafts:
+            last = ends[places].tolist()
+            drafts = [
+                tuple(ran[first + 1 : end].tolist())
+                for first, end in zip(first_rows, last, strict=True)
+            ]
+        return Answered(((sound != 0).tolist(), chosen.tolist()), first_rows, drafts)
 
     def _launch(
         self,
-        step: _Numbers,
-        *,
-        ids: NDArray[np.int64] | None = None,
-        after: Tensor | None = None,
-        sources: NDArray[np.int64] | None = None,
+        step: Decodes,
+        numbers: list[int],
+        ends: NDArray[np.int64],
+        after: tuple[_Launched, NDArray[np.int64]] | None,
     ) -> _Launched:
-        """Replay a graph. ids: the tokens; or `after`, tokens on the device, and each row's place there."""
-        count = len(step.numbers)
-        size = next(size for size in self._sizes if size >= count)
+        """Replay a graph. after: the step before and where its sequences stand there, to go on from;
+        without it the step's own ids and starts.
+        """
+        count = len(numbers)
+        size = next(size for size in self._sizes[step.num_drafts] if size >= count)
         self._turn = (self._turn + 1) % len(self._staging)
         staging = self._staging[self._turn]
-        staging.free.synchronize()
+        staging.done.synchronize()
         host = staging.numbers.numpy()
         host[:, :size] = 0
-        host[2, :size] = -1
-        if ids is not None:
-            host[0, :count] = ids
+        host[2, :count] = ends
+        if after is None:
+            host[0, :count] = step.ids
+            host[1, :count] = step.starts
         else:
-            host[4, :count] = sources
-        host[1, :count] = step.positions
-        host[2, :count] = step.slots
-        host[3, :count] = np.where(step.slots < 0, 0, step.positions + 1)
+            host[3, :count] = after[1]
         pages = step.table.shape[1]
         table = staging.table[: count * pages].view(count, pages)
         table.numpy()[:] = step.table
         self._inputs.copy_(staging.numbers, non_blocking=True)
-        self._lengths.copy_(self._inputs[3])
         self._table[:count, :pages].copy_(table, non_blocking=True)
-        if after is None:
-            self._ids.copy_(self._inputs[0])
-        else:
-            torch.index_select(after, 0, self._inputs[4, :size], out=self._ids[:size])
-        graph = self._graphs[size]
-        graph.graph.replay()
-        staging.best[:count].copy_(graph.best[:count], non_blocking=True)
-        staging.tokens[:count].copy_(graph.tokens[:count], non_blocking=True)
-        staging.free.record()
-        return _Launched(step, graph, staging.best, staging.tokens, staging.free)
-
-    def _run(self, size: int) -> Tensor:
-        step = Step(
-            cu_seqlens_q=self._offsets[: size + 1],
-            seqlens_kv=self._lengths[:size],
-            page_table=self._table[:size],
-            slot_mapping=self._inputs[2, :size],
-            positions=self._inputs[1, :size],
-            max_seqlen_q=1,
-            max_seqlen_kv=self._max_model_len,
+        if after is not None:
+            # What lies beyond `count` here ends at 0, so it is padding wherever it starts.
+            before = after[0].graph.next[:2]
+            self._inputs[:2, :size].copy_(before.index_select(1, self._inputs[3, :size]))
+        graph = self._graphs[size, step.num_drafts]
+        graph.replay()
+        rows = graph.results.shape[1]
+        staging.results[:, :rows].copy_(graph.results, non_blocking=True)
+        staging.next[:, :size].copy_(graph.next, non_blocking=True)
+        staging.done.record()
+        return _Launched(
+            numbers, step.num_drafts, ends, graph, staging.results, staging.next, staging.done
         )
-        return self._forward(self._ids[:size], step, self._rows[:size])
+
+    def _run(self, size: int, num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What is recorded: logits, and `_Graph`'s results and next."""
+        ids, starts, ends = self._inputs[:3, :size]
+        layout = lay_out(
+            starts, ends, self._table[:size], num_drafts, self._page_size, self._max_model_len
+        )
+        tokens = ids
+        if num_drafts:
+            assert self._draft is not None
+            tokens = torch.where(layout.is_first, ids[layout.owners], -1)
+            tokens = torch.where(layout.is_first, tokens, self._draft(tokens, layout.step))
+        logits = self._forward(tokens, layout.step, self._rows[: tokens.shape[0]])
+        best, chosen = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
+        newest, places = what_follows(layout, starts, tokens, chosen)
+        results = torch.stack([tokens, torch.isfinite(best).to(torch.int64), chosen])
+        return logits, results, torch.stack([newest, places, layout.counts])
 
 
-def _rows_in(launched: _Numbers, now: _Numbers) -> list[int] | None:
+def _places_in(guess: _Guess, step: Decodes, numbers: list[int]) -> NDArray[np.int64] | None:
     """Where a step's sequences stand in one that was launched; None if it was another one."""
-    places = {number: row for row, number in enumerate(launched.numbers)}
-    rows = [places.get(number, -1) for number in now.numbers]
-    if -1 in rows:
+    launched = guess.launched
+    if launched.num_drafts != step.num_drafts:
         return None
-    same = np.array_equal(launched.slots[rows], now.slots)
-    return rows if same and np.array_equal(launched.positions[rows], now.positions) else None
+    if launched.numbers == numbers:
+        places = np.arange(len(numbers))
+    else:
+        at = {number: place for place, number in enumerate(launched.numbers)}
+        places = np.array([at.get(number, -1) for number in numbers])
+        if (places < 0).any():
+            return None
+    is_same = np.array_equal(guess.starts[places], step.starts)
+    return places if is_same and (launched.ends[places] > step.starts).all() else None

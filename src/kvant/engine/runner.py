@@ -12,13 +12,15 @@ from torch import Tensor
 from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
 from kvant.engine.batch import Batch
-from kvant.engine.graphs import DecodeGraphs
-from kvant.engine.sampler import Greedy, greedy
+from kvant.engine.decodes import Decodes
+from kvant.engine.graphs import Answered, StepGraphs
+from kvant.engine.recorder import CudaRecorder
 from kvant.engine.warm_up import warm_up
 from kvant.kv.pool import KVPool
 from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel
+from kvant.speculative.base import DeviceProposer, Proposer
 
 
 class Runner(Protocol):
@@ -32,29 +34,30 @@ class Runner(Protocol):
         ...
 
     def run(self, batch: Batch) -> Tensor:
-        """Write the batch's K and V; logits [len(batch.sampled), vocab_size], valid until the next run.
-
-        The batch's tensors are on the host.
-        """
-        ...
-
-    def run_with_hidden(
-        self, batch: Batch, layers: tuple[int, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`run`, and what these decoder layers hand on: [T, hidden_size] each."""
+        """Write the batch's K and V; logits [len(batch.sampled), vocab_size]. Its tensors are on the host."""
         ...
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it makes use of `Batch.ahead`."""
+        """Whether it makes use of `Decodes.limits`."""
         ...
 
     def saturated(self) -> tuple[Saturated, ...]:
         """What layers were given and could not hold, so far. Waits for the device."""
         ...
 
-    def greedy(self, logits: Tensor) -> Greedy:
-        """What `run` just returned, or rather its rows' largest entries."""
+    def recorded(self, num_sequences: int) -> Sequence[int]:
+        """Numbers of drafts that so many answering sequences can have in `run_decodes`, 0 among
+        them; empty where steps go through `run`.
+        """
+        ...
+
+    def run_decodes(self, step: Decodes) -> Tensor:
+        """A step of answering sequences that is recorded; `StepGraphs.run`."""
+        ...
+
+    def read_decodes(self) -> Answered:
+        """What the last of those came to."""
         ...
 
 
@@ -66,8 +69,9 @@ class ModelRunner:
         stored = model.plan if plan is None else plan
         self.pool = KVPool(stored, num_pages, device=model.device, scales=model.scales)
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
-        self._graphs: DecodeGraphs | None = None
-        self._by_graph = False
+        self._graphs: StepGraphs | None = None
+        self._proposer: Proposer | None = None
+        self._taps: tuple[int, ...] = ()
         self._clear: Callable[[Sequence[int]], None] = self.pool.zero
         if self.device.type != "cpu":
             from kvant.attention.triton.zero import PageEraser
@@ -78,30 +82,25 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def pools(self) -> list[KVPool]:
+        """All that page ids mean here: the target's, and the proposer's own if it has one."""
+        drafts = getattr(self._proposer, "pool", None)
+        return [self.pool] if drafts is None else [self.pool, drafts]
+
+    def teach(self, proposer: Proposer) -> None:
+        """From now on it learns every step that is run."""
+        self._proposer, self._taps = proposer, proposer.taps
+
     def zero(self, pages: Sequence[int]) -> None:
         self._clear(pages)
 
     def run(self, batch: Batch) -> Tensor:
-        graphs = self._graphs
-        self._by_graph = False
-        if graphs is not None:
-            if graphs.holds(batch.step) and len(batch.sampled) == batch.input_ids.shape[0]:
-                self._by_graph = True
-                return graphs.run(batch, [sequence.number for sequence in batch.sampled])
-            graphs.forget()
+        if self._graphs is not None:
+            self._graphs.forget()
         if self.device.type == "cpu":
             return self._forward(batch.input_ids, batch.step, batch.logits_index)
         return self._forward(*_there(batch, self.device))
-
-    def run_with_hidden(
-        self, batch: Batch, layers: tuple[int, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        self._by_graph = False
-        if self._graphs is not None:
-            self._graphs.forget()
-        input_ids, step, logits_index = _there(batch, self.device)
-        call = StepCall(step, self.pool, self._backends)
-        return self.model.forward_with_hidden(input_ids, call, logits_index, layers)
 
     @property
     def looks_ahead(self) -> bool:
@@ -110,36 +109,59 @@ class ModelRunner:
     def saturated(self) -> tuple[Saturated, ...]:
         return self.pool.saturated()
 
-    def greedy(self, logits: Tensor) -> Greedy:
-        if self._by_graph:
-            assert self._graphs is not None
-            return self._graphs.greedy()
-        return greedy(logits)
+    def recorded(self, num_sequences: int) -> Sequence[int]:
+        return () if self._graphs is None else self._graphs.num_drafts(num_sequences)
+
+    def run_decodes(self, step: Decodes) -> Tensor:
+        assert self._graphs is not None
+        return self._graphs.run(step)
+
+    def read_decodes(self) -> Answered:
+        assert self._graphs is not None
+        return self._graphs.read()
 
     def capture(
-        self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_drafts: Sequence[int] = (),
     ) -> str | None:
-        """Compile what a GPU needs and record decode steps as CUDA graphs, so that no request waits.
+        """Compile what a GPU needs and record steps as CUDA graphs, so that no request waits.
 
+        num_drafts: of one sequence, in steps that the proposer drafts on the device.
         On a CPU there is nothing to do. A line for the user where the model cannot be recorded.
         """
         if self.device.type == "cpu":
             return None
         warm_up(self.model, self.pool, self._forward, max_num_batched_tokens, max_model_len)
-        pages = -(-max_model_len // self.model.plan.page_size)
-        graphs = DecodeGraphs(self._forward, max_num_seqs, pages, max_model_len, self.device)
+        draft = self._proposer.draft if isinstance(self._proposer, DeviceProposer) else None
+        graphs = StepGraphs(
+            self._forward,
+            max_num_seqs,
+            page_size=self.model.plan.page_size,
+            max_model_len=max_model_len,
+            device=self.device,
+            recorder=CudaRecorder(self.device),
+            draft=draft,
+            num_drafts=() if draft is None else num_drafts,
+        )
         try:
-            graphs.capture()
+            with torch.no_grad():
+                graphs.capture()
         except RuntimeError as fault:
             torch.cuda.synchronize(self.device)
             return f"decode steps run without CUDA graphs, slower: {str(fault).splitlines()[0]}"
+        torch.cuda.synchronize(self.device)
         self._graphs = graphs
         return None
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
-        return self.model.forward(
-            input_ids, StepCall(step, self.pool, self._backends), logits_index
-        )
+        call = StepCall(step, self.pool, self._backends)
+        logits, hidden = self.model.forward_with_hidden(input_ids, call, logits_index, self._taps)
+        if self._proposer is not None and self._taps:
+            self._proposer.learn(step, hidden)
+        return logits
 
 
 def _there(batch: Batch, device: torch.device) -> tuple[Tensor, Step, Tensor]:

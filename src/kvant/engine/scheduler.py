@@ -30,8 +30,9 @@ class SchedulerLimits:
 
     max_model_len: tokens of one sequence. prefix_caching: whether pages are shared by their contents.
     max_prompt_logprobs: prompt tokens of one step whose log-probabilities can be asked for: each takes
-    a row of logits. pages_ahead: an answering sequence gets its next page one token early, if one is
-    free. prompt_stride: a prompt is cut at multiples of so many tokens, in steps with room for as many.
+    a row of logits. pages_ahead: an answering sequence gets the pages of the step after the next one
+    early, if they are free. prompt_stride: a prompt is cut at multiples of so many tokens, in steps
+    with room for as many.
     """
 
     max_num_seqs: int
@@ -239,6 +240,8 @@ class Scheduler:
             # The last token that a sequence may have is never run, so nothing can follow it.
             left = sequence.request.max_total_tokens - sequence.num_tokens - 1
             wanted = min(most, budget, left)
+            if wanted > 0 and self.limits.pages_ahead:
+                self._room_behind(sequence, min(left, 2 * most + 1))
             room = self._room_behind(sequence, wanted) if wanted > 0 else 0
             if room > 0:
                 chunks[place] = chunk._replace(max_drafts=room)

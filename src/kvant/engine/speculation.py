@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
-from kvant.engine.batch import Batch
 from kvant.engine.scheduler import Chunk
 from kvant.errors import EngineFault
 from kvant.speculative.adaptive import Adaptive
-from kvant.speculative.base import Ask, Proposer, Verified
+from kvant.speculative.base import Ask, Proposer
 from kvant.speculative.counts import Counts, SpeculationStats
+
+Ways = Callable[[int], Sequence[int]]
+"""Of a number of answering sequences: numbers of drafts whose steps are recorded, 0 among them."""
 
 
 class Speculation:
     """One proposer in one engine.
 
-    num_speculative_tokens: drafts of one sequence in one step at most. adaptive: step aside where
-    plain steps are faster. clock: seconds, for tests.
+    num_speculative_tokens: drafts of one sequence in one step at most. adaptive: draft fewer, or
+    none, where that is faster. ways: what can be chosen from; all or nothing without.
+    clock: seconds, for tests.
     """
 
     def __init__(
@@ -30,31 +30,36 @@ class Speculation:
         vocab_size: int,
         *,
         adaptive: bool = True,
+        ways: Ways | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._proposer = proposer
         self._most = num_speculative_tokens
         self._vocab_size = vocab_size
         self._adaptive = Adaptive() if adaptive else None
+        self._ways = ways or (lambda num_running: (0, num_speculative_tokens))
         self._clock = clock
         self._counts = Counts(num_speculative_tokens)
         self._started = 0.0
         self._num_running = 1
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Decoder layers whose outputs the proposer reads."""
-        return self._proposer.taps
+        self._chosen = num_speculative_tokens
 
     @property
     def stats(self) -> SpeculationStats:
-        return self._counts.stats(pays=self._pays(self._num_running))
+        return self._counts.stats(pays=self._chosen > 0)
 
     def num_draft_tokens(self, num_running: int) -> int:
         """How many drafts each answering sequence may have in the next step, which begins now."""
         self._started = self._clock()
         self._num_running = max(1, num_running)
-        return self._most if self._pays(self._num_running) else 0
+        if self._adaptive is not None:
+            ways = self._ways(self._num_running)
+            self._chosen = self._adaptive.choose(self._num_running, ways)
+        return self._chosen
+
+    def goes_on(self) -> bool:
+        """Whether the step after this one is to have as many drafts, if nobody ends or arrives."""
+        return self._adaptive is None or self._adaptive.goes_on(self._num_running)
 
     def zero(self, pages: Sequence[int]) -> None:
         self._proposer.zero(pages)
@@ -71,15 +76,8 @@ class Speculation:
             chunks[place] = chunks[place]._replace(drafts=tuple(found))
         return chunks
 
-    def learn(
-        self,
-        chunks: Sequence[Chunk],
-        batch: Batch,
-        hidden: tuple[Tensor, ...],
-        emitted: Sequence[Sequence[int]],
-    ) -> None:
+    def note(self, chunks: Sequence[Chunk], emitted: Sequence[Sequence[int]]) -> None:
         """Every step ends here. emitted: the tokens that each chunk's sequence got."""
-        self._proposer.learn(Verified(batch.step, hidden, _kept(chunks, emitted, batch)))
         drafted = False
         for chunk, tokens in zip(chunks, emitted, strict=True):
             if chunk.drafts and tokens:
@@ -88,13 +86,14 @@ class Speculation:
                 accepted = sum(token == draft for token, draft in same)
                 self._counts.note(len(chunk.drafts), accepted, len(tokens))
         if not all(c.num_tokens == 1 and tokens for c, tokens in zip(chunks, emitted, strict=True)):
-            return  # with pieces of prompts in it the step says nothing about either way
+            return  # with pieces of prompts in it the step says nothing about any way
         if not drafted:
             self._counts.num_plain_steps += 1
         if self._adaptive is not None:
             seconds = self._clock() - self._started
             num_tokens = sum(len(tokens) for tokens in emitted)
-            self._adaptive.note(len(chunks), num_tokens, seconds, drafted=drafted)
+            num_drafts = self._chosen if drafted else 0
+            self._adaptive.note(len(chunks), num_tokens, seconds, num_drafts=num_drafts)
 
     def _check(self, drafts: Sequence[int], room: int) -> None:
         """Whatever a proposer does, nothing that is no token gets into the model."""
@@ -104,24 +103,7 @@ class Speculation:
                 f"{room} ids from 0 to {self._vocab_size - 1} at most were asked for"
             )
 
-    def _pays(self, num_running: int) -> bool:
-        return self._adaptive is None or self._adaptive.drafts(num_running)
-
 
 def _ask(chunk: Chunk) -> Ask:
     sequence = chunk.sequence
     return Ask(sequence.token_ids, sequence.pages, chunk.max_drafts)
-
-
-def _kept(chunks: Sequence[Chunk], emitted: Sequence[Sequence[int]], batch: Batch) -> Tensor | None:
-    """Rows of the step whose tokens stand: all but those of rejected drafts."""
-    rows: list[int] = []
-    start = 0
-    for chunk, tokens in zip(chunks, emitted, strict=True):
-        # The last token that a sequence got has not been run: it is the next step's.
-        stand = chunk.num_tokens + (max(0, len(tokens) - 1) if chunk.drafts else 0)
-        rows += range(start, start + stand)
-        start += chunk.num_tokens + len(chunk.drafts)
-    if len(rows) == start:
-        return None
-    return torch.tensor(rows, device=batch.input_ids.device)

@@ -99,10 +99,10 @@ def measure(
                 ready,
             )
         del llm
-        _free()
+        free_memory()
 
 
-def _free() -> None:
+def free_memory() -> None:
     """Give the memory of an engine that is gone back to the device: the next one asks what is free."""
     gc.collect()
     torch = sys.modules["torch"]

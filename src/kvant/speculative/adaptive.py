@@ -1,26 +1,34 @@
-"""When speculation pays: both ways of stepping are timed, and the faster one goes on.
+"""How many drafts pay: every way of stepping is timed, and the fastest one goes on.
 
-A step with drafts takes longer and gives more tokens. Which way is faster depends on the device, the
+A step with drafts takes longer and gives more tokens. What is fastest depends on the device, the
 number of sequences (a large batch already fills the device) and on how well drafts are accepted just
-now, so nothing is assumed: tokens and seconds of both ways are summed up, older steps counting less,
-for each order of magnitude of the batch. The slower way is tried again now and then, because texts
+now, so nothing is assumed: tokens and seconds of every way are summed up, older steps counting less,
+for each order of magnitude of the batch. A slower way is tried again now and then, because texts
 change.
+
+A way goes on for a stretch of steps that is known in advance, so that whoever prepares the next step
+beside this one knows which way it will go. A stretch's first step is not counted: it may wait for
+what was prepared for another one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _DECAY = 0.96
 """Of both sums with every step: the last 25 or so count, and what was long ago hardly does."""
 
-_TRIALS = 4
+_TRIAL = 5
 """Steps of each way before they are compared."""
 
-_RETRY_EVERY = 64
-"""Steps after which the slower way gets two steps again: at most 3 % of the time."""
+_STRETCH = 30
+"""Steps of the fastest way before it is chosen again."""
 
-_RETRY_STEPS = 2
+_STRETCHES = 3
+"""Of them, before another way is tried again: for 4 steps of 90."""
+
+_RETRY = 4
 
 
 @dataclass(slots=True)
@@ -47,38 +55,68 @@ class _Way:
 
 @dataclass(slots=True)
 class _Size:
-    """Both ways for one size of batch. since_retry: steps since the slower one was tried."""
+    """All ways for one size of batch, by their number of drafts.
 
-    drafting: _Way = field(default_factory=_Way)
-    plain: _Way = field(default_factory=_Way)
-    since_retry: int = 0
+    current: the way that goes on for `left` more steps. fresh: none of its steps has run yet.
+    stretches: of the fastest way since another one was tried. retried: the one tried last.
+    """
+
+    ways: dict[int, _Way] = field(default_factory=dict)
+    current: int = 0
+    left: int = 0
+    fresh: bool = True
+    stretches: int = 0
+    retried: int = 0
 
 
 class Adaptive:
-    """Chooses between drafting and plain steps from what both gave. Batches count by powers of two."""
+    """Chooses numbers of drafts from what they gave. Batches count by powers of two."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
 
-    def drafts(self, num_sequences: int) -> bool:
-        """Whether the next step of so many answering sequences is to have drafts."""
-        size = self._sizes.get(num_sequences.bit_length())
-        if size is None or size.drafting.num_steps < _TRIALS:
-            return True
-        if size.plain.num_steps < _TRIALS:
-            return False
-        return self._faster_drafts(size) != (size.since_retry >= _RETRY_EVERY)
+    def choose(self, num_sequences: int, ways: Sequence[int]) -> int:
+        """How many drafts each of so many answering sequences is to have in the next step.
 
-    def note(self, num_sequences: int, tokens: int, seconds: float, *, drafted: bool) -> None:
-        """A step of nothing but answering sequences was run."""
+        ways: the numbers that can be had, 0 among them; the largest is tried first.
+        """
         size = self._sizes.setdefault(num_sequences.bit_length(), _Size())
-        size.drafting.fade()
-        size.plain.fade()
-        (size.drafting if drafted else size.plain).add(tokens, seconds)
-        size.since_retry += 1
-        if size.since_retry >= _RETRY_EVERY + _RETRY_STEPS:
-            size.since_retry = 0
+        if not size.left or size.current not in ways:
+            self._begin(size, ways)
+        return size.current
+
+    def goes_on(self, num_sequences: int) -> bool:
+        """Whether the step after the next one goes the same way, for as many sequences."""
+        size = self._sizes.get(num_sequences.bit_length())
+        return size is not None and size.left > 1
+
+    def note(self, num_sequences: int, tokens: int, seconds: float, *, num_drafts: int) -> None:
+        """A step of nothing but answering sequences was run, a way that `choose` knows."""
+        size = self._sizes.setdefault(num_sequences.bit_length(), _Size())
+        for way in size.ways.values():
+            way.fade()
+        if num_drafts != size.current or not size.fresh:
+            size.ways.setdefault(num_drafts, _Way()).add(tokens, seconds)
+        size.fresh = False
+        size.left = max(0, size.left - 1)
 
     @staticmethod
-    def _faster_drafts(size: _Size) -> bool:
-        return size.drafting.speed >= size.plain.speed
+    def _begin(size: _Size, ways: Sequence[int]) -> None:
+        """Choose the next stretch."""
+        before = size.current
+        for way in sorted(ways, reverse=True):
+            tried = size.ways.get(way)
+            if tried is None or tried.num_steps < _TRIAL - 1:
+                size.current, size.left = way, _TRIAL
+                break
+        else:
+            best = max(ways, key=lambda way: size.ways[way].speed)
+            others = sorted(way for way in ways if way != best)
+            if others and size.stretches >= _STRETCHES:
+                later = [way for way in others if way > size.retried]
+                size.retried = size.current = (later or others)[0]
+                size.stretches, size.left = 0, _RETRY
+            else:
+                size.current, size.left = best, _STRETCH
+                size.stretches += 1
+        size.fresh = size.current != before

@@ -3,15 +3,21 @@
 Once in every step of the engine:
 
     propose   for each sequence with one token to run: up to k tokens that may follow it
-    (the target runs that token and the drafts; the engine decides which of them stand)
-    learn     what the target ran, its hidden states, and which rows stand
+    (the target runs that token and the drafts)
+    learn     what the target ran, and its hidden states
+    (the engine decides which drafts stand)
 
 A proposer with a KV cache of its own has its own plan and its own pool, indexed by the same page ids
 as the target's: whoever holds a page holds it in both. `learn` is called for every step, prefills,
 recomputation after preemption and steps without drafts included, so that whatever a proposer keeps
 in a page is there whenever the target's keys and values are: a page from the prefix cache carries
-both. A proposer keeps nothing about a sequence outside its pages; ends, cancellation and preemption
+both. Rows of drafts that do not stand are learnt like all others: their slots are written again
+before anything reads them, as in the target's own pages. So nobody waits to know which they are.
+A proposer keeps nothing about a sequence outside its pages; ends, cancellation and preemption
 therefore need no call.
+
+A `DeviceProposer` drafts from tensors to tensors, so that a whole step, drafts and their verification
+included, can be one recorded launch.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -44,19 +50,6 @@ class Ask:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """A step that the target ran.
-
-    step: the target's own. hidden: for each of the proposer's `taps` what that decoder layer handed
-    on, [T, hidden_size]. kept: [n] int64, the rows of T whose tokens stand; None where all do.
-    """
-
-    step: Step
-    hidden: tuple[Tensor, ...]
-    kept: Tensor | None = None
-
-
 class Proposer(Protocol):
     """Drafts tokens. Nothing that it proposes can change an answer, only how fast it comes."""
 
@@ -76,8 +69,25 @@ class Proposer(Protocol):
         """
         ...
 
-    def learn(self, verified: Verified) -> None:
-        """The target ran a step. Rejected tokens' slots will be written again."""
+    def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
+        """The target ran a step; called where there are taps.
+
+        step: the target's own, on its device. hidden: for each of `taps` what that decoder layer
+        handed on, [T, hidden_size].
+        """
+        ...
+
+
+@runtime_checkable
+class DeviceProposer(Proposer, Protocol):
+    """One whose steps can be recorded: neither of these two reads a number back."""
+
+    def draft(self, tokens: Tensor, step: Step) -> Tensor:
+        """The likeliest token at every place that lacks one, [T] int64, anything elsewhere.
+
+        tokens: [T] int64, of each sequence its newest one, then -1 for each draft.
+        step: where they stand, as the target will run them.
+        """
         ...
 
 
@@ -100,7 +110,7 @@ class Setting:
     sequence at most. pool: the target's pages, to be read by a drafter that shares the target's keys
     and values: each layer's `LayerCache` knows the format its owner writes, and target.plan its
     backend. draft: None for methods without a model. options: the method's own keys of the
-    configuration.
+    configuration. dummy_weights: read none of the drafter's, for timings.
     """
 
     target: LoadedModel
@@ -109,3 +119,4 @@ class Setting:
     max_model_len: int
     draft: PlannedDraft | None
     options: Mapping[str, Any]
+    dummy_weights: bool = False

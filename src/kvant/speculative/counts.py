@@ -13,7 +13,7 @@ class SpeculationStats:
     num_drafts: sequences that had drafts, summed over steps. num_draft_tokens, num_accepted_tokens:
     of all of them. accepted_per_position: how often the first, the second, .. draft stood.
     num_emitted_tokens: tokens that those steps gave, the target's own included. num_plain_steps:
-    steps of answering sequences without any drafts. pays: whether the next step will draft.
+    steps of answering sequences without any drafts. pays: whether steps draft now.
     """
 
     num_drafts: int = 0

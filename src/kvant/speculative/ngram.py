@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
-from kvant.speculative.base import Ask, Proposer, Setting, Verified
+from kvant.attention.base import Step
+from kvant.speculative.base import Ask, Proposer, Setting
 
 
 class NgramProposer:
@@ -27,7 +29,7 @@ class NgramProposer:
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         return [look_up(ask.token_ids, ask.num_tokens, self._min, self._max) for ask in asks]
 
-    def learn(self, verified: Verified) -> None:
+    def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
         """All it needs stands in the next `Ask`."""
 
 

@@ -88,6 +88,15 @@ class TorchKernels:
         return F.silu(gate) * up
 
 
+class WideTorchKernels(TorchKernels):
+    """Norms of float64 in float64, which transformers' modules compute in float32."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype is not torch.float64:
+            return super().rms_norm(x, weight, eps)
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
 class InvariantTorchKernels(TorchKernels):
     """The same on a CPU, where SiLU would depend on where a number stands; the rest does not."""
 

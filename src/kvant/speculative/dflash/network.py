@@ -26,6 +26,8 @@ from kvant.attention.backends import load_backends
 from kvant.attention.base import AttentionParams, Step
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.pool import KVPool
+from kvant.models.fused.decoder import kernels_for
+from kvant.models.fused.kernels import TorchKernels, WideTorchKernels
 from kvant.models.loaded import LoadedModel
 from kvant.models.rotary import fix_frequencies
 from kvant.speculative.base import PlannedDraft
@@ -55,6 +57,9 @@ class DraftNetwork:
         self._backends = load_backends(draft.kv)
         self._mask_token_id = draft.facts.mask_token_id
         self._dtype = weights.norm.dtype
+        self._eps = weights.config.rms_norm_eps
+        kernels = kernels_for(weights.norm)
+        self._kernels = WideTorchKernels() if isinstance(kernels, TorchKernels) else kernels
         longest = max_model_len + draft.facts.block_size
         self._rotary = _rotary(draft.config, longest).to(target.device)
 
@@ -63,19 +68,23 @@ class DraftNetwork:
 
         hidden: [T, hidden_size] of each tapped layer. slots, positions: [T] int64.
         """
-        weights, first = self._weights, self._layers[0]
-        count, heads = len(self._layers), first.num_kv_heads
+        weights, first, kernels = self._weights, self._layers[0], self._kernels
+        count, heads, tokens = len(self._layers), first.num_kv_heads, slots.shape[0]
         features = torch.cat([part.to(weights.fc.weight.dtype) for part in hidden], dim=-1)
-        context = self._norm(weights.fc(features), weights.hidden_norm).to(self._dtype)
-        keys, values = weights.context_kv(context).chunk(2, dim=-1)
-        k = keys.view(-1, count, heads, first.head_dim_k)
+        context = kernels.rms_norm(
+            weights.fc(features), weights.hidden_norm.to(features), self._eps
+        )
+        keys, values = weights.context_kv(context.to(self._dtype)).chunk(2, dim=-1)
+        k = keys.reshape(tokens, count, heads, first.head_dim_k)
+        v = values.view(tokens, count, heads, first.head_dim_v)
         cos, sin = self._angles(positions)
-        k = _rotate(self._norm(k, weights.context_k_norm), cos[:, None], sin[:, None])
-        v = values.view(-1, count, heads, first.head_dim_v)
         step = _write_only(slots, positions)
         for place, layer in enumerate(self._layers):
             cache, backend = self._pool[layer.index], self._backends[layer.index]
-            backend.write(cache, k[:, place], v[:, place], step)
+            k_norm = weights.context_k_norm[place, 0]
+            own = k[:, place].reshape(tokens, -1)
+            rotated, _, _ = kernels.rotate(own, cos, sin, heads, 0, k_norm, k_norm, self._eps)
+            backend.write(cache, rotated, v[:, place], step)
 
     def fill(self, block: Tensor, steps: Mapping[bool, Step]) -> Tensor:
         """The likeliest token at every place of the block(s): [N] int64 of the target's vocabulary.
@@ -83,17 +92,22 @@ class DraftNetwork:
         block: [N] int64, for each sequence its last token and masks. steps: by whether a layer is
         causal in the block, the same step otherwise. Writes the block's K and V.
         """
-        x = self._embed(block)
+        weights, kernels, eps = self._weights, self._kernels, self._eps
+        residual = self._embed(block)
         cos, sin = self._angles(next(iter(steps.values())).positions)
-        for layer, weights in zip(self._layers, self._weights.layers, strict=True):
-            x = self._layer(x, layer, weights, cos, sin, steps[layer.causal])
-        x = self._norm(x, self._weights.norm)
-        head = self._weights.head
+        x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)
+        for place, (layer, own) in enumerate(zip(self._layers, weights.layers, strict=True)):
+            x = self._attention(x, layer, own, cos, sin, steps[layer.causal])
+            x, residual = kernels.add_rms_norm(x, residual, own.mlp_norm, eps)
+            x = own.down(kernels.silu_mul(own.gate_up(x)))
+            last = place + 1 == len(self._layers)
+            norm = weights.norm if last else weights.layers[place + 1].input_norm
+            x, residual = kernels.add_rms_norm(x, residual, norm, eps)
+        head = weights.head
         drafts = (self._target.score(x) if head is None else head(x)).argmax(-1)
-        token_of = self._weights.token_of
-        return drafts if token_of is None else token_of[drafts]
+        return drafts if weights.token_of is None else weights.token_of[drafts]
 
-    def _layer(
+    def _attention(
         self,
         x: Tensor,
         layer: LayerGeometry,
@@ -102,23 +116,23 @@ class DraftNetwork:
         sin: Tensor,
         step: Step,
     ) -> Tensor:
-        q_width = layer.num_q_heads * layer.head_dim_k
-        kv_width = layer.num_kv_heads * layer.head_dim_k
-        mixed = weights.qkv(self._norm(x, weights.input_norm))
-        q, k, v = torch.split(mixed, [q_width, kv_width, kv_width], dim=-1)
-        q = self._norm(q.view(-1, layer.num_q_heads, layer.head_dim_k), weights.q_norm)
-        k = self._norm(k.view(-1, layer.num_kv_heads, layer.head_dim_k), weights.k_norm)
+        q, k, v = self._kernels.rotate(
+            weights.qkv(x),
+            cos,
+            sin,
+            layer.num_q_heads,
+            layer.num_kv_heads,
+            weights.q_norm,
+            weights.k_norm,
+            self._eps,
+        )
         cache, backend = self._pool[layer.index], self._backends[layer.index]
         # Written before attend: the block reads its own rows.
-        v = v.view(-1, layer.num_kv_heads, layer.head_dim_v)
-        backend.write(cache, _rotate(k, cos, sin), v, step)
+        backend.write(cache, k, v, step)
         params = AttentionParams(
             scale=layer.head_dim_k**-0.5, window=layer.window, sinks=weights.sinks
         )
-        attended = backend.attend(cache, _rotate(q, cos, sin), step, params)
-        x = x + weights.o(attended.flatten(1))
-        gate, up = weights.gate_up(self._norm(x, weights.mlp_norm)).chunk(2, dim=-1)
-        return x + weights.down(F.silu(gate) * up)
+        return weights.o(backend.attend(cache, q, step, params).flatten(1))
 
     def _embed(self, block: Tensor) -> Tensor:
         own, mask = self._weights.embedding, self._weights.mask_embedding
@@ -127,24 +141,12 @@ class DraftNetwork:
             x = torch.where((block == self._mask_token_id)[:, None], mask.to(x), x)
         return x.to(self._dtype)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root mean square norm over the last dimension, in float32 at least."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        eps = self._weights.config.rms_norm_eps
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return normed.to(weight.dtype) * weight
-
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, head_dim] for absolute positions [T]."""
+        """cos and sin [T, head_dim / 2] for absolute positions [T]: the second half repeats the first."""
         probe = torch.empty(0, dtype=self._dtype, device=positions.device)
         cos, sin = self._rotary(probe, positions[None])
-        return cos[0, :, None], sin[0, :, None]
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the two halves of a head (the convention of Llama and Qwen)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
 def _write_only(slots: Tensor, positions: Tensor) -> Step:

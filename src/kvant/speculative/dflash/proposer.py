@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 from kvant.attention.base import Step
 from kvant.kv.checkpoint.values import read_scale_values
 from kvant.kv.pool import KVPool
-from kvant.speculative.base import Ask, PlannedDraft, Proposer, Setting, Verified
+from kvant.speculative.base import Ask, PlannedDraft, Proposer, Setting
 from kvant.speculative.dflash.network import DraftNetwork
-from kvant.speculative.dflash.weights import load_weights
+from kvant.speculative.dflash.weights import load_weights, make_weights
 
 
 class DFlashProposer:
@@ -32,37 +33,38 @@ class DFlashProposer:
         self._page_size = draft.kv.page_size
         self._orders = {layer.causal for layer in draft.geometry.layers}
         self._device = device
+        self._clear: Callable[[Sequence[int]], None] = pool.zero
+        if device.type != "cpu":
+            from kvant.attention.triton.zero import PageEraser
+
+            self._clear = PageEraser(pool.planes()).clear
 
     @property
     def taps(self) -> tuple[int, ...]:
         return self._facts.target_layer_ids
 
     def zero(self, pages: Sequence[int]) -> None:
-        self.pool.zero(pages)
+        self._clear(pages)
 
     @torch.no_grad()
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         """A block is the last token and as many masks as are asked for."""
         step = self._step(asks)
-        block = np.full(int(step.cu_seqlens_q[-1]), self._facts.mask_token_id, np.int64)
-        starts = step.cu_seqlens_q[:-1].tolist()
-        block[starts] = [ask.token_ids[-1] for ask in asks]
+        starts = np.cumsum([0, *(1 + ask.num_tokens for ask in asks)])
+        tokens = np.full(starts[-1], -1, np.int64)
+        tokens[starts[:-1]] = [ask.token_ids[-1] for ask in asks]
+        filled = self.draft(torch.from_numpy(tokens).to(self._device), step).tolist()
+        return [filled[a + 1 : b] for a, b in pairwise(starts.tolist())]
+
+    def draft(self, tokens: Tensor, step: Step) -> Tensor:
+        block = torch.where(tokens < 0, self._facts.mask_token_id, tokens)
         steps = {causal: replace(step, causal=causal) for causal in self._orders}
-        filled = self._network.fill(torch.from_numpy(block).to(self._device), steps).tolist()
-        return [
-            filled[start + 1 : start + 1 + ask.num_tokens]
-            for start, ask in zip(starts, asks, strict=True)
-        ]
+        return self._network.fill(block, steps)
 
     @torch.no_grad()
-    def learn(self, verified: Verified) -> None:
-        """Write the context of the tokens that stand; their pages carry it from now on."""
-        step, hidden, kept = verified.step, verified.hidden, verified.kept
-        slots, positions = step.slot_mapping, step.positions
-        if kept is not None:
-            slots, positions = slots[kept], positions[kept]
-            hidden = tuple(part[kept.to(self._device)] for part in hidden)
-        self._network.write_context(hidden, slots.to(self._device), positions.to(self._device))
+    def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
+        """Write the context of what was run; the pages carry it from now on."""
+        self._network.write_context(hidden, step.slot_mapping, step.positions)
 
     def _step(self, asks: Sequence[Ask]) -> Step:
         """The blocks of all sequences, packed."""
@@ -98,11 +100,12 @@ def build(setting: Setting) -> Proposer:
     """Load the planned drafter beside its target."""
     draft, target = setting.draft, setting.target
     assert draft is not None, "planning gives the method dflash a drafter"
+    read = {} if setting.dummy_weights else read_scale_values(draft.path, draft.kv)
     scales = {
         key: torch.tensor(values, dtype=torch.float32, device=target.device)
-        for key, values in read_scale_values(draft.path, draft.kv).items()
+        for key, values in read.items()
     }
     pool = KVPool(draft.kv, setting.pool.num_pages, device=target.device, scales=scales)
-    weights = load_weights(draft, target.device)
+    weights = (make_weights if setting.dummy_weights else load_weights)(draft, target.device)
     network = DraftNetwork(draft, weights, target, pool, setting.max_model_len)
     return DFlashProposer(network, draft, pool, target.device)

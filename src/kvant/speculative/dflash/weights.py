@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -19,6 +19,7 @@ from kvant.speculative.dflash.files import (
     check_files,
     plain_name,
     read_network,
+    required_tensors,
 )
 
 
@@ -74,7 +75,27 @@ class DraftWeights:
 def load_weights(draft: PlannedDraft, device: torch.device) -> DraftWeights:
     """Read the files that `check_files` accepts. Runs no code that comes with the checkpoint."""
     check_files(draft.path, draft.config, draft.geometry, draft.facts)
-    tensors = _Tensors(draft.path, TORCH_COMPUTE[draft.kv.compute_dtype], device)
+    found = {}
+    for path in find_weight_files(draft.path).paths:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 -- a file is no mapping
+                found[plain_name(name)] = file.get_tensor(name)
+    return _weights(draft, _Tensors(found, TORCH_COMPUTE[draft.kv.compute_dtype], device))
+
+
+def make_weights(draft: PlannedDraft, device: torch.device) -> DraftWeights:
+    """Small random numbers in the place of what must be in the files: for timings."""
+    config, dtype = read_network(draft.config), TORCH_COMPUTE[draft.kv.compute_dtype]
+    generator = torch.Generator(device).manual_seed(0)
+    made = {}
+    for name, shape in required_tensors(config, draft.geometry, draft.facts).items():
+        made[name] = torch.ones(shape, dtype=dtype, device=device)
+        if len(shape) > 1 or name.endswith(".bias"):
+            made[name].normal_(0.0, 0.02, generator=generator)
+    return _weights(draft, _Tensors(made, dtype, device))
+
+
+def _weights(draft: PlannedDraft, tensors: _Tensors) -> DraftWeights:
     config = read_network(draft.config)
     layers = [f"layers.{layer.index}" for layer in draft.geometry.layers]
     kv = [f"{at}.self_attn.{side}_proj" for side in "kv" for at in layers]
@@ -115,15 +136,13 @@ def _layer(tensors: _Tensors, at: str) -> LayerWeights:
 
 
 class _Tensors:
-    """Tensors of a directory by plain name; floating ones in `dtype`."""
+    """Tensors by plain name; floating ones come in `dtype`."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, found: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.dtype, self.device = dtype, device
-        self._found: dict[str, Tensor] = {}
-        for path in find_weight_files(directory).paths:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 -- a file is no mapping
-                    self._found[plain_name(name)] = file.get_tensor(name)
+        self._found = found
 
     def has(self, name: str) -> bool:
         return name in self._found

@@ -1,0 +1,64 @@
+"""A step of answering sequences alone, as a few numbers of each: all that a recorded step needs.
+
+The rest (positions, slots, lengths) follows from them on the device: `kvant.engine.layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvant.engine.page_table import PageTable
+from kvant.engine.request import Sequence
+from kvant.engine.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Each sequence's newest token, and room for drafts behind it.
+
+    num_drafts: of one sequence at most. ids, starts: [n] int64, the newest tokens and where they
+    stand. ends: [n] int64, where the tokens of this step must end. limits: [n] int64, where those of
+    any step must end, with the pages there are; None where nobody asks what follows. table:
+    [n, pages] int32, pages up to the furthest end.
+    """
+
+    sequences: list[Sequence]
+    num_drafts: int
+    ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    limits: NDArray[np.int64] | None
+    table: NDArray[np.int32]
+
+
+def list_decodes(
+    chunks: Items[Chunk], page_table: PageTable, page_size: int, num_drafts: int, *, ahead: bool
+) -> Decodes:
+    """Of chunks that are one token each. ahead: also what the next step may use."""
+    count = len(chunks)
+    sequences, firsts, _, room, _ = zip(*chunks, strict=True)
+    starts = np.array(firsts, np.int64)
+    ends = starts + 1 + np.array(room, np.int64) if num_drafts else starts + 1
+    ids = np.fromiter((s.token_ids[-1] for s in sequences), np.int64, count)
+    rows = np.fromiter((s.row for s in sequences), np.int64, count)
+    limits = None
+    furthest = int(ends.max())
+    if ahead:
+        # The last token that a sequence may have is never run.
+        limits = np.fromiter(
+            (
+                min(len(s.pages) * page_size, s.request.max_total_tokens - 1)
+                for s in sequences
+            ),
+            np.int64,
+            count,
+        )  # fmt: skip
+        furthest = min(int(limits.max()), furthest + 1 + num_drafts)
+        furthest = max(furthest, int(ends.max()))
+    columns = min(-(-furthest // page_size), page_table.max_pages)
+    table = page_table.rows(rows, columns)
+    return Decodes(list(sequences), num_drafts, ids, starts, ends, limits, table)

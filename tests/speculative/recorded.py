@@ -1,0 +1,72 @@
+"""Recorded steps without a GPU: what was recorded is done again, in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvant.engine.graphs import StepGraphs
+from kvant.engine.llm import LLM
+from kvant.engine.runner import ModelRunner
+from kvant.speculative.base import DeviceProposer
+
+T = TypeVar("T")
+
+
+class Done:
+    """A place in the work of a device that does everything at once."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Again:
+    """A `Recorder` that remembers functions. num_runs: of all of them."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+
+    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        made: Any = run()
+
+        def replay() -> None:
+            self.num_runs += 1
+            again: Any = run()
+            for old, new in zip(made, again, strict=True):
+                old.copy_(new)
+
+        return replay, made
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+    def mark(self) -> Done:
+        return Done()
+
+
+def record(llm: LLM, num_drafts: Sequence[int] = ()) -> Again:
+    """Let an engine go through recorded steps from now on."""
+    engine, runner = llm.engine, llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    proposer = runner._proposer
+    again = Again()
+    graphs = StepGraphs(
+        runner._forward,
+        engine.limits.max_num_seqs,
+        page_size=engine.limits.page_size,
+        max_model_len=engine.limits.max_model_len,
+        device=torch.device("cpu"),
+        recorder=again,
+        draft=proposer.draft if isinstance(proposer, DeviceProposer) else None,
+        num_drafts=num_drafts,
+    )
+    with torch.no_grad():
+        graphs.capture()
+    runner._graphs = graphs
+    engine.scheduler.limits = replace(engine.scheduler.limits, pages_ahead=True)
+    return again

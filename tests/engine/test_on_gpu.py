@@ -20,7 +20,8 @@ PARAMS = [
 
 
 def answers(path: Path, device: str, **options: object) -> list[tuple[int, ...]]:
-    llm = LLM(path, device=device, dtype="float32", max_model_len=500, **options)  # type: ignore[arg-type]
+    given = {"max_num_seqs": 16, **options}
+    llm = LLM(path, device=device, dtype="float32", max_model_len=500, **given)  # type: ignore[arg-type]
     found = [result.token_ids for result in llm.generate(PROMPTS, PARAMS)]
     llm.engine.audit()
     return found
@@ -46,13 +47,13 @@ def test_what_is_launched_ahead_is_used_and_forgotten_where_it_must_be(
     from kvant.engine import graphs
 
     launched: list[bool] = []
-    launch = graphs.DecodeGraphs._launch
+    launch = graphs.StepGraphs._launch
 
-    def count(self: graphs.DecodeGraphs, step: object, **how: object) -> object:
-        launched.append("after" in how)
-        return launch(self, step, **how)  # type: ignore[arg-type]
+    def count(self: graphs.StepGraphs, *given: object) -> object:
+        launched.append(given[-1] is not None)
+        return launch(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(graphs.DecodeGraphs, "_launch", count)
+    monkeypatch.setattr(graphs.StepGraphs, "_launch", count)
     assert answers(path, "cuda", kv_cache_memory="2MiB", max_num_seqs=4) == expected
     assert launched.count(True) > 50
     assert launched.count(False) > 1
@@ -60,7 +61,7 @@ def test_what_is_launched_ahead_is_used_and_forgotten_where_it_must_be(
 
 def test_sampled_answers_do_not_depend_on_the_batch(path: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
-    llm = LLM(path, device="cuda", dtype="float32", max_model_len=500)
+    llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=16)
     together = [r.token_ids for r in llm.generate(PROMPTS, params)]
     alone = [llm.generate([p], params)[0].token_ids for p in PROMPTS]
     assert together == alone
@@ -73,8 +74,8 @@ def test_families_run_on_a_gpu_as_on_a_cpu(family: str, tmp_path: Path) -> None:
 
 
 def test_bfloat16_answers_start_like_float32_ones(path: Path) -> None:
-    llm = LLM(path, device="cuda", dtype="bfloat16", max_model_len=500)
-    full = LLM(path, device="cuda", dtype="float32", max_model_len=500)
+    llm = LLM(path, device="cuda", dtype="bfloat16", max_model_len=500, max_num_seqs=16)
+    full = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=16)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     for prompt in PROMPTS:
         a, b = llm.generate([prompt], params)[0], full.generate([prompt], params)[0]
@@ -98,6 +99,7 @@ def test_in_batch_invariant_mode_answers_have_the_same_bits_in_any_batch_and_any
         llm = LLM(
             path, device="cuda", dtype="bfloat16", max_model_len=500, kv_cache_dtype=stored,
             batch_invariant=True, max_num_batched_tokens=tokens, kv_missing_scales="one",
+            max_num_seqs=16,
         )  # fmt: skip
         if together:
             found = llm.generate(PROMPTS, params)

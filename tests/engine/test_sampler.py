@@ -139,7 +139,7 @@ def test_sorting_the_head_alone_gives_the_tokens_of_sorting_everything(
     ):
         fast = tokens(row, params, 40)
         with monkeypatch.context() as patch:
-            patch.setattr("kvant.engine.sampler._HEAD", 10_000)
+            patch.setattr("kvant.engine.drawing.HEAD", 10_000)
             assert tokens(row, params, 40) == fast
 
 
@@ -210,3 +210,24 @@ def test_an_engines_seed_makes_unseeded_requests_repeatable() -> None:
     assert run(5)[0] != run(5)[1], "two requests of one engine drew the same seed"
     assert run(5) != run(6)
     assert run(None) != run(None)
+
+
+def test_blocks_of_many_rows_give_the_tokens_of_single_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = torch.randn(37, 3000, generator=torch.Generator().manual_seed(5)) * 2
+    rows[11] = 0.5  # flat: its likeliest tokens settle nothing
+    wishes = (
+        {}, {"top_p": 0.9}, {"top_k": 7, "min_p": 0.02}, {"top_p": 0.5, "logprobs": 3},
+        {"temperature": 0.0, "presence_penalty": 1.5}, {"repetition_penalty": 1.2, "top_k": 2},
+        {"logit_bias": {5: 3.0}, "frequency_penalty": 0.3}, {"temperature": 0.0, "logprobs": 2},
+    )  # fmt: skip
+    sequences = [
+        sequence(SamplingParams(**wishes[i % 8]), seed=i, num_output=i)  # type: ignore[arg-type]
+        for i in range(37)
+    ]
+    alone = [sample(rows[i : i + 1], [one])[0] for i, one in enumerate(sequences)]
+    assert sample(rows, sequences) == alone
+    monkeypatch.setattr("kvant.engine.drawing._BLOCK", {"cpu": 16})
+    together = sample(rows, sequences)
+    assert [one.token_id for one in together] == [one.token_id for one in alone]

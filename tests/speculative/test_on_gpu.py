@@ -13,7 +13,7 @@ from tests.speculative.test_exact import assert_some_stood_and_some_did_not, gen
 pytestmark = pytest.mark.gpu
 
 FORMATS = ["bfloat16", "fp8", "int8_per_token_head", "int4_per_token_head"]
-OPTIONS = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True}
+OPTIONS = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True, "max_num_seqs": 16}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,11 @@ def test_every_pair_of_formats_gives_the_tokens_of_plain_decoding(
     llm = make_llm(pair, kv_cache_dtype=target_kv, draft_kv=draft_kv, **OPTIONS)
     assert generate(llm, pair) == plain(target_kv)
     assert_some_stood_and_some_did_not(llm)
+
+
+def test_steps_with_drafts_are_recorded(pair: Pair) -> None:
+    llm = make_llm(pair, kv_cache_dtype="fp8", **OPTIONS)
+    assert llm.engine.runner.recorded(10) == [4, 0]
 
 
 def test_prompt_lookup_gives_the_tokens_of_plain_decoding(pair: Pair, plain) -> None:

@@ -415,7 +415,8 @@ class Engine:
         logits = self.runner.run(batch)
         broken = self._score(batch, logits) if batch.scored else []
         first_rows = [0, *accumulate(chunk.num_rows for chunk in chunks)][:-1]
-        return _Ran(chunks, Rows(logits[: len(batch.sampled)]), first_rows, broken)
+        rows = Rows(logits[: len(batch.sampled)], _rows_of(chunks, first_rows))
+        return _Ran(chunks, rows, first_rows, broken)
 
     def _look_at_saturation(self) -> None:
         """Now and then, and when nothing is left to do; a layer's first values are told."""
@@ -448,7 +449,8 @@ class Engine:
                 chunk._replace(drafts=drafts)
                 for chunk, drafts in zip(chunks, found.drafts, strict=True)
             ]
-        return _Ran(chunks, Rows(logits, found.known), found.first_rows, [])
+        wanted = [] if ahead else _rows_of(chunks, found.first_rows)
+        return _Ran(chunks, Rows(logits, wanted, found.known), found.first_rows, [])
 
     def _emit(self, chunk: Chunk, rows: Rows, row: int, *, is_broken: bool) -> list[Progress]:
         """What a chunk's sequence gets: nothing, a token, or several where drafts stand.
@@ -574,6 +576,15 @@ class Engine:
             prompt_logprobs=_prompt_logprobs(sequence),
             error=live.error,
         )
+
+
+def _rows_of(chunks: list[Chunk], first_rows: list[int]) -> list[tuple[int, Sequence, int]]:
+    """Every row that may be sampled, whose it is, and how many drafts stand before it."""
+    return [
+        (first + place, chunk.sequence, place)
+        for chunk, first in zip(chunks, first_rows, strict=True)
+        for place in range(chunk.num_rows)
+    ]
 
 
 def _is_decode(chunk: Chunk) -> bool:

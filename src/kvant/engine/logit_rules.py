@@ -7,18 +7,21 @@ A rule sees one row and the request's own tokens, never a batch. Its state can g
     rules.rollback(count)        the last `count` tokens are taken back
 
 so that a row that lies some draft tokens beyond the answer gets the same rules as when it is reached
-token by token.
+token by token. What rules change is a list of numbers (`Edits`), so that many rows are changed at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvant.engine.drawing import to_device
 from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import RequestError
 
@@ -26,6 +29,24 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from kvant.engine.grammar import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What the rules change in one row, as numbers, in the order in which it happens.
+
+    allowed: [vocab] bool, nothing else is left; None for all. banned: tokens that cannot follow.
+    bias: what is added to some tokens. seen: tokens that are penalised; factors and amounts: the
+    repetition penalty of each (1 for none), and what is taken from it after that.
+    """
+
+    allowed: Tensor | None
+    banned: list[int]
+    bias: tuple[tuple[int, float], ...]
+    seen: NDArray[np.int64]
+    factors: NDArray[np.float64]
+    amounts: NDArray[np.float64]
+    asked_as: str | None
 
 
 class LogitRules:
@@ -49,9 +70,9 @@ class LogitRules:
         self._ends = sorted(set(ends))
         self._bad_words = tuple(set(bad_words))
         self._output: list[int] = []
-        self._counts: Counter[int] = Counter()
         repeats = params.repetition_penalty != 1.0
-        self._prompt = sorted(set(prompt_token_ids)) if repeats else []
+        self._penalises = bool(repeats or params.frequency_penalty or params.presence_penalty)
+        self._seen = SeenTokens(sorted(set(prompt_token_ids)) if repeats else ())
 
     @property
     def is_complete(self) -> bool:
@@ -63,7 +84,8 @@ class LogitRules:
         if self._grammar is not None:
             self._grammar.advance(token)
         self._output.append(token)
-        self._counts[token] += 1
+        if self._penalises:
+            self._seen.add(token, 1)
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens."""
@@ -72,10 +94,9 @@ class LogitRules:
         assert count <= len(self._output)
         if self._grammar is not None:
             self._grammar.rollback(count)
-        for token in self._output[-count:]:
-            self._counts[token] -= 1
-            if not self._counts[token]:
-                del self._counts[token]
+        if self._penalises:
+            for token in self._output[-count:]:
+                self._seen.add(token, -1)
         del self._output[-count:]
 
     def apply(self, row: Tensor) -> Tensor:
@@ -83,35 +104,41 @@ class LogitRules:
 
         RequestError where they leave no token.
         """
-        row = self._allow(row)
-        for token in self._banned():
-            row[token] = -torch.inf
-        pairs = self._params.bias_pairs
-        if pairs:
-            row[[token for token, _ in pairs]] += row.new_tensor([value for _, value in pairs])
-        if len(self._output) < self._params.min_tokens and self._ends:
-            row[self._ends] = -torch.inf
-        self._penalise(row)
+        edits = self.edits(row.numel())
+        row = edited(row[None], [edits])[0]
         if not torch.isfinite(row.max()):
-            raise RequestError(
-                "what this request allows and forbids leaves no token to go on with",
-                param=None if self._grammar is None else self._grammar.asked_as,
-            )
+            raise nothing_left(edits)
         return row
 
-    def _allow(self, row: Tensor) -> Tensor:
-        """A copy in which only what the grammar and allowed_token_ids allow is left."""
-        allowed = self._params.allowed_token_ids
-        if allowed is None:
-            row = row.clone()
-        else:
-            index = list(allowed)
-            kept = torch.full_like(row, -torch.inf)
-            kept[index] = row[index]
-            row = kept
+    def edits(self, vocab_size: int) -> Edits:
+        """What `apply` changes, to be done for many rows at once."""
+        params = self._params
+        banned = self._banned()
+        if len(self._output) < params.min_tokens:
+            banned += self._ends
+        seen, times, is_prompt = self._seen.numbers
+        factors = np.where((times > 0) | is_prompt, params.repetition_penalty, 1.0)
+        amounts = params.frequency_penalty * times + params.presence_penalty * (times > 0)
+        return Edits(
+            self._allowed(vocab_size),
+            banned,
+            params.bias_pairs,
+            seen,
+            factors,
+            amounts,
+            None if self._grammar is None else self._grammar.asked_as,
+        )
+
+    def _allowed(self, vocab_size: int) -> Tensor | None:
+        """What the grammar and allowed_token_ids allow."""
+        found: Tensor | None = None
+        if self._params.allowed_token_ids is not None:
+            found = torch.zeros(vocab_size, dtype=torch.bool)
+            found[list(self._params.allowed_token_ids)] = True
         if self._grammar is not None:
-            row.masked_fill_(~self._grammar.allowed(row.numel()).to(row.device), -torch.inf)
-        return row
+            by_form = self._grammar.allowed(vocab_size)
+            found = by_form if found is None else found & by_form
+        return found
 
     def _banned(self) -> list[int]:
         """The last tokens of bad words whose other tokens stand at the answer's end."""
@@ -122,17 +149,77 @@ class LogitRules:
                 found.append(last)
         return found
 
-    def _penalise(self, row: Tensor) -> None:
-        params = self._params
-        if params.repetition_penalty != 1.0:
-            seen = sorted({*self._prompt, *self._counts})
-            values = row[seen]
-            scaled = values * params.repetition_penalty
-            row[seen] = torch.where(values > 0, values / params.repetition_penalty, scaled)
-        if self._counts and (params.frequency_penalty or params.presence_penalty):
-            tokens = list(self._counts)
-            counts = row.new_tensor([self._counts[token] for token in tokens])
-            row[tokens] -= params.frequency_penalty * counts + params.presence_penalty
+
+class SeenTokens:
+    """Tokens of a prompt and an answer, and how often each stands in the answer. Grows by one at a time."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        count = len(prompt)
+        self._places = {token: place for place, token in enumerate(prompt)}
+        self._num_prompt = count
+        self._tokens = np.zeros(count + 16, np.int64)
+        self._tokens[:count] = prompt
+        self._times = np.zeros(count + 16, np.int64)
+
+    def add(self, token: int, times: int) -> None:
+        place = self._places.get(token)
+        if place is None:
+            place = self._places[token] = len(self._places)
+            if place == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+                self._times = np.concatenate([self._times, np.zeros_like(self._times)])
+            self._tokens[place] = token
+        self._times[place] += times
+
+    @property
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Tokens, how often each stands in the answer, and whether it stands in the prompt."""
+        count = len(self._places)
+        return self._tokens[:count], self._times[:count], np.arange(count) < self._num_prompt
+
+
+def edited(rows: Tensor, edits: Sequence[Edits]) -> Tensor:
+    """A copy of rows of logits [n, vocab], each as its own rules leave it, all of them at once."""
+    rows = rows.clone()
+    masked = [(place, one.allowed) for place, one in enumerate(edits) if one.allowed is not None]
+    if masked:
+        index = _there(np.array([place for place, _ in masked]), rows)
+        allowed = torch.stack([mask for _, mask in masked]).to(rows.device)
+        rows[index] = rows[index].masked_fill(~allowed, -torch.inf)
+    banned = [(place, token) for place, one in enumerate(edits) for token in one.banned]
+    if banned:
+        at = _there(np.array(banned).T, rows)
+        rows.index_put_((at[0], at[1]), rows.new_full((), -torch.inf))
+    bias = [(place, *pair) for place, one in enumerate(edits) for pair in one.bias]
+    if bias:
+        at = _there(np.array([entry[:2] for entry in bias]).T, rows)
+        values = _there(np.array([entry[2] for entry in bias]), rows).to(rows.dtype)
+        rows[at[0], at[1]] += values  # a request names no token twice
+    counts = [len(one.seen) for one in edits]
+    if any(counts):
+        owners = np.repeat(np.arange(len(edits)), counts)
+        at = _there(np.stack([owners, np.concatenate([one.seen for one in edits])]), rows)
+        both = np.stack(
+            [
+                np.concatenate([one.factors for one in edits]),
+                np.concatenate([one.amounts for one in edits]),
+            ]
+        )
+        factors, amounts = _there(both, rows).to(rows.dtype)
+        values = rows[at[0], at[1]]
+        values = torch.where(values > 0, values / factors, values * factors)
+        rows[at[0], at[1]] = values - amounts
+    return rows
+
+
+def nothing_left(edits: Edits) -> RequestError:
+    return RequestError(
+        "what this request allows and forbids leaves no token to go on with", param=edits.asked_as
+    )
+
+
+def _there(numbers: NDArray[Any], rows: Tensor) -> Tensor:
+    return to_device(torch.from_numpy(np.ascontiguousarray(numbers)), rows.device)
 
 
 def make_rules(

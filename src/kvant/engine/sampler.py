@@ -1,28 +1,29 @@
-"""From logits to tokens, one row at a time: no row's result depends on the rows beside it.
+"""From logits to tokens, many rows at a time: no row's result depends on the rows beside it.
 
 The only randomness is one number for each new token, a hash of the request's seed and the token's place
 in the answer. So a token depends on its logits, its seed and its place alone: not on the batch, on
-preemption, or on what was drawn for others. Nor on how its row came about: `sample_one` gives a row that
-lies some draft tokens beyond the answer the token that would be chosen there without a draft.
+preemption, or on what was drawn for others. Nor on how its row came about: a row that lies some draft
+tokens beyond the answer gives the token that would be chosen there without a draft.
+
+Rows of one step are edited and drawn from together, where their requests' rules are known: always, but
+for rows behind drafts of requests with rules, whose turn comes when those drafts stand (`sample_one`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvant.engine.logit_rules import LogitRules
+from kvant.engine.drawing import Draw, block_size, draw, to_device
+from kvant.engine.logit_rules import Edits, edited, nothing_left
 from kvant.engine.request import Sequence, TokenLogprobs
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import RequestError
-
-_HEAD = 1024
-"""Tokens that are sorted at first; only a flat distribution or a large top_k needs the whole row."""
 
 _LOGPROB_ROWS = 8
 """Rows whose log-probabilities are computed at once: the working memory is three of these in float64."""
@@ -56,19 +57,32 @@ def greedy(logits: Tensor) -> Greedy:
 
 def sample(logits: Tensor, sequences: Items[Sequence]) -> list[Sampled]:
     """One token for each row of logits [len(sequences), vocab]. The logits are not changed."""
-    rows = Rows(logits)
+    rows = Rows(logits, [(row, sequence, 0) for row, sequence in enumerate(sequences)])
     return [rows.sample(row, sequence) for row, sequence in enumerate(sequences)]
 
 
 class Rows:
     """Rows of logits, [n, vocab], each to be sampled for its own sequence when its turn comes.
 
-    known: what `greedy` says of them, where somebody knows it already.
+    wanted: rows whose turn may come, whose they are, and how many drafts stand before them.
+    known: what `greedy` says of all rows, where somebody knows it already.
     """
 
-    def __init__(self, logits: Tensor, known: Greedy | None = None) -> None:
+    def __init__(
+        self, logits: Tensor, wanted: Items[tuple[int, Sequence, int]], known: Greedy | None = None
+    ) -> None:
         self._logits = logits
         self._sound, self._greedy = known or greedy(logits)
+        together = [
+            (row, sequence, ahead)
+            for row, sequence, ahead in wanted
+            if self._sound[row] and not is_plain(sequence) and (sequence.rules is None or not ahead)
+        ]
+        self._found: dict[int, Sampled] = {}
+        if together:
+            index, sequences, aheads = zip(*together, strict=True)
+            found = _sample_together(logits, index, sequences, aheads, self._greedy)
+            self._found = dict(zip(index, found, strict=True))
 
     def sample(self, row: int, sequence: Sequence) -> Sampled:
         """The token that follows what the sequence has now."""
@@ -76,7 +90,8 @@ class Rows:
             return Sampled(None)
         if is_plain(sequence):
             return Sampled(self._greedy[row])
-        return _sample(self._logits[row], sequence, self._greedy[row], ())
+        found = self._found.get(row)
+        return sample_one(self._logits[row], sequence) if found is None else found
 
 
 def is_plain(sequence: Sequence) -> bool:
@@ -91,10 +106,22 @@ def sample_one(row: Tensor, sequence: Sequence, ahead: Items[int] = ()) -> Sampl
     Every token of `ahead` must be one that its own row allowed, as it is where a draft is read from its
     beginning up to the first token that differs from the one sampled. The sequence is left as it was.
     """
-    best, argmax = row.max(dim=-1)
-    if not torch.isfinite(best):
+    sound, likeliest = greedy(row[None])
+    if not sound[0]:
         return Sampled(None)
-    return _sample(row, sequence, int(argmax), ahead)
+    rules, gone = sequence.rules, 0
+    try:
+        for token in ahead if rules is not None else ():
+            assert rules is not None
+            rules.advance(token)
+            gone += 1
+        (found,) = _sample_together(row[None], [0], [sequence], [len(ahead)], likeliest)
+    except RequestError as fault:
+        return Sampled(None, error=fault)
+    finally:
+        if rules is not None:
+            rules.rollback(gone)
+    return found
 
 
 def uniform(seed: int, place: int) -> float:
@@ -136,99 +163,91 @@ def token_logprobs(rows: Tensor, tokens: Items[int], num_top: int) -> list[Token
     return found
 
 
-def _sample(row: Tensor, sequence: Sequence, greedy: int, ahead: Items[int]) -> Sampled:
-    """greedy: the row's argmax, which is what most requests want."""
-    params, rules = sequence.request.params, sequence.rules
-    token = greedy
-    if rules is not None:
-        try:
-            left = _after(rules, ahead, row)
-        except RequestError as fault:
-            return Sampled(None, error=fault)
-        token = int(left.argmax())
-    else:
-        left = row
-    if not params.is_greedy:
-        u = uniform(sequence.request.seed, sequence.num_output_tokens + len(ahead))
-        token = _choose(left, params, u)
-    if params.logprobs is None:
-        return Sampled(token)
-    (logprobs,) = token_logprobs(row[None], [token], params.logprobs)
-    return Sampled(token, logprobs)
+def _sample_together(
+    logits: Tensor,
+    index: Items[int],
+    sequences: Items[Sequence],
+    aheads: Items[int],
+    likeliest: Items[int],
+) -> list[Sampled]:
+    """A token for each of some sound rows of logits. likeliest: of every row."""
+    count = len(index)
+    errors: dict[int, RequestError] = {}
+    edits: dict[int, Edits] = {}
+    for place, sequence in enumerate(sequences):
+        if sequence.rules is not None:
+            try:
+                edits[place] = sequence.rules.edits(logits.shape[1])
+            except RequestError as fault:
+                errors[place] = fault
+    tokens = [likeliest[row] for row in index]
+    changed = logits
+    if edits:
+        changed = edited(_rows_of(logits, [index[place] for place in edits]), [*edits.values()])
+        sound, best = greedy(changed)
+        for (place, edit), is_sound, token in zip(edits.items(), sound, best, strict=True):
+            tokens[place] = token
+            if not is_sound:
+                errors[place] = nothing_left(edit)
+    drawn = [
+        place
+        for place, sequence in enumerate(sequences)
+        if not sequence.request.params.is_greedy and place not in errors
+    ]
+    edited_rows = {place: row for row, place in enumerate(edits)}
+    for rows, at in (
+        (logits, {place: index[place] for place in drawn if place not in edits}),
+        (changed, {place: edited_rows[place] for place in drawn if place in edits}),
+    ):
+        draws = [_draw_of(sequences[place], aheads[place]) for place in at]
+        for place, token in zip(at, draw(rows, [*at.values()], draws), strict=True):
+            tokens[place] = token
+    logprobs = _logprobs(logits, index, sequences, tokens, errors)
+    return [
+        Sampled(None, error=errors[place])
+        if place in errors
+        else Sampled(tokens[place], logprobs.get(place))
+        for place in range(count)
+    ]
 
 
-def _after(rules: LogitRules, ahead: Items[int], row: Tensor) -> Tensor:
-    """The row under the rules as they are after the tokens of `ahead`; they come back to where they are."""
-    gone = 0
-    try:
-        for token in ahead:
-            rules.advance(token)
-            gone += 1
-        return rules.apply(row)
-    finally:
-        rules.rollback(gone)
+def _draw_of(sequence: Sequence, ahead: int) -> Draw:
+    request = sequence.request
+    return Draw(request.params, uniform(request.seed, sequence.num_output_tokens + ahead))
 
 
-def _choose(row: Tensor, params: SamplingParams, u: float) -> int:
-    x = row.to(torch.float64)
-    weights = ((x - x.max()) / params.temperature).exp_()
-    if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return _draw(weights.cumsum(0), u)
-    tokens, mass = _kept(row, weights, params)
-    return int(tokens[_draw(mass, u)])
+def _logprobs(
+    logits: Tensor,
+    index: Items[int],
+    sequences: Items[Sequence],
+    tokens: Items[int],
+    errors: Collection[int],
+) -> dict[int, TokenLogprobs]:
+    """Of those that ask for them, by their number of likeliest tokens."""
+    asking: dict[int, list[int]] = {}
+    for place, sequence in enumerate(sequences):
+        num_top = sequence.request.params.logprobs
+        if num_top is not None and place not in errors:
+            asking.setdefault(num_top, []).append(place)
+    found: dict[int, TokenLogprobs] = {}
+    for num_top, places in asking.items():
+        rows = _rows_of(logits, [index[place] for place in places])
+        size = block_size(logits.device)
+        for start in range(0, len(places), size):
+            # Always as many rows, the last one again: see `kvant.engine.drawing`.
+            some = places[start : start + size]
+            short = size - len(some)
+            part = rows[start : start + size]
+            if short:
+                part = torch.cat([part, part[-1:].expand(short, -1)])
+            chosen = [tokens[place] for place in some]
+            listed = token_logprobs(part, chosen + chosen[-1:] * short, num_top)
+            found |= dict(zip(some, listed, strict=False))
+    return found
 
 
-def _draw(mass: Tensor, u: float) -> int:
-    """The entry in which the share u of the total falls. mass: cumulative sums, [n] float64."""
-    index = torch.searchsorted(mass, u * mass[-1], right=True)
-    return min(int(index), mass.numel() - 1)
-
-
-def _kept(row: Tensor, weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Tokens that the filters leave, likeliest first (smaller ids first among equals), and their
-    cumulative weights. Each filter keeps a beginning of that order, so the shortest one decides.
-
-    Sorting the whole vocabulary costs more than everything else here: the likeliest `_HEAD` are tried
-    first, without those as unlikely as the last, whose equals may be missing. What they cannot settle
-    is sorted in full; the result is the same.
-    """
-    size = weights.numel()
-    if size > _HEAD:
-        ids = row.topk(_HEAD).indices  # the same order as the weights', in a narrower dtype
-        values = weights[ids]
-        complete = values > values.min()
-        ids, by_id = ids[complete].sort()
-        values, by_value = values[complete][by_id].sort(descending=True, stable=True)
-        kept = _num_kept(values, weights, params)
-        if kept is not None:
-            return ids[by_value][:kept], values[:kept].cumsum(0)
-    values, ids = weights.sort(descending=True, stable=True)
-    kept = _num_kept(values, weights, params)
-    assert kept is not None, "the whole row settles every filter"
-    return ids[:kept], values[:kept].cumsum(0)
-
-
-def _num_kept(values: Tensor, weights: Tensor, params: SamplingParams) -> int | None:
-    """How many of the first `values` the filters keep; None if that cannot be told from these alone."""
-    if values.numel() == 0:
-        return None
-    kept = values.numel()
-    settled = kept == weights.numel()
-    if params.min_p > 0.0:
-        likely = int((values >= params.min_p * values[0]).sum())
-        settled |= likely < kept
-        kept = likely
-    if params.top_k > 0:
-        settled |= params.top_k <= kept
-        kept = min(kept, params.top_k)
-    if params.top_p >= 1.0:
-        return kept if settled else None
-    cut_before = params.min_p > 0.0 or params.top_k > 0
-    if cut_before and not settled:
-        return None
-    mass = values[:kept].cumsum(0)
-    total = mass[-1] if cut_before else weights.sum()
-    needed = int((mass < params.top_p * total).sum()) + 1
-    if needed <= kept:
-        return needed
-    return kept if settled else None
+def _rows_of(logits: Tensor, index: Items[int]) -> Tensor:
+    """Some rows, as a view where they are all of them in order."""
+    if list(index) == list(range(len(logits))):
+        return logits
+    return logits[to_device(torch.tensor(index), logits.device)]

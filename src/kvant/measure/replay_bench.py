@@ -8,6 +8,7 @@ turns in one process, each on an engine of its own.
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,12 @@ def measure(
         base = replace(config.plan, requests=replace(requests, target=target), speculative=None)
         drafted = replace(base, speculative=replace(asked, method=REPLAY))
         plans = [base, drafted] if plain else [drafted]
-        llms = [LLM.from_config(replace(config, plan=plan)) for plan in plans]
+        llms = []
+        for plan in plans:
+            start = time.perf_counter()
+            llms.append(LLM.from_config(replace(config, plan=plan)))
+            for note in (*llms[-1].notes, f"ready in {time.perf_counter() - start:.1f} s"):
+                sys.stderr.write(note + "\n")
         for llm in llms if written else ():
             fill(_pools(llm))
         for load in loads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvant import LLM
-from kvant.engine.build import make_speculation
+from kvant.engine.build import load_proposer, make_speculation
 from kvant.engine.engine import CacheIdentity, Engine
 from kvant.engine.planning import resolve_again
 from kvant.engine.result import Result
@@ -50,6 +50,8 @@ class Bench:
         page_size = self.plan.page_size
         runner = ModelRunner(self.model, num_pages, self.plan)
         longest = max_model_len or (num_pages - 1) * page_size
+        planned = self.llm.planned
+        proposer = load_proposer(planned, runner, longest) if drafting else None
         return Engine(
             runner,
             SchedulerLimits(
@@ -66,7 +68,7 @@ class Bench:
             tokenizer=self.llm.engine.tokenizer if answering else None,
             seed=seed,
             scale_audit=ScaleAudit(runner.pool),
-            speculation=make_speculation(self.llm.planned, runner, longest) if drafting else None,
+            speculation=make_speculation(planned, proposer, runner),
         )
 
     def alone(

@@ -110,7 +110,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         eos_token_ids=model.eos_token_ids,
         tokenizer=None if tokenizing is None else tokenizing.backend,
         seed=config.seed,
-        speculation=None if proposer is None else make_speculation(planned, proposer, runner),
+        speculation=make_speculation(planned, proposer, runner),
         scale_audit=ScaleAudit(runner.pool),
         compile_limits=config.compile_limits,
     )
@@ -155,7 +155,7 @@ def _fingerprint(planned: Plan) -> str:
 
 
 def load_proposer(
-    planned: Plan, runner: ModelRunner, max_model_len: int, *, dummy_weights: bool
+    planned: Plan, runner: ModelRunner, max_model_len: int, *, dummy_weights: bool = False
 ) -> Proposer | None:
     """The proposer that was asked for, loaded beside its target, which it will learn from."""
     from kvant.speculative.base import PlannedDraft, Setting
@@ -192,12 +192,16 @@ def _draft_counts(planned: Plan) -> list[int]:
     return counts
 
 
-def make_speculation(planned: Plan, proposer: Proposer, runner: ModelRunner) -> Speculation:
+def make_speculation(
+    planned: Plan, proposer: Proposer | None, runner: ModelRunner
+) -> Speculation | None:
+    """The engine's half of it; None without a proposer."""
     from kvant.engine.speculation import Speculation
     from kvant.speculative.base import DeviceProposer
 
     asked = planned.request.speculative
-    assert asked is not None
+    if asked is None or proposer is None:
+        return None
     on_device = runner.looks_ahead and isinstance(proposer, DeviceProposer)
     return Speculation(
         proposer,

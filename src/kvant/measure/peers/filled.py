@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from kvant.engine.batch import Batch
+from kvant.engine.decodes import Decodes
 from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.graphs import Answered
 from kvant.engine.llm import LLM
 from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
-from kvant.engine.sampler import Greedy
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.names import FormatRequest
@@ -68,16 +69,17 @@ class FilledRunner:
             return torch.zeros(len(batch.logits_index), self._vocab_size)
         return self._inner.run(batch)
 
-    def run_with_hidden(
-        self, batch: Batch, layers: tuple[int, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return self._inner.run_with_hidden(batch, layers)
+    def recorded(self, num_sequences: int) -> Sequence[int]:
+        return ()
 
     def saturated(self) -> tuple[Saturated, ...]:
         return self._inner.saturated()
 
-    def greedy(self, logits: Tensor) -> Greedy:
-        return self._inner.greedy(logits)
+    def run_decodes(self, step: Decodes) -> Tensor:
+        raise AssertionError("nothing is recorded here")
+
+    def read_decodes(self) -> Answered:
+        raise AssertionError("nothing is recorded here")
 
 
 def engine_with(

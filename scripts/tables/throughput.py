@@ -23,9 +23,15 @@ def _rounds(*files: Any) -> dict[tuple[str, str], Any]:
     return {(r["load"], r["stored"]): r for data in files for r in data["rounds"]}
 
 
-@table("h200-throughput", "h200-throughput.json", "h200-throughput-narrow.json", "vllm-h200.json")
-def throughput(wide: Any, narrow: Any, vllm: Any) -> Cells:
-    found, peer = _rounds(wide, narrow), vllm["loads"]
+@table(
+    "h200-throughput",
+    "h200-throughput.json",
+    "h200-throughput-narrow.json",
+    "h200-throughput-strides.json",
+    "vllm-h200.json",
+)
+def throughput(wide: Any, narrow: Any, strides: Any, vllm: Any) -> Cells:
+    found, peer = _rounds(wide, narrow, strides), vllm["loads"]
     lines = [
         [
             "requests x input/output",

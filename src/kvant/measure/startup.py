@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import pairwise
 
 from kvant.errors import EngineFault
@@ -107,6 +108,7 @@ def _note_parts(created: float) -> dict[str, float]:
         marks.append((name, time.monotonic()))
 
     mark("Python")
+    import_module("kvant.cli.main")
     from kvant.engine.build import plan_engine
     from kvant.engine.llm import LLM
     from kvant.engine.llm_options import config_of
@@ -116,13 +118,11 @@ def _note_parts(created: float) -> dict[str, float]:
     config = config_of(None, {"max_num_seqs": 1})
     plan_engine(config)
     mark("finding the model, planning")
-    import torch  # noqa: F401
-
+    import_module("torch")
     mark("import torch")
-
-    mark("import transformers")
-
-    mark("import the engine")
+    import_module("kvant.models.load")
+    import_module("kvant.engine.runner")
+    mark("import transformers and the engine")
     llm = LLM.from_config(config)
     mark("tokenizer, weights, kernels")
     prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])

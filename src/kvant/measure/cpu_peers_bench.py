@@ -140,7 +140,7 @@ def _peers_of(
         weights = {Part.INT8: PeerWeights.Q8_0, Part.INT4: PeerWeights.Q4_0}.get(
             part, PeerWeights.F32
         )
-        for kv in ("f32", "f16", "q8_0") if filled else ("f16",):
+        for kv in ("f16", "q8_0") if filled else ("f16",):
             worker = stack.enter_context(_llama_cpp(peers, weights, kv, filled=filled))
             yield _peer(worker, weights.name, kv, filled, versions)
 

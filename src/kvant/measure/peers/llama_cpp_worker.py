@@ -39,14 +39,27 @@ class Model:
             raise SystemExit("llama.cpp made no context")
         self._memory = ll.llama_get_memory(self._context)
         self.vocab_size = ll.llama_n_vocab(ll.llama_model_get_vocab(self._model))
-        self._sequences = sequences
+        self._filled: tuple[int, int, list[int]] | None = None
 
     def forget(self) -> None:
         ll.llama_memory_clear(self._memory, True)
+        self._filled = None
 
-    def copy(self, to: int) -> None:
-        """Sequence 0's cache, bytes and all, to another sequence's."""
-        ll.llama_memory_seq_cp(self._memory, 0, to, -1, -1)
+    def fill(self, tokens: list[int], batch: int) -> list[int]:
+        """`batch` sequences that have the same prompt, computed once; the token after each.
+
+        Sequence 0's cache is copied to the others', bytes and all. A second call with as many tokens
+        only takes away what was decoded since.
+        """
+        if self._filled is None or self._filled[:2] != (len(tokens), batch):
+            self.forget()
+            newest = [self.prompt(tokens, 0)] * batch
+            for sequence in range(1, batch):
+                ll.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
+            self._filled = (len(tokens), batch, newest)
+        for sequence in range(batch):
+            ll.llama_memory_seq_rm(self._memory, sequence, len(tokens), -1)
+        return self._filled[2]
 
     def run(self, tokens: list[tuple[int, int, int]], wanted: list[int]) -> list[int]:
         """One batch of (token, position, sequence); the likeliest tokens after places `wanted`."""
@@ -83,15 +96,13 @@ class Model:
 
 
 def decode(model: Model, case: dict[str, Any]) -> list[float]:
-    """Prompts first. Long ones: one is computed and its cache copied, byte by byte, to the others."""
+    """Milliseconds of each step. Filled: one prompt is computed, once, and stands for all."""
     batch, context = case["batch"], case["context"]
     prompts = _prompts(model, case)
-    model.forget()
     if case["filled"]:
-        newest = [model.prompt(prompts[0], 0)] * batch
-        for sequence in range(1, batch):
-            model.copy(sequence)
+        newest = model.fill(prompts[0], batch)
     else:
+        model.forget()
         newest = [model.prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)]
     times = []
     for step in range(WARM_UP_STEPS + case["repeats"]):

@@ -110,3 +110,58 @@ def test_in_batch_invariant_mode_answers_have_the_same_bits_in_any_batch_and_any
     alone = bits(512, together=False)
     assert bits(512, together=True) == alone
     assert bits(67, together=True) == alone
+
+
+@pytest.mark.case("A50")
+@pytest.mark.parametrize("stored", ["float32", "fp8_per_token_head", "fp8_e4m3"])
+def test_with_and_without_graphs_the_tokens_are_the_same(
+    path: Path, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batch-invariant mode, as the padding of a recorded step makes other shapes outside it."""
+    from kvant.engine.runner import ModelRunner
+
+    options = {"kv_cache_dtype": stored, "kv_missing_scales": "one", "batch_invariant": True}
+    recorded = answers(path, "cuda", **options)
+    monkeypatch.setattr(ModelRunner, "capture", lambda self, *_: None)
+    assert answers(path, "cuda", **options) == recorded
+
+
+@pytest.mark.case("A50")
+def test_warm_up_graphs_and_the_check_at_start_leave_every_page_zero(path: Path) -> None:
+    from kvant.engine.runner import ModelRunner
+
+    llm = LLM(path, device="cuda", dtype="bfloat16", max_model_len=500, kv_cache_dtype="fp8/nvfp4",
+              kv_missing_scales="one")  # fmt: skip
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    assert runner.looks_ahead
+    assert all(not plane.view(torch.uint8).any() for plane in runner.pool.planes())
+    llm.engine.audit()
+    assert llm.engine.stats.num_held_pages == 0
+
+
+@pytest.mark.case("A50")
+def test_recorded_steps_read_scales_where_they_lie_on_the_device(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvant.engine.runner import ModelRunner
+
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+    def before_and_after(*, recorded: bool) -> list[object]:
+        llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, kv_cache_dtype="fp8",
+                  kv_missing_scales="one", batch_invariant=True, enable_prefix_caching=False)  # fmt: skip
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        assert runner.looks_ahead is recorded
+        found: list[object] = [llm.generate([PROMPTS[1]], params)[0].logprobs]
+        for layer in range(len(runner.pool.plan.layers)):
+            scale = runner.pool[layer].v_scale
+            assert scale is not None
+            scale.fill_(2.0**-6)  # values saturate at 7
+        return [*found, llm.generate([PROMPTS[1]], params)[0].logprobs]
+
+    with_graphs = before_and_after(recorded=True)
+    monkeypatch.setattr(ModelRunner, "capture", lambda self, *_: None)
+    assert before_and_after(recorded=False) == with_graphs
+    assert with_graphs[0] != with_graphs[1]

@@ -6,6 +6,7 @@ To add a backend: one package under `kvant/attention/` with a torch-free `info.p
 from __future__ import annotations
 
 from kvant.attention.cpu.info import INFO as CPU
+from kvant.attention.flashinfer.info import INFO as FLASHINFER
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.attention.triton.info import INFO as TRITON
@@ -15,7 +16,7 @@ from kvant.kv.geometry import Attention
 from kvant.kv.resolve import Served
 from kvant.kv.spec import KVPlan, Rejected
 
-BACKENDS: tuple[BackendInfo, ...] = (TRITON, CPU, REFERENCE)
+BACKENDS: tuple[BackendInfo, ...] = (FLASHINFER, TRITON, CPU, REFERENCE)
 """Every backend, fastest first: the first that does not refuse serves the layer."""
 
 

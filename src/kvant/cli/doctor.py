@@ -31,6 +31,7 @@ OPTIONAL = {
     "compressed-tensors": "checkpoints with quantised weights (pip install 'kvant[quantized]')",
     "matplotlib": "kvant plan --plot (pip install 'kvant[plot]')",
     "triton": "the triton attention backend",
+    "flashinfer-python": "faster prompts on Hopper GPUs (pip install 'kvant[flashinfer]')",
 }
 
 

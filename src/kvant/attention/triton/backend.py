@@ -103,9 +103,7 @@ class TritonBackend:
         rows = step.max_seqlen_q * (g.num_q_heads // g.num_kv_heads)
         if self.batch_invariant:
             rows = 1
-        shape = shape_for(
-            k, v, max(g.head_dim_k, g.head_dim_v), rows, full=q.dtype is torch.float32
-        )
+        shape = shape_for(k, v, (g.head_dim_k, g.head_dim_v), rows, full=q.dtype is torch.float32)
         return attend(cache, q, step, params, shape, fixed=self.batch_invariant)
 
 

@@ -22,6 +22,7 @@ from kvant.attention.base import AttentionParams, LongQuery, Step
 from kvant.attention.need import LONG, LONG_STRIDE
 from kvant.attention.triton.codec import READING, Reading
 from kvant.attention.triton.gather import gather_rows
+from kvant.attention.triton.info import INFO
 from kvant.attention.triton.join import join_rows
 from kvant.attention.triton.launch import has_ptx, outer, rotate, words
 from kvant.kv.codecs.rotation import block_length
@@ -71,7 +72,7 @@ def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: i
     """Have cuDNN plan every shape now, so that no request waits for it: 27 ms each."""
     shapes = {
         (g.num_q_heads, g.num_kv_heads, g.head_dim_k)
-        for g in (spec.geometry for spec in pool.plan.layers)
+        for g in (spec.geometry for spec in pool.plan.layers if spec.backend == INFO.name)
         if g.has_kv and _serves(g, dtype, pool.device)
     }
     for q_heads, kv_heads, head_dim in shapes:

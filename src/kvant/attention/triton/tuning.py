@@ -31,9 +31,15 @@ class Shape:
     max_registers: int | None = None
 
 
-def shape_for(k: KVDtype, v: KVDtype, head_dim: int, rows: int, *, full: bool) -> Shape:
-    """The shape for `rows` query rows of one sequence and KV head. full: float32 products."""
+def shape_for(
+    k: KVDtype, v: KVDtype, head_dims: tuple[int, int], rows: int, *, full: bool
+) -> Shape:
+    """The shape for `rows` query rows of one sequence and KV head. head_dims: of K and V.
+
+    full: float32 products.
+    """
     a, b = READING[k], READING[v]
+    head_dim = max(head_dims)
     if full or max(a.word.itemsize, b.word.itemsize) > 2:
         return Shape(16, 16, 4, 2, 2)
     if rows <= 16:
@@ -46,11 +52,13 @@ def shape_for(k: KVDtype, v: KVDtype, head_dim: int, rows: int, *, full: bool) -
         return Shape(16, 32, 1, 2, 8)
     if head_dim > 128:
         return Shape(32, 32, 4, 2, 2)
-    if rows <= 32:
+    # Not 64 rows where a row of K or V is 32 words and less: Triton 3.6 then multiplies with wgmma,
+    # whose operand of 32 columns it reads past the end of shared memory.
+    narrow = min(head_dims[0] // a.elements, head_dims[1] // b.elements) <= 32
+    if rows <= 32 or (narrow and 4 not in (a.elements, b.elements)):
         return Shape(32, 64, 4, 2, 2)
     if 4 in (a.elements, b.elements):
-        # Not 64 rows: Triton 3.6 then multiplies with wgmma, whose operand of 32 columns (the words
-        # of 128 numbers) it reads past the end of shared memory.
+        # Not 64 rows: 128 numbers are 32 words.
         if Kind.E2M1 in (a.kind, b.kind):
             return Shape(32, 32, 1, 2, 8)
         return Shape(32, 64, 2, 3, 4)

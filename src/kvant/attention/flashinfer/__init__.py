@@ -1,0 +1,1 @@
+"""FlashInfer's kernels for long prompts over 16-bit pages; Triton's for everything else."""

@@ -1,0 +1,137 @@
+"""`AttentionBackend` that attends to long prompts with FlashInfer and leaves the rest to Triton.
+
+Few queries are as fast or faster in Triton's kernels, which are also recorded in CUDA graphs;
+FlashInfer plans every step on the host. For sequences of `need.LONG` queries and more that plan is a
+small part of what it saves. Both read the same pages, and Triton's writer fills them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.errors import EngineFault
+from kvant.kv.pool import LayerCache
+
+_WORKSPACE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a plan depends on beside the step: layers that agree in it share their plan."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    params: AttentionParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """FlashInfer's wrapper as planned for a step. The step is kept, so that it stays the same object."""
+
+    step: Step
+    wrapper: Any
+
+
+class FlashInferBackend:
+    """few: writes, and attends where few queries of a sequence are in the step.
+
+    For one thread of Python at a time: plans and the workspace are reused.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, few: AttentionBackend) -> None:
+        self._few = few
+        self._workspace: Tensor | None = None
+        self._planned: dict[_Kind, _Planned] = {}
+
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
+        self._few.write(cache, k, v, step)
+
+    def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
+
+        The tokens of `step.long` stand behind all others; tokens behind them get zeros.
+        """
+        if not step.long:
+            return self._few.attend(cache, q, step, params)
+        out = torch.empty(
+            *q.shape[:2], cache.spec.geometry.head_dim_v, dtype=q.dtype, device=q.device
+        )
+        first, last = step.long[0], step.long[-1]
+        end = last.first_token + last.num_tokens
+        if step.rest is not None:
+            mine = q[: first.first_token]
+            out[: first.first_token] = self._few.attend(cache, mine, step.rest, params)
+        if end < q.shape[0]:
+            out[end:].zero_()
+        wrapper = self._plan(cache, q, step, params)
+        many = slice(first.first_token, end)
+        wrapper.run(q[many].contiguous(), (cache.k[0], cache.v[0]), out=out[many])
+        return out
+
+    def _plan(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Any:
+        """The wrapper for this step: one plan for all layers of one kind."""
+        g = cache.spec.geometry
+        kind = _Kind(g.num_q_heads, g.num_kv_heads, g.head_dim_k, cache.page_size, q.dtype, params)
+        planned = self._planned.get(kind)
+        if planned is not None and planned.step is step:
+            return planned.wrapper
+        wrapper = self._wrapper(q.device) if planned is None else planned.wrapper
+        _plan_step(wrapper, kind, step)
+        self._planned[kind] = _Planned(step, wrapper)
+        return wrapper
+
+    def _wrapper(self, device: torch.device) -> Any:
+        if self._workspace is None:
+            self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        flashinfer = importlib.import_module("flashinfer")
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+
+
+def _plan_step(wrapper: Any, kind: _Kind, step: Step) -> None:
+    """Plan `step.long`. Numbers of the host, and the page ids where they lie: nothing waits."""
+    long, size = step.long, kind.page_size
+    queries, pages = [0], [0]
+    for one in long:
+        queries.append(queries[-1] + one.num_tokens)
+        pages.append(pages[-1] - (-one.length // size))
+    table = step.page_table
+    ids = [table[one.sequence, : -(-one.length // size)] for one in long]
+    window = kind.params.window
+    if window is not None and not step.causal:
+        raise EngineFault("a bidirectional window reached FlashInfer, which refuses it")
+    wrapper.plan(
+        torch.tensor(queries, dtype=torch.int32),
+        torch.tensor(pages, dtype=torch.int32),
+        torch.cat(ids),
+        torch.tensor([(one.length - 1) % size + 1 for one in long], dtype=torch.int32),
+        kind.num_q_heads,
+        kind.num_kv_heads,
+        kind.head_dim,
+        size,
+        causal=step.causal,
+        sm_scale=kind.params.scale,
+        window_left=-1 if window is None else window - 1,
+        logits_soft_cap=kind.params.softcap or None,
+        q_data_type=kind.dtype,
+        kv_data_type=kind.dtype,
+    )
+
+
+def backend(*, batch_invariant: bool = False) -> AttentionBackend:
+    """The backend as the engine uses it."""
+    assert not batch_invariant, "its results depend on the batch, and planning knows"
+    from kvant.attention.triton.backend import TritonBackend
+
+    return FlashInferBackend(TritonBackend())

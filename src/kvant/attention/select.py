@@ -38,8 +38,8 @@ def select(need: Need, *, only: BackendInfo | None = None) -> Served:
             rejected.append(Rejected(info.name, f"--attention-backend {only.name} was asked for"))
             continue
         reason = refusal(need, info)
-        if reason is None and only is None and info is REFERENCE and _is_gpu(need.device):
-            reason = "on a GPU it is chosen by name only: --attention-backend reference"
+        if reason is None and only is None:
+            reason = by_name_only(need, info)
         if reason is None:
             return Served(True, info.name, tuple(rejected))
         rejected.append(Rejected(info.name, reason))
@@ -71,6 +71,18 @@ def slow_layers(plan: KVPlan) -> tuple[str, ...]:
         f"which is slow; {CPU.name}: {reason}"
         for reason, layers in found.items()
     )
+
+
+def by_name_only(need: Need, info: BackendInfo) -> str | None:
+    """Why a backend that could serve is not chosen unasked, or None."""
+    if info is REFERENCE and _is_gpu(need.device):
+        return f"on a GPU it is chosen by name only: --attention-backend {info.name}"
+    if info is FLASHINFER:
+        return (
+            "its cells are not all verified yet, so it is chosen by name only: "
+            f"--attention-backend {info.name}"
+        )
+    return None
 
 
 def _is_gpu(device: DeviceFacts) -> bool:

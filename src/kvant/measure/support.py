@@ -108,6 +108,12 @@ def failures(formats: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def missing_rows(formats: Mapping[str, Any]) -> list[Row]:
+    """Rows of the matrix that the record does not have."""
+    found = {(at.format, at.head_dim) for at, _ in cells(formats)}
+    return [row for row in rows() if (row.name, row.head_dim) not in found]
+
+
 def recorded(path: Path, device: Device, backends: Mapping[str, Tree]) -> Tree:
     """The file's content with these backends of this device in place of what it said of them."""
     document: Tree = {"schema": SCHEMA, "runs": []}
@@ -175,6 +181,10 @@ def _of_device(run: Mapping[str, Any]) -> list[str]:
             lines += [f"- FAILED: {line}" for line in failed]
             if failed:
                 lines.append("")
+        missing = missing_rows(formats)
+        if missing:
+            names = ", ".join(f"`{row.name}` at {row.head_dim}" for row in missing)
+            lines += [f"Not verified yet: {names}.", ""]
         lines.append(f"Recorded: {facts}.")
     return lines
 

@@ -27,13 +27,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_16_bit_layers_on_hopper_are_its_own_where_it_is_installed() -> None:
-    assert select(FINE).backend == "flashinfer"
+    assert select(FINE, only=info.INFO).backend == "flashinfer"
     float16 = replace(
         FINE, k=KVDtype.FLOAT16, v=KVDtype.FLOAT16, compute=ComputeDtype.FLOAT16
     )  # fmt: skip
-    assert select(float16).backend == "flashinfer"
+    assert select(float16, only=info.INFO).backend == "flashinfer"
     window = replace(FINE, layer=driver.layer(head_dim_k=256, window=512, softcap=30.0))
-    assert select(window).backend == "flashinfer"
+    assert select(window, only=info.INFO).backend == "flashinfer"
 
 
 def test_where_it_is_missing_triton_serves_and_the_reason_is_kept(
@@ -84,5 +84,14 @@ def test_what_it_does_not_serve_is_refused_with_the_reason(asked: Need, says: st
 
 
 @pytest.mark.usefixtures("installed")
+def test_as_long_as_cells_are_unverified_it_is_chosen_by_name_only() -> None:
+    found = select(FINE)
+    assert found.backend == "triton"
+    assert "by name only: --attention-backend flashinfer" in found.rejected[0].reason
+
+
+@pytest.mark.usefixtures("installed")
 def test_in_batch_invariant_mode_it_is_not_chosen() -> None:
-    assert select(replace(FINE, batch_invariant=True)).backend == "triton"
+    asked = replace(FINE, batch_invariant=True)
+    assert not select(asked, only=info.INFO).is_served
+    assert select(asked).backend == "triton"

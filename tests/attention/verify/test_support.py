@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvant.attention.select import BACKENDS
-from kvant.attention.verify.cells import MASKS, QUERIES, refused, rows
+from kvant.attention.select import BACKENDS, by_name_only
+from kvant.attention.verify.cells import MASKS, QUERIES, need_of, refused, rows
 from kvant.measure.support import Place, cells, device_of, dump, failures, recorded, render
 
 DOCS = Path(__file__).parents[3] / "docs"
 DOCUMENT: dict[str, Any] = json.loads((DOCS / "support.json").read_text(encoding="utf-8"))
-RECORDED = [
-    (run, info)
-    for run in DOCUMENT["runs"]
-    for info in BACKENDS
-]  # fmt: skip
+RECORDED = [(run, info) for run in DOCUMENT["runs"] for info in BACKENDS]
 HELP = "run `kvant verify --record docs/support.json` on that device"
 
 
@@ -43,8 +39,11 @@ def test_a_cell_is_claimed_if_and_only_if_it_is_not_refused_today(
         no = refused(info, row, device.facts, device.compute)
         for mask in MASKS:
             found = said.pop(Place(row.name, row.head_dim, str(mask)), None)
-            assert found is not None, f"{row} was never verified: {HELP}"
-            if mask in no:
+            if found is None:
+                need = need_of(row, mask, device.facts, device.compute)
+                assert mask not in no, f"{row} is refused, and the record does not say so: {HELP}"
+                assert by_name_only(need, info), f"{row} was never verified: {HELP}"
+            elif mask in no:
                 assert found == no[mask], f"{row} {mask}: {HELP}"
             else:
                 assert isinstance(found, list), f"{row} {mask} is served, but recorded as {found}"

@@ -183,8 +183,8 @@ def _of_device(run: Mapping[str, Any]) -> list[str]:
                 lines.append("")
         missing = missing_rows(formats)
         if missing:
-            names = ", ".join(f"`{row.name}` at {row.head_dim}" for row in missing)
-            lines += [f"Not verified yet: {names}.", ""]
+            unverified = ", ".join(f"`{row.name}` at {row.head_dim}" for row in missing)
+            lines += [f"Not verified yet: {unverified}.", ""]
         lines.append(f"Recorded: {facts}.")
     return lines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,13 @@ from kvant.attention.watch import check_all_were_reached, watch
 from kvant.errors import NotServable, WayOut
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.spec import KVPlan
+from kvant.models.cpu.info import refuse_host
 from kvant.models.fused import FusedDecoder, fuse
 from kvant.models.invariant.linear import TiledLinear
 from kvant.models.invariant.mode import Paused, RowByRow
+
+if TYPE_CHECKING:
+    from kvant.models.cpu.decoder import CpuDecoder
 
 
 class LoadedModel:
@@ -45,7 +50,7 @@ class LoadedModel:
         self.device = device
         self.unused_tensors = unused_tensors
         self._module = module
-        self._fused = fuse(module, plan)
+        self._fused = _decoder_for(module, plan)
         self._proved = False
         self.batch_invariant = batch_invariant
         self._row_by_row: RowByRow | None = None
@@ -157,10 +162,25 @@ class LoadedModel:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), taken
 
 
+def _decoder_for(module: PreTrainedModel, plan: KVPlan) -> FusedDecoder | CpuDecoder | None:
+    """Kvant's own decoder, on CPUs as compiled code where there is some; None for other models."""
+    fused = fuse(module, plan)
+    if fused is None or fused.embedding.device.type != "cpu" or refuse_host() is not None:
+        return fused
+    from kvant.models.cpu.decoder import CpuDecoder, refuse
+    from kvant.models.cpu.weights import Code
+
+    if refuse(fused) is not None:
+        return fused
+    return CpuDecoder(fused, layers=Code.FLOAT32, head=Code.FLOAT32)
+
+
 def _make_invariant(
-    module: PreTrainedModel, fused: FusedDecoder | None, device: torch.device
+    module: PreTrainedModel, fused: FusedDecoder | CpuDecoder | None, device: torch.device
 ) -> RowByRow | None:
     """Give a model products in fixed tiles; the mode in which its modules must run, if they do."""
+    if fused is not None and not isinstance(fused, FusedDecoder):
+        return None  # compiled code is so as it is
     linear = TiledLinear()
     for part in module.modules():
         if type(part) is nn.Linear:

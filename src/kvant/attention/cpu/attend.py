@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kvant.attention.cpu.compiled import compiled_entry, compiled_worker
+from kvant.attention.cpu.compiled import Entry, compiled_entry, compiled_worker
 from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.inner import (
     TILE,
@@ -598,6 +598,6 @@ def worker_address() -> int:
     return compiled_worker(_work, SIGNATURE)
 
 
-def attend_function() -> Any:
+def attend_function() -> Entry:
     """`_attend`, compiled."""
     return compiled_entry(_attend)

@@ -63,6 +63,18 @@ class _Layer:
     write_v: Block
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Attention of one layer over fixed memory: blocks for the entries of `write` and `attend`.
+
+    What the step says is not in them: see `kvant.models.cpu.program`. kept: what they hold addresses of.
+    """
+
+    write: int
+    attend: int
+    kept: tuple[object, ...]
+
+
 class CpuBackend:
     """A query's result has the same bits whatever else is in the step, however its prompt is cut and
     on any number of threads (torch's: `torch.get_num_threads`): batch-invariant as it is.
@@ -77,8 +89,8 @@ class CpuBackend:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._e4m3 = FLOAT8[Encoding.E4M3FN].decode(torch.arange(256, dtype=torch.uint8))
         self._parallel = parallel_address()
-        self._write, self._writers = write.write_function(), write.worker_address()
-        self._attend, self._attenders = attend.attend_function(), attend.worker_address()
+        self._write, self._writers = write.write_function().call, write.worker_address()
+        self._attend, self._attenders = attend.attend_function().call, attend.worker_address()
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
         """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
@@ -91,11 +103,7 @@ class CpuBackend:
         stride = _aligned(write.scratch_bytes(max(k.shape[-1], v.shape[-1])))
         scratch = self._room(threads * stride)
         for x, block in ((k, layer.write_k), (v, layer.write_v)):
-            size = x.element_size()
-            block[Write.X // 8] = x.data_ptr()
-            block[Write.TOKEN_STRIDE // 8] = x.stride(0) * size
-            block[Write.HEAD_STRIDE // 8] = x.stride(1) * size
-            block[Write.REAL // 8] = _REAL[x.dtype]
+            _set_rows(block, x)
             block[Write.SLOTS // 8] = slots.data_ptr()
             block[Write.TOKENS // 8] = x.shape[0]
             block[Write.SCRATCH // 8] = scratch
@@ -113,11 +121,10 @@ class CpuBackend:
             q = q.contiguous()
         out = torch.empty(q.shape[0], q.shape[1], g.head_dim_v, dtype=q.dtype)
         table = step.page_table if step.page_table.stride(-1) == 1 else step.page_table.contiguous()
-        sinks = None if params.sinks is None else params.sinks.float().contiguous()
         threads = torch.get_num_threads()
-        stride = _aligned(
-            attend.scratch_bytes(g.head_dim_k, g.head_dim_v, g.num_q_heads // g.num_kv_heads)
-        )
+        stride = _attend_bytes(cache)
+        _set_queries(call, q, out)
+        sinks = _set_params(call, params)  # noqa: F841 - the block holds its address
         call[Call.NUM_SEQS // 8] = step.seqlens_kv.shape[0]
         call[Call.TOKENS // 8] = q.shape[0]
         call[Call.CU_SEQLENS_Q // 8] = step.cu_seqlens_q.data_ptr()
@@ -125,19 +132,37 @@ class CpuBackend:
         call[Call.PAGE_TABLE // 8] = table.data_ptr()
         call[Call.PAGE_TABLE_STRIDE // 8] = table.stride(0)
         call[Call.CAUSAL // 8] = step.causal
-        call[Call.Q // 8] = q.data_ptr()
-        call[Call.Q_TOKEN_STRIDE // 8] = q.stride(0) * q.element_size()
-        call[Call.Q_HEAD_STRIDE // 8] = q.stride(1) * q.element_size()
-        call[Call.Q_REAL // 8] = call[Call.OUT_REAL // 8] = _REAL[q.dtype]
-        call[Call.OUT // 8] = out.data_ptr()
-        call[Call.SCALE // 8] = _float_bits(params.scale)
-        call[Call.SOFTCAP // 8] = _float_bits(params.softcap)
-        call[Call.WINDOW // 8] = params.window or 0
-        call[Call.SINKS // 8] = 0 if sinks is None else sinks.data_ptr()
         call[Call.SCRATCH // 8] = self._room(threads * stride)
         call[Call.SCRATCH_STRIDE // 8] = stride
         self._attend(_address(call), self._attenders, self._parallel, threads)
         return out
+
+    def record(
+        self,
+        cache: LayerCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        params: AttentionParams,
+        scratch: Tensor,
+    ) -> Recorded:
+        """For calls that find q [T, num_q_heads, head_dim_k], k, v [T, num_kv_heads, head_dim] and leave
+        out [T, num_q_heads, head_dim_v] in the same memory every time.
+
+        scratch: uint8 [threads, at least `scratch_bytes`], which calls may share.
+        """
+        layer = self._make(cache)
+        room = _aligned(scratch.data_ptr())
+        for x, block in ((k, layer.write_k), (v, layer.write_v)):
+            _set_rows(block, x)
+            block[Write.SCRATCH // 8], block[Write.SCRATCH_STRIDE // 8] = room, scratch.stride(0)
+        _set_queries(layer.call, q, out)
+        sinks = _set_params(layer.call, params)
+        layer.call[Call.SCRATCH // 8], layer.call[Call.SCRATCH_STRIDE // 8] = room, scratch.stride(0)
+        return Recorded(
+            _address(layer.write_k), _address(layer.call), (layer, q, k, v, out, sinks, scratch)
+        )
 
     def _room(self, num_bytes: int) -> int:
         """The address of scratch memory of this size at least, on a cache line."""
@@ -200,6 +225,46 @@ class CpuBackend:
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
     """The backend as the engine uses it; batch-invariant whether asked or not."""
     return CpuBackend()
+
+
+def scratch_bytes(cache: LayerCache) -> int:
+    """What one thread needs for this layer, with room to begin on a cache line."""
+    g = cache.spec.geometry
+    rows = _aligned(write.scratch_bytes(max(g.head_dim_k, g.head_dim_v)))
+    return max(rows, _attend_bytes(cache)) + _aligned(1)
+
+
+def _attend_bytes(cache: LayerCache) -> int:
+    g = cache.spec.geometry
+    return _aligned(
+        attend.scratch_bytes(g.head_dim_k, g.head_dim_v, g.num_q_heads // g.num_kv_heads)
+    )
+
+
+def _set_rows(block: Block, x: Tensor) -> None:
+    size = x.element_size()
+    block[Write.X // 8] = x.data_ptr()
+    block[Write.TOKEN_STRIDE // 8] = x.stride(0) * size
+    block[Write.HEAD_STRIDE // 8] = x.stride(1) * size
+    block[Write.REAL // 8] = _REAL[x.dtype]
+
+
+def _set_queries(call: Block, q: Tensor, out: Tensor) -> None:
+    call[Call.Q // 8] = q.data_ptr()
+    call[Call.Q_TOKEN_STRIDE // 8] = q.stride(0) * q.element_size()
+    call[Call.Q_HEAD_STRIDE // 8] = q.stride(1) * q.element_size()
+    call[Call.Q_REAL // 8] = call[Call.OUT_REAL // 8] = _REAL[q.dtype]
+    call[Call.OUT // 8] = out.data_ptr()
+
+
+def _set_params(call: Block, params: AttentionParams) -> Tensor | None:
+    """The sinks as the block addresses them: the caller keeps them alive."""
+    sinks = None if params.sinks is None else params.sinks.float().contiguous()
+    call[Call.SCALE // 8] = _float_bits(params.scale)
+    call[Call.SOFTCAP // 8] = _float_bits(params.softcap)
+    call[Call.WINDOW // 8] = params.window or 0
+    call[Call.SINKS // 8] = 0 if sinks is None else sinks.data_ptr()
+    return sinks
 
 
 def _side(

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import llvmlite
 import numba
 import numba.core.config
-from numba import cfunc, njit
+from numba import cfunc
+
+import kvant
 
 config: Any = numba.core.config
 
@@ -29,7 +32,7 @@ def kernel_cache() -> Path | None:
     if os.environ.get("NUMBA_CACHE_DIR"):
         return Path(os.environ["NUMBA_CACHE_DIR"])
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(kvant.__file__).parent.rglob("cpu/*.py")):
         digest.update(source.read_bytes())
     root = Path(os.environ.get("KVANT_CACHE") or "~/.cache/kvant").expanduser()
     place = root / "kernels" / digest.hexdigest()[:16]
@@ -64,9 +67,21 @@ def compiled_worker(work: Callable[..., None], signature: Any) -> int:
     return int(made.address)
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A compiled function of four int64: callable from Python, without the interpreter's lock, and by
+    its address from other compiled code.
+    """
+
+    call: Callable[[int, int, int, int], int]
+    address: int
+
+
 @cache
-def compiled_entry(function: Callable[..., int]) -> Any:
-    """`function`, of four addresses or numbers, compiled for calls from Python."""
+def compiled_entry(function: Callable[[int, int, int, int], int]) -> Entry:
+    """`function`, of four addresses or numbers, compiled."""
     with kept_on_disk() as is_kept:
-        options: dict[str, Any] = {"cache": is_kept, "nogil": True, "error_model": "numpy"}
-        return njit("int64(int64, int64, int64, int64)", **options)(function)
+        made: Any = cfunc(
+            "int64(int64, int64, int64, int64)", cache=is_kept, error_model="numpy"
+        )(function)
+    return Entry(made.ctypes, int(made.address))

@@ -305,7 +305,7 @@ def _const(value: float) -> Any:
     return every(FLOATS, value)
 
 
-def _exp(b: Any, x: Any) -> Any:
+def exp_lanes(b: Any, x: Any) -> Any:
     """e^x for x <= 0: 0 below -87, 1 for 0, NaN for NaN."""
     is_small = b.fcmp_ordered("<", x, _const(_SMALLEST))
     x = b.select(is_small, _const(_SMALLEST), x)
@@ -324,7 +324,7 @@ def _exp(b: Any, x: Any) -> Any:
 
 def _tanh(b: Any, x: Any) -> Any:
     size = call(b, "llvm.fabs.v16f32", FLOATS, x)
-    t = _exp(b, b.fmul(size, _const(-2.0)))
+    t = exp_lanes(b, b.fmul(size, _const(-2.0)))
     y = b.fdiv(b.fsub(_const(1.0), t), b.fadd(_const(1.0), t))
     return call(b, "llvm.copysign.v16f32", FLOATS, y, x)
 
@@ -402,7 +402,7 @@ def weights_of(typing: Any, scores: Any, largest: Any, scale: Any, offset: Any, 
         with cgutils.for_range(b, i64(_VECTORS)) as loop:
             step = b.mul(loop.index, i64(4 * LANES))
             place = b.add(scores, step)
-            p = _exp(b, b.fsub(load(b, FLOATS, place, 4), largest))
+            p = exp_lanes(b, b.fsub(load(b, FLOATS, place, 4), largest))
             b.store(b.fadd(b.load(total), p), total)
             away = load(b, FLOATS, b.add(offset, step), 4)
             b.store(fma(b, p, away, b.load(shifted)), shifted)
@@ -420,7 +420,7 @@ def exp_of(typing: Any, x: Any) -> Any:
     """e^x of one number x <= 0, the same bits as in a lane."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        return b.extract_element(_exp(b, splat(b, arguments[0])), ir.Constant(I32, 0))
+        return b.extract_element(exp_lanes(b, splat(b, arguments[0])), ir.Constant(I32, 0))
 
     return types.float32(types.float32), generate
 

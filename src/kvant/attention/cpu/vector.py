@@ -261,6 +261,17 @@ def run_at(typing: Any, function: Any, a: Any, b_: Any) -> Any:
 
 
 @intrinsic
+def enter(typing: Any, function: Any, a: Any, b_: Any, c: Any, d: Any) -> Any:
+    """Call a C function int64(int64, int64, int64, int64) by its address."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(I64, [I64] * 4)
+        return b.call(b.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+
+    return types.int64(*[types.int64] * 5), generate
+
+
+@intrinsic
 def fork(typing: Any, parallel: Any, function: Any, data: Any, threads: Any) -> Any:
     """GOMP_parallel(function, data, threads, 0) by its address: the function runs on every thread."""
 

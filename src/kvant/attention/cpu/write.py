@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kvant.attention.cpu.compiled import compiled_entry, compiled_worker
+from kvant.attention.cpu.compiled import Entry, compiled_entry, compiled_worker
 from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.layout import Real, Row, Write
 from kvant.attention.cpu.vector import (
@@ -114,6 +114,6 @@ def worker_address() -> int:
     return compiled_worker(_work, SIGNATURE)
 
 
-def write_function() -> Any:
+def write_function() -> Entry:
     """`_write`, compiled."""
     return compiled_entry(_write)

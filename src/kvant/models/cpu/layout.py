@@ -1,4 +1,7 @@
-"""What compiled code is handed: int64 fields at fixed places of one block of memory."""
+"""What compiled code is handed: int64 fields at fixed places of one block of memory.
+
+Addresses, counts, strides in bytes, float32 numbers as their bits.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,27 @@ class _Fields(IntEnum):
         return 8 * count
 
 
-class Product(_Fields):
-    """A product out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight. Addresses, counts, strides in bytes."""
+class Task(_Fields):
+    """What begins every task. WORKER: void(task, _), which all threads run until nothing is left."""
 
     NEXT = auto()  # dealt out while running
     TICKET = auto()
     WORKER = auto()
+    ROWS = auto()
+
+
+class Product(_Fields):
+    """out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight + bias, all float32 but the weight."""
+
+    NEXT = auto()
+    TICKET = auto()
+    WORKER = auto()
+    ROWS = auto()
     WEIGHT = auto()
     STRIDE = auto()
     SCALES = auto()  # 0 without
     SCALES_STRIDE = auto()
-    BIAS = auto()  # 0 without
+    BIAS = auto()
     OUTPUTS = auto()
     COLUMNS = auto()
     CHUNK = auto()  # outputs that a thread takes at a time
@@ -34,15 +47,102 @@ class Product(_Fields):
     X_STRIDE = auto()
     OUT = auto()
     OUT_STRIDE = auto()
-    ROWS = auto()
     SCRATCH = auto()
     SCRATCH_STRIDE = auto()
     END = auto()
 
 
-def block_of(fields: type[_Fields]) -> Block:
+class Norm(_Fields):
+    """out = norm of x, or of x + residual; row i of x and residual is INDEX[i], or i without."""
+
+    NEXT = auto()
+    TICKET = auto()
+    WORKER = auto()
+    ROWS = auto()
+    X = auto()
+    RESIDUAL = auto()
+    WEIGHT = auto()
+    OUT = auto()
+    INDEX = auto()  # int64, or 0
+    WIDTH = auto()
+    EPS = auto()
+    END = auto()
+
+
+class Rotate(_Fields):
+    """q and k of qkv [ROWS, (Q_HEADS + 2 KV_HEADS) * HEAD_DIM] normed by head, and rotated, in place."""
+
+    NEXT = auto()
+    TICKET = auto()
+    WORKER = auto()
+    ROWS = auto()
+    QKV = auto()
+    Q_HEADS = auto()
+    KV_HEADS = auto()
+    HEAD_DIM = auto()
+    COS = auto()  # [ROWS, HEAD_DIM / 2]
+    SIN = auto()
+    Q_NORM = auto()  # 0 without
+    K_NORM = auto()
+    EPS = auto()
+    END = auto()
+
+
+class Gate(_Fields):
+    """out[ROWS, WIDTH] = silu(gate) * up, of gate_up [ROWS, 2 * WIDTH]."""
+
+    NEXT = auto()
+    TICKET = auto()
+    WORKER = auto()
+    ROWS = auto()
+    GATE_UP = auto()
+    OUT = auto()
+    WIDTH = auto()
+    END = auto()
+
+
+class StepFields(_Fields):
+    """What all operations of one forward are told."""
+
+    TOKENS = auto()
+    CHOSEN = auto()  # rows whose logits are asked
+    PARALLEL = auto()  # GOMP_parallel, or 0
+    THREADS = auto()
+    NUM_SEQS = auto()
+    CU_SEQLENS_Q = auto()
+    SEQLENS_KV = auto()
+    PAGE_TABLE = auto()
+    PAGE_TABLE_STRIDE = auto()
+    SLOTS = auto()
+    CAUSAL = auto()
+    WRITE = auto()  # entries and workers of attention
+    WRITE_WORKER = auto()
+    ATTEND = auto()
+    ATTEND_WORKER = auto()
+    END = auto()
+
+
+class Kind(IntEnum):
+    """What an operation of a program is."""
+
+    TASK = 0
+    LAST_TASK = 1  # of the chosen rows alone
+    WRITE = 2
+    ATTEND = 3
+
+
+class Operation(_Fields):
+    """One operation. ALONE: rows up to which one thread does it, since waking others costs more."""
+
+    KIND = auto()
+    TASK = auto()
+    ALONE = auto()
+    END = auto()
+
+
+def block_of(fields: type[_Fields], count: int = 1) -> Block:
     """Zeros on a cache line, one number a field."""
-    size = len(fields)
+    size = count * int(fields["END"]) // 8
     room = np.zeros(size + 8, np.int64)
     start = -room.ctypes.data % 64 // 8
     return room[start : start + size]
@@ -50,3 +150,7 @@ def block_of(fields: type[_Fields]) -> Block:
 
 def address(block: Block) -> int:
     return int(block.ctypes.data)
+
+
+def float_bits(x: float) -> int:
+    return int(np.float32(x).view(np.int32))

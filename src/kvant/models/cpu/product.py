@@ -34,13 +34,11 @@ from kvant.attention.cpu.vector import (
     fma,
     i64,
     load,
-    load_f32,
     load_i64,
     prefetch,
     shuffle,
     splat,
     store,
-    store_f32,
     words,
 )
 from kvant.models.cpu.layout import Product
@@ -134,17 +132,19 @@ _PLACES = _places()
 @intrinsic(prefer_literal=True)
 def _multiply(
     typing: Any, code: Any, scaled: Any, rows: Any, weight: Any, stride: Any, scales: Any,
-    scales_stride: Any, x: Any, x_stride: Any, pairs: Any, out: Any, out_stride: Any,
+    scales_stride: Any, bias: Any, x: Any, x_stride: Any, pairs: Any, out: Any, out_stride: Any,
 ) -> Any:  # fmt: skip
-    """OUTPUTS rows of the weight times `rows` rows of x, over `pairs` of vectors.
+    """OUTPUTS rows of the weight times `rows` rows of x, over `pairs` of vectors, plus bias.
 
-    scaled: multiply by the float32 that each row has at `scales`.
+    scaled: multiply by the float32 that each row has at `scales` before.
     """
     kind, is_scaled, n = Code(code.literal_value), bool(scaled.literal_value), rows.literal_value
-    signature = types.void(code, scaled, rows, *[types.int64] * 9)
+    signature = types.void(code, scaled, rows, *[types.int64] * 10)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, _, weight, stride, scales, scales_stride, x, x_stride, pairs, out, out_stride = arguments
+        (
+            _, _, _, weight, stride, scales, scales_stride, bias, x, x_stride, pairs, out, out_stride,
+        ) = arguments  # fmt: skip
         at = [b.add(weight, b.mul(stride, i64(i))) for i in range(OUTPUTS)]
         scale_at = [b.add(scales, b.mul(scales_stride, i64(i))) for i in range(OUTPUTS)]
         x_at = [b.add(x, b.mul(x_stride, i64(r))) for r in range(n)]
@@ -184,6 +184,7 @@ def _multiply(
                 value = b.extract_element(found, ir.Constant(I32, _PLACES[i]))
                 if is_scaled:
                     value = b.fmul(value, load(b, F32, scale_at[output], 4))
+                value = b.fadd(value, load(b, F32, b.add(bias, i64(4 * output)), 4))
                 store(b, value, b.add(out, b.add(b.mul(out_stride, i64(r)), i64(4 * output))), 4)
         return context.get_dummy_value()
 
@@ -246,50 +247,45 @@ def product_worker(code: Code) -> int:
                 while output < end:
                     at = min(output, end - at_once)
                     c = out + start * out_stride + 4 * at
-                    s = scales + at * scales_stride
+                    s, d = scales + at * scales_stride, bias + 4 * at
                     if is_direct:
                         w = weight + at * stride
                         if n == 1:
-                            _multiply(number, is_scaled, 1, w, stride, s, scales_stride, a, x_stride,
-                                      pairs, c, out_stride)  # fmt: skip
+                            _multiply(number, is_scaled, 1, w, stride, s, scales_stride, d, a,
+                                      x_stride, pairs, c, out_stride)  # fmt: skip
                         elif n == 2:
-                            _multiply(number, is_scaled, 2, w, stride, s, scales_stride, a, x_stride,
-                                      pairs, c, out_stride)  # fmt: skip
+                            _multiply(number, is_scaled, 2, w, stride, s, scales_stride, d, a,
+                                      x_stride, pairs, c, out_stride)  # fmt: skip
                         elif n == 3:
-                            _multiply(number, is_scaled, 3, w, stride, s, scales_stride, a, x_stride,
-                                      pairs, c, out_stride)  # fmt: skip
+                            _multiply(number, is_scaled, 3, w, stride, s, scales_stride, d, a,
+                                      x_stride, pairs, c, out_stride)  # fmt: skip
                         elif n == 4:
-                            _multiply(number, is_scaled, 4, w, stride, s, scales_stride, a, x_stride,
-                                      pairs, c, out_stride)  # fmt: skip
+                            _multiply(number, is_scaled, 4, w, stride, s, scales_stride, d, a,
+                                      x_stride, pairs, c, out_stride)  # fmt: skip
                         elif n == 5:
-                            _multiply(number, is_scaled, 5, w, stride, s, scales_stride, a, x_stride,
-                                      pairs, c, out_stride)  # fmt: skip
+                            _multiply(number, is_scaled, 5, w, stride, s, scales_stride, d, a,
+                                      x_stride, pairs, c, out_stride)  # fmt: skip
                         else:
-                            _multiply(number, is_scaled, 6, w, stride, s, scales_stride, a, x_stride,
-                                      pairs, c, out_stride)  # fmt: skip
+                            _multiply(number, is_scaled, 6, w, stride, s, scales_stride, d, a,
+                                      x_stride, pairs, c, out_stride)  # fmt: skip
                     else:
                         w = scratch + (at - first) * 4 * columns
                         if n == 2:
-                            _multiply(plain, is_scaled, 2, w, 4 * columns, s, scales_stride, a,
-                                      x_stride, pairs, c, out_stride)  # fmt: skip
+                            _multiply(plain, is_scaled, 2, w, 4 * columns, s, scales_stride, d,
+                                      a, x_stride, pairs, c, out_stride)  # fmt: skip
                         elif n == 3:
-                            _multiply(plain, is_scaled, 3, w, 4 * columns, s, scales_stride, a,
-                                      x_stride, pairs, c, out_stride)  # fmt: skip
+                            _multiply(plain, is_scaled, 3, w, 4 * columns, s, scales_stride, d,
+                                      a, x_stride, pairs, c, out_stride)  # fmt: skip
                         elif n == 4:
-                            _multiply(plain, is_scaled, 4, w, 4 * columns, s, scales_stride, a,
-                                      x_stride, pairs, c, out_stride)  # fmt: skip
+                            _multiply(plain, is_scaled, 4, w, 4 * columns, s, scales_stride, d,
+                                      a, x_stride, pairs, c, out_stride)  # fmt: skip
                         elif n == 5:
-                            _multiply(plain, is_scaled, 5, w, 4 * columns, s, scales_stride, a,
-                                      x_stride, pairs, c, out_stride)  # fmt: skip
+                            _multiply(plain, is_scaled, 5, w, 4 * columns, s, scales_stride, d,
+                                      a, x_stride, pairs, c, out_stride)  # fmt: skip
                         else:
-                            _multiply(plain, is_scaled, 6, w, 4 * columns, s, scales_stride, a,
-                                      x_stride, pairs, c, out_stride)  # fmt: skip
+                            _multiply(plain, is_scaled, 6, w, 4 * columns, s, scales_stride, d,
+                                      a, x_stride, pairs, c, out_stride)  # fmt: skip
                     output += at_once
-            if bias:
-                for row in range(rows):
-                    for output in range(first, end):
-                        place = out + row * out_stride + 4 * output
-                        store_f32(place, load_f32(place) + load_f32(bias + 4 * output))
 
     with kept_on_disk() as is_kept:
         made: Any = cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(work)

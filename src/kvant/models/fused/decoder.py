@@ -38,7 +38,7 @@ _FUSED: tuple[type[PreTrainedModel], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
     """One decoder layer. qkv, gate_up: weight and bias of products that were several."""
 
     input_norm: Tensor
@@ -71,18 +71,18 @@ def fuse(module: PreTrainedModel, plan: KVPlan) -> FusedDecoder | None:
 class FusedDecoder:
     """Mutates nothing but the pool. linear: the matrix product, one for all of them."""
 
-    def __init__(self, module: PreTrainedModel, layers: Sequence[_Layer]) -> None:
+    def __init__(self, module: PreTrainedModel, layers: Sequence[Layer]) -> None:
         decoder: Any = module.get_decoder()  # type: ignore[no-untyped-call]
         head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.linear = linear_for(head.weight)
-        self._layers = tuple(layers)
-        self._embedding: Tensor = decoder.embed_tokens.weight
+        self.layers = tuple(layers)
+        self.embedding: Tensor = decoder.embed_tokens.weight
         self._rotary = decoder.rotary_emb
-        self._norm: Tensor = decoder.norm.weight
-        self._head: Tensor = head.weight
-        self._head_bias: Tensor | None = head.bias
-        self._eps = float(decoder.norm.variance_epsilon)
-        self._kernels = kernels_for(self._embedding)
+        self.norm: Tensor = decoder.norm.weight
+        self.head: Tensor = head.weight
+        self.head_bias: Tensor | None = head.bias
+        self.eps = float(decoder.norm.variance_epsilon)
+        self._kernels = kernels_for(self.embedding)
 
     def make_invariant(self, linear: Linear) -> None:
         """From now on no row's result depends on the rows beside it. linear: of that kind."""
@@ -94,12 +94,12 @@ class FusedDecoder:
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
-        kernels, linear, step, eps = self._kernels, self.linear, call.step, self._eps
-        residual = F.embedding(input_ids, self._embedding)
-        cos, sin = self._frequencies(residual, step.positions)
+        kernels, linear, step, eps = self._kernels, self.linear, call.step, self.eps
+        residual = F.embedding(input_ids, self.embedding)
+        cos, sin = self.frequencies(residual, step.positions)
         taps: dict[int, Tensor] = {}
-        x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        for index, layer in enumerate(self._layers):
+        x = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
+        for index, layer in enumerate(self.layers):
             q, k, v = kernels.rotate(
                 linear(x, *layer.qkv),
                 cos,
@@ -116,21 +116,21 @@ class FusedDecoder:
             x = linear(attended.reshape(x.shape[0], -1), *layer.output)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
             x = linear(kernels.silu_mul(linear(x, *layer.gate_up)), *layer.down)
-            last = index + 1 == len(self._layers)
+            last = index + 1 == len(self.layers)
             if last:  # only the rows that are looked at
                 chosen = residual[logits_index]
                 if index in layers:
                     taps[index] = x + residual
-                x, _ = kernels.add_rms_norm(x[logits_index], chosen, self._norm, eps)
+                x, _ = kernels.add_rms_norm(x[logits_index], chosen, self.norm, eps)
             else:
-                norm = self._layers[index + 1].input_norm
+                norm = self.layers[index + 1].input_norm
                 x, residual = kernels.add_rms_norm(x, residual, norm, eps)
                 if index in layers:
                     taps[index] = residual.clone()  # the next layers add to it in place
-        logits = linear(x, self._head, self._head_bias)
+        logits = linear(x, self.head, self.head_bias)
         return logits, tuple(taps[index] for index in layers)
 
-    def _frequencies(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def frequencies(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, head_dim / 2]: transformers' own, whose second half repeats the first."""
         cos, sin = self._rotary(x[None], positions[None])
         half = cos.shape[-1] // 2
@@ -155,7 +155,7 @@ def kernels_for(weight: Tensor) -> Kernels:
     return TorchKernels()
 
 
-def _layer_of(layer: Any, plan: KVPlan) -> _Layer | None:
+def _layer_of(layer: Any, plan: KVPlan) -> Layer | None:
     attention, mlp = layer.self_attn, layer.mlp
     spec = plan.layers[attention.layer_idx]
     geometry = spec.geometry
@@ -167,7 +167,7 @@ def _layer_of(layer: Any, plan: KVPlan) -> _Layer | None:
     if window != geometry.window or geometry.sinks or geometry.softcap or not geometry.causal:
         return None
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    return _Layer(
+    return Layer(
         input_norm=layer.input_layernorm.weight,
         qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm=None if q_norm is None else q_norm.weight,

@@ -1,0 +1,352 @@
+"""The forward of plain dense decoders on a CPU in float32: one call of compiled code a step.
+
+It runs the layers that `kvant.models.fused` found in a transformers module. What a step needs of
+Python is the embedding, the rotary frequencies and a block of addresses. A row's bits depend neither
+on the rows beside it nor on the number of threads: batch-invariant as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionParams, StepCall
+from kvant.attention.cpu import attend, write
+from kvant.attention.cpu.backend import CpuBackend, Recorded, scratch_bytes
+from kvant.attention.cpu.threads import parallel_address
+from kvant.kv.pool import KVPool
+from kvant.models.cpu.layout import (
+    Block,
+    Gate,
+    Kind,
+    Norm,
+    Operation,
+    Product,
+    Rotate,
+    StepFields,
+    address,
+    block_of,
+    float_bits,
+)
+from kvant.models.cpu.linear import Linear, refuse_shape
+from kvant.models.cpu.program import run_function
+from kvant.models.cpu.rows import LANES, gate_worker, norm_worker, rotate_worker
+from kvant.models.cpu.weights import Code, pack
+from kvant.models.fused.decoder import FusedDecoder, Layer
+
+_ALONE = 8
+"""Rows up to which norms, rotations and gates are one thread's."""
+_NEVER_ALONE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Of a fused layer what is not a product's weight, and its products."""
+
+    input_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    post_norm: Tensor
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    params: AttentionParams
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Float32 [tokens, ..]; chosen: rows whose logits are asked. scratch: [threads, ..]."""
+
+    residual: Tensor
+    normed: Tensor
+    qkv: Tensor
+    attended: Tensor
+    projected: Tensor
+    gate_up: Tensor
+    gated: Tensor
+    cos: Tensor
+    sin: Tensor
+    scratch: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """All operations of a forward over fixed memory.
+
+    after_rotate, after_layer: how many operations come up to there, by layer. pool: whose attention
+    is among them, None where Python calls it. kept: what operations hold addresses of.
+    """
+
+    buffers: _Buffers
+    operations: Block
+    after_rotate: tuple[int, ...]
+    after_layer: tuple[int, ...]
+    last_norm: Block
+    head: Block
+    pool: KVPool | None
+    kept: tuple[object, ...]
+
+    @property
+    def end(self) -> int:
+        return len(self.operations) * 8 // Operation.END
+
+    @property
+    def num_tokens(self) -> int:
+        return self.buffers.residual.shape[0]
+
+    @property
+    def num_threads(self) -> int:
+        return self.buffers.scratch.shape[0]
+
+
+def refuse(decoder: FusedDecoder) -> str | None:
+    """Why compiled code cannot run these layers; None if it can."""
+    if decoder.embedding.dtype is not torch.float32:
+        return f"it computes in float32, not in {decoder.embedding.dtype}"
+    for layer in decoder.layers:
+        if layer.q_norm is not None and _head_dim(layer) % LANES:
+            return f"heads of {_head_dim(layer)} are normed in steps of {LANES}"
+        for weight, _ in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            reason = refuse_shape(*weight.shape)
+            if reason is not None:
+                return reason
+    return refuse_shape(*decoder.head.shape)
+
+
+class CpuDecoder:
+    """layers: how weights of layers are stored; head: of the logits' product. Both are packed now;
+    what is not float32 is a copy.
+    """
+
+    def __init__(self, decoder: FusedDecoder, *, layers: Code, head: Code) -> None:
+        assert refuse(decoder) is None
+        self._embedding, self._norm_weight = decoder.embedding, decoder.norm
+        self._eps, self._frequencies = decoder.eps, decoder.frequencies
+        self._layers = tuple(_layer(layer, layers) for layer in decoder.layers)
+        self._head = _linear((decoder.head, decoder.head_bias), head)
+        self._programs: dict[bool, _Program] = {}
+        self._run = run_function().call
+        step = self._step = block_of(StepFields)
+        step[StepFields.PARALLEL // 8] = parallel_address()
+        step[StepFields.WRITE // 8] = write.write_function().address
+        step[StepFields.WRITE_WORKER // 8] = write.worker_address()
+        step[StepFields.ATTEND // 8] = attend.attend_function().address
+        step[StepFields.ATTEND_WORKER // 8] = attend.worker_address()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights that products read."""
+        return sum(linear.num_bytes for linear in self._linears)
+
+    @property
+    def _linears(self) -> list[Linear]:
+        parts = [p for one in self._layers for p in (one.qkv, one.output, one.gate_up, one.down)]
+        return [*parts, self._head]
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size], normed, float32 -> [n, vocab_size]."""
+        return self._head(hidden)
+
+    def forward(
+        self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
+        tokens, chosen, at = input_ids.shape[0], logits_index.shape[0], call.step
+        program = self._program(call, max(tokens, chosen))
+        buffers = program.buffers
+        torch.index_select(self._embedding, 0, input_ids, out=buffers.residual[:tokens])
+        cos, sin = self._frequencies(buffers.residual, at.positions)
+        buffers.cos[:tokens] = cos
+        buffers.sin[:tokens] = sin
+        logits = torch.empty(chosen, self._head.weight.rows)
+        index, slots = logits_index.contiguous(), at.slot_mapping.contiguous()
+        table = at.page_table if at.page_table.stride(-1) == 1 else at.page_table.contiguous()
+        program.last_norm[Norm.INDEX // 8] = index.data_ptr()
+        program.head[Product.OUT // 8] = logits.data_ptr()
+        step = self._step
+        step[StepFields.TOKENS // 8], step[StepFields.CHOSEN // 8] = tokens, chosen
+        step[StepFields.THREADS // 8] = program.num_threads
+        step[StepFields.NUM_SEQS // 8] = at.seqlens_kv.shape[0]
+        step[StepFields.CU_SEQLENS_Q // 8] = at.cu_seqlens_q.data_ptr()
+        step[StepFields.SEQLENS_KV // 8] = at.seqlens_kv.data_ptr()
+        step[StepFields.PAGE_TABLE // 8] = table.data_ptr()
+        step[StepFields.PAGE_TABLE_STRIDE // 8] = table.stride(0)
+        step[StepFields.SLOTS // 8] = slots.data_ptr()
+        step[StepFields.CAUSAL // 8] = at.causal
+        taps = self._go(program, call, tokens, layers)
+        return logits, tuple(taps[layer] for layer in layers)
+
+    def _go(
+        self, program: _Program, call: StepCall, tokens: int, layers: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """All operations, with stops for what Python does; what `layers` hand on."""
+        step, operations = address(self._step), address(program.operations)
+        buffers, done = program.buffers, 0
+        taps: dict[int, Tensor] = {}
+        for index in range(len(self._layers)):
+            if program.pool is None:
+                done = self._run(step, operations, done, program.after_rotate[index])
+                self._attend(index, call, buffers, tokens)
+            if index in layers:
+                done = self._run(step, operations, done, program.after_layer[index])
+                taps[index] = buffers.residual[:tokens].clone()
+                if index + 1 == len(self._layers):
+                    taps[index] += buffers.projected[:tokens]
+        self._run(step, operations, done, program.end)
+        return taps
+
+    def _attend(self, index: int, call: StepCall, buffers: _Buffers, tokens: int) -> None:
+        """Attention of one layer through a backend that is not ours, or not ours alone."""
+        layer = self._layers[index]
+        backend, cache = call.backends[index], call.pool[index]
+        q, k, v = _heads(layer, buffers.qkv[:tokens])
+        backend.write(cache, k, v, call.step)
+        out = backend.attend(cache, q, call.step, layer.params)
+        buffers.attended[:tokens] = out.reshape(tokens, -1)
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def _program(self, call: StepCall, rows: int) -> _Program:
+        """One for so many rows; made anew where there is none."""
+        is_ours = all(isinstance(backend, CpuBackend) for backend in call.backends)
+        found = self._programs.get(is_ours)
+        if (
+            found is None
+            or found.num_tokens < rows
+            or found.num_threads != torch.get_num_threads()
+            or (is_ours and found.pool is not call.pool)
+        ):
+            room = rows if found is None else max(rows, found.num_tokens)
+            self._programs.pop(is_ours, None)
+            found = self._programs[is_ours] = self._make(call, room, is_ours=is_ours)
+        return found
+
+    def _make(self, call: StepCall, tokens: int, *, is_ours: bool) -> _Program:
+        buffers = self._buffers(tokens)
+        scratch = None
+        if is_ours:
+            needed = max(scratch_bytes(call.pool[i]) for i in range(len(self._layers)))
+            scratch = torch.empty(torch.get_num_threads(), needed, dtype=torch.uint8)
+        made: list[tuple[Kind, int, int]] = []
+        kept: list[object] = []
+        after_rotate, after_layer = [], []
+
+        def add(task: Block, *, alone: int, kind: Kind = Kind.TASK) -> None:
+            kept.append(task)
+            made.append((kind, address(task), alone))
+
+        b = buffers
+        norms = [layer.input_norm for layer in self._layers] + [self._norm_weight]
+        add(self._norm(b, b.residual, norms[0], adds=False), alone=_ALONE)
+        for index, layer in enumerate(self._layers):
+            add(layer.qkv.task(b.normed, b.qkv, b.scratch), alone=_NEVER_ALONE)
+            add(self._rotate(b, layer), alone=_ALONE)
+            after_rotate.append(len(made))
+            if scratch is not None:
+                found = self._record(call, index, b, scratch)
+                kept.append(found)
+                made += [(Kind.WRITE, found.write, 0), (Kind.ATTEND, found.attend, 0)]
+            add(layer.output.task(b.attended, b.projected, b.scratch), alone=_NEVER_ALONE)
+            add(self._norm(b, b.projected, layer.post_norm, adds=True), alone=_ALONE)
+            add(layer.gate_up.task(b.normed, b.gate_up, b.scratch), alone=_NEVER_ALONE)
+            add(_gate(b), alone=_ALONE)
+            add(layer.down.task(b.gated, b.projected, b.scratch), alone=_NEVER_ALONE)
+            if index + 1 < len(self._layers):
+                add(self._norm(b, b.projected, norms[index + 1], adds=True), alone=_ALONE)
+            after_layer.append(len(made))
+        last_norm = self._norm(b, b.projected, norms[-1], adds=True)
+        add(last_norm, alone=_ALONE, kind=Kind.LAST_TASK)
+        head = self._head.task(b.normed, b.residual, b.scratch)
+        head[Product.OUT_STRIDE // 8] = 4 * self._head.weight.rows
+        add(head, alone=_NEVER_ALONE, kind=Kind.LAST_TASK)
+        operations = block_of(Operation, len(made))
+        operations[:] = [number for operation in made for number in operation]
+        return _Program(
+            buffers, operations, tuple(after_rotate), tuple(after_layer), last_norm, head,
+            call.pool if is_ours else None, tuple(kept),
+        )  # fmt: skip
+
+    def _buffers(self, tokens: int) -> _Buffers:
+        layer = self._layers[0]
+        hidden = self._embedding.shape[1]
+        half = layer.head_dim // 2
+        floats = max(linear.scratch_floats for linear in self._linears)
+        return _Buffers(
+            residual=torch.empty(tokens, hidden),
+            normed=torch.empty(tokens, hidden),
+            qkv=torch.empty(tokens, layer.qkv.weight.rows),
+            attended=torch.empty(tokens, layer.output.weight.columns),
+            projected=torch.empty(tokens, hidden),
+            gate_up=torch.empty(tokens, layer.gate_up.weight.rows),
+            gated=torch.empty(tokens, layer.down.weight.columns),
+            cos=torch.empty(tokens, half),
+            sin=torch.empty(tokens, half),
+            scratch=torch.empty(torch.get_num_threads(), floats),
+        )
+
+    def _norm(self, b: _Buffers, x: Tensor, weight: Tensor, *, adds: bool) -> Block:
+        """Of x, or of x and what was added up so far."""
+        made = block_of(Norm)
+        made[Norm.WORKER // 8] = norm_worker()
+        made[Norm.X // 8], made[Norm.OUT // 8] = x.data_ptr(), b.normed.data_ptr()
+        made[Norm.RESIDUAL // 8] = b.residual.data_ptr() if adds else 0
+        made[Norm.WEIGHT // 8], made[Norm.WIDTH // 8] = weight.data_ptr(), weight.shape[0]
+        made[Norm.EPS // 8] = float_bits(self._eps)
+        return made
+
+    def _rotate(self, b: _Buffers, layer: _Layer) -> Block:
+        made = block_of(Rotate)
+        made[Rotate.WORKER // 8], made[Rotate.QKV // 8] = rotate_worker(), b.qkv.data_ptr()
+        made[Rotate.Q_HEADS // 8], made[Rotate.KV_HEADS // 8] = layer.num_q_heads, layer.num_kv_heads
+        made[Rotate.HEAD_DIM // 8] = layer.head_dim
+        made[Rotate.COS // 8], made[Rotate.SIN // 8] = b.cos.data_ptr(), b.sin.data_ptr()
+        for field, weight in ((Rotate.Q_NORM, layer.q_norm), (Rotate.K_NORM, layer.k_norm)):
+            made[field // 8] = 0 if weight is None else weight.data_ptr()
+        made[Rotate.EPS // 8] = float_bits(self._eps)
+        return made
+
+    def _record(self, call: StepCall, index: int, b: _Buffers, scratch: Tensor) -> Recorded:
+        layer, backend = self._layers[index], call.backends[index]
+        assert isinstance(backend, CpuBackend)
+        q, k, v = _heads(layer, b.qkv)
+        out = b.attended.view(-1, layer.num_q_heads, layer.head_dim)
+        return backend.record(call.pool[index], q, k, v, out, layer.params, scratch)
+
+
+def _layer(layer: Layer, code: Code) -> _Layer:
+    return _Layer(
+        layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm, layer.num_q_heads,
+        layer.num_kv_heads, _head_dim(layer), layer.params, _linear(layer.qkv, code),
+        _linear(layer.output, code), _linear(layer.gate_up, code), _linear(layer.down, code),
+    )  # fmt: skip
+
+
+def _linear(given: tuple[Tensor, Tensor | None], code: Code) -> Linear:
+    weight, bias = given
+    return Linear(pack(weight.detach(), code), bias)
+
+
+def _head_dim(layer: Layer) -> int:
+    return layer.qkv[0].shape[0] // (layer.num_q_heads + 2 * layer.num_kv_heads)
+
+
+def _heads(layer: _Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [T, heads, head_dim] as they lie in qkv [T, ..]."""
+    q, kv = layer.num_q_heads, layer.num_kv_heads
+    found = qkv.view(qkv.shape[0], q + 2 * kv, layer.head_dim).split([q, kv, kv], dim=1)
+    return found[0], found[1], found[2]
+
+
+def _gate(b: _Buffers) -> Block:
+    made = block_of(Gate)
+    made[Gate.WORKER // 8], made[Gate.WIDTH // 8] = gate_worker(), b.gated.shape[1]
+    made[Gate.GATE_UP // 8], made[Gate.OUT // 8] = b.gate_up.data_ptr(), b.gated.data_ptr()
+    return made

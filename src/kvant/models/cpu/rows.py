@@ -1,0 +1,251 @@
+"""What happens between two products, one row of numbers at a time, float32.
+
+Values round where transformers' modules round, up to the order of sums. A row's result depends on
+nothing but the row.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.extending import intrinsic
+
+from kvant.attention.cpu.compiled import kept_on_disk
+from kvant.attention.cpu.inner import exp_lanes
+from kvant.attention.cpu.vector import (
+    FLOATS,
+    I64,
+    LANES,
+    call,
+    every,
+    fetch_add,
+    float_of,
+    fma,
+    i64,
+    load,
+    load_f32,
+    load_i64,
+    root,
+    shuffle,
+    splat,
+    store,
+    store_f32,
+)
+from kvant.models.cpu.layout import Gate, Norm, Rotate
+
+SIGNATURE = types.void(types.int64, types.int64)
+ROWS_AT_ONCE = 4
+N_NEXT, N_ROWS, N_X, N_RESIDUAL, N_WEIGHT, N_OUT, N_INDEX, N_WIDTH, N_EPS = (
+    int(f) for f in (
+        Norm.NEXT, Norm.ROWS, Norm.X, Norm.RESIDUAL, Norm.WEIGHT, Norm.OUT, Norm.INDEX, Norm.WIDTH,
+        Norm.EPS,
+    )
+)  # fmt: skip
+R_NEXT, R_ROWS, R_QKV, R_Q_HEADS, R_KV_HEADS, R_HEAD_DIM, R_COS, R_SIN, R_Q_NORM, R_K_NORM, R_EPS = (
+    int(f) for f in (
+        Rotate.NEXT, Rotate.ROWS, Rotate.QKV, Rotate.Q_HEADS, Rotate.KV_HEADS, Rotate.HEAD_DIM,
+        Rotate.COS, Rotate.SIN, Rotate.Q_NORM, Rotate.K_NORM, Rotate.EPS,
+    )
+)  # fmt: skip
+G_NEXT, G_ROWS, G_GATE_UP, G_OUT, G_WIDTH = (
+    int(f) for f in (Gate.NEXT, Gate.ROWS, Gate.GATE_UP, Gate.OUT, Gate.WIDTH)
+)
+_PLAIN, _ADD, _ADD_ONLY_HERE = 0, 1, 2
+_ONE = np.float32(1)
+
+
+def _loop(b: Any, vectors: Any, start: list[Any], body: Any) -> list[Any]:
+    """body(offset in bytes, carried vectors) -> carried vectors, `vectors` times, at least once."""
+    before = b.block
+    loop, done = b.append_basic_block("vectors"), b.append_basic_block("done")
+    b.branch(loop)
+    b.position_at_end(loop)
+    index = b.phi(I64)
+    index.add_incoming(i64(0), before)
+    carried = []
+    for x in start:
+        carried.append(b.phi(x.type))
+        carried[-1].add_incoming(x, before)
+    made = body(b.mul(index, i64(4 * LANES)), carried)
+    following = b.add(index, i64(1))
+    index.add_incoming(following, loop)
+    for old, new in zip(carried, made, strict=True):
+        old.add_incoming(new, loop)
+    b.cbranch(b.icmp_signed("<", following, vectors), loop, done)
+    b.position_at_end(done)
+    return made  # type: ignore[no-any-return]
+
+
+@intrinsic(prefer_literal=True)
+def _squares(typing: Any, mode: Any, x: Any, residual: Any, vectors: Any) -> Any:
+    """The sum of squares of x, or of x + residual, which mode _ADD stores in residual's place."""
+    how = mode.literal_value
+    signature = types.float32(mode, types.int64, types.int64, types.int64)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, x, residual, vectors = arguments
+
+        def add(offset: Any, carried: list[Any]) -> list[Any]:
+            value = load(b, FLOATS, b.add(x, offset), 4)
+            if how != _PLAIN:
+                place = b.add(residual, offset)
+                value = b.fadd(value, load(b, FLOATS, place, 4))
+                if how == _ADD:
+                    store(b, value, place, 4)
+            return [fma(b, value, value, carried[0])]
+
+        total = _loop(b, vectors, [every(FLOATS, 0.0)], add)[0]
+        half = LANES // 2
+        while half:
+            lanes = [(lane + half) % LANES for lane in range(LANES)]
+            total = b.fadd(total, shuffle(b, total, total, lanes))
+            half //= 2
+        return b.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
+def _scaled(
+    typing: Any, mode: Any, x: Any, residual: Any, factor: Any, weight: Any, out: Any, vectors: Any
+) -> Any:  # fmt: skip
+    """out = weight * (factor * x), in mode _ADD_ONLY_HERE of x + residual."""
+    how = mode.literal_value
+    signature = types.void(
+        mode, types.int64, types.int64, types.float32, types.int64, types.int64, types.int64
+    )
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, x, residual, factor, weight, out, vectors = arguments
+        factors = splat(b, factor)
+
+        def scale(offset: Any, carried: list[Any]) -> list[Any]:
+            value = load(b, FLOATS, b.add(x, offset), 4)
+            if how == _ADD_ONLY_HERE:
+                value = b.fadd(value, load(b, FLOATS, b.add(residual, offset), 4))
+            weights = load(b, FLOATS, b.add(weight, offset), 4)
+            store(b, b.fmul(weights, b.fmul(value, factors)), b.add(out, offset), 4)
+            return []
+
+        _loop(b, vectors, [], scale)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def _silu_mul(typing: Any, gate: Any, up: Any, out: Any, vectors: Any) -> Any:
+    """out = gate / (1 + e^-gate) * up."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        gate, up, out, vectors = arguments
+        one, nothing = every(FLOATS, 1.0), every(FLOATS, 0.0)
+
+        def multiply(offset: Any, carried: list[Any]) -> list[Any]:
+            x = load(b, FLOATS, b.add(gate, offset), 4)
+            size = call(b, "llvm.fabs.v16f32", FLOATS, x)
+            small = exp_lanes(b, b.fneg(size))
+            # x / (1 + e^-x), and with e^x above the line where e^-x could overflow
+            above = b.select(b.fcmp_ordered("<", x, nothing), b.fmul(x, small), x)
+            value = b.fdiv(above, b.fadd(one, small))
+            ups = load(b, FLOATS, b.add(up, offset), 4)
+            store(b, b.fmul(value, ups), b.add(out, offset), 4)
+            return []
+
+        _loop(b, vectors, [], multiply)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@njit(error_model="numpy")
+def _factor(squares: float, width: int, eps: float) -> float:
+    return _ONE / root(squares / np.float32(width) + eps)
+
+
+def _norm(task: int, _: int) -> None:
+    rows, width = load_i64(task + N_ROWS), load_i64(task + N_WIDTH)
+    eps, weight = float_of(load_i64(task + N_EPS)), load_i64(task + N_WEIGHT)
+    x, residual, out = load_i64(task + N_X), load_i64(task + N_RESIDUAL), load_i64(task + N_OUT)
+    index, vectors, size = load_i64(task + N_INDEX), width // 16, 4 * width
+    while True:
+        first = fetch_add(task + N_NEXT, ROWS_AT_ONCE)
+        if first >= rows:
+            return
+        for row in range(first, min(rows, first + ROWS_AT_ONCE)):
+            at, to = row, out + row * size
+            if index:
+                at = load_i64(index + 8 * row)
+            a, c = x + at * size, residual + at * size
+            if residual == 0:
+                factor = _factor(_squares(0, a, c, vectors), width, eps)
+                _scaled(0, a, c, factor, weight, to, vectors)
+            elif index:  # a row may be chosen twice: its sum is stored nowhere
+                factor = _factor(_squares(2, a, c, vectors), width, eps)
+                _scaled(2, a, c, factor, weight, to, vectors)
+            else:
+                factor = _factor(_squares(1, a, c, vectors), width, eps)
+                _scaled(0, c, c, factor, weight, to, vectors)
+
+
+def _rotate(task: int, _: int) -> None:
+    rows, eps = load_i64(task + R_ROWS), float_of(load_i64(task + R_EPS))
+    q_heads, kv_heads = load_i64(task + R_Q_HEADS), load_i64(task + R_KV_HEADS)
+    head_dim, qkv = load_i64(task + R_HEAD_DIM), load_i64(task + R_QKV)
+    half = head_dim // 2
+    while True:
+        first = fetch_add(task + R_NEXT, ROWS_AT_ONCE)
+        if first >= rows:
+            return
+        for row in range(first, min(rows, first + ROWS_AT_ONCE)):
+            start = qkv + row * (q_heads + 2 * kv_heads) * head_dim * 4
+            cos = load_i64(task + R_COS) + row * half * 4
+            sin = load_i64(task + R_SIN) + row * half * 4
+            for head in range(q_heads + kv_heads):
+                at = start + head * head_dim * 4
+                weight = load_i64(task + (R_Q_NORM if head < q_heads else R_K_NORM))
+                if weight:
+                    factor = _factor(_squares(0, at, at, head_dim // 16), head_dim, eps)
+                    _scaled(0, at, at, factor, weight, at, head_dim // 16)
+                for i in range(0, 4 * half, 4):
+                    a, b = load_f32(at + i), load_f32(at + 4 * half + i)
+                    c, s = load_f32(cos + i), load_f32(sin + i)
+                    store_f32(at + i, a * c - b * s)
+                    store_f32(at + 4 * half + i, b * c + a * s)
+
+
+def _gate(task: int, _: int) -> None:
+    rows, width = load_i64(task + G_ROWS), load_i64(task + G_WIDTH)
+    gate_up, out = load_i64(task + G_GATE_UP), load_i64(task + G_OUT)
+    while True:
+        first = fetch_add(task + G_NEXT, ROWS_AT_ONCE)
+        if first >= rows:
+            return
+        for row in range(first, min(rows, first + ROWS_AT_ONCE)):
+            gate = gate_up + row * 8 * width
+            _silu_mul(gate, gate + 4 * width, out + row * 4 * width, width // 16)
+
+
+@cache
+def norm_worker() -> int:
+    return _compiled(_norm)
+
+
+@cache
+def rotate_worker() -> int:
+    return _compiled(_rotate)
+
+
+@cache
+def gate_worker() -> int:
+    return _compiled(_gate)
+
+
+def _compiled(work: Any) -> int:
+    with kept_on_disk() as is_kept:
+        made: Any = cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(work)
+    return int(made.address)

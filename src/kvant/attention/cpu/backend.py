@@ -159,7 +159,10 @@ class CpuBackend:
             block[Write.SCRATCH // 8], block[Write.SCRATCH_STRIDE // 8] = room, scratch.stride(0)
         _set_queries(layer.call, q, out)
         sinks = _set_params(layer.call, params)
-        layer.call[Call.SCRATCH // 8], layer.call[Call.SCRATCH_STRIDE // 8] = room, scratch.stride(0)
+        layer.call[Call.SCRATCH // 8], layer.call[Call.SCRATCH_STRIDE // 8] = (
+            room,
+            scratch.stride(0),
+        )
         return Recorded(
             _address(layer.write_k), _address(layer.call), (layer, q, k, v, out, sinks, scratch)
         )

@@ -81,7 +81,7 @@ class Entry:
 def compiled_entry(function: Callable[[int, int, int, int], int]) -> Entry:
     """`function`, of four addresses or numbers, compiled."""
     with kept_on_disk() as is_kept:
-        made: Any = cfunc(
-            "int64(int64, int64, int64, int64)", cache=is_kept, error_model="numpy"
-        )(function)
+        made: Any = cfunc("int64(int64, int64, int64, int64)", cache=is_kept, error_model="numpy")(
+            function
+        )
     return Entry(made.ctypes, int(made.address))

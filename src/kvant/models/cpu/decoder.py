@@ -18,6 +18,7 @@ from kvant.attention.base import AttentionParams, StepCall
 from kvant.attention.cpu import attend, write
 from kvant.attention.cpu.backend import CpuBackend, Recorded, scratch_bytes
 from kvant.attention.cpu.threads import parallel_address
+from kvant.attention.cpu.vector import LANES
 from kvant.kv.pool import KVPool
 from kvant.models.cpu.layout import (
     Block,
@@ -34,7 +35,7 @@ from kvant.models.cpu.layout import (
 )
 from kvant.models.cpu.linear import Linear, refuse_shape
 from kvant.models.cpu.program import run_function
-from kvant.models.cpu.rows import LANES, gate_worker, norm_worker, rotate_worker
+from kvant.models.cpu.rows import gate_worker, norm_worker, rotate_worker
 from kvant.models.cpu.weights import Code, pack
 from kvant.models.fused.decoder import FusedDecoder, Layer
 
@@ -305,7 +306,10 @@ class CpuDecoder:
     def _rotate(self, b: _Buffers, layer: _Layer) -> Block:
         made = block_of(Rotate)
         made[Rotate.WORKER // 8], made[Rotate.QKV // 8] = rotate_worker(), b.qkv.data_ptr()
-        made[Rotate.Q_HEADS // 8], made[Rotate.KV_HEADS // 8] = layer.num_q_heads, layer.num_kv_heads
+        made[Rotate.Q_HEADS // 8], made[Rotate.KV_HEADS // 8] = (
+            layer.num_q_heads,
+            layer.num_kv_heads,
+        )
         made[Rotate.HEAD_DIM // 8] = layer.head_dim
         made[Rotate.COS // 8], made[Rotate.SIN // 8] = b.cos.data_ptr(), b.sin.data_ptr()
         for field, weight in ((Rotate.Q_NORM, layer.q_norm), (Rotate.K_NORM, layer.k_norm)):
@@ -341,8 +345,8 @@ def _head_dim(layer: Layer) -> int:
 def _heads(layer: _Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [T, heads, head_dim] as they lie in qkv [T, ..]."""
     q, kv = layer.num_q_heads, layer.num_kv_heads
-    found = qkv.view(qkv.shape[0], q + 2 * kv, layer.head_dim).split([q, kv, kv], dim=1)
-    return found[0], found[1], found[2]
+    heads = qkv.view(qkv.shape[0], q + 2 * kv, layer.head_dim)
+    return heads[:, :q], heads[:, q : q + kv], heads[:, q + kv :]
 
 
 def _gate(b: _Buffers) -> Block:

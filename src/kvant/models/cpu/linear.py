@@ -92,5 +92,3 @@ class Linear:
         most = _CHUNK_BYTES // (4 * self.weight.columns)
         fair = self.weight.rows // (threads * _CHUNKS_A_THREAD)
         return max(OUTPUTS, min(most, fair) // OUTPUTS * OUTPUTS)
-
-

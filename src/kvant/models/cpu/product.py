@@ -75,13 +75,13 @@ def _decoded(b: Any, code: Code, at: Any, scales: Any, pair: Any) -> tuple[Any, 
         return load(b, FLOATS, place, 4), load(b, FLOATS, b.add(place, i64(64)), 4)
     if code is Code.INT8:
         first, second = (load(b, BYTES, b.add(place, i64(16 * i))) for i in range(2))
-        return tuple(b.sitofp(b.sext(x, WORDS), FLOATS) for x in (first, second))  # type: ignore[return-value]
+        return tuple(b.sitofp(b.sext(x, WORDS), FLOATS) for x in (first, second))
     both = b.zext(load(b, BYTES, place), WORDS)
     here = b.add(scales, b.mul(pair, i64(4)))
     scale = splat(b, b.fpext(load(b, F16, here), F32))
     offset = splat(b, b.fpext(load(b, F16, b.add(here, i64(2))), F32))
     low, high = b.and_(both, words(15)), b.lshr(both, words(4))
-    return tuple(fma(b, b.uitofp(x, FLOATS), scale, offset) for x in (low, high))  # type: ignore[return-value]
+    return tuple(fma(b, b.uitofp(x, FLOATS), scale, offset) for x in (low, high))
 
 
 def _sums(b: Any, vectors: list[Any]) -> Any:
@@ -161,7 +161,8 @@ def _multiply(
         new = list(sums)
         step = b.mul(pair, i64(8 * LANES))
         numbers = [
-            [load(b, FLOATS, b.add(b.add(row, step), i64(64 * i)), 4) for i in range(2)] for row in x_at
+            [load(b, FLOATS, b.add(b.add(row, step), i64(64 * i)), 4) for i in range(2)]
+            for row in x_at
         ]
         for i in range(OUTPUTS):
             ahead = b.add(b.add(at[i], i64(_FETCHED_AHEAD)), b.mul(pair, i64(4 * _BITS[kind])))
@@ -222,7 +223,11 @@ def product_worker(code: Code) -> int:
         outputs, columns = load_i64(task + P_OUTPUTS), load_i64(task + P_COLUMNS)
         x, x_stride = load_i64(task + P_X), load_i64(task + P_X_STRIDE)
         out, out_stride = load_i64(task + P_OUT), load_i64(task + P_OUT_STRIDE)
-        rows, chunk, bias = load_i64(task + P_ROWS), load_i64(task + P_CHUNK), load_i64(task + P_BIAS)
+        rows, chunk, bias = (
+            load_i64(task + P_ROWS),
+            load_i64(task + P_CHUNK),
+            load_i64(task + P_BIAS),
+        )
         pairs = columns // 32
         tiles = (rows + most - 1) // most
         is_direct = is_plain or tiles == 1

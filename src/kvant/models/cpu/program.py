@@ -34,7 +34,9 @@ def _run(step: int, operations: int, first: int, end: int) -> int:
             for side in (task, load_i64(task + W_OTHER)):
                 store_i64(side + W_SLOTS, load_i64(step + S_SLOTS))
                 store_i64(side + W_TOKENS, tokens)
-            enter(load_i64(step + S_WRITE), task, load_i64(step + S_WRITE_WORKER), parallel, threads)
+            enter(
+                load_i64(step + S_WRITE), task, load_i64(step + S_WRITE_WORKER), parallel, threads
+            )
         elif kind == K_ATTEND:
             store_i64(task + C_NUM_SEQS, load_i64(step + S_NUM_SEQS))
             store_i64(task + C_TOKENS, tokens)

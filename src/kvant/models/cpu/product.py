@@ -28,7 +28,6 @@ from kvant.attention.cpu.vector import (
     I64,
     LANES,
     WORDS,
-    call,
     every,
     fetch_add,
     fma,

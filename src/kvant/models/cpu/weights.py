@@ -57,7 +57,8 @@ def pack(weight: Tensor, code: Code) -> PackedWeight:
     float32 is not copied if its rows are contiguous.
     """
     rows, columns = weight.shape
-    assert weight.dtype is torch.float32 and columns % GROUP == 0
+    assert weight.dtype is torch.float32
+    assert columns % GROUP == 0
     if code is Code.FLOAT32:
         return PackedWeight(code, weight.contiguous(), None, columns)
     if code is Code.INT8:

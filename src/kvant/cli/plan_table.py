@@ -23,7 +23,7 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
         Text.assemble(
             ("plan ", "bold"),
             (plan.target.local.name, "bold cyan"),
-            f"  computes in {kv.compute_dtype.value} ({kv.compute_because}), "
+            f"  computes in {kv.compute_dtype.value} ({kv.compute_because}), {_weights(plan)}"
             f"pages of {kv.page_size} tokens, fingerprint {kv.fingerprint[:12]}",
         ),
         soft_wrap=True,
@@ -44,6 +44,11 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
         console.print(
             f"serve it:      kvant serve {line}", soft_wrap=True, markup=False, highlight=False
         )
+
+
+def _weights(plan: Plan) -> str:
+    asked = plan.request.quantization
+    return "" if asked is None else f"weights quantised to {asked.value}, "
 
 
 def print_layers(model: PlannedModel, console: Console) -> None:

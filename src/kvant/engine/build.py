@@ -78,6 +78,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         max_model_len=max_model_len,
         dummy_weights=config.dummy_weights,
         batch_invariant=planned.request.batch_invariant,
+        quantization=planned.request.quantization,
     )
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages

@@ -18,6 +18,7 @@ from kvant.kv.memory import parse_size
 from kvant.kv.names import parse_compute_dtype, parse_format
 from kvant.kv.policy import read_policy
 from kvant.kv.request import Asked, KVRequest, Requests, parse_rule, parse_skips
+from kvant.models.quantization import Quantization
 
 DEFAULT_MODEL = "smollm2"
 _KV = "KV cache"
@@ -96,6 +97,13 @@ class PlanOptions:
         False,
         "Each answer is bitwise the same alone or in any batch, with any chunking, caching or "
         "preemption; slower.",
+    )
+    quantization: str | None = option(
+        None,
+        "Round the weights of linear layers while they are loaded, activations not; on CPUs.",
+        choices=tuple(q.value for q in Quantization),
+        metavar="|".join(q.value for q in Quantization),
+        unset="weights as they are",
     )
     speculative_config: str | None = option(
         None,
@@ -221,6 +229,7 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         else parse_size(memory, asked_by=_by(settings, "kv_cache_memory")),
         speculative=None if draft is None else parse_speculative_config(draft),
         batch_invariant=options.batch_invariant,
+        quantization=None if options.quantization is None else Quantization(options.quantization),
     )
 
 

@@ -28,6 +28,7 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_memory: int | str | None
     attention_backend: str | None
     batch_invariant: bool | None
+    quantization: str | None
     speculative_config: str | Mapping[str, Any] | None
     max_model_len: int | None
     max_num_seqs: int | None

@@ -21,6 +21,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "dtype_because": plan.target.kv.compute_because,
         "page_size": plan.target.kv.page_size,
         "batch_invariant": plan.request.batch_invariant,
+        "quantization": None
+        if plan.request.quantization is None
+        else plan.request.quantization.value,
         "target": _model(plan.target),
         "draft": None if plan.draft is None else _draft(plan, plan.draft),
         "memory": {

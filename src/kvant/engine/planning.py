@@ -26,7 +26,8 @@ from kvant.kv.spec import KVPlan, Role
 from kvant.models.geometry import DraftFacts, read_draft_geometry, read_geometry
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
 from kvant.models.locate import LocalModel, locate
-from kvant.models.weights import WeightBytes, weight_bytes_of
+from kvant.models.quantization import Quantization, check_quantization
+from kvant.models.weights import WeightBytes, quantized_weight_bytes, weight_bytes_of
 from kvant.speculative.dflash.files import check_files, read_network
 
 DEFAULT_PAGE_SIZE = 16
@@ -37,6 +38,7 @@ class PlanRequest:
     """Everything that decides a plan. dtype None: `auto`. Sizes in bytes.
 
     batch_invariant: only backends that can promise it are chosen, and the model computes so.
+    quantization: of the target's weights, while they are loaded.
     """
 
     model: str
@@ -51,6 +53,7 @@ class PlanRequest:
     kv_cache_bytes: int | None = None
     speculative: SpeculativeConfig | None = None
     batch_invariant: bool = False
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,12 @@ def _resolve_model(
 ) -> PlannedModel:
     checkpoint = read_checkpoint(local.path, config)
     kv = resolve(asked, checkpoint, geometry, _surroundings(request, local.name, geometry, role))
-    weights = weight_bytes_of(local.path, config, geometry, compute=kv.compute_dtype)
+    quantization = request.quantization if role is Role.TARGET else None
+    if quantization is None:
+        weights = weight_bytes_of(local.path, config, geometry, compute=kv.compute_dtype)
+    else:
+        check_quantization(quantization, config, request.device, kv.compute_dtype)
+        weights = quantized_weight_bytes(config, geometry, quantization)
     return PlannedModel(local, config, geometry, checkpoint, weights, kv)
 
 

@@ -28,6 +28,7 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel
+from kvant.models.quantization import Quantization
 from kvant.models.quantized import (
     check_nothing_quantises_kv,
     decode_weights,
@@ -54,13 +55,14 @@ def load_model(
     max_model_len: int | None = None,
     dummy_weights: bool = False,
     batch_invariant: bool = False,
+    quantization: Quantization | None = None,
 ) -> LoadedModel:
     """The model in the directory `path`, computing in the plan's dtype.
 
     Reads safetensors only and runs no code that comes with the checkpoint. max_model_len: the
     longest sequence that will be served, None for the longest the model allows; it fixes rotary
     frequencies that depend on it. dummy_weights: read no weight, for timings.
-    batch_invariant: as the plan was made.
+    batch_invariant, quantization: as the plan was made.
     Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or do
     not fit.
     """
@@ -87,7 +89,10 @@ def load_model(
     if text._attn_implementation != ATTENTION_NAME:
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
-    return LoadedModel(module, plan, scales, device, unused, batch_invariant=batch_invariant)
+    return LoadedModel(
+        module, plan, scales, device, unused,
+        batch_invariant=batch_invariant, quantization=quantization,
+    )  # fmt: skip
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

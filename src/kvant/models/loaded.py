@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from kvant.models.cpu.info import refuse_host
 from kvant.models.fused import FusedDecoder, fuse
 from kvant.models.invariant.linear import TiledLinear
 from kvant.models.invariant.mode import Paused, RowByRow
+from kvant.models.quantization import Quantization, refuse_model
 
 if TYPE_CHECKING:
     from kvant.models.cpu.decoder import CpuDecoder
@@ -32,7 +33,8 @@ class LoadedModel:
     plan: what its layers store. scales: the checkpoint's scales that the plan uses, float32 [1] or
     [num_kv_heads] by (layer index, side), for `KVPool`. unused_tensors: names of weights in the
     files that nothing of the model uses (scales among them). batch_invariant: each row's result is,
-    bit for bit, its own, with backends of the same promise. NotServable where that cannot be had.
+    bit for bit, its own, with backends of the same promise. quantization: of the module's weights,
+    which are gone afterwards. NotServable where that cannot be had.
     """
 
     def __init__(
@@ -44,13 +46,15 @@ class LoadedModel:
         unused_tensors: tuple[str, ...],
         *,
         batch_invariant: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         self.plan = plan
         self.scales = scales
         self.device = device
         self.unused_tensors = unused_tensors
         self._module = module
-        self._fused = _decoder_for(module, plan)
+        self.quantization = quantization
+        self._fused = _decoder_for(module, plan, quantization)
         self._proved = False
         self.batch_invariant = batch_invariant
         self._row_by_row: RowByRow | None = None
@@ -76,7 +80,10 @@ class LoadedModel:
     def num_weight_bytes(self) -> int:
         """Bytes of parameters and buffers as they lie in memory now, tied ones once."""
         tensors = {id(t): t for t in (*self._module.parameters(), *self._module.buffers())}
-        return sum(t.numel() * t.element_size() for t in tensors.values())
+        found = sum(t.numel() * t.element_size() for t in tensors.values())
+        if self._fused is None or isinstance(self._fused, FusedDecoder):
+            return found
+        return found + self._fused.num_extra_bytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,6 +127,8 @@ class LoadedModel:
 
         hidden may come in another dtype, from a drafter that computes in its own.
         """
+        if self._fused is not None and not isinstance(self._fused, FusedDecoder):
+            return self._fused.score(hidden.to(self.dtype))
         head = self._module.get_output_embeddings()  # type: ignore[no-untyped-call]
         assert head is not None, "a model that generates has a head"
         found: Tensor = head(hidden.to(self.dtype))
@@ -162,17 +171,40 @@ class LoadedModel:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), taken
 
 
-def _decoder_for(module: PreTrainedModel, plan: KVPlan) -> FusedDecoder | CpuDecoder | None:
+def _decoder_for(
+    module: PreTrainedModel, plan: KVPlan, quantization: Quantization | None
+) -> FusedDecoder | CpuDecoder | None:
     """Kvant's own decoder, on CPUs as compiled code where there is some; None for other models."""
     fused = fuse(module, plan)
-    if fused is None or fused.embedding.device.type != "cpu" or refuse_host() is not None:
-        return fused
-    from kvant.models.cpu.decoder import CpuDecoder, refuse
-    from kvant.models.cpu.weights import Code
+    if fused is None:
+        reason: str | None = f"Kvant's own decoder does not run this {type(module).__name__}"
+    elif fused.embedding.device.type != "cpu":
+        reason = "its kernels run on CPUs"
+    else:
+        reason = refuse_host()
+    if fused is not None and reason is None:
+        from kvant.models.cpu.decoder import CpuDecoder, refuse
 
-    if refuse(fused) is not None:
-        return fused
-    return CpuDecoder(fused, layers=Code.FLOAT32, head=Code.FLOAT32)
+        reason = refuse(fused)
+        if reason is None:
+            made = CpuDecoder(fused, quantization)
+            if quantization is not None:
+                _drop_products(module)
+            return made
+    if quantization is not None:
+        assert reason is not None
+        raise refuse_model(quantization, reason)
+    return fused
+
+
+def _drop_products(module: PreTrainedModel) -> None:
+    """Give back the memory of weights that were packed; a tied head remains as the embedding."""
+    embedding: Any = module.get_input_embeddings()
+    for part in module.modules():
+        if type(part) is nn.Linear and part.weight is not embedding.weight:
+            part.weight.data = part.weight.data.new_empty(0)
+            if part.bias is not None:
+                part.bias.data = part.bias.data.new_empty(0)
 
 
 def _make_invariant(

@@ -22,6 +22,7 @@ from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.parameters import Weight, embedding, vector
 from kvant.models.geometry.weight_recipe import NoRecipe, Recipe, read_recipe
+from kvant.models.quantization import Quantization, quantized_bytes
 
 _MODELOPT_FILE = "hf_quant_config.json"
 
@@ -97,6 +98,23 @@ def estimate_weight_bytes(
         # The shape of the KV cache does not depend on this field, so the plan can go on without it.
         return WeightBytes(None, None, fault.what)
     return WeightBytes(found, WeightSource.ESTIMATED, "counted from config.json")
+
+
+def quantized_weight_bytes(
+    config: Mapping[str, Any], geometry: ModelGeometry, quantization: Quantization
+) -> WeightBytes:
+    """Bytes in memory after weights were quantised while they were loaded, counted from the config."""
+    weights = _model_weights(config, geometry)
+    if isinstance(weights, str):
+        return WeightBytes(None, None, weights)
+    listed = list(weights)
+    head = None
+    if all(weight.name != "lm_head" for weight in listed):
+        head = geometry.vocab_size, geometry.hidden_size
+    found = quantized_bytes(quantization, listed, head)
+    return WeightBytes(
+        found, WeightSource.ESTIMATED, f"counted from config.json as {quantization.value}"
+    )
 
 
 def _sum(weights: Iterator[Weight], recipe: Recipe | None, element_bytes: int) -> int:

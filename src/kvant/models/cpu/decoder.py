@@ -36,11 +36,18 @@ from kvant.models.cpu.linear import Linear, refuse_shape
 from kvant.models.cpu.program import run_function
 from kvant.models.cpu.rows import gate_worker, norm_worker, rotate_worker
 from kvant.models.cpu.weights import Code, pack
-from kvant.models.fused.decoder import FusedDecoder, Layer
+from kvant.models.fused.decoder import FusedDecoder, Layer, frequencies
+from kvant.models.quantization import Quantization
 
 _ALONE = 8
 """Rows up to which norms, rotations and gates are one thread's."""
 _NEVER_ALONE = 0
+_CODES = {
+    None: (Code.FLOAT32, Code.FLOAT32),
+    Quantization.INT8_WEIGHT_ONLY: (Code.INT8, Code.INT8),
+    Quantization.INT4_WEIGHT_ONLY: (Code.INT4, Code.INT8),
+}
+"""Of layers and of the head, whose roundings fall on the logits themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +129,15 @@ def refuse(decoder: FusedDecoder) -> str | None:
 
 
 class CpuDecoder:
-    """layers: how weights of layers are stored; head: of the logits' product. Both are packed now;
-    what is not float32 is a copy.
+    """quantization: the products read copies of the decoder's weights that are rounded so; None: the
+    weights themselves.
     """
 
-    def __init__(self, decoder: FusedDecoder, *, layers: Code, head: Code) -> None:
+    def __init__(self, decoder: FusedDecoder, quantization: Quantization | None = None) -> None:
         assert refuse(decoder) is None
+        layers, head = _CODES[quantization]
         self._embedding, self._norm_weight = decoder.embedding, decoder.norm
-        self._eps, self._frequencies = decoder.eps, decoder.frequencies
+        self._eps, self._rotary = decoder.eps, decoder.rotary
         self._layers = tuple(_layer(layer, layers) for layer in decoder.layers)
         self._head = _linear((decoder.head, decoder.head_bias), head)
         self._programs: dict[bool, _Program] = {}
@@ -142,8 +150,10 @@ class CpuDecoder:
         step[StepFields.ATTEND_WORKER // 8] = attend.worker_address()
 
     @property
-    def num_bytes(self) -> int:
-        """Of the weights that products read."""
+    def num_extra_bytes(self) -> int:
+        """Of packed weights, which are nobody else's."""
+        if self._head.weight.code is Code.FLOAT32:
+            return 0
         return sum(linear.num_bytes for linear in self._linears)
 
     @property
@@ -163,7 +173,7 @@ class CpuDecoder:
         program = self._program(call, max(tokens, chosen))
         buffers = program.buffers
         torch.index_select(self._embedding, 0, input_ids, out=buffers.residual[:tokens])
-        cos, sin = self._frequencies(buffers.residual, at.positions)
+        cos, sin = frequencies(self._rotary, buffers.residual, at.positions)
         buffers.cos[:tokens] = cos
         buffers.sin[:tokens] = sin
         logits = torch.empty(chosen, self._head.weight.rows)

@@ -77,7 +77,7 @@ class FusedDecoder:
         self.linear = linear_for(head.weight)
         self.layers = tuple(layers)
         self.embedding: Tensor = decoder.embed_tokens.weight
-        self._rotary = decoder.rotary_emb
+        self.rotary = decoder.rotary_emb
         self.norm: Tensor = decoder.norm.weight
         self.head: Tensor = head.weight
         self.head_bias: Tensor | None = head.bias
@@ -96,7 +96,7 @@ class FusedDecoder:
         """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
         kernels, linear, step, eps = self._kernels, self.linear, call.step, self.eps
         residual = F.embedding(input_ids, self.embedding)
-        cos, sin = self.frequencies(residual, step.positions)
+        cos, sin = frequencies(self.rotary, residual, step.positions)
         taps: dict[int, Tensor] = {}
         x = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
@@ -130,11 +130,12 @@ class FusedDecoder:
         logits = linear(x, self.head, self.head_bias)
         return logits, tuple(taps[index] for index in layers)
 
-    def frequencies(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, head_dim / 2]: transformers' own, whose second half repeats the first."""
-        cos, sin = self._rotary(x[None], positions[None])
-        half = cos.shape[-1] // 2
-        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+def frequencies(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, head_dim / 2]: transformers' own, whose second half repeats the first."""
+    cos, sin = rotary(x[None], positions[None])
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
 def linear_for(weight: Tensor) -> Linear:

@@ -1,0 +1,100 @@
+"""Weights quantised while they are loaded, by flag: what is offered, where, and in how many bytes.
+
+Needs no torch: plans are made from this. How codes and scales lie: `kvant.models.cpu.weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import ConfigError, NotServable, WayOut
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.cpu.info import refuse_host
+from kvant.models.geometry.parameters import Weight, WeightKind
+from kvant.models.geometry.weight_recipe import read_recipe
+
+FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""model_type of what Kvant's own decoder runs."""
+_GROUP = 32
+
+
+class Quantization(Enum):
+    """Weights of linear layers are rounded, activations are not. Norms and embeddings stay."""
+
+    INT8_WEIGHT_ONLY = "int8_weight_only"  # a scale for each output
+    INT4_WEIGHT_ONLY = "int4_weight_only"  # scale and offset for 32 weights; the head is int8
+
+    def row_bytes(self, columns: int, *, is_head: bool) -> int:
+        """Of one output's codes and scales."""
+        if self is Quantization.INT4_WEIGHT_ONLY and not is_head:
+            return columns // 2 + 4 * (columns // _GROUP)
+        return columns + 4
+
+
+def check_quantization(
+    asked: Quantization,
+    config: Mapping[str, Any],
+    device: DeviceFacts,
+    compute: ComputeDtype,
+) -> None:
+    """NotServable, with what to do, where these weights cannot be multiplied with."""
+    flag = f"--quantization {asked.value}"
+    without = WayOut("run without --quantization")
+    if device.kind is not DeviceKind.CPU:
+        raise NotServable(
+            f"{flag} runs on CPUs only",
+            why="there are no kernels for such weights on GPUs",
+            ways_out=(without, WayOut("run on the CPU", ("--device", "cpu"))),
+        )
+    if compute is not ComputeDtype.FLOAT32:
+        raise NotServable(
+            f"{flag} does not compute in {compute.value}",
+            why="its kernels decode weights to float32",
+            ways_out=(WayOut("compute in float32", ("--dtype", "float32")), without),
+        )
+    reason = refuse_host()
+    if reason is None and read_recipe(config) is not None:
+        reason = "the checkpoint's weights are quantised already"
+    kind = config.get("model_type")
+    if reason is None and kind not in FUSED_TYPES:
+        reason = (
+            f"it is Kvant's own decoder that does, which runs {', '.join(FUSED_TYPES)}, not {kind}"
+        )
+    if reason is not None:
+        raise _refusal(asked, reason)
+
+
+def refuse_model(asked: Quantization, reason: str) -> ConfigError:
+    """For what is found out about a model only while it is loaded."""
+    return _refusal(asked, reason)
+
+
+def _refusal(asked: Quantization, reason: str) -> NotServable:
+    return NotServable(
+        f"--quantization {asked.value} cannot be had here",
+        why=reason,
+        ways_out=(WayOut("run without --quantization"),),
+    )
+
+
+def quantized_bytes(
+    asked: Quantization, weights: Iterable[Weight], tied_head: tuple[int, int] | None
+) -> int:
+    """Of all weights in memory, float32 where they stay.
+
+    tied_head: (outputs, inputs) of a head that is the embedding: it lies there twice then.
+    """
+    found = 0
+    for weight in weights:
+        is_head = weight.name == "lm_head"
+        if is_head or weight.kind is WeightKind.LINEAR:
+            found += weight.rows * (asked.row_bytes(weight.columns, is_head=is_head) + 4)
+        elif not weight.name.endswith(".bias"):  # which are counted with their products
+            found += 4 * weight.numel
+    if tied_head is not None:
+        rows, columns = tied_head
+        found += rows * (asked.row_bytes(columns, is_head=True) + 4)
+    return found

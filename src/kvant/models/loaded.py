@@ -91,6 +91,13 @@ class LoadedModel:
         return self._module.dtype
 
     @property
+    def compiled_seconds(self) -> float | None:
+        """Spent in one call of compiled code a step, so far; None for models that do not run so."""
+        if self._fused is None or isinstance(self._fused, FusedDecoder):
+            return None
+        return self._fused.compiled_seconds
+
+    @property
     def is_fused(self) -> bool:
         """Whether Kvant's own decoder runs the weights; otherwise transformers' modules do."""
         return self._fused is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -130,7 +131,7 @@ def refuse(decoder: FusedDecoder) -> str | None:
 
 class CpuDecoder:
     """quantization: the products read copies of the decoder's weights that are rounded so; None: the
-    weights themselves.
+    weights themselves. compiled_seconds: spent in compiled code so far; the rest of a step is Python's.
     """
 
     def __init__(self, decoder: FusedDecoder, quantization: Quantization | None = None) -> None:
@@ -141,7 +142,8 @@ class CpuDecoder:
         self._layers = tuple(_layer(layer, layers) for layer in decoder.layers)
         self._head = _linear((decoder.head, decoder.head_bias), head)
         self._programs: dict[bool, _Program] = {}
-        self._run = run_function().call
+        self._entry = run_function().call
+        self.compiled_seconds = 0.0
         step = self._step = block_of(StepFields)
         step[StepFields.PARALLEL // 8] = parallel_address()
         step[StepFields.WRITE // 8] = write.write_function().address
@@ -221,6 +223,12 @@ class CpuDecoder:
         backend.write(cache, k, v, call.step)
         out = backend.attend(cache, q, call.step, layer.params)
         buffers.attended[:tokens] = out.reshape(tokens, -1)
+
+    def _run(self, step: int, operations: int, first: int, end: int) -> int:
+        begin = perf_counter()
+        done = self._entry(step, operations, first, end)
+        self.compiled_seconds += perf_counter() - begin
+        return done
 
     # -- programs ------------------------------------------------------------------------------
 

@@ -1,0 +1,125 @@
+"""Weights quantised while they are loaded: the same model with rounded weights, in the planned bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from kvant import LLM
+from kvant.attention.cpu.backend import CpuBackend
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.engine.planning import read_config
+from kvant.errors import NotServable
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.models.cpu.weights import Code, pack, unpack
+from kvant.models.load import load_model
+from kvant.models.loaded import LoadedModel
+from kvant.models.quantization import Quantization, check_quantization
+from kvant.models.weights import quantized_weight_bytes
+from tests.attention import driver
+from tests.models import tiny
+
+INT8, INT4 = Quantization.INT8_WEIGHT_ONLY, Quantization.INT4_WEIGHT_ONLY
+CODES = {INT8: (Code.INT8, Code.INT8), INT4: (Code.INT4, Code.INT8)}
+TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
+CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
+BOUND = 3e-5
+
+
+def load(path: Path, family: str, quantization: Quantization, **changes: Any) -> LoadedModel:
+    geometry = tiny.geometry(family, **changes)
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    return load_model(path, plan, geometry, device=torch.device("cpu"), quantization=quantization)
+
+
+def logits(model: LoadedModel, chunks: list[int]) -> Tensor:
+    steps = driver.Driver(driver.pool(model.plan, 40), CpuBackend())
+    text = driver.Text(TEXT)
+    found = []
+    for chunk in chunks:
+        ids, call, _ = steps.call([(text, chunk)])
+        found.append(model.forward(ids, call, torch.arange(chunk)))
+    return torch.cat(found)
+
+
+def rounded(path: Path, quantization: Quantization) -> Tensor:
+    """Logits of transformers' model with weights as `unpack` gives them."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    layers, head = CODES[quantization]
+    embedding, tied = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if tied.weight is embedding:
+        tied.weight = nn.Parameter(embedding.detach().clone())
+    with torch.no_grad():
+        for part in model.modules():
+            if isinstance(part, nn.Linear):
+                code = head if part is tied else layers
+                part.weight.copy_(unpack(pack(part.weight.detach(), code)))
+        found: Tensor = model(torch.tensor([TEXT])).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("quantization", Quantization, ids=lambda q: q.value)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_quantised_model_is_the_model_with_rounded_weights_in_the_planned_bytes(
+    family: str, tied: bool, quantization: Quantization, tmp_path: Path
+) -> None:
+    path = tiny.build(family, tmp_path, tie_word_embeddings=tied)
+    model = load(path, family, quantization)
+    expected, found = rounded(path, quantization), logits(model, [45])
+    assert (found - expected).abs().max() < BOUND * expected.abs().max()
+    assert torch.equal(logits(model, [1] * 45), found)
+    assert torch.equal(logits(model, [20, 25]), found)
+    planned = quantized_weight_bytes(read_config(path), tiny.geometry(family), quantization)
+    buffers = sum(b.numel() * b.element_size() for b in model._module.buffers())
+    assert planned.bytes == model.num_weight_bytes - buffers
+
+
+def test_rounding_changes_logits_and_four_bits_change_them_more(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    exact = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([TEXT])).logits[0].detach()
+    errors = [(logits(load(path, "llama", q), [45]) - exact).abs().mean() for q in (INT8, INT4)]
+    assert 0 < 4 * errors[0] < errors[1]
+
+
+def test_the_flag_reaches_the_engine_and_the_plan(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    llm = LLM(path, quantization="int8_weight_only", max_model_len=64)
+    assert llm.engine.runner.model.quantization is INT8  # type: ignore[attr-defined]
+    assert llm.planned.request.quantization is INT8
+    assert (llm.planned.weights_bytes or 0) < (
+        LLM(path, max_model_len=64).planned.weights_bytes or 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "compute", "says"),
+    [
+        ({"model_type": "llama"}, GPU, ComputeDtype.FLOAT32, "CPUs only"),
+        ({"model_type": "llama"}, CPU, ComputeDtype.BFLOAT16, "bfloat16"),
+        ({"model_type": "gemma2"}, CPU, ComputeDtype.FLOAT32, "gemma2"),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+            CPU, ComputeDtype.FLOAT32, "quantised already",
+        ),
+    ],
+    ids=["gpu", "bfloat16", "family", "quantised"],
+)  # fmt: skip
+def test_what_cannot_be_quantised_is_refused_with_the_reason_and_a_way_out(
+    config: dict[str, Any], device: DeviceFacts, compute: ComputeDtype, says: str
+) -> None:
+    with pytest.raises(NotServable, match=says) as refused:
+        check_quantization(INT8, config, device, compute)
+    assert refused.value.ways_out
+    check_quantization(INT8, {"model_type": "llama"}, CPU, ComputeDtype.FLOAT32)
+
+
+def test_a_model_with_windows_is_refused_while_it_is_loaded(tmp_path: Path) -> None:
+    path = tiny.build("mistral", tmp_path)
+    with pytest.raises(NotServable, match="MistralForCausalLM"):
+        load(path, "mistral", INT4)

@@ -203,10 +203,19 @@ class CpuDecoder:
         step, operations = address(self._step), address(program.operations)
         buffers, done = program.buffers, 0
         taps: dict[int, Tensor] = {}
-        for index in range(len(self._layers)):
-            if program.pool is None:
+        for index, layer in enumerate(self._layers):
+            cache = call.pool[index]
+            if program.pool is None or cache.saturation is not None:
                 done = self._run(step, operations, done, program.after_rotate[index])
-                self._attend(index, call, buffers, tokens)
+                q, k, v = _heads(layer, buffers.qkv[:tokens])
+                if program.pool is None:
+                    backend = call.backends[index]
+                    backend.write(cache, k, v, call.step)
+                    out = backend.attend(cache, q, call.step, layer.params)
+                    buffers.attended[:tokens] = out.reshape(tokens, -1)
+                elif cache.saturation is not None:
+                    scales = cache.k_scale, cache.v_scale
+                    cache.saturation.sample((k, v), scales, call.step.slot_mapping)
             if index in layers:
                 done = self._run(step, operations, done, program.after_layer[index])
                 taps[index] = buffers.residual[:tokens].clone()
@@ -214,15 +223,6 @@ class CpuDecoder:
                     taps[index] += buffers.projected[:tokens]
         self._run(step, operations, done, program.end)
         return taps
-
-    def _attend(self, index: int, call: StepCall, buffers: _Buffers, tokens: int) -> None:
-        """Attention of one layer through a backend that is not ours, or not ours alone."""
-        layer = self._layers[index]
-        backend, cache = call.backends[index], call.pool[index]
-        q, k, v = _heads(layer, buffers.qkv[:tokens])
-        backend.write(cache, k, v, call.step)
-        out = backend.attend(cache, q, call.step, layer.params)
-        buffers.attended[:tokens] = out.reshape(tokens, -1)
 
     def _run(self, step: int, operations: int, first: int, end: int) -> int:
         begin = perf_counter()

@@ -17,6 +17,7 @@ from kvant.cli import (
     bench_scheduler,
     bench_serve,
     bench_startup,
+    bench_steps,
     bench_throughput,
 )
 from kvant.cli.configured import configured
@@ -37,6 +38,7 @@ app.command("replay")(bench_replay.replay)
 app.command("scheduler")(bench_scheduler.scheduler)
 app.command("serve")(bench_serve.serve)
 app.command("startup")(bench_startup.startup)
+app.command("steps")(bench_steps.steps)
 app.command("throughput")(bench_throughput.throughput)
 
 

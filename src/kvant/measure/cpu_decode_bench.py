@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
+from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
 
 WARM_UP_STEPS = 3
@@ -45,11 +46,16 @@ DEFAULT_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """milliseconds: of each step (decode), or of each whole prompt (prefill). tokens: that each brought."""
+    """milliseconds: of each step (decode), or of each whole prompt (prefill). tokens: that each brought.
+
+    python_share: of the decode steps' time, what was not spent in compiled code; None where that is
+    not known.
+    """
 
     case: Case
     tokens: int
     milliseconds: tuple[float, ...]
+    python_share: float | None = None
 
     @property
     def median_ms(self) -> float:
@@ -77,27 +83,39 @@ def time_engine(engine: Engine, cases: Iterable[Case], *, repeats: int = 20) -> 
     for seed, case in enumerate(cases):
         numbers = random.Random(seed)
         if case.decode:
-            yield Timing(case, case.batch, _decode(engine, case, repeats, numbers))
+            yield _decode(engine, case, repeats, numbers)
         else:
             runs = [_prefill(engine, case, numbers) for _ in range(1 + max(1, repeats // 5))]
             yield Timing(case, case.batch * case.context, tuple(runs[1:]))
 
 
-def _decode(engine: Engine, case: Case, repeats: int, numbers: random.Random) -> tuple[float, ...]:
+def _decode(engine: Engine, case: Case, repeats: int, numbers: random.Random) -> Timing:
     new = WARM_UP_STEPS + repeats + 1
     started = _submit(engine, case, new, numbers)
     waiting = set(started)
     while waiting:  # prompts, in chunks
         waiting -= {piece.number for piece in engine.step()}
     times: list[float] = []
-    for _ in range(WARM_UP_STEPS + repeats):
+    compiled: float | None = None
+    for number in range(WARM_UP_STEPS + repeats):
+        if number == WARM_UP_STEPS:
+            compiled = _compiled_seconds(engine)
         begin = time.perf_counter()
         pieces = engine.step()
         times.append(1000 * (time.perf_counter() - begin))
         assert len(pieces) == case.batch, "every sequence goes on by one token"
     for number in started:
         engine.cancel(number)
-    return tuple(times[WARM_UP_STEPS:])
+    timed = times[WARM_UP_STEPS:]
+    share = None
+    if compiled is not None:
+        share = 1 - 1000 * ((_compiled_seconds(engine) or 0) - compiled) / sum(timed)
+    return Timing(case, case.batch, tuple(timed), share)
+
+
+def _compiled_seconds(engine: Engine) -> float | None:
+    runner = engine.runner
+    return runner.model.compiled_seconds if isinstance(runner, ModelRunner) else None
 
 
 def _prefill(engine: Engine, case: Case, numbers: random.Random) -> float:

@@ -25,6 +25,7 @@ from kvant.measure.peers.gguf_files import PeerWeights, demo_file
 from kvant.measure.peers.worker import Worker
 from kvant.models.demo import DEMO_NAME
 from kvant.models.locate import locate
+from kvant.models.quantization import Quantization
 
 ROUNDS = 3
 LONG = 4096
@@ -46,6 +47,12 @@ class Part(Enum):
     INT8 = "int8-weights"
     INT4 = "int4-weights"
     CONTEXT = "long-context"
+
+
+_QUANTIZATION = {
+    Part.INT8: Quantization.INT8_WEIGHT_ONLY.value,
+    Part.INT4: Quantization.INT4_WEIGHT_ONLY.value,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,7 @@ def _open(part: Part) -> LLM:
         kv_cache_dtype="float32",
         max_num_seqs=1,
         kv_cache_memory="64MiB",
+        quantization=_QUANTIZATION.get(part),
     )
 
 

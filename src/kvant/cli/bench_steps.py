@@ -1,0 +1,67 @@
+"""`kvant bench steps`: what a whole step costs on this CPU, by weight format and KV format."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def steps(
+    quantization: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--quantization",
+            help="Weight formats: none, int8_weight_only, int4_weight_only; may be repeated, all "
+            "without.",
+            show_default=False,
+        ),
+    ] = None,
+    kv: Annotated[
+        bool, typer.Option(help="Measure KV formats at 4096 tokens of context too.")
+    ] = True,
+    repeats: Annotated[int, typer.Option("--repeats", min=10, help="Decode steps a case.")] = 20,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Threads; torch's number if not given.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write every step as JSON.")
+    ] = None,
+) -> None:
+    """Time decode steps and a prompt of the demo model, and how much of a step is Python's."""
+    from kvant.engine.threads import wait_without_spinning
+    from kvant.errors import UnknownName
+    from kvant.models.quantization import Quantization
+
+    known = {"none": None, **{q.value: q for q in Quantization}}
+    names = quantization or list(known)
+    for name in names:
+        if name not in known:
+            raise UnknownName("weight format", name, known, asked_by="--quantization")
+    wait_without_spinning()
+    import torch
+
+    from kvant.measure.cpu_steps_bench import KV_FORMATS, measure_steps, table
+    from kvant.measure.facts import measurement_facts
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    rows = []
+    for row in measure_steps(
+        [known[name] for name in names], KV_FORMATS if kv else (), repeats=repeats
+    ):
+        rows.append(row)
+        sys.stderr.write(
+            f"{row.weights}, KV {row.kv}, {row.case}: {row.tokens_per_second:.1f} tokens/s\n"
+        )
+    sys.stdout.write(table(rows) + "\n")
+    if out is not None:
+        command = shlex.join(("kvant", *sys.argv[1:]))
+        facts = measurement_facts(command, ("torch", "transformers", "numba"))
+        facts |= {"threads": torch.get_num_threads(), "steps": [asdict(row) for row in rows]}
+        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

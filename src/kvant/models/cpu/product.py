@@ -83,49 +83,44 @@ def _decoded(b: Any, code: Code, at: Any, scales: Any, pair: Any) -> tuple[Any, 
     return tuple(fma(b, b.uitofp(x, FLOATS), scale, offset) for x in (low, high))
 
 
-def _sums(b: Any, vectors: list[Any]) -> Any:
-    """A vector of the sums over lanes of up to 16 vectors; sum i is in lane `_PLACES[i]`.
+def _pairs(count: int, half: int) -> list[tuple[int, int, list[int], list[int]]]:
+    """One level of `_sums`: which two vectors meet, and the lanes of both that are added.
 
-    Lane l meets l + 8, then l + 4, l + 2, l + 1, for every vector alike.
+    Of each vector lane l meets l + half, in every group of 2 * half lanes. A last vector meets itself.
     """
-    level = vectors + [_ZERO] * (LANES - len(vectors))
-    half = LANES // 2
+    first = [
+        (LANES if lane // half % 2 else 0) + lane // half // 2 * 2 * half + lane % half
+        for lane in range(LANES)
+    ]
+    step = max(1, count // 2)
+    return [(i, (i + step) % count, first, [lane + half for lane in first]) for i in range(step)]
+
+
+def _sums(b: Any, vectors: list[Any]) -> Any:
+    """A vector with the sums over lanes of 16, 8, 4 .. vectors, where `_places` says.
+
+    Every vector's lanes are added in the same order, however many there are.
+    """
+    level, half = vectors, LANES // 2
     while half:
-        count = len(level) // 2
-        first = [
-            (LANES if lane // half % 2 else 0) + lane // half // 2 * 2 * half + lane % half
-            for lane in range(LANES)
-        ]
-        second = [lane + half for lane in first]
         level = [
-            b.fadd(
-                shuffle(b, level[i], level[i + count], first),
-                shuffle(b, level[i], level[i + count], second),
-            )
-            for i in range(count)
+            b.fadd(shuffle(b, level[i], level[j], low), shuffle(b, level[i], level[j], high))
+            for i, j, low, high in _pairs(len(level), half)
         ]
         half //= 2
     return level[0]
 
 
-def _places() -> list[int]:
-    """Where `_sums` puts which vector's sum."""
-    level = [[i] * LANES for i in range(LANES)]
-    half = LANES // 2
+def _places(count: int) -> list[int]:
+    """The lane in which `_sums` leaves the sum of each of `count` vectors."""
+    level, half = [[i] * LANES for i in range(count)], LANES // 2
     while half:
-        count = len(level) // 2
         level = [
-            [
-                level[i + count * (lane // half % 2)][lane // half // 2 * 2 * half + lane % half]
-                for lane in range(LANES)
-            ]
-            for i in range(count)
+            [(level[i] + level[j])[lane] for lane in low]
+            for i, j, low, _ in _pairs(len(level), half)
         ]
         half //= 2
-    return [level[0].index(i) for i in range(LANES)]
-
-
-_PLACES = _places()
+    return [level[0].index(i) for i in range(count)]
 
 
 @intrinsic(prefer_literal=True)
@@ -176,16 +171,36 @@ def _multiply(
             old.add_incoming(made, loop)
         b.cbranch(b.icmp_signed("<", following, pairs), loop, done)
         b.position_at_end(done)
-        for start in range(0, OUTPUTS * n, LANES):
-            some = new[start : start + LANES]
-            found = _sums(b, some)
-            for i in range(len(some)):
-                output, r = divmod(start + i, n)
-                value = b.extract_element(found, ir.Constant(I32, _PLACES[i]))
+        few = ir.VectorType(F32, OUTPUTS)
+        biases = load(b, few, bias, 4)
+        if is_scaled:
+            factors = ir.Constant(few, ir.Undefined)
+            for i in range(OUTPUTS):
+                factors = b.insert_element(
+                    factors, load(b, F32, scale_at[i], 4), ir.Constant(I32, i)
+                )
+        row = 0
+        while row < n:
+            together = LANES // OUTPUTS
+            while together > n - row:
+                together //= 2
+            places = _places(together * OUTPUTS)
+            # Sums of a row's outputs are to stand beside each other.
+            order = sorted(range(together * OUTPUTS), key=places.__getitem__)
+            put: list[Any] = [None] * (together * OUTPUTS)
+            for lane, position in enumerate(order):
+                r, i = divmod(lane, OUTPUTS)
+                put[position] = new[i * n + row + r]
+            found = _sums(b, put)
+            lanes = sorted(places)
+            for r in range(together):
+                own = lanes[r * OUTPUTS : (r + 1) * OUTPUTS]
+                value = shuffle(b, found, found, own)
                 if is_scaled:
-                    value = b.fmul(value, load(b, F32, scale_at[output], 4))
-                value = b.fadd(value, load(b, F32, b.add(bias, i64(4 * output)), 4))
-                store(b, value, b.add(out, b.add(b.mul(out_stride, i64(r)), i64(4 * output))), 4)
+                    value = b.fmul(value, factors)
+                place = b.add(out, b.mul(out_stride, i64(row + r)))
+                store(b, b.fadd(value, biases), place, 4)
+            row += together
         return context.get_dummy_value()
 
     return signature, generate

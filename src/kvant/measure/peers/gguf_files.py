@@ -14,7 +14,7 @@ from kvant.models.import_cache import cache_root
 
 
 class PeerWeights(Enum):
-    """How llama.cpp keeps weights: matrices in this type, vectors in float32."""
+    """How llama.cpp keeps weights: matrices in this type, vectors in float32. See `convert`."""
 
     F32 = (GGMLQuantizationType.F32, LlamaFileType.ALL_F32)
     Q8_0 = (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0)
@@ -22,11 +22,7 @@ class PeerWeights(Enum):
 
 
 def demo_file(weights: PeerWeights) -> Path:
-    """The demo model's numbers, as Kvant imports them, in one GGUF file; made once, kept in the cache.
-
-    All matrices have the one type, the embedding (which is the head too) included; llama.cpp's own
-    quantiser would keep the head of a Q4_0 file in a wider type.
-    """
+    """The demo model's numbers, as Kvant imports them, in one GGUF file; made once, kept in the cache."""
     source = demo_gguf()
     directory = cache_root() / "peers"
     final = directory / f"{source.stem}-{weights.name}.gguf"
@@ -39,7 +35,11 @@ def demo_file(weights: PeerWeights) -> Path:
 
 
 def convert(source: Path, path: Path, weights: PeerWeights) -> None:
-    """Write `path`: the tensors and facts of the GGUF file `source`, matrices in another type."""
+    """Write `path`: the tensors and facts of the GGUF file `source`, matrices in another type.
+
+    The embedding, which is the head too, has 8 bits beside 4-bit layers, as in Kvant and in the files
+    of llama.cpp's own quantiser (which would take Q6_K).
+    """
     reader = GGUFReader(source)
     writer = GGUFWriter(path, arch="llama")
     kind, file_type = weights.value
@@ -54,9 +54,16 @@ def convert(source: Path, path: Path, weights: PeerWeights) -> None:
         writer.add_key_value(field.name, field.contents(), outer, sub_type=sub_type)
     for tensor in reader.tensors:
         numbers = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        wanted = kind if numbers.ndim > 1 else GGMLQuantizationType.F32
+        wanted = _type_of(tensor.name, numbers.ndim, kind)
         writer.add_tensor(tensor.name, quantize(numbers, wanted), raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _type_of(name: str, ndim: int, kind: GGMLQuantizationType) -> GGMLQuantizationType:
+    if ndim < 2:
+        return GGMLQuantizationType.F32
+    is_head = name in ("token_embd.weight", "output.weight")
+    return GGMLQuantizationType.Q8_0 if is_head and kind is GGMLQuantizationType.Q4_0 else kind

@@ -75,7 +75,7 @@ def measure_part(part: Part, peers: Peers) -> tuple[list[Row], dict[str, str]]:
             *_kvant_of(part),
         ]
         for case in (LONG_CASE,) if long else SHORT_CASES:
-            repeats = (5 if long else 12) if case.decode else 1
+            repeats = (5 if long else 24) if case.decode else 1
             for row in take_turns(contestants, case, repeats=repeats, rounds=ROUNDS):
                 sys.stderr.write(
                     f"{case}: {row.engine} {row.weights}, KV {row.kv}: "
@@ -158,8 +158,8 @@ def _peer(
 ) -> Contestant:
     versions.update(worker.about)
 
-    def time(case: Case, repeats: int) -> Sequence[float]:
-        return worker.time(case, repeats=repeats, seed=0, filled=filled)
+    def time(case: Case, repeats: int) -> tuple[Sequence[float], None]:
+        return worker.time(case, repeats=repeats, seed=0, filled=filled), None
 
     return Contestant(worker.name, weights, kv, time)
 

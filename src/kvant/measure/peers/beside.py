@@ -31,10 +31,11 @@ def beside_transformers(
         )
     model.requires_grad_(False)
 
-    def theirs(case: Case, repeats: int) -> Sequence[float]:
+    def theirs(case: Case, repeats: int) -> tuple[Sequence[float], None]:
         asked = {"batch": case.batch, "context": case.context, "repeats": repeats}
         with quiet_transformers():
-            return transformers_worker.decode(model, {**asked, "seed": 0, "filled": False})
+            found = transformers_worker.decode(model, {**asked, "seed": 0, "filled": False})
+        return found, None
 
     stored = KVDtype.FLOAT32
     request = FormatRequest(stored, stored)

@@ -13,19 +13,22 @@ from kvant.measure.cpu_decode_bench import Case, time_engine
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """time: a case and a number of repeats to milliseconds, of each decode step or each whole prompt."""
+    """time: a case and a number of repeats to milliseconds, of each decode step or each whole prompt, and
+    the share of them outside of compiled code, where that is known.
+    """
 
     engine: str
     weights: str
     kv: str
-    time: Callable[[Case, int], Sequence[float]]
+    time: Callable[[Case, int], tuple[Sequence[float], float | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One contestant on one case. rounds: milliseconds of each step or prompt, round by round.
 
-    tokens: that each step or prompt brought.
+    tokens: that each step or prompt brought. python_share: of the last round, what was not spent in
+    compiled code, where that is known.
     """
 
     case: str
@@ -34,6 +37,7 @@ class Row:
     kv: str
     tokens: int
     rounds: tuple[tuple[float, ...], ...]
+    python_share: float | None = None
     part: str = ""
 
     @property
@@ -48,9 +52,9 @@ class Row:
 def kvant(engine: Engine, weights: str, stored: KVDtype) -> Contestant:
     """Kvant's own engine, in this process."""
 
-    def time(case: Case, repeats: int) -> Sequence[float]:
+    def time(case: Case, repeats: int) -> tuple[Sequence[float], float | None]:
         (timing,) = time_engine(engine, [case], repeats=repeats)
-        return timing.milliseconds
+        return timing.milliseconds, timing.python_share
 
     return Contestant("Kvant", weights, str(stored), time)
 
@@ -60,12 +64,14 @@ def take_turns(
 ) -> list[Row]:
     """A row for each; the order is turned around from round to round."""
     found: list[list[tuple[float, ...]]] = [[] for _ in contestants]
+    shares: list[float | None] = [None] * len(contestants)
     for number in range(rounds):
         order = list(range(len(contestants)))
         for index in order if number % 2 else reversed(order):
-            found[index].append(tuple(contestants[index].time(case, repeats)))
+            milliseconds, shares[index] = contestants[index].time(case, repeats)
+            found[index].append(tuple(milliseconds))
     tokens = case.batch if case.decode else case.batch * case.context
     return [
-        Row(str(case), c.engine, c.weights, c.kv, tokens, tuple(rounds_of))
-        for c, rounds_of in zip(contestants, found, strict=True)
+        Row(str(case), c.engine, c.weights, c.kv, tokens, tuple(rounds_of), share)
+        for c, rounds_of, share in zip(contestants, found, shares, strict=True)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import socket
 import tomllib
@@ -12,6 +13,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.select import BACKENDS
 from kvant.cli import doctor as module
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import known_names
@@ -44,6 +47,34 @@ def test_a_sound_machine_passes_and_every_format_is_listed() -> None:
         if dtype.format.name in known_names():
             assert re.search(rf"^  {dtype} +(yes|no)", result.stdout, re.MULTILINE)
     assert "GiB free" in result.stdout
+
+
+def test_every_backend_is_named_and_each_that_serves_nothing_here_has_its_reason() -> None:
+    out = run().stdout
+    head = next(line for line in out.splitlines() if line.lstrip().startswith("format"))
+    assert head.split()[1:] == [info.name for info in BACKENDS]
+    for name in ("triton", "flashinfer"):
+        assert re.search(rf"^  \(\d\) {name}: .*GPU", out, re.MULTILINE)
+    row = next(line for line in out.splitlines() if line.startswith("  fp8_e4m3 "))
+    cells = re.findall(r"yes|no \(\d\)|by name \(\d\)", row)
+    served = [info.name for info, cell in zip(BACKENDS, cells, strict=True) if cell == "yes"]
+    assert served == ["cpu", "reference"]
+
+
+def test_on_a_gpu_what_is_chosen_by_name_only_is_told_apart_and_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hopper = DeviceFacts(DeviceKind.CUDA, "sm_90")
+    monkeypatch.setattr("kvant.engine.device.host_device", lambda name: hopper)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "triton" else find(name)
+    )
+    out = run().stdout
+    row = next(line for line in out.splitlines() if line.startswith("  fp8_e4m3 "))
+    assert re.search(r"no \(\d\) +no \(\d\) +no \(\d\) +by name \(\d\)", row)
+    assert re.search(r"triton: the package triton is not installed", out)
+    assert re.search(r"reference: .*--attention-backend reference", out)
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -20,7 +21,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvant.attention.need import DeviceFacts, Need
+    from kvant.attention.need import BackendInfo, DeviceFacts, Need
     from kvant.kv.dtype import KVDtype
 
 PYTHON_WINDOW = ((3, 11), (3, 14))
@@ -206,7 +207,7 @@ def _print_formats(console: Console) -> None:
     """Which format each backend writes and reads on this machine's device, and why not."""
     from rich.table import Table
 
-    from kvant.attention.select import BACKENDS
+    from kvant.attention.select import BACKENDS, by_name_only, refusal
     from kvant.engine.device import host_device
     from kvant.kv.dtype import KVDtype
     from kvant.kv.names import known_names
@@ -224,20 +225,31 @@ def _print_formats(console: Console) -> None:
     for dtype in KVDtype:
         if dtype.format.name not in known_names():
             continue
+        need = _typical_need(dtype, device)
         cells = []
         for info in BACKENDS:
-            reason = info.refuse(_typical_need(dtype, device))
+            no = refusal(need, info) or _missing_package(info)
+            reason = no or by_name_only(need, info)
             if reason is None:
                 cells.append("[green]yes[/]")
                 continue
             text = f"{info.name}: {reason}"
             if text not in reasons:
                 reasons.append(text)
-            cells.append(f"[yellow]no ({reasons.index(text) + 1})[/]")
+            word = "no" if no else "by name"
+            cells.append(f"[yellow]{word} ({reasons.index(text) + 1})[/]")
         table.add_row(f"  {dtype}", *cells)
     console.print(table)
     for number, text in enumerate(reasons, start=1):
         console.print(f"  ({number}) {text}", style="dim", markup=False, highlight=False)
+    console.print("  kvant verify runs every one of them here, against the definition in float64")
+
+
+def _missing_package(info: BackendInfo) -> str | None:
+    """A package without which a backend that can be planned cannot run here."""
+    if info.name in OPTIONAL and importlib.util.find_spec(info.name) is None:
+        return f"the package {info.name} is not installed"
+    return None
 
 
 def _typical_need(dtype: KVDtype, device: DeviceFacts) -> Need:

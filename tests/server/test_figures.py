@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.tiny_chat import VOCAB
 from tests.server import light_client, slow_client
-from tests.server.harness import Server, events
+from tests.server.harness import MODEL_LEN, Server, events
 from tests.server.test_disconnect import LONG, _send
 from tests.server.test_speculation import NGRAM
 
@@ -38,10 +39,24 @@ def test_500_random_disconnects_each_give_their_pages_back(server: Server) -> No
     assert server.metric("kvant:pages_usable") == usable
 
 
-@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
-def test_abort_storms_leave_every_page_with_its_owners(model: Path, drafting: bool) -> None:
+def _dflash(directory: Path) -> dict[str, object]:
+    """A drafter that has learnt nothing: its drafts fall, its pages are written, read and given back."""
+    from tests.speculative.pair import Drafter, config  # with torch
+
+    drafter = Drafter(config(vocab_size=VOCAB, mask_token_id=0, max_position_embeddings=MODEL_LEN))
+    drafter.save(directory)
+    return {"method": "dflash", "model": str(directory), "adaptive": False}
+
+
+@pytest.mark.parametrize("drafting", ["plain", "ngram", "dflash"])
+def test_abort_storms_leave_every_page_with_its_owners(
+    model: Path, drafting: str, tmp_path: Path
+) -> None:
     """Sixteen clients leave half a second after they came, twenty times; one prefix, small chunks."""
-    more = ("--speculative-config", json.dumps(NGRAM)) if drafting else ()
+    more: tuple[str, ...] = ()
+    if drafting != "plain":
+        asked = NGRAM if drafting == "ngram" else _dflash(tmp_path / "draft")
+        more = ("--speculative-config", json.dumps(asked))
     flags = (
         "--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-num-queued-reqs", "32",
         "--kv-cache-memory", "16MiB", *more,
@@ -70,12 +85,14 @@ def test_abort_storms_leave_every_page_with_its_owners(model: Path, drafting: bo
             while server.metric("kvant:page_audits_total") == audits:
                 assert time.monotonic() < ended, "an idle engine audits its pages"
                 time.sleep(0.05)
-        print(f"abort storms: pages back after at most {slowest * 1000:.0f} ms; {cached} cached")
+        print(
+            f"abort storms, {drafting}: pages back after at most {slowest * 1000:.0f} ms; {cached} cached"
+        )
         assert slowest <= 1.0
         assert cached > 20 * 100, "the prefix was shared while they left"
         assert server.metric("kvant:page_audit_faults_total") == 0
         assert server.metric("kvant:requests_aborted_total") >= 20 * 16
-        if drafting:
+        if drafting != "plain":
             assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
         assert server.engine_pid() == engine
         assert server.metric("kvant:pages_usable") == usable

@@ -169,6 +169,20 @@ def test_weights_of_another_shape_are_refused(llama: Path, tmp_path: Path) -> No
         load(path)
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("compute", [ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16])
+def test_a_weight_that_is_no_number_is_an_error_that_names_it(
+    llama: Path, tmp_path: Path, wrong: float, compute: ComputeDtype
+) -> None:
+    path = copy_of(llama, tmp_path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][7, 5] = wrong
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadCheckpoint, match=r"layers\.2\.mlp\.up_proj\.weight") as fault:
+        load(path, compute=compute)
+    assert str(path) in str(fault.value)
+
+
 def test_unused_tensors_are_named(llama: Path, tmp_path: Path) -> None:
     path = copy_of(llama, tmp_path)
     weights = load_file(path / "model.safetensors")

@@ -246,6 +246,23 @@ def test_a_broken_checkpoint_ends_with_one_block(model: Path, tmp_path: Path) ->
     assert "config.json" in text
 
 
+@pytest.mark.slow
+def test_weights_that_are_no_numbers_end_with_one_block_that_names_them(
+    model: Path, tmp_path: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    code, text = _fails(str(tmp_path), "--port", "0")
+    assert code == 2
+    assert text.count("kvant: error:") == 1
+    assert "model.norm.weight" in text
+
+
 def test_the_network_is_not_let_in_without_a_key(model: Path) -> None:
     code, text = _fails(str(model), "--port", "0", "--host", "0.0.0.0")
     assert code == 2

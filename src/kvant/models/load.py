@@ -27,6 +27,7 @@ from kvant.kv.checkpoint.values import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
+from kvant.models.finite import check_finite
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization
 from kvant.models.quantized import (
@@ -156,6 +157,7 @@ def _read_weights(
     module, info = loaded
     _check_complete(path, info)
     assert isinstance(module, PreTrainedModel)
+    check_finite(path, module)
     return module, tuple(sorted(info["unexpected_keys"]))
 
 

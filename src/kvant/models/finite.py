@@ -1,0 +1,36 @@
+"""Weights that are no numbers are found before anything is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from kvant.errors import BadCheckpoint
+
+_MOST_NAMED = 5
+
+
+def check_finite(path: Path, module: nn.Module) -> None:
+    """BadCheckpoint, naming the tensors, where a weight holds NaN or Inf.
+
+    Each is read once, at the speed of memory, and nothing is allocated. Eight-bit weights are left out:
+    what they were decoded from has no such numbers, or is checked by whoever decodes it.
+    """
+    names, extremes = [], []
+    for name, weight in module.named_parameters():
+        if weight.is_floating_point() and weight.element_size() > 1 and weight.numel():
+            names.append(name)
+            extremes.append(torch.stack(torch.aminmax(weight.detach())).double())
+    if not names:
+        return
+    finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist()  # NaN is both extremes
+    broken = [name for name, good in zip(names, finite, strict=True) if not good]
+    if broken:
+        shown = ", ".join(broken[:_MOST_NAMED]) + (", .." if len(broken) > _MOST_NAMED else "")
+        raise BadCheckpoint(
+            f"{path}: {len(broken)} of the model's weights hold NaN or infinite numbers: {shown}",
+            why="every answer would be no numbers either; the files are damaged, or were converted "
+            "beyond the range of their dtype",
+        )

@@ -12,6 +12,7 @@ import typer
 
 from kvant.cli import (
     bench_cpu,
+    bench_decode,
     bench_invariance,
     bench_replay,
     bench_scheduler,
@@ -33,6 +34,7 @@ app = typer.Typer(
 
 
 app.command("cpu")(bench_cpu.cpu)
+app.command("decode")(bench_decode.decode)
 app.command("invariance")(bench_invariance.invariance)
 app.command("replay")(bench_replay.replay)
 app.command("scheduler")(bench_scheduler.scheduler)

@@ -46,7 +46,7 @@ class FilledRunner:
 
     @property
     def looks_ahead(self) -> bool:
-        return False
+        return self._inner.looks_ahead
 
     def fill(self) -> None:
         """Copy the pages that were computed so far over all others, byte for byte."""
@@ -109,12 +109,13 @@ def engine_with(
         vocab_size=llm.engine.vocab_size,
     )
     if isinstance(runner, FilledRunner):
-        _compute_sample(engine)
+        compute_sample(engine)
         runner.fill()
     return engine
 
 
-def _compute_sample(engine: Engine) -> None:
+def compute_sample(engine: Engine) -> None:
+    """Have a short prompt computed, for `FilledRunner.fill`; nothing of it is left in the engine."""
     numbers = random.Random(0)
     prompt = [numbers.randrange(engine.vocab_size) for _ in range(_SAMPLE_TOKENS)]
     number = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))

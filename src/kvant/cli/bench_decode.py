@@ -1,0 +1,60 @@
+"""`kvant bench decode`: steady decode steps, one format of the KV cache after another."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvant.cli.configured import configured
+from kvant.engine.config import EngineOptions, engine_config
+from kvant.engine.settings import Settings
+
+_OWN = ("kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs")
+
+
+@configured(EngineOptions, model="--model -m", without=_OWN)
+def decode(
+    settings: Settings,
+    stored: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            metavar="F[;RULE..]",
+            help="KV cache format, layers of others behind it; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 32,
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of each.")] = 16384,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed.")] = 50,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+) -> None:
+    """Milliseconds a decode step of long sequences, without computing their prompts."""
+    from kvant.engine.llm import LLM
+    from kvant.measure.facts import measurement_facts
+    from kvant.measure.steady_decode import parse_stored, steady_decode, table
+
+    wanted = stored or ["model", "fp8_per_token_head", "int4_per_token_head"]
+    for text in wanted:
+        parse_stored(text)  # what is wrong is told before a model is loaded
+    config = engine_config(settings, num_requests=1)
+    # A pool for nothing: every format gets one of its own.
+    plan = replace(config.plan, max_model_len=128, kv_cache_bytes=64 * 2**20)
+    llm = LLM.from_config(replace(config, plan=plan, prefix_caching=False, seed=0))
+    found = []
+    for one in steady_decode(llm, wanted, batch=batch, context=context, steps=steps):
+        found.append(one)
+        sys.stderr.write(f"{one.stored}: {one.timing.median_ms:.3f} ms a step\n")
+    sys.stdout.write(table(found) + "\n")
+    if out is not None:
+        facts = measurement_facts(
+            shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers", "numpy"]
+        )
+        rows = [{**asdict(one), "median_ms": one.timing.median_ms} for one in found]
+        out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,103 @@
+"""Decode steps of many long sequences: what a format of the KV cache is worth where its bytes decide.
+
+Prompts are not computed: one short prompt is, and its pages are copied over all others, so that steps read
+real keys and values from everywhere. Then every sequence goes on by a token a step, through the engine's own
+loop, with CUDA graphs where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.llm import LLM
+from kvant.engine.planning import resolve_again
+from kvant.engine.runner import ModelRunner
+from kvant.engine.scheduler import SchedulerLimits
+from kvant.kv.names import parse_format
+from kvant.kv.pages import SCRATCH
+from kvant.kv.request import Asked, KVRequest, parse_rule
+from kvant.measure.cpu_decode_bench import Case, Timing, time_engine
+from kvant.measure.peers.filled import FilledRunner, compute_sample
+
+_STEP_TOKENS = 65536
+_WARM_UP_TOKENS = 64
+"""Prompts are never run beyond this: larger shapes need not be prepared."""
+_MARGIN_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """stored: as it was asked. bytes_per_token: of all layers. backends: of the layers, each once."""
+
+    stored: str
+    bytes_per_token: int
+    backends: tuple[str, ...]
+    timing: Timing
+
+
+def parse_stored(text: str) -> KVRequest:
+    """`fp8`, or with rules behind it: `fp8;0-17:bfloat16`. ConfigError for anything else."""
+    name, *rules = text.split(";")
+    asked_by = f"--format {text}"
+    found = KVRequest(explicit=(Asked(parse_format(name, asked_by=asked_by), asked_by),))
+    for rule in rules:
+        found = found.merged(parse_rule(rule, asked_by=asked_by).target)
+    return found
+
+
+def steady_decode(
+    llm: LLM, stored: Sequence[str], *, batch: int, context: int, steps: int
+) -> Iterator[Steady]:
+    """Each format on a pool of its own over the weights of `llm`."""
+    for text in stored:
+        engine, made = _engine(llm, parse_stored(text), batch, context + steps)
+        (timing,) = time_engine(engine, [Case(True, batch, context)], repeats=steps)
+        plan = made.pool.plan
+        backends = {layer.backend for layer in plan.layers if layer.backend is not None}
+        yield Steady(text, plan.bytes_per_token, tuple(sorted(backends)), timing)
+
+
+def _engine(llm: LLM, asked: KVRequest, batch: int, tokens: int) -> tuple[Engine, ModelRunner]:
+    inner = llm.engine.runner
+    assert isinstance(inner, ModelRunner)
+    plan = resolve_again(llm.planned, asked)
+    pages = -(-(tokens + _MARGIN_TOKENS) // plan.page_size)
+    num_pages = SCRATCH + 1 + batch * pages
+    own = ModelRunner(inner.model, num_pages, plan)
+    own.capture(batch, _WARM_UP_TOKENS, pages * plan.page_size)
+    runner = FilledRunner(own, llm.engine.vocab_size)
+    engine = Engine(
+        runner,
+        SchedulerLimits(
+            max_num_seqs=batch,
+            max_num_batched_tokens=_STEP_TOKENS,
+            max_model_len=pages * plan.page_size,
+            page_size=plan.page_size,
+            prefix_caching=False,
+            pages_ahead=runner.looks_ahead,
+        ),
+        num_pages,
+        identity=CacheIdentity(plan.model, None, plan.fingerprint),
+        vocab_size=llm.engine.vocab_size,
+    )
+    compute_sample(engine)
+    runner.fill()
+    return engine, own
+
+
+def table(found: Sequence[Steady]) -> str:
+    """Markdown; the first format is what the others are compared with."""
+    lines = [
+        "| KV cache | backend | bytes a token | ms a step, median | tokens/s | times as fast |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        timing = one.timing
+        lines.append(
+            f"| {one.stored} | {', '.join(one.backends)} | {one.bytes_per_token} "
+            f"| {timing.median_ms:.3f} | {timing.tokens_per_second:.0f} "
+            f"| {found[0].timing.median_ms / timing.median_ms:.2f} |"
+        )
+    return "\n".join(lines)

@@ -99,14 +99,14 @@ def device_from(text: str) -> DeviceFacts:
 def _as_on_this_machine(made: Plan) -> PlanRequest:
     """The same request with what the engine would give it here: free memory, and its share for pages."""
     from kvant.engine.budget import choose_kv_bytes
-    from kvant.engine.config import default_num_seqs
     from kvant.engine.device import free_host_bytes
+    from kvant.engine.workspaces import default_step
 
     free = free_host_bytes()
     request = replace(made.request, memory_bytes=free)
     with contextlib.suppress(DoesNotFit):  # then the plan itself says what is missing
-        seqs = default_num_seqs(request.device)
-        request = replace(request, kv_cache_bytes=choose_kv_bytes(made, free, seqs))
+        seqs = default_step(request.device).seqs
+        request = replace(request, kv_cache_bytes=choose_kv_bytes(made, free, free, seqs))
     return request
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -143,10 +144,12 @@ def _print_memory(plan: Plan, console: Console) -> None:
         return
     parts = [
         ("weights", memory.weights_bytes, "blue"),
-        ("reserve", memory.reserve_bytes, "bright_black"),
+        ("workspaces", memory.workspace_bytes, "yellow"),
+        ("left alone", memory.reserve_bytes, "bright_black"),
         ("drafter", memory.draft_bytes, "magenta"),
         ("KV", memory.kv_bytes, "green"),
     ]
+    notes = {"weights": _weights_note(plan), "workspaces": _workspaces_note(plan)}
     shown = [(name, size, style) for name, size, style in parts if size]
     whole = memory.total_bytes if plan.request.kv_cache_bytes is None else None
     whole = max(whole or 0, sum(size for _, size, _ in shown)) or 1
@@ -155,7 +158,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
         bar.append("█" * max(1, round(_BAR_WIDTH * size / whole)), style=style)
     console.print(bar)
     legend = [
-        f"[{style}]{name}[/] {format_size(size)}{_weights_note(plan) if name == 'weights' else ''}"
+        f"[{style}]{name}[/] {format_size(size)}{notes.get(name, '')}"
         for name, size, style in shown
     ]
     console.print("   ".join(legend), soft_wrap=True, highlight=False)
@@ -166,6 +169,13 @@ def _print_memory(plan: Plan, console: Console) -> None:
             f", {capacity // plan.request.max_model_len} sequences of {plan.request.max_model_len}"
         )
     console.print(Text(line, style="bold"))
+
+
+def _workspaces_note(plan: Plan) -> str:
+    if plan.workspaces is None:
+        return ""
+    parts = asdict(plan.workspaces).items()
+    return f" ({', '.join(f'{name} {format_size(size)}' for name, size in parts)})"
 
 
 def _weights_note(plan: Plan) -> str:

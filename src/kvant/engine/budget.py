@@ -6,17 +6,17 @@ from kvant.attention.need import DeviceKind
 from kvant.engine.planning import Plan
 from kvant.engine.what_if import what_if
 from kvant.errors import DoesNotFit, WayOut
-from kvant.kv.memory import RESERVE_SHARE, SCRATCH_PAGES, format_size
+from kvant.kv.memory import SCRATCH_PAGES, format_size
 
 CPU_SHARE = 0.25
 """Share of a CPU's free memory that pages get when nobody says how much."""
 
 
-def choose_kv_bytes(plan: Plan, free: int, max_num_seqs: int) -> int:
+def choose_kv_bytes(plan: Plan, free: int, total: int, max_num_seqs: int) -> int:
     """Bytes for the pages: what was asked, else the device's share, but never more than can be used.
 
-    free: bytes free on the device before anything is loaded. Raises DoesNotFit where the weights and
-    what was asked are more than that.
+    free, total: bytes of the device, before anything is loaded. Raises DoesNotFit where the weights
+    and what was asked are more than that.
     """
     weights = plan.weights_bytes or 0
     asked = plan.request.kv_cache_bytes
@@ -24,14 +24,16 @@ def choose_kv_bytes(plan: Plan, free: int, max_num_seqs: int) -> int:
         if weights + asked > free:
             raise _no_room(plan, weights, asked, free)
         return asked
+    most = free
     if plan.request.device.kind is DeviceKind.CPU:
         share = int(free * CPU_SHARE)
     else:
-        share = int(free * (1 - RESERVE_SHARE)) - weights
+        most = min(int(total * plan.request.memory_utilization), free) - plan.memory.workspace_bytes
+        share = most - weights
     usable = most_bytes(plan.target.geometry.max_model_len, plan, max_num_seqs)
     chosen = share if usable is None else min(share, usable)
-    if chosen <= 0 or weights + chosen > free:
-        raise _no_room(plan, weights, max(chosen, plan.page_bytes * 2), free)
+    if chosen <= 0 or weights + chosen > most:
+        raise _no_room(plan, weights, max(chosen, plan.page_bytes * 2), most)
     return chosen
 
 
@@ -96,12 +98,16 @@ def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
 def _no_room(plan: Plan, weights: int, kv: int, free: int) -> DoesNotFit:
     left = free - weights
     ways = []
+    on_gpu = plan.request.device.kind is not DeviceKind.CPU
+    if on_gpu and plan.request.kv_cache_bytes is None and plan.request.memory_utilization < 0.9:
+        ways.append(WayOut("use more of the device", ("--gpu-memory-utilization", "0.9")))
     if left >= plan.page_bytes * (SCRATCH_PAGES + 1):
         ways.append(WayOut("give the pages less", ("--kv-cache-memory", str(left // 2))))
     ways.append(WayOut("use a smaller or quantised model, or free some memory"))
     return DoesNotFit(
         f"{plan.target.local.name} does not fit on this device",
         why=f"weights {format_size(weights)} and KV cache {format_size(kv)} are more than the "
-        f"{format_size(free)} that are free",
+        f"{format_size(free)} that are "
+        + ("left beside workspaces" if on_gpu and plan.request.kv_cache_bytes is None else "free"),
         ways_out=ways,
     )

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvant.attention.need import LONG_STRIDE
+from kvant.attention.need import LONG_STRIDE, DeviceKind
 from kvant.engine.budget import choose_kv_bytes, choose_max_model_len
 from kvant.engine.config import EngineConfig
-from kvant.engine.device import free_bytes, torch_device
+from kvant.engine.device import free_bytes, torch_device, total_bytes
 from kvant.engine.planning import Plan, make_plan
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.engine.threads import wait_without_spinning
@@ -131,8 +131,12 @@ def plan_engine(
             f"{config.plan.model} can be planned, but not run yet",
             why=first.target.geometry.not_runnable,
         )
-    budget = choose_kv_bytes(first, free_bytes(config.plan.device), config.max_num_seqs)
+    device = config.plan.device
+    total = total_bytes(device)
+    budget = choose_kv_bytes(first, free_bytes(device), total, config.max_num_seqs)
     request = replace(config.plan, kv_cache_bytes=budget)
+    if device.kind is not DeviceKind.CPU:
+        request = replace(request, memory_bytes=total)
     choose_max_model_len(make_plan(request))
     weights = not config.dummy_weights
     locate(request.model, revision=request.revision, weights=weights, progress=progress)

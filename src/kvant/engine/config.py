@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.need import DeviceFacts
 from kvant.attention.select import parse_backend
 from kvant.engine.device import host_device
 from kvant.engine.options import Kind, option, options_of
@@ -14,7 +14,8 @@ from kvant.engine.refused import refuse_calculated_scales, refuse_tensor_paralle
 from kvant.engine.settings import Said, Settings
 from kvant.engine.speculative_config import parse_speculative_config
 from kvant.engine.structured_outputs import CompileLimits
-from kvant.kv.memory import parse_size
+from kvant.engine.workspaces import StepSize, default_step
+from kvant.kv.memory import UTILIZATION, parse_size
 from kvant.kv.names import parse_compute_dtype, parse_format
 from kvant.kv.policy import read_policy
 from kvant.kv.request import Asked, KVRequest, Requests, parse_rule, parse_skips
@@ -90,6 +91,13 @@ class PlanOptions:
         kind=Kind.SIZE,
         metavar="SIZE",
         unset="on a CPU a quarter of what is free, or less where less can be used",
+        panel=_KV,
+    )
+    gpu_memory_utilization: float = option(
+        UTILIZATION,
+        "Share of a GPU's memory to use: weights, workspaces and pages together.",
+        low=0.01,
+        high=1.0,
         panel=_KV,
     )
     attention_backend: str = option("auto", "auto, or one backend by name.", metavar="B")
@@ -190,16 +198,16 @@ def engine_config(settings: Settings, *, num_requests: int | None = None) -> Eng
     """
     options = settings.build(EngineOptions)
     device = host_device(options.device, asked_by=_by(settings, "device"))
-    seqs = default_num_seqs(device)
-    if num_requests is not None:
-        seqs = min(seqs, num_requests)
-    if options.max_num_seqs is not None:
-        seqs = options.max_num_seqs
-    tokens = options.max_num_batched_tokens
+    seqs, tokens = options.max_num_seqs, options.max_num_batched_tokens
+    if seqs is None:
+        usual = default_step(device).seqs
+        seqs = usual if num_requests is None else min(usual, num_requests)
+    if tokens is None:
+        tokens = default_step(device, seqs).tokens
     return EngineConfig(
-        plan_request(settings, device),
+        replace(plan_request(settings, device), step=StepSize(seqs, tokens)),
         seqs,
-        default_num_batched_tokens(device, seqs) if tokens is None else tokens,
+        tokens,
         options.enable_prefix_caching,
         options.seed,
         options.load_format == "dummy",
@@ -228,19 +236,10 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         if memory is None
         else parse_size(memory, asked_by=_by(settings, "kv_cache_memory")),
         speculative=None if draft is None else parse_speculative_config(draft),
+        memory_utilization=options.gpu_memory_utilization,
         batch_invariant=options.batch_invariant,
         quantization=None if options.quantization is None else Quantization(options.quantization),
     )
-
-
-def default_num_seqs(device: DeviceFacts) -> int:
-    return 32 if device.kind is DeviceKind.CPU else 256
-
-
-def default_num_batched_tokens(device: DeviceFacts, max_num_seqs: int) -> int:
-    """A CPU step of more tokens would take seconds. On a GPU whoever answers takes no room from prompts,
-    which then are cut at the same places in every step."""
-    return 512 if device.kind is DeviceKind.CPU else 8192 + max_num_seqs
 
 
 def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:

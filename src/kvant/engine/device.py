@@ -66,6 +66,16 @@ def free_bytes(facts: DeviceFacts) -> int:
     return free
 
 
+def total_bytes(facts: DeviceFacts) -> int:
+    """Memory of the device; on a CPU what is free, which is all that is asked for."""
+    if facts.kind is DeviceKind.CPU:
+        return free_host_bytes()
+    import torch
+
+    _, total = torch.cuda.mem_get_info()
+    return total
+
+
 def free_host_bytes() -> int:
     """Memory this process can still get: the machine's, or its container's if that is less.
 

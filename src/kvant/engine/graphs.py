@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import Step
+from kvant.engine.batch_sizes import batch_sizes, draft_sizes
 from kvant.engine.decodes import Decodes
 from kvant.engine.layout import lay_out, what_follows
 from kvant.engine.recorder import Mark, Recorder
@@ -34,22 +35,6 @@ Forward = Callable[[Tensor, Step, Tensor], Tensor]
 
 Draft = Callable[[Tensor, Step], Tensor]
 """As `DeviceProposer.draft`."""
-
-MOST_ROWS = 1024
-"""Rows of a step with drafts: at more, products are bound by arithmetic, and drafts do not pay."""
-
-
-def batch_sizes(most: int) -> list[int]:
-    """Numbers of sequences that get a graph: close enough that padding costs little."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 2048, 32)]
-    return [*(size for size in sizes if size < most), most]
-
-
-def draft_sizes(num_drafts: int, most: int) -> list[int]:
-    """The same for steps with drafts, whose rows count."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
-    most = min(most, MOST_ROWS // (1 + num_drafts))
-    return [*(size for size in sizes if size < most), most] if most else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class LLMOptions(TypedDict, total=False):
     load_format: str | None
     structured_timeout: float | None
     structured_cache_bytes: int | None
+    gpu_memory_utilization: float | None
 
 
 def config_of(model: str | Path | None, options: LLMOptions) -> EngineConfig:

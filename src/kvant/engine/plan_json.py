@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from kvant.engine.planning import Plan, PlannedModel
@@ -33,6 +34,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             if plan.target.weights.source is None
             else plan.target.weights.source.value,
             "reserve_bytes": memory.reserve_bytes,
+            "workspaces": None if plan.workspaces is None else asdict(plan.workspaces),
+            "workspace_bytes": memory.workspace_bytes,
             "draft_bytes": memory.draft_bytes,
             "kv_bytes": memory.kv_bytes,
             "capacity_tokens": memory.capacity_tokens,

@@ -14,12 +14,13 @@ from typing import Any
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.attention.select import allow, device_encodings, select, slow_layers
 from kvant.engine.speculative_config import SpeculativeConfig
+from kvant.engine.workspaces import StepSize, Workspaces, default_step, workspaces
 from kvant.errors import BadCheckpoint, BadValue, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import LayerGeometry, ModelGeometry
-from kvant.kv.memory import MemoryPlan, format_size, plan_memory
+from kvant.kv.memory import UTILIZATION, MemoryPlan, format_size, plan_memory
 from kvant.kv.request import NOTHING_ASKED, KVRequest, Requests
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
@@ -37,6 +38,7 @@ DEFAULT_PAGE_SIZE = 16
 class PlanRequest:
     """Everything that decides a plan. dtype None: `auto`. Sizes in bytes.
 
+    memory_utilization: share of a GPU's memory. step: its largest step; None for the device's default.
     batch_invariant: only backends that can promise it are chosen, and the model computes so.
     quantization: of the target's weights, while they are loaded.
     """
@@ -51,6 +53,8 @@ class PlanRequest:
     max_model_len: int | None = None
     memory_bytes: int | None = None
     kv_cache_bytes: int | None = None
+    memory_utilization: float = UTILIZATION
+    step: StepSize | None = None
     speculative: SpeculativeConfig | None = None
     batch_invariant: bool = False
     quantization: Quantization | None = None
@@ -70,27 +74,22 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Target, drafter and memory. The engine runs exactly this."""
+    """Target, drafter and memory. The engine runs exactly this.
+
+    workspaces: what a GPU holds beside weights and pages; None on a CPU, which takes it as it comes.
+    """
 
     request: PlanRequest
     target: PlannedModel
     draft: PlannedModel | None
     draft_facts: DraftFacts | None
     memory: MemoryPlan
+    workspaces: Workspaces | None
 
     @property
     def num_speculative_tokens(self) -> int:
         """Drafts of one sequence in one step at most; 0 without speculation."""
-        asked = self.request.speculative
-        if asked is None:
-            return 0
-        if asked.num_speculative_tokens is not None:
-            return asked.num_speculative_tokens
-        if self.draft_facts is not None:
-            return self.draft_facts.block_size - 1
-        default = asked.method.num_speculative_tokens
-        assert default is not None, "a method without a drafter has a default"
-        return default
+        return _num_drafts(self.request.speculative, self.draft_facts)
 
     @property
     def weights_bytes(self) -> int | None:
@@ -134,15 +133,39 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
     facts: DraftFacts | None = None
     if request.speculative is not None and request.speculative.method.has_model:
         draft, facts = _plan_draft(request, request.speculative, target, weights)
+    beside = None
+    if request.device.kind is not DeviceKind.CPU:
+        beside = _workspaces(request, target, _num_drafts(request.speculative, facts))
     memory = plan_memory(
         request.memory_bytes,
         target.weights.bytes,
         target.kv,
         draft=None if draft is None else draft.kv,
         draft_weights_bytes=(draft.weights.bytes or 0) if draft else 0,
+        workspace_bytes=0 if beside is None else beside.total,
+        utilization=request.memory_utilization,
         kv_cache_bytes=request.kv_cache_bytes,
     )
-    return Plan(request, target, draft, facts, memory)
+    return Plan(request, target, draft, facts, memory, beside)
+
+
+def _workspaces(request: PlanRequest, target: PlannedModel, num_drafts: int) -> Workspaces:
+    step = request.step or default_step(request.device)
+    longest = request.max_model_len or target.geometry.max_model_len or step.tokens
+    geometry, compute = target.geometry, target.kv.compute_dtype
+    return workspaces(geometry, target.config, compute, step, longest, num_drafts)
+
+
+def _num_drafts(asked: SpeculativeConfig | None, facts: DraftFacts | None) -> int:
+    if asked is None:
+        return 0
+    if asked.num_speculative_tokens is not None:
+        return asked.num_speculative_tokens
+    if facts is not None:
+        return facts.block_size - 1
+    default = asked.method.num_speculative_tokens
+    assert default is not None, "a method without a drafter has a default"
+    return default
 
 
 def _plan_draft(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvant.errors import BadValue
 from kvant.kv.spec import KVPlan
 
-RESERVE_SHARE = 0.1
-"""Share of a device's memory kept for activations, workspaces and fragmentation."""
+UTILIZATION = 0.9
+"""Share of a device's memory that is used when nobody says how much."""
 
 SCRATCH_PAGES = 1
 """Pages that are allocated but never hold a request's tokens."""
@@ -24,7 +24,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 class MemoryPlan:
     """How a device's memory is divided, in bytes; None where something needed is not known.
 
-    draft_bytes: everything the drafter takes, its weights and its share of the pages.
+    reserve_bytes: what is left to others. workspace_bytes: what steps need beside weights and pages,
+    where that is counted. draft_bytes: everything the drafter takes, its weights and its share of the pages.
     kv_bytes: the target's pages. num_pages counts the scratch page; capacity_tokens does not.
     missing_bytes: what is lacking for one page, 0 if it fits.
     """
@@ -32,6 +33,7 @@ class MemoryPlan:
     total_bytes: int | None
     weights_bytes: int | None
     reserve_bytes: int | None
+    workspace_bytes: int
     draft_bytes: int
     kv_bytes: int | None
     num_pages: int | None
@@ -46,22 +48,31 @@ def plan_memory(
     *,
     draft: KVPlan | None = None,
     draft_weights_bytes: int = 0,
+    workspace_bytes: int = 0,
+    utilization: float = UTILIZATION,
     kv_cache_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Divide `total_bytes`, or give the pages exactly `kv_cache_bytes` where that is asked.
+    """Divide `utilization` of `total_bytes`, or give the pages exactly `kv_cache_bytes` where that is asked.
 
     Target and draft share page ids, so one page costs the sum of both: the drafter's bytes are
     taken off before the capacity is counted, not after.
     """
-    reserve = None if total_bytes is None else int(total_bytes * RESERVE_SHARE)
+    reserve = None if total_bytes is None else int(total_bytes * (1 - utilization))
     budget = kv_cache_bytes
     if budget is None and total_bytes is not None and weights_bytes is not None:
         assert reserve is not None
-        budget = total_bytes - weights_bytes - reserve - draft_weights_bytes
+        budget = total_bytes - weights_bytes - reserve - workspace_bytes - draft_weights_bytes
     draft_page = 0 if draft is None else draft.page_bytes
     if budget is None:
         return MemoryPlan(
-            total_bytes, weights_bytes, reserve, draft_weights_bytes, None, None, None
+            total_bytes,
+            weights_bytes,
+            reserve,
+            workspace_bytes,
+            draft_weights_bytes,
+            None,
+            None,
+            None,
         )
     page = target.page_bytes + draft_page
     pages = num_pages(budget, page)
@@ -70,6 +81,7 @@ def plan_memory(
         total_bytes=total_bytes,
         weights_bytes=weights_bytes,
         reserve_bytes=reserve,
+        workspace_bytes=workspace_bytes,
         draft_bytes=draft_weights_bytes + pages * draft_page,
         kv_bytes=pages * target.page_bytes,
         num_pages=pages,

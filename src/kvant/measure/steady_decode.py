@@ -20,6 +20,7 @@ from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, KVRequest, parse_rule
 from kvant.measure.cpu_decode_bench import Case, Timing, time_engine
 from kvant.measure.peers.filled import FilledRunner, compute_sample
+from kvant.measure.throughput import free_memory
 
 _STEP_TOKENS = 65536
 _WARM_UP_TOKENS = 64
@@ -56,7 +57,10 @@ def steady_decode(
         (timing,) = time_engine(engine, [Case(True, batch, context)], repeats=steps)
         plan = made.pool.plan
         backends = {layer.backend for layer in plan.layers if layer.backend is not None}
-        yield Steady(text, plan.bytes_per_token, tuple(sorted(backends)), timing)
+        found = Steady(text, plan.bytes_per_token, tuple(sorted(backends)), timing)
+        del engine, made
+        free_memory()
+        yield found
 
 
 def _engine(llm: LLM, asked: KVRequest, batch: int, tokens: int) -> tuple[Engine, ModelRunner]:

@@ -90,10 +90,13 @@ def load_model(
     if text._attn_implementation != ATTENTION_NAME:
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
-    return LoadedModel(
+    loaded = LoadedModel(
         module, plan, scales, device, unused,
         batch_invariant=batch_invariant, quantization=quantization,
     )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of products that were joined, a third of the weights
+    return loaded
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -1,0 +1,88 @@
+"""What a GPU holds beside weights and pages is counted, shown, and taken off the pages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.engine.budget import choose_kv_bytes
+from kvant.engine.plan_json import plan_json
+from kvant.engine.planning import PlanRequest, make_plan
+from kvant.engine.workspaces import StepSize, workspaces
+from kvant.errors import DoesNotFit
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.geometry import read_geometry
+
+CONFIG = Path(__file__).parents[1] / "configs" / "qwen3-8b.json"
+H200 = DeviceFacts(DeviceKind.CUDA, "sm_90")
+GIB = 2**30
+TOTAL = int(139.8 * GIB)
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> PlanRequest:
+    (tmp_path / "config.json").write_bytes(CONFIG.read_bytes())
+    return PlanRequest(str(tmp_path), H200, max_model_len=17000)
+
+
+@pytest.mark.parametrize(("seqs", "longest", "measured"), [(256, 17000, 3.48), (512, 40000, 5.51)])
+def test_the_count_is_within_two_per_cent_of_an_h200s_memory(
+    seqs: int, longest: int, measured: float
+) -> None:
+    """measured: GiB used beside weights and pages, at the peak of the loads in memory.md."""
+    config = json.loads(CONFIG.read_text())
+    found = workspaces(
+        read_geometry(config), config, ComputeDtype.BFLOAT16, StepSize(seqs, 8192), longest
+    )
+    assert measured * GIB < found.total < measured * GIB + 0.02 * TOTAL
+
+
+def test_parts_add_up_to_the_share_that_was_asked(request_: PlanRequest) -> None:
+    for share in (0.5, 0.9):
+        asked = replace(request_, memory_bytes=TOTAL, memory_utilization=share)
+        plan = make_plan(asked)
+        memory = plan.memory
+        assert plan.workspaces is not None
+        assert memory.workspace_bytes == plan.workspaces.total > GIB
+        used = (memory.weights_bytes or 0) + memory.workspace_bytes + (memory.kv_bytes or 0)
+        assert 0 <= share * TOTAL - used < 2 * plan.page_bytes
+        shown = plan_json(plan)["memory"]
+        assert sum(shown["workspaces"].values()) == shown["workspace_bytes"]
+
+
+def test_an_engine_gives_pages_what_the_plan_does(request_: PlanRequest) -> None:
+    asked = replace(request_, memory_utilization=0.85)
+    planned = make_plan(replace(asked, memory_bytes=TOTAL)).memory.kv_bytes
+    given = choose_kv_bytes(make_plan(asked), int(0.99 * TOTAL), TOTAL, 256)
+    assert planned is not None
+    assert 0 <= given - planned < 2 * make_plan(asked).page_bytes
+
+
+def test_what_others_hold_is_not_given_away(request_: PlanRequest) -> None:
+    plan = make_plan(request_)
+    free = TOTAL // 2
+    given = choose_kv_bytes(plan, free, TOTAL, 256)
+    assert given + (plan.weights_bytes or 0) + plan.memory.workspace_bytes == free
+
+
+def test_a_share_too_small_says_which_would_do(request_: PlanRequest) -> None:
+    plan = make_plan(replace(request_, memory_utilization=0.1))
+    with pytest.raises(DoesNotFit) as refused:
+        choose_kv_bytes(plan, TOTAL, TOTAL, 256)
+    assert ("--gpu-memory-utilization", "0.9") in [way.arguments for way in refused.value.ways_out]
+
+
+def test_more_sequences_and_larger_steps_take_more(request_: PlanRequest) -> None:
+    def total(**changes: object) -> int:
+        return make_plan(replace(request_, **changes)).memory.workspace_bytes  # type: ignore[arg-type]
+
+    usual = total()
+    assert total(step=StepSize(512, 8192)) > usual
+    assert total(step=StepSize(256, 16384)) > usual
+    assert total(max_model_len=40000) > usual
+    on_cpu = DeviceFacts(DeviceKind.CPU)
+    assert total(device=on_cpu) == 0

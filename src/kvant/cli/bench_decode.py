@@ -14,6 +14,7 @@ import typer
 from kvant.cli.configured import configured
 from kvant.engine.config import EngineOptions, engine_config
 from kvant.engine.settings import Settings
+from kvant.kv.dtype import KVDtype
 
 _OWN = ("kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs")
 
@@ -40,7 +41,10 @@ def decode(
     from kvant.measure.facts import measurement_facts
     from kvant.measure.steady_decode import parse_stored, steady_decode, table
 
-    wanted = stored or ["model", "fp8_per_token_head", "int4_per_token_head"]
+    wanted = stored or [
+        "model",
+        *(str(d) for d in (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)),
+    ]
     for text in wanted:
         parse_stored(text)  # what is wrong is told before a model is loaded
     config = engine_config(settings, num_requests=1)

@@ -1,10 +1,12 @@
 """Tokens drawn from many rows at once, none of them depending on the rows beside it.
 
-Rows are worked on in blocks of one fixed size, padded: a library chooses another kernel, and with it
-another order of sums, for another number of rows. On a CPU a block is one row.
+A library may sum in another order for another number of rows. So sums over a whole vocabulary run in a
+kernel of our own, one program for each row (on a CPU row by row), and sums over the likeliest tokens in
+blocks of a fixed number of rows, padded. Selecting, sorting and functions of single numbers are the same
+for a row wherever it stands.
 
-Everything stays on the rows' device. Only where a distribution is so flat that its likeliest tokens do not
-settle the filters is the whole row sorted, and whoever reads the tokens finds that out.
+Where a distribution is so flat that its likeliest tokens do not settle the filters, the whole row is
+sorted: the one case that needs a second look of the host.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvant.engine.sampling_params import SamplingParams
 
 HEAD = 1024
 """Tokens that are sorted at first; only a flat distribution or a large top_k needs the whole row."""
 
-_BLOCK = {"cpu": 1}
-_DEVICE_BLOCK = 16
+_BLOCK = 64
+"""Rows of likeliest tokens that are worked on together."""
+
+_WHOLE_BLOCK = 8
+"""Rows that are sorted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +42,12 @@ class Draw:
         params = self.params
         return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
-
-def block_size(device: torch.device) -> int:
-    """Rows of one block on a device."""
-    return _BLOCK.get(device.type, _DEVICE_BLOCK)
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """temperature, top_k (infinity for none), top_p, min_p, u."""
+        params = self.params
+        top_k = float(params.top_k) if params.top_k > 0 else torch.inf
+        return params.temperature, top_k, params.top_p, params.min_p, self.u
 
 
 def draw(logits: Tensor, index: Items[int], draws: Items[Draw]) -> list[int]:
@@ -47,11 +55,17 @@ def draw(logits: Tensor, index: Items[int], draws: Items[Draw]) -> list[int]:
     tokens = [0] * len(draws)
     for filters in (False, True):
         places = [place for place, one in enumerate(draws) if one.filters is filters]
-        if places:
-            own = [draws[place] for place in places]
-            found = _draw_some(logits, [index[place] for place in places], own, filters=filters)
-            for place, token in zip(places, found, strict=True):
-                tokens[place] = token
+        if not places:
+            continue
+        rows = to_device(torch.tensor([index[place] for place in places]), logits.device)
+        table = torch.tensor([draws[place].numbers for place in places], dtype=torch.float64)
+        numbers = to_device(table, logits.device)
+        if filters:
+            found = _filtered(logits, rows, numbers)
+        else:
+            found = draw_from_whole(logits, rows, numbers[:, 0], numbers[:, 4])[0].tolist()
+        for place, token in zip(places, found, strict=True):
+            tokens[place] = token
     return tokens
 
 
@@ -62,93 +76,113 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-def _draw_some(rows: Tensor, places: list[int], draws: list[Draw], *, filters: bool) -> list[int]:
-    numbers = torch.tensor([_numbers(one) for one in draws], dtype=torch.float64)
-    index = torch.tensor(places)
-    head = HEAD if filters else 0
-    found, settled = _in_blocks(rows, index, numbers, head)
-    tokens: list[int] = found.tolist()
-    lacking = (~settled).nonzero().flatten().tolist() if filters else []
-    if lacking:
-        again, _ = _in_blocks(rows, index[lacking], numbers[lacking], rows.shape[1])
-        for place, token in zip(lacking, again.tolist(), strict=True):
+def draw_from_whole(
+    logits: Tensor, rows: Tensor, temperature: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of some rows the token in which the share u of all weights falls, in the order of ids, and their
+    sum: [n] int64, [n] float64. The weights are exp((x - max) / temperature).
+    """
+    if logits.device.type != "cpu":
+        from kvant.engine.triton_draw import draw_rows
+
+        return draw_rows(logits, rows, temperature, u)
+    tokens, totals = [], []
+    for row, heat, share in zip(rows.tolist(), temperature, u, strict=True):
+        mass = _weights(logits[row], logits[row].max(), heat).cumsum(0)
+        token = torch.searchsorted(mass, share * mass[-1], right=True)
+        tokens.append(token.clamp_(max=len(mass) - 1))
+        totals.append(mass[-1])
+    return torch.stack(tokens), torch.stack(totals)
+
+
+def _filtered(logits: Tensor, rows: Tensor, numbers: Tensor) -> list[int]:
+    """From what the filters leave, likeliest first, smaller ids first among equals."""
+    if bool(((numbers[:, 2] < 1) & (numbers[:, 3] <= 0) & torch.isinf(numbers[:, 1])).any()):
+        _, totals = draw_from_whole(logits, rows, numbers[:, 0], numbers[:, 4])
+    else:
+        totals = numbers.new_zeros(len(rows))
+    found, settled = [], []
+    for start in range(0, len(rows), _BLOCK):
+        some = slice(start, start + _BLOCK)
+        parts = _from_likeliest(logits[rows[some]], numbers[some], totals[some])
+        found.append(parts[0])
+        settled.append(parts[1])
+    tokens: list[int] = torch.cat(found).tolist()
+    lacking = (~torch.cat(settled)).nonzero().flatten()
+    for part in lacking.split(_WHOLE_BLOCK) if len(lacking) else ():  # type: ignore[no-untyped-call]
+        whole = _from_all(logits[rows[part]], numbers[part])
+        for place, token in zip(part.tolist(), whole.tolist(), strict=True):
             tokens[place] = token
     return tokens
 
 
-def _numbers(one: Draw) -> tuple[float, ...]:
-    params = one.params
-    top_k = params.top_k if params.top_k > 0 else torch.inf
-    return params.temperature, float(top_k), params.top_p, params.min_p, one.u
+def _from_likeliest(x: Tensor, numbers: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens, and whether they are settled, of rows [n, vocab]; HEAD of each are sorted.
 
-
-def _in_blocks(rows: Tensor, index: Tensor, numbers: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and whether they are settled, of the rows at `index`. head 0: no filters."""
-    size, count = block_size(rows.device), len(index)
-    short = -count % size
-    if short:  # the last one again
-        index = torch.cat([index, index[-1:].expand(short)])
-        numbers = torch.cat([numbers, numbers[-1:].expand(short, -1)])
-    index, numbers = to_device(index, rows.device), to_device(numbers, rows.device)
-    parts = []
-    for start in range(0, count, size):
-        some, own = rows[index[start : start + size]], numbers[start : start + size]
-        parts.append(_filtered(some, own, head) if head else _whole(some, own))
-    tokens = torch.cat([part[0] for part in parts])[:count]
-    settled = torch.cat([part[1] for part in parts])[:count]
-    return tokens.cpu(), settled.cpu()
-
-
-def _weights(rows: Tensor, temperature: Tensor) -> Tensor:
-    """exp((x - max) / temperature) in float64."""
-    x = rows.to(torch.float64)
-    return x.sub_(x.amax(-1, keepdim=True)).div_(temperature[:, None]).exp_()
-
-
-def _whole(rows: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    mass = _weights(rows, numbers[:, 0]).cumsum(-1)
-    token = torch.searchsorted(mass, numbers[:, 4:] * mass[:, -1:], right=True)
-    token = token[:, 0].clamp_(max=rows.shape[1] - 1)
-    return token, torch.ones_like(token, dtype=torch.bool)
-
-
-def _filtered(rows: Tensor, numbers: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """From what the filters leave, likeliest first (smaller ids first among equals). Each filter
-    keeps a beginning of that order, so the shortest one decides.
-
-    Of the likeliest `head` tokens those as unlikely as the last do not count: their equals may be
-    missing.
+    Those as unlikely as the last of them do not count: their equals may be missing.
     """
-    temperature, top_k, top_p, min_p, u = (part[:, None] for part in numbers.unbind(1))
-    weights = _weights(rows, temperature[:, 0])
-    size = rows.shape[1]
-    if head < size:
-        ids, _ = rows.topk(head).indices.sort(-1)  # the weights' order, in a narrower dtype
-        values = weights.gather(1, ids)
-        complete = (values > values.amin(-1, keepdim=True)).sum(-1, keepdim=True)
-        values, order = values.sort(dim=-1, descending=True, stable=True)
-        ids = ids.gather(1, order)
-    else:
-        values, ids = weights.sort(dim=-1, descending=True, stable=True)
-        complete = torch.full_like(ids[:, :1], size)
-    place = torch.arange(values.shape[1], device=rows.device)
-    settled = complete == size
+    count, size = x.shape
+    if size <= HEAD:
+        return _from_all(x, numbers), torch.ones(count, dtype=torch.bool, device=x.device)
+    best, ids = x.topk(HEAD)  # the weights' order, in a narrower dtype
+    ids, order = ids.sort(-1)
+    best = best.gather(1, order)
+    values = _weights(best, best.amax(-1, keepdim=True), numbers[:, :1])
+    complete = (values > values.amin(-1, keepdim=True)).sum(-1, keepdim=True)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    return _choose(values, ids, complete, size, totals, numbers, _BLOCK)
 
+
+def _from_all(x: Tensor, numbers: Tensor) -> Tensor:
+    """The same with every token sorted, which settles everything."""
+    values = _weights(x, x.amax(-1, keepdim=True), numbers[:, :1])
+    values, ids = values.sort(dim=-1, descending=True, stable=True)
+    complete = torch.full_like(ids[:, :1], x.shape[1])
+    totals = numbers.new_zeros(len(x))  # of all tokens: not asked for, `complete` are all
+    return _choose(values, ids, complete, x.shape[1], totals, numbers, _WHOLE_BLOCK)[0]
+
+
+def _choose(
+    values: Tensor,
+    ids: Tensor,
+    complete: Tensor,
+    size: int,
+    totals: Tensor,
+    numbers: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor]:
+    """Each filter keeps a beginning of the order, so the shortest one decides.
+
+    values: sorted weights, [n, h] float64, of tokens `ids`; the first `complete` [n, 1] of them are
+    those of the whole order of `size`. totals: of all weights, where `complete` are not all.
+    """
+    count, width = values.shape
+    _, top_k, top_p, min_p, u = (part[:, None] for part in numbers.unbind(1))
+    place = torch.arange(width, device=values.device)
     likely = ((values >= min_p * values[:, :1]) & (place < complete)).sum(-1, keepdim=True)
-    settled |= likely < complete
-    settled |= top_k <= likely
+    settled = (complete == size) | (likely < complete) | (top_k <= likely)
     kept = torch.minimum(likely.to(torch.float64), top_k).to(torch.int64)
-    cut = (min_p > 0) | torch.isfinite(top_k)
+    cut = (min_p > 0) | torch.isfinite(top_k) | (complete == size)
 
-    # With top_p alone the total is that of all tokens, and the head is enough where it has that share.
-    mass = torch.where(place < kept, values, 0.0).cumsum(-1)
-    total = torch.where(cut, mass[:, -1:], weights.cumsum(-1)[:, -1:])
+    mass = torch.where(place < kept, values, 0.0)
+    if values.device.type != "cpu":
+        mass = F.pad(mass, (0, 0, 0, block - count))
+    mass = mass.cumsum(-1)[:count]
+    # With top_p alone the total is that of all tokens: the head is enough where it has that share.
+    total = torch.where(cut, mass[:, -1:], totals[:, None])
     needed = (mass < top_p * total).sum(-1, keepdim=True) + 1
     by_share = (top_p < 1) & (needed <= kept) & (settled | ~cut)
     settled |= by_share
     kept = torch.where(by_share, needed, kept)
 
     last = mass.gather(1, (kept - 1).clamp_(min=0))
-    token = torch.searchsorted(mass, u * last, right=True)
-    token = ids.gather(1, torch.minimum(token, kept - 1).clamp_(min=0))
+    chosen = torch.searchsorted(mass, u * last, right=True)
+    token = ids.gather(1, torch.minimum(chosen, kept - 1).clamp_(min=0))
     return token[:, 0], (settled & (complete > 0))[:, 0]
+
+
+def _weights(x: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """exp((x - best) / temperature) in float64."""
+    wide = x.to(torch.float64)
+    return ((wide - best.to(torch.float64)) / temperature).exp_()

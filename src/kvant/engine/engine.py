@@ -28,7 +28,7 @@ from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
-from kvant.engine.sampler import Rows, Sampled, is_plain, token_logprobs
+from kvant.engine.sampler import Rows, Sampled, token_logprobs
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.saturation import saturation_warning
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
@@ -434,7 +434,7 @@ class Engine:
             self.runner.looks_ahead
             and not self.scheduler.num_waiting
             and (self.speculation is None or self.speculation.goes_on())
-            and all(is_plain(chunk.sequence) for chunk in chunks)
+            and all([chunk[0].is_plain for chunk in chunks])
         )
 
     def _run_recorded(self, chunks: list[Chunk], num_drafts: int, *, ahead: bool) -> _Ran:
@@ -461,19 +461,26 @@ class Engine:
         if not chunk.samples and not is_broken:
             self.scheduler.advance(sequence, known, followed=False)
             return []
-        live = self._live[sequence.number]
+        if not chunk.drafts:
+            sampled = Sampled(None) if is_broken else rows.sample(row, sequence)
+            return [self._follow(sequence, known, sampled)]
 
         def choose(place: int) -> Progress:
-            sampled = Sampled(None) if is_broken else rows.sample(row + place, sequence)
-            if sampled.token_id is not None or sampled.error is not None:
-                # Before the token is appended, and never if there is none: nothing that computed NaN
-                # is to be found by others.
-                self.scheduler.advance(sequence, known + place, followed=True)
-            piece = self._take(live, sampled)
-            live.tell(piece)
-            return piece
+            return self._follow(sequence, known + place, rows.sample(row + place, sequence))
 
         return verify(chunk.drafts, choose, _goes_on_with)
+
+    def _follow(self, sequence: Sequence, known: int, sampled: Sampled) -> Progress:
+        """What became of a sequence that was run up to `known` tokens."""
+        if sampled.token_id is not None or sampled.error is not None:
+            # Before the token is appended, and never if there is none: nothing that computed NaN
+            # is to be found by others.
+            self.scheduler.advance(sequence, known, followed=True)
+        live = self._live[sequence.number]
+        piece = self._take(live, sampled)
+        if live.stream is not None:
+            live.tell(piece)
+        return piece
 
     def _score(self, batch: Batch, logits: Tensor) -> list[Sequence]:
         """Note the log-probabilities of prompt tokens; those whose logits are no numbers."""

@@ -86,8 +86,11 @@ class Sequence:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
+    _wants_likeliest: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        params = self.request.params
+        self._wants_likeliest = params.is_greedy and params.logprobs is None
         if self.request.params.prompt_logprobs is not None:
             self.prompt_logprobs = []
 
@@ -96,6 +99,11 @@ class Sequence:
         """Its prompt has to be run, all of it, for the log-probabilities of its tokens."""
         found = self.prompt_logprobs
         return found is not None and len(found) < self.num_prompt_tokens - 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its next token is the likeliest and nothing else is asked about it."""
+        return self._wants_likeliest and self.rules is None
 
     @property
     def number(self) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvant.engine.drawing import Draw, block_size, draw, to_device
+from kvant.engine.drawing import Draw, draw, to_device
 from kvant.engine.logit_rules import Edits, edited, nothing_left
 from kvant.engine.request import Sequence, TokenLogprobs
 from kvant.errors import RequestError
@@ -76,7 +76,7 @@ class Rows:
         together = [
             (row, sequence, ahead)
             for row, sequence, ahead in wanted
-            if self._sound[row] and not is_plain(sequence) and (sequence.rules is None or not ahead)
+            if self._sound[row] and not sequence.is_plain and (sequence.rules is None or not ahead)
         ]
         self._found: dict[int, Sampled] = {}
         if together:
@@ -88,16 +88,10 @@ class Rows:
         """The token that follows what the sequence has now."""
         if not self._sound[row]:
             return Sampled(None)
-        if is_plain(sequence):
+        if sequence.is_plain:
             return Sampled(self._greedy[row])
         found = self._found.get(row)
         return sample_one(self._logits[row], sequence) if found is None else found
-
-
-def is_plain(sequence: Sequence) -> bool:
-    """Whether its next token is the likeliest and nothing else is asked about it."""
-    params = sequence.request.params
-    return params.is_greedy and sequence.rules is None and params.logprobs is None
 
 
 def sample_one(row: Tensor, sequence: Sequence, ahead: Items[int] = ()) -> Sampled:
@@ -232,7 +226,7 @@ def _logprobs(
     found: dict[int, TokenLogprobs] = {}
     for num_top, places in asking.items():
         rows = _rows_of(logits, [index[place] for place in places])
-        size = block_size(logits.device)
+        size = 1 if logits.device.type == "cpu" else _LOGPROB_ROWS
         for start in range(0, len(places), size):
             # Always as many rows, the last one again: see `kvant.engine.drawing`.
             some = places[start : start + size]

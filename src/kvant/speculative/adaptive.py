@@ -25,10 +25,10 @@ _TRIAL = 5
 _STRETCH = 30
 """Steps of the fastest way before it is chosen again."""
 
-_STRETCHES = 3
-"""Of them, before another way is tried again: for 4 steps of 90."""
+_STRETCHES = 4
+"""Of them, before another way is tried again: for 3 steps of 120."""
 
-_RETRY = 4
+_RETRY = 3
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
-"""docs/benchmarks/speculative.md: drafts on a CPU."""
+"""docs/benchmarks/speculative.md: drafts on a CPU, and on an H200 with replayed acceptance."""
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
-from tables import Cells, table
+from tables import Cells, held, table
 
 
 def _table(data: Any) -> Cells:
@@ -31,3 +32,40 @@ def reference(data: Any) -> Cells:
 @table("spec-cpu", "smollm2-spec-cpu.json")
 def cpu(data: Any) -> Cells:
     return _table(data)
+
+
+GOALS = {1: 4.5, 8: 3.6, 16: 2.6, 32: 2.0, 64: 1.4}
+"""Times plain decoding, by requests."""
+
+
+@table("h200-replay", "h200-replay.json")
+def replay(data: Any) -> Cells:
+    def speeds(row: Any) -> list[float]:
+        return [one["new"] / one["seconds"] for one in row["repeats"]]
+
+    plain = {r["requests"]: r for r in data["rows"] if not r["num_drafts"]}
+    lines = [
+        [
+            "requests",
+            "plain tok/s",
+            "with drafts",
+            "all repeats",
+            "tokens a step",
+            "speedup",
+            "goal",
+        ]
+    ]
+    for r in data["rows"]:
+        if not r["num_drafts"]:
+            continue
+        before, now = median(speeds(plain[r["requests"]])), median(speeds(r))
+        steps = sum(one["steps"] for one in r["repeats"])
+        new = sum(one["new"] for one in r["repeats"])
+        goal = GOALS[r["requests"]]
+        lines.append(
+            [str(r["requests"]), f"{before:.0f}", f"{now:.0f}",
+             ", ".join(f"{one:.0f}" for one in speeds(r)),
+             f"{new / steps / r['requests']:.2f}", f"{now / before:.2f}x",
+             held(now / before, goal, least=True)]
+        )  # fmt: skip
+    return lines

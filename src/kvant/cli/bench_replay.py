@@ -73,8 +73,6 @@ def replay(
         )
     sys.stdout.write(table(found) + "\n")
     if out is not None:
-        facts = measurement_facts(
-            shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers", "triton"]
-        )
+        facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers"])
         body = {**facts, "mean": mean, "rows": [asdict(one) for one in found]}
         out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")

@@ -93,37 +93,55 @@ def measure(
         base = replace(config.plan, requests=replace(requests, target=target), speculative=None)
         drafted = replace(base, speculative=replace(asked, method=REPLAY))
         plans = [base, drafted] if plain else [drafted]
-        llms = []
-        for plan in plans:
-            start = time.perf_counter()
-            llms.append(LLM.from_config(replace(config, plan=plan)))
-            for note in (*llms[-1].notes, f"ready in {time.perf_counter() - start:.1f} s"):
-                sys.stderr.write(note + "\n")
-        for llm in llms if written else ():
-            fill(_pools(llm))
-        for load in loads:
-            timed: list[list[Timed]] = [[] for _ in llms]
-            before = [llm.engine.stats.speculation for llm in llms]
-            for repeat in range(repeats):
-                order = list(enumerate(llms))[:: 1 if repeat % 2 == 0 else -1]
-                for place, llm in order:
-                    timed[place].append(_run(llm, load, seed=repeat, written=written))
-            for llm, earlier, ran in zip(llms, before, timed, strict=True):
-                stats = llm.engine.stats.speculation
-                mean = 0.0
-                if stats is not None and earlier is not None:
-                    mean = stats.since(earlier).mean_acceptance_length
-                yield Found(
-                    str(name),
-                    llm.planned.num_speculative_tokens,
-                    asked.adaptive,
-                    load.requests,
-                    load.input,
-                    tuple(ran),
-                    mean,
-                )
-        del llms, llm
+        yield from _measure(
+            [replace(config, plan=plan) for plan in plans],
+            name,
+            loads,
+            repeats,
+            adaptive=asked.adaptive,
+            written=written,
+        )
         free_memory()
+
+
+def _measure(
+    configs: Sequence[EngineConfig],
+    name: str,
+    loads: Sequence[Load],
+    repeats: int,
+    *,
+    adaptive: bool,
+    written: bool,
+) -> Iterator[Found]:
+    """Of one format. The engines are gone with the end of it."""
+    llms = []
+    for config in configs:
+        start = time.perf_counter()
+        llms.append(LLM.from_config(config))
+        for note in (*llms[-1].notes, f"ready in {time.perf_counter() - start:.1f} s"):
+            sys.stderr.write(note + "\n")
+    for llm in llms if written else ():
+        fill(_pools(llm))
+    for load in loads:
+        timed: list[list[Timed]] = [[] for _ in llms]
+        before = [llm.engine.stats.speculation for llm in llms]
+        for repeat in range(repeats):
+            for place, llm in list(enumerate(llms))[:: 1 if repeat % 2 == 0 else -1]:
+                timed[place].append(_run(llm, load, seed=repeat, written=written))
+        for llm, earlier, ran in zip(llms, before, timed, strict=True):
+            stats = llm.engine.stats.speculation
+            mean = 0.0
+            if stats is not None and earlier is not None:
+                mean = stats.since(earlier).mean_acceptance_length
+            yield Found(
+                name,
+                llm.planned.num_speculative_tokens,
+                adaptive,
+                load.requests,
+                load.input,
+                tuple(ran),
+                mean,
+            )
 
 
 def _run(llm: LLM, load: Load, *, seed: int, written: bool) -> Timed:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.pool import LayerCache
 from kvant.kv.spec import Choice, LayerSpec, Scale, ScaleState, Source
+from kvant.measure.facts import measurement_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +270,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"read bandwidth {bandwidth:.2f} TB/s")
     print(table(rows))
     if options.out is not None:
+        command = "python -m kvant.measure.attention_bench --out result.json"
         facts = {
-            "device": torch.cuda.get_device_name(device),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
+            **measurement_facts(
+                command + "".join(f' --case "{name}"' for name in options.case),
+                ("torch", "triton"),
+            ),
             "read_tb_per_s": bandwidth,
             "rows": [asdict(r) for r in rows],
         }

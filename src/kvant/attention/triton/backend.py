@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.cuda import many_rows
 from kvant.attention.triton.codec import READING
 from kvant.attention.triton.combine import combine
 from kvant.attention.triton.launch import (
@@ -103,6 +104,8 @@ class TritonBackend:
         rows = step.max_seqlen_q * (g.num_q_heads // g.num_kv_heads)
         if self.batch_invariant:
             rows = 1
+        if rows >= many_rows.FEWEST and many_rows.serves(cache, q.dtype, params):
+            return attend(cache, q, step, params, many_rows.shape_for(k, v), wide=True)
         shape = shape_for(k, v, (g.head_dim_k, g.head_dim_v), rows, full=q.dtype is torch.float32)
         return attend(cache, q, step, params, shape, fixed=self.batch_invariant)
 
@@ -120,8 +123,12 @@ def attend(
     shape: Shape,
     *,
     fixed: bool = False,
+    wide: bool = False,
 ) -> Tensor:
-    """`TritonBackend.attend` in a given shape. fixed: items at fixed places, for batch invariance."""
+    """`TritonBackend.attend` in a given shape. fixed: items at fixed places, for batch invariance.
+
+    wide: by the kernel for many rows, which must serve the layer.
+    """
     spec = cache.spec
     g = spec.geometry
     assert spec.k is not None
@@ -138,7 +145,7 @@ def attend(
     causal = step.causal
     window = params.window or 0
     scale = params.scale
-    if k.rotated:
+    if k.rotated and not wide:
         q = rotate(q, block_length(head_k))
     elif q.stride(-1) != 1:
         q = q.contiguous()
@@ -148,16 +155,19 @@ def attend(
         tokens * group // shape.rows + num_seqs,
     )
     processors = multiprocessors(q.device)
-    target = items_aimed_at(shape, blocks, processors, heads)
+    if wide:
+        target = many_rows.items_aimed_at(blocks, heads, processors)
+    else:
+        target = items_aimed_at(shape, blocks, processors, heads)
     if fixed:
         least = max(1, FIXED_SPLIT // shape.tile)
         items = blocks * -(-step.max_seqlen_kv // (least * shape.tile))
         splits = items > blocks
     else:
-        splits = blocks * heads < 4 * shape.programs * processors
+        splits = wide or blocks * heads < 4 * shape.programs * processors
         least = shape.least if splits else NEVER_SPLIT
         items = blocks + target if splits else blocks
-    direct = not v.rotated
+    direct = wide or not v.rotated
     parts = splits or not direct
     # Tokens of no sequence get zeros: from `combine`, or here where it is not launched.
     make = torch.empty if parts else torch.zeros
@@ -166,26 +176,32 @@ def attend(
     partial = q.new_empty((*shape_of_parts, head_v), dtype=torch.float32)
     partial_lse = q.new_empty(shape_of_parts, dtype=torch.float32)
 
-    planes = [*words(cache.k, k), *words(cache.v, v)]
     work = (step.cu_seqlens_q, step.seqlens_kv)
-    options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
-    paged_attention[(heads * items,)](
-        q, q.stride(0), q.stride(1), *planes,
-        cache.k_scale, cache.v_scale, params.sinks,
-        out, partial, partial_lse,
-        *work, step.page_table, step.page_table.stride(0), num_seqs,
-        scale, params.softcap, window, target, least,
-        GROUP=group, HEADS=heads, HEAD_K=head_k, HEAD_V=head_v,
-        PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
-        KIND_K=int(k.kind), SCALING_K=int(k.scaling), ELEMENTS_K=k.elements,
-        FACTOR_K=k.factor, PAD_K=pad(head_k, k),
-        KIND_V=int(v.kind), SCALING_V=int(v.scaling), ELEMENTS_V=v.elements,
-        FACTOR_V=v.factor, PAD_V=pad(head_v, v),
-        K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
-        CAUSAL=causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
-        FULL=full, DIRECT=direct, FIXED=fixed, PTX=has_ptx(q.device),
-        num_warps=shape.warps, num_stages=shape.stages, **options,
-    )  # fmt: skip
+    if wide:
+        many_rows.launch(
+            cache, q, step, params, out, partial, partial_lse,
+            items=items, target=target, least=least,
+        )  # fmt: skip
+    else:
+        planes = [*words(cache.k, k), *words(cache.v, v)]
+        options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
+        paged_attention[(heads * items,)](
+            q, q.stride(0), q.stride(1), *planes,
+            cache.k_scale, cache.v_scale, params.sinks,
+            out, partial, partial_lse,
+            *work, step.page_table, step.page_table.stride(0), num_seqs,
+            scale, params.softcap, window, target, least,
+            GROUP=group, HEADS=heads, HEAD_K=head_k, HEAD_V=head_v,
+            PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
+            KIND_K=int(k.kind), SCALING_K=int(k.scaling), ELEMENTS_K=k.elements,
+            FACTOR_K=k.factor, PAD_K=pad(head_k, k),
+            KIND_V=int(v.kind), SCALING_V=int(v.scaling), ELEMENTS_V=v.elements,
+            FACTOR_V=v.factor, PAD_V=pad(head_v, v),
+            K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
+            CAUSAL=causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
+            FULL=full, DIRECT=direct, FIXED=fixed, PTX=has_ptx(q.device),
+            num_warps=shape.warps, num_stages=shape.stages, **options,
+        )  # fmt: skip
     if parts:
         per_program = heads_joined_at_once(tokens, q_heads)
         combine[(q_heads * tokens // per_program,)](

@@ -1,0 +1,109 @@
+"""CUDA C++ compiled when it is first needed, by the compiler library that torch's own wheels bring.
+
+No toolkit is asked for: torch for CUDA depends on `cuda-bindings` and on NVRTC. Where either is
+missing, `unavailable` says so, and whoever wanted the kernel takes another way, once for all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+_PROBE = b'extern "C" __global__ void probe() {}'
+_HOPPER = "sm_90a"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A loaded kernel, the shared memory it is launched with and what its arguments are.
+
+    module: keeps the code loaded.
+    """
+
+    module: Any
+    function: Any
+    shared_bytes: int
+    arguments: tuple[type, ...]
+
+    def launch(self, programs: int, threads: int, values: Sequence[object]) -> None:
+        """Launch on torch's current stream. values: one for each argument; addresses as int."""
+        driver = import_module("cuda.bindings.driver")
+        stream = torch.cuda.current_stream().cuda_stream
+        _checked(
+            driver.cuLaunchKernel(
+                self.function, programs, 1, 1, threads, 1, 1, self.shared_bytes, stream,
+                (tuple(values), self.arguments), 0,
+            )
+        )  # fmt: skip
+
+
+def is_hopper() -> bool:
+    """Whether the device is an NVIDIA GPU of compute capability 9.0."""
+    nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability() == (9, 0)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why CUDA C++ cannot be compiled for this device, None where it can; asked once a process."""
+    if not is_hopper():
+        return "the CUDA C++ kernel is written for sm_90 alone"
+    try:
+        _compiled(_PROBE, {})
+    except (ImportError, RuntimeError) as error:
+        return f"NVRTC does not work here: {error}"
+    return None
+
+
+def build(
+    package: str,
+    source: str,
+    name: str,
+    defines: Mapping[str, int],
+    shared_bytes: int,
+    arguments: tuple[type, ...],
+) -> Kernel:
+    """Compile `source` of `package` with `defines`, load it and find kernel `name`."""
+    code = _compiled(files(package).joinpath(source).read_bytes(), defines)
+    driver = import_module("cuda.bindings.driver")
+    torch.cuda.current_stream()  # the device's context must exist
+    module = _checked(driver.cuModuleLoadData(code))
+    function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver.cuFuncSetAttribute(function, most, shared_bytes))
+    return Kernel(module, function, shared_bytes, arguments)
+
+
+def _compiled(source: bytes, defines: Mapping[str, int]) -> bytes:
+    """Machine code of a CUDA C++ text."""
+    nvrtc = import_module("cuda.bindings.nvrtc")
+    program = _checked(nvrtc.nvrtcCreateProgram(source, b"kvant.cu", 0, [], []))
+    options = [f"--gpu-architecture={_HOPPER}", "--std=c++17", "-default-device"]
+    options += [f"-D{name}={value}" for name, value in defines.items()]
+    encoded = [option.encode() for option in options]
+    done = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if int(done[0]):
+        log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(log.decode(errors="replace"))
+    code = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))  # the binding writes into it
+    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return code
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """What a binding returns behind its status."""
+    if int(answer[0]):
+        raise RuntimeError(repr(answer[0]))
+    return answer[1] if len(answer) > 1 else None
+
+
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float

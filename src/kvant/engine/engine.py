@@ -15,24 +15,21 @@ import weakref
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
-from torch import Tensor, isfinite
 
-from kvant.engine.batch import Batch, build_batch, num_scored
 from kvant.engine.cache_audit import CacheAudit
-from kvant.engine.decodes import list_decodes
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
-from kvant.engine.sampler import Rows, Sampled, token_logprobs
+from kvant.engine.sampler import Rows, Sampled
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.saturation import saturation_warning
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from kvant.engine.speculation import Speculation
+from kvant.engine.stepping import run_step
 from kvant.engine.stream import TokenStream
 from kvant.engine.structured_outputs import CompileLimits
 from kvant.engine.text import TextStream
@@ -79,20 +76,6 @@ class _Live:
         stream = None if self.stream is None else self.stream()
         if stream is not None:
             stream.put(piece)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ran:
-    """A step that was run.
-
-    chunks: with their drafts. rows: of logits; first_rows: where each chunk's begin. broken: sequences
-    whose prompt gave NaN.
-    """
-
-    chunks: list[Chunk]
-    rows: Rows
-    first_rows: list[int]
-    broken: list[Sequence]
 
 
 class Engine:
@@ -244,7 +227,7 @@ class Engine:
             return progress
         self._num_preemptions += len(schedule.preempted)
         try:
-            ran = self._run(schedule.chunks, schedule.pages_to_zero, most)
+            ran = run_step(self.runner, self.scheduler, speculation, schedule, most)
             self._num_steps += 1
             emitted = []
             for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
@@ -395,29 +378,6 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def _run(self, chunks: list[Chunk], pages_to_zero: list[int], num_drafts: int) -> _Ran:
-        speculation = self.speculation
-        if pages_to_zero:
-            self.runner.zero(pages_to_zero)
-            if speculation is not None:
-                speculation.zero(pages_to_zero)
-        recorded: Items[int] = ()
-        if all(map(_is_decode, chunks)):
-            recorded = self.runner.recorded(len(chunks))
-        if num_drafts in recorded:
-            ahead = self._knows_what_follows(chunks)
-            return self._run_recorded(chunks, num_drafts, ahead=ahead)
-        if speculation is not None:
-            chunks = speculation.propose(chunks)
-            if 0 in recorded and not any(chunk.drafts for chunk in chunks):
-                return self._run_recorded(chunks, 0, ahead=False)
-        batch = build_batch(chunks, self.scheduler.page_table, self.limits.page_size)
-        logits = self.runner.run(batch)
-        broken = self._score(batch, logits) if batch.scored else []
-        first_rows = [0, *accumulate(chunk.num_rows for chunk in chunks)][:-1]
-        rows = Rows(logits[: len(batch.sampled)], _rows_of(chunks, first_rows))
-        return _Ran(chunks, rows, first_rows, broken)
-
     def _look_at_saturation(self) -> None:
         """Now and then, and when nothing is left to do; a layer's first values are told."""
         if self._live and self._num_steps % SATURATION_STEPS:
@@ -427,30 +387,6 @@ class Engine:
         new = [one for one in self._saturated if one.spec.geometry.index not in known]
         if new:
             _log.warning("%s", saturation_warning(new))
-
-    def _knows_what_follows(self, chunks: list[Chunk]) -> bool:
-        """Whether the next step is this one's continuation, if nothing ends or arrives."""
-        return (
-            self.runner.looks_ahead
-            and not self.scheduler.num_waiting
-            and (self.speculation is None or self.speculation.goes_on())
-            and all([chunk[0].is_plain for chunk in chunks])
-        )
-
-    def _run_recorded(self, chunks: list[Chunk], num_drafts: int, *, ahead: bool) -> _Ran:
-        """A step that is one launch, drafts and all. ahead: launch the one after it, too."""
-        table = self.scheduler.page_table
-        logits = self.runner.run_decodes(
-            list_decodes(chunks, table, self.limits.page_size, num_drafts, ahead=ahead)
-        )
-        found = self.runner.read_decodes()
-        if num_drafts:
-            chunks = [
-                chunk._replace(drafts=drafts)
-                for chunk, drafts in zip(chunks, found.drafts, strict=True)
-            ]
-        wanted = [] if ahead else _rows_of(chunks, found.first_rows)
-        return _Ran(chunks, Rows(logits, wanted, found.known), found.first_rows, [])
 
     def _emit(self, chunk: Chunk, rows: Rows, row: int, *, is_broken: bool) -> list[Progress]:
         """What a chunk's sequence gets: nothing, a token, or several where drafts stand.
@@ -481,25 +417,6 @@ class Engine:
         if live.stream is not None:
             live.tell(piece)
         return piece
-
-    def _score(self, batch: Batch, logits: Tensor) -> list[Sequence]:
-        """Note the log-probabilities of prompt tokens; those whose logits are no numbers."""
-        broken = []
-        begin = len(batch.sampled)
-        for chunk in batch.scored:
-            sequence, count = chunk.sequence, num_scored(chunk)
-            rows = logits[begin : begin + count]
-            begin += count
-            if not bool(isfinite(rows.max(dim=-1).values).all()):
-                broken.append(sequence)
-                continue
-            num_top = sequence.request.params.prompt_logprobs
-            assert num_top is not None
-            assert sequence.prompt_logprobs is not None
-            followers = sequence.token_ids[chunk.start + 1 : chunk.start + 1 + count]
-            # What a preempted sequence computes again takes the place of what it had.
-            sequence.prompt_logprobs[chunk.start :] = token_logprobs(rows, followers, num_top)
-        return broken
 
     def _take(self, live: _Live, sampled: Sampled) -> Progress:
         """Append a token, show its text, and end the request where it ends."""
@@ -583,19 +500,6 @@ class Engine:
             prompt_logprobs=_prompt_logprobs(sequence),
             error=live.error,
         )
-
-
-def _rows_of(chunks: list[Chunk], first_rows: list[int]) -> list[tuple[int, Sequence, int]]:
-    """Every row that may be sampled, whose it is, and how many drafts stand before it."""
-    return [
-        (first + place, chunk.sequence, place)
-        for chunk, first in zip(chunks, first_rows, strict=True)
-        for place in range(chunk.num_rows)
-    ]
-
-
-def _is_decode(chunk: Chunk) -> bool:
-    return chunk.num_tokens == 1 and chunk.samples
 
 
 def _goes_on_with(piece: Progress) -> int | None:

@@ -120,13 +120,17 @@ def test_10000_canaries_never_answer_with_a_token_of_anybody_else(model: Path) -
                 if number is None:
                     break
                 token = chance.choice(list(letters))
-                own = chance.choice(
-                    ({"allowed_token_ids": [token]}, {"logit_bias": {str(token): 100}})
-                )
                 size = chance.randrange(1, 9)
+                own: dict[str, object] = chance.choice(
+                    (
+                        {"allowed_token_ids": [token], "ignore_eos": True},
+                        {"logit_bias": {str(token): 100}, "ignore_eos": True},
+                        {"guided_regex": letters[token] + f"{{{size}}}"},
+                    )
+                )
                 body = {
                     **own, "prompt": [chance.choice(list(letters)) for _ in range(8)],
-                    "max_tokens": size, "ignore_eos": True, "n": chance.choice((1, 1, 2)),
+                    "max_tokens": size, "n": chance.choice((1, 1, 2)),
                     "temperature": chance.choice((0, 1)), "min_p": chance.choice((0, 0.1)),
                     "frequency_penalty": chance.choice((0, 1)),
                 }  # fmt: skip

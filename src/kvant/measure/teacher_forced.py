@@ -28,23 +28,25 @@ def text_logits(
     plan may differ from the one the model was loaded with in formats only; scales are the model's.
     """
     pages = -(-len(token_ids) // plan.page_size)
-    pool = KVPool(plan, SCRATCH_PAGE + 1 + pages, device=model.device, scales=model.scales)
+    device = model.device
+    pool = KVPool(plan, SCRATCH_PAGE + 1 + pages, device=device, scales=model.scales)
     backends = load_backends(plan, batch_invariant=model.batch_invariant)
-    table = torch.arange(SCRATCH_PAGE + 1, SCRATCH_PAGE + 1 + pages, dtype=torch.int32)[None]
-    ids = torch.tensor(token_ids, dtype=torch.int64)
+    first = SCRATCH_PAGE + 1
+    table = torch.arange(first, first + pages, dtype=torch.int32, device=device)[None]
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
     parts = []
     for start in range(0, len(token_ids), chunk):
         end = min(start + chunk, len(token_ids))
-        positions = torch.arange(start, end)
+        positions = torch.arange(start, end, device=device)
         step = Step(
-            cu_seqlens_q=torch.tensor([0, end - start], dtype=torch.int32),
-            seqlens_kv=torch.tensor([end], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, end - start], dtype=torch.int32, device=device),
+            seqlens_kv=torch.tensor([end], dtype=torch.int32, device=device),
             page_table=table,
-            slot_mapping=positions + (SCRATCH_PAGE + 1) * plan.page_size,
+            slot_mapping=positions + first * plan.page_size,
             positions=positions,
             max_seqlen_q=end - start,
             max_seqlen_kv=end,
         )
         call = StepCall(step, pool, backends)
-        parts.append(model.forward(ids[start:end], call, torch.arange(end - start)))
+        parts.append(model.forward(ids[start:end], call, torch.arange(end - start, device=device)))
     return torch.cat(parts)

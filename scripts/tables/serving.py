@@ -1,0 +1,53 @@
+"""docs/benchmarks/serving.md and memory.md: a server on a GPU, and what a GPU holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables import Cells, held, percent, table
+
+START_GOALS = (60, 30)
+
+
+@table("serving", "h200-serving.json")
+def serving(data: Any) -> Cells:
+    lines = [
+        ["requests/s", "answered, failed", "out tok/s", "TTFT p50, ms", "p90", "p99",
+         "ITL p50, ms", "p90", "p99", "whole answer p50, ms"]
+    ]  # fmt: skip
+    for one in data["rounds"]:
+        times = [
+            f"{1e3 * one[what][at]:.1f}" for what in ("ttft", "itl") for at in ("p50", "p90", "p99")
+        ]
+        outcomes = one["outcomes"]
+        lines.append(
+            [f"{one['load']['rate']:g}", f"{outcomes['completed']}, {outcomes['failed']}",
+             f"{one['output_tokens_per_second']:.0f}", *times, f"{1e3 * one['e2e']['p50']:.0f}"]
+        )  # fmt: skip
+    return lines
+
+
+@table("serving-starts", "h200-serving.json")
+def starts(data: Any) -> Cells:
+    lines = [["start", "kernels", "seconds to ready", "goal"]]
+    for number, (one, goal) in enumerate(zip(data["starts"], START_GOALS, strict=True)):
+        shown = held(one["seconds"], goal)
+        lines.append([f"{number + 1}", one["kernels"], f"{one['seconds']:.1f}", shown])
+    return lines
+
+
+@table("gpu-memory", "h200-memory.json")
+def gpu_memory(data: Any) -> Cells:
+    lines = [
+        ["max_num_seqs", "max_model_len", "weights and pages, GiB", "used at the peak, GiB",
+         "beside weights and pages, GiB", "of the device"]
+    ]  # fmt: skip
+    for row in data["rows"]:
+        used = max(load["used"] for load in row["loads"])
+        beside = used - row["weights_and_pages_gib"]
+        lines.append(
+            [str(row["max_num_seqs"]), str(row["max_model_len"]),
+             f"{row['weights_and_pages_gib']:.2f}", f"{used:.2f}", f"{beside:.2f}",
+             percent(beside / data["total_gib"], digits=1)]
+        )  # fmt: skip
+    return lines

@@ -21,8 +21,9 @@ def warm_up(
 ) -> None:
     """Run steps that write nowhere: short and long prompts, alone and beside each other."""
     long = min(300, max_num_batched_tokens, max_model_len)
+    some = min(64, long)  # of a prompt's end, or drafts: another kernel than a few or many take
     page_size = model.plan.page_size
-    for lengths in ((1, 5), (long,), (1, long), (5, long)):
+    for lengths in ((1, 5), (some,), (long,), (1, long), (5, long)):
         if sum(lengths) <= max_num_batched_tokens:
             step = _nowhere(lengths, page_size, model.device)
             ids = torch.zeros_like(step.positions)

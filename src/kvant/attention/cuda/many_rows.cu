@@ -76,7 +76,6 @@ __device__ __forceinline__ void ldsm_t(u32 (&x)[4], u32 a) {
 __device__ __forceinline__ void stsm(u32 a, u32 x0, u32 x1, u32 x2, u32 x3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
-__device__ __forceinline__ float lds_f(u32 a) { float x; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(a) : "memory"); return x; }
 __device__ __forceinline__ u32 lds_u(u32 a) { u32 x; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(a) : "memory"); return x; }
 __device__ __forceinline__ uint2 lds_u2(u32 a) { uint2 x; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(a) : "memory"); return x; }
 

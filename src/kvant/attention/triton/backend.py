@@ -164,7 +164,7 @@ def attend(
         items = blocks * -(-step.max_seqlen_kv // (least * shape.tile))
         splits = items > blocks
     else:
-        splits = wide or blocks * heads < 4 * shape.programs * processors
+        splits = blocks * heads < 4 * shape.programs * processors
         least = shape.least if splits else NEVER_SPLIT
         items = blocks + target if splits else blocks
     direct = wide or not v.rotated

@@ -91,9 +91,8 @@ class Speculation:
             self._counts.num_plain_steps += 1
         if self._adaptive is not None:
             seconds = self._clock() - self._started
-            num_tokens = sum(len(tokens) for tokens in emitted)
             num_drafts = self._chosen if drafted else 0
-            self._adaptive.note(len(chunks), num_tokens, seconds, num_drafts=num_drafts)
+            self._adaptive.note([len(tokens) for tokens in emitted], seconds, num_drafts=num_drafts)
 
     def _check(self, drafts: Sequence[int], room: int) -> None:
         """Whatever a proposer does, nothing that is no token gets into the model."""

@@ -2,9 +2,9 @@
 
 A step with drafts takes longer and gives more tokens. What is fastest depends on the device, the
 number of sequences (a large batch already fills the device) and on how well drafts are accepted just
-now, so nothing is assumed: tokens and seconds of every way are summed up, older steps counting less,
-for each order of magnitude of the batch. A slower way is tried again now and then, because texts
-change.
+now, so it is measured, for each order of magnitude of the batch: how long steps of every way take, and,
+for all ways together, what part of the drafts stands at each place. Older steps count less, and a slower
+way is tried again now and then, because texts change.
 
 A way goes on for a stretch of steps that is known in advance, so that whoever prepares the next step
 beside this one knows which way it will go. A stretch's first step is not counted: it may wait for
@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_DECAY = 0.96
-"""Of both sums with every step: the last 25 or so count, and what was long ago hardly does."""
+_MEMORY = 0.97
+"""Of all sums with every step that adds to them: the last 30 or so count, older ones hardly do."""
 
-_TRIAL = 5
+_TRIAL = 4
 """Steps of each way before they are compared."""
 
 _STRETCH = 30
@@ -32,41 +32,52 @@ _RETRY = 3
 
 
 @dataclass(slots=True)
-class _Way:
-    """Tokens and seconds of steps of one way."""
+class _Share:
+    """What part of something is so; older cases count less."""
 
-    tokens: float = 0.0
-    seconds: float = 0.0
-    num_steps: int = 0
+    yes: float = 0.0
+    all: float = 0.0
 
-    def add(self, tokens: int, seconds: float) -> None:
-        self.tokens += tokens
-        self.seconds += seconds
-        self.num_steps += 1
-
-    def fade(self) -> None:
-        self.tokens *= _DECAY
-        self.seconds *= _DECAY
+    def add(self, yes: float, all_: float) -> None:
+        self.yes = self.yes * _MEMORY + yes
+        self.all = self.all * _MEMORY + all_
 
     @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def value(self) -> float:
+        return self.yes / self.all if self.all else 0.0
+
+
+@dataclass(slots=True)
+class _Way:
+    """Steps with one number of drafts. pace: sequences by seconds."""
+
+    pace: _Share = field(default_factory=_Share)
+    num_steps: int = 0
 
 
 @dataclass(slots=True)
 class _Size:
     """All ways for one size of batch, by their number of drafts.
 
-    current: the way that goes on for `left` more steps. fresh: none of its steps has run yet.
-    stretches: of the fastest way since another one was tried. retried: the one tried last.
+    stood: by place, what part of the drafts stood there, in steps of any way that had one. current: the
+    way that goes on for `left` more steps. fresh: none of its steps has run yet. stretches: of the
+    fastest way since another one was tried. retried: the one tried last.
     """
 
     ways: dict[int, _Way] = field(default_factory=dict)
+    stood: dict[int, _Share] = field(default_factory=dict)
     current: int = 0
     left: int = 0
     fresh: bool = True
     stretches: int = 0
     retried: int = 0
+
+    def speed(self, num_drafts: int) -> float:
+        """Tokens a second of a way that has been tried."""
+        tokens = 1.0
+        for place in range(1, num_drafts + 1):
+            tokens += self.stood[place].value
+        return tokens * self.ways[num_drafts].pace.value
 
 
 class Adaptive:
@@ -90,13 +101,19 @@ class Adaptive:
         size = self._sizes.get(num_sequences.bit_length())
         return size is not None and size.left > 1
 
-    def note(self, num_sequences: int, tokens: int, seconds: float, *, num_drafts: int) -> None:
-        """A step of nothing but answering sequences was run, a way that `choose` knows."""
-        size = self._sizes.setdefault(num_sequences.bit_length(), _Size())
-        for way in size.ways.values():
-            way.fade()
+    def note(self, new: Sequence[int], seconds: float, *, num_drafts: int) -> None:
+        """A step of nothing but answering sequences was run, a way that `choose` knows.
+
+        new: how many tokens each sequence got.
+        """
+        size = self._sizes.setdefault(len(new).bit_length(), _Size())
+        for place in range(1, num_drafts + 1):
+            stood = sum(count > place for count in new)
+            size.stood.setdefault(place, _Share()).add(stood, len(new))
         if num_drafts != size.current or not size.fresh:
-            size.ways.setdefault(num_drafts, _Way()).add(tokens, seconds)
+            way = size.ways.setdefault(num_drafts, _Way())
+            way.pace.add(len(new), seconds)
+            way.num_steps += 1
         size.fresh = False
         size.left = max(0, size.left - 1)
 
@@ -110,7 +127,7 @@ class Adaptive:
                 size.current, size.left = way, _TRIAL
                 break
         else:
-            best = max(ways, key=lambda way: size.ways[way].speed)
+            best = max(ways, key=size.speed)
             others = sorted(way for way in ways if way != best)
             if others and size.stretches >= _STRETCHES:
                 later = [way for way in others if way > size.retried]

@@ -29,7 +29,8 @@ from kvant.models.quantization import Quantization
 
 ROUNDS = 3
 LONG = 4096
-SHORT_CASES = (Case(True, 1, 128), Case(True, 8, 128), Case(False, 1, 2048))
+DECODE_CASES = (Case(True, 1, 128), Case(True, 8, 128))
+SHORT_CASES = (*DECODE_CASES, Case(False, 1, 2048))
 LONG_CASE = Case(True, 8, LONG)
 
 
@@ -55,6 +56,9 @@ _QUANTIZATION = {
 }
 
 
+_CASES = {Part.FLOAT32: SHORT_CASES, Part.CONTEXT: (LONG_CASE,)}
+
+
 @dataclass(frozen=True, slots=True)
 class Peers:
     """Which peers run, with how many threads each. python: the interpreter that has llama_cpp."""
@@ -74,7 +78,7 @@ def measure_part(part: Part, peers: Peers) -> tuple[list[Row], dict[str, str]]:
             *_peers_of(part, peers, stack, versions),
             *_kvant_of(part),
         ]
-        for case in (LONG_CASE,) if long else SHORT_CASES:
+        for case in _CASES.get(part, DECODE_CASES):
             repeats = (5 if long else 24) if case.decode else 1
             for row in take_turns(contestants, case, repeats=repeats, rounds=ROUNDS):
                 sys.stderr.write(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from kvant import SamplingParams
+from kvant import LLM, SamplingParams
 from kvant.engine.layout import lay_out, what_follows
 from tests.speculative.engines import make_llm
 from tests.speculative.pair import BLOCK, Pair
@@ -106,3 +108,19 @@ def test_what_follows_a_step_is_the_token_behind_the_drafts_that_stand() -> None
     newest, places = what_follows(layout, starts, tokens, chosen)
     assert newest.tolist() == [99, 21, 34, 7]
     assert places.tolist() == [5, 7, 4, 3]
+
+
+def test_a_drafter_without_weights_can_be_timed(pair: Pair, tmp_path: Path) -> None:
+    for name, source in (("target", pair.target), ("draft", pair.draft)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text((source / "config.json").read_text())
+    llm = LLM(
+        tmp_path / "target", load_format="dummy", kv_cache_memory="4MB",
+        speculative_config={"method": "dflash", "model": str(tmp_path / "draft"), "adaptive": False},
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    (result,) = llm.generate([[5, 6, 7]], params)
+    assert len(result.token_ids) == 20
+    stats = llm.engine.stats.speculation
+    assert stats is not None
+    assert stats.num_draft_tokens > 0

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
 import shlex
 import sys
-from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvant import __version__
 from kvant.engine.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -136,22 +132,12 @@ def _print(flips: list[Flips], speeds: list[Speed], console: Console) -> None:
 def _circumstances(model: str) -> dict[str, Any]:
     """What a reader needs to judge or repeat the numbers."""
     import torch
-    import transformers
 
-    from kvant.measure.facts import processor
+    from kvant.measure.facts import measurement_facts
 
+    command = shlex.join(["kvant", *sys.argv[1:]])
     return {
-        "command": shlex.join(["kvant", *sys.argv[1:]]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        **measurement_facts(command, ("torch", "transformers", "numba")),
         "model": model,
-        "cpu": processor(),
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "versions": {
-            "kvant": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
     }

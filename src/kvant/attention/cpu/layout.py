@@ -93,7 +93,7 @@ class Call(_Fields):
 
     # dealt out while running, on cache lines of their own
     NEXT = auto()
-    _1 = auto()
+    TEAM = auto()  # of threads, where this runs inside of one: see `kvant.models.cpu.team`
     _2 = auto()
     _3 = auto()
     _4 = auto()
@@ -166,6 +166,7 @@ class Write(_Fields):
     """Rows of K or of V to be written. Addresses, counts, and strides in bytes."""
 
     NEXT = auto()  # dealt out while running
+    TEAM = auto()  # as in Call
     TICKET = auto()
     X = auto()
     TOKEN_STRIDE = auto()

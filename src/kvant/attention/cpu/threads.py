@@ -14,14 +14,19 @@ import torch
 
 
 @cache
-def parallel_address() -> int:
-    """The address of GOMP_parallel in the library that torch loaded; 0 where there is none."""
+def openmp_address(name: str) -> int:
+    """The address of a function in the library that torch loaded; 0 where there is no GNU OpenMP."""
     for path in [*Path(torch.__file__).parent.glob("lib/libgomp*.so*"), Path("libgomp.so.1")]:
         try:
             library = ctypes.CDLL(str(path))
-            address = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+            address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
         except (OSError, AttributeError):
             continue
         if address:
             return address
     return 0
+
+
+def parallel_address() -> int:
+    """Of GOMP_parallel(function, data, threads, flags)."""
+    return openmp_address("GOMP_parallel")

@@ -26,7 +26,7 @@ AT_ONCE = 8
 WORTH_A_THREAD = 64
 """Tokens below which waking a second thread costs more than it saves."""
 (
-    W_NEXT, W_TICKET, W_X, W_TOKEN, W_HEAD, W_REAL, W_HEADS, W_DIM, W_SLOTS, W_TOKENS, W_CODES,
+    W_NEXT, _, W_TICKET, W_X, W_TOKEN, W_HEAD, W_REAL, W_HEADS, W_DIM, W_SLOTS, W_TOKENS, W_CODES,
     W_ROW_BYTES, W_SCALES, W_SCALE_BYTES, W_OUTER, W_OUTERS, W_E4M3, W_KERNEL, W_SCRATCH,
     W_SCRATCH_STRIDE, W_OTHER, _,
 ) = (int(f) for f in Write)  # fmt: skip

@@ -17,7 +17,6 @@ from torch import Tensor
 from kvant.attention.base import AttentionParams, StepCall
 from kvant.attention.cpu import attend, write
 from kvant.attention.cpu.backend import CpuBackend, Recorded, scratch_bytes
-from kvant.attention.cpu.threads import parallel_address
 from kvant.attention.cpu.vector import LANES
 from kvant.kv.pool import KVPool
 from kvant.models.cpu.layout import (
@@ -34,8 +33,8 @@ from kvant.models.cpu.layout import (
     float_bits,
 )
 from kvant.models.cpu.linear import Linear, refuse_shape
-from kvant.models.cpu.program import run_function
 from kvant.models.cpu.rows import gate_worker, norm_worker, rotate_worker
+from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, pack
 from kvant.models.fused.decoder import FusedDecoder, Layer, frequencies
 from kvant.models.quantization import Quantization
@@ -144,8 +143,8 @@ class CpuDecoder:
         self._programs: dict[bool, _Program] = {}
         self._entry = run_function().call
         self.compiled_seconds = 0.0
-        step = self._step = block_of(StepFields)
-        step[StepFields.PARALLEL // 8] = parallel_address()
+        self._step, self._team = new_step()
+        step = self._step
         step[StepFields.WRITE // 8] = write.write_function().address
         step[StepFields.WRITE_WORKER // 8] = write.worker_address()
         step[StepFields.ATTEND // 8] = attend.attend_function().address

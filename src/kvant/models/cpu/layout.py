@@ -20,9 +20,12 @@ class _Fields(IntEnum):
 
 
 class Task(_Fields):
-    """What begins every task. WORKER: void(task, _), which all threads run until nothing is left."""
+    """What begins every task. WORKER: void(task, _), which all threads run until nothing is left.
+    TEAM: the block of these threads, in the same place in tasks of attention.
+    """
 
     NEXT = auto()  # dealt out while running
+    TEAM = auto()
     TICKET = auto()
     WORKER = auto()
     ROWS = auto()
@@ -32,6 +35,7 @@ class Product(_Fields):
     """out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight + bias, all float32 but the weight."""
 
     NEXT = auto()
+    TEAM = auto()
     TICKET = auto()
     WORKER = auto()
     ROWS = auto()
@@ -56,6 +60,7 @@ class Norm(_Fields):
     """out = norm of x, or of x + residual; row i of x and residual is INDEX[i], or i without."""
 
     NEXT = auto()
+    TEAM = auto()
     TICKET = auto()
     WORKER = auto()
     ROWS = auto()
@@ -73,6 +78,7 @@ class Rotate(_Fields):
     """q and k of qkv [ROWS, (Q_HEADS + 2 KV_HEADS) * HEAD_DIM] normed by head, and rotated, in place."""
 
     NEXT = auto()
+    TEAM = auto()
     TICKET = auto()
     WORKER = auto()
     ROWS = auto()
@@ -92,6 +98,7 @@ class Gate(_Fields):
     """out[ROWS, WIDTH] = silu(gate) * up, of gate_up [ROWS, 2 * WIDTH]."""
 
     NEXT = auto()
+    TEAM = auto()
     TICKET = auto()
     WORKER = auto()
     ROWS = auto()
@@ -108,6 +115,7 @@ class StepFields(_Fields):
     CHOSEN = auto()  # rows whose logits are asked
     PARALLEL = auto()  # GOMP_parallel, or 0
     THREADS = auto()
+    TEAM = auto()
     NUM_SEQS = auto()
     CU_SEQLENS_Q = auto()
     SEQLENS_KV = auto()
@@ -119,6 +127,40 @@ class StepFields(_Fields):
     WRITE_WORKER = auto()
     ATTEND = auto()
     ATTEND_WORKER = auto()
+    END = auto()
+
+
+class Team(_Fields):
+    """Threads that run one forward together; fields that are waited for have cache lines of their own."""
+
+    JOBS = auto()  # given out so far
+    _1 = auto()
+    _2 = auto()
+    _3 = auto()
+    _4 = auto()
+    _5 = auto()
+    _6 = auto()
+    _7 = auto()
+    DONE = auto()  # jobs that others than the leader have done
+    _9 = auto()
+    _10 = auto()
+    _11 = auto()
+    _12 = auto()
+    _13 = auto()
+    _14 = auto()
+    _15 = auto()
+    TICKET = auto()  # the first thread to come leads
+    FUNCTION = auto()  # the job: void(data, _); 0 to end
+    DATA = auto()
+    OTHERS = auto()  # threads beside the leader
+    COUNT_THREADS = auto()  # omp_get_num_threads
+    YIELD = auto()  # sched_yield
+    SHARE = auto()  # the entry of `team.share`
+    STEP = auto()
+    OPERATIONS = auto()
+    FIRST = auto()
+    LAST = auto()
+    TAKE_PART = auto()  # the function of the region
     END = auto()
 
 

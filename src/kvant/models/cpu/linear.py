@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvant.attention.cpu.threads import parallel_address
 from kvant.models.cpu.layout import Block, Kind, Operation, Product, StepFields, address, block_of
 from kvant.models.cpu.product import OUTPUTS, product_worker
-from kvant.models.cpu.program import run_function
+from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import GROUP, Code, PackedWeight
 
 _CHUNK_BYTES = 131072
@@ -78,9 +77,8 @@ class Linear:
         if self._scratch.shape != (threads, self.scratch_floats):
             self._scratch = torch.empty(threads, self.scratch_floats)
         task = self.task(x, out, self._scratch)
-        step, operation = block_of(StepFields), block_of(Operation)
+        (step, _team), operation = new_step(), block_of(Operation)
         step[StepFields.TOKENS // 8] = x.shape[0]
-        step[StepFields.PARALLEL // 8] = parallel_address()
         step[StepFields.THREADS // 8] = threads
         operation[Operation.KIND // 8] = Kind.TASK
         operation[Operation.TASK // 8] = address(task)

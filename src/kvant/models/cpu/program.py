@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from kvant.attention.cpu.compiled import Entry, compiled_entry
+from numba import njit
+
 from kvant.attention.cpu.layout import Call, Write
 from kvant.attention.cpu.vector import enter, fork, load_i64, run_at, store_i64
 from kvant.models.cpu.layout import Kind, Operation, StepFields, Task
 
 (
-    S_TOKENS, S_CHOSEN, S_PARALLEL, S_THREADS, S_NUM_SEQS, S_CU, S_LENGTHS, S_TABLE, S_TABLE_STRIDE,
+    S_TOKENS, S_CHOSEN, _, S_THREADS, _, S_NUM_SEQS, S_CU, S_LENGTHS, S_TABLE, S_TABLE_STRIDE,
     S_SLOTS, S_CAUSAL, S_WRITE, S_WRITE_WORKER, S_ATTEND, S_ATTEND_WORKER, _,
 ) = (int(f) for f in StepFields)  # fmt: skip
-T_NEXT, T_TICKET, T_WORKER, T_ROWS = (int(f) for f in Task)
+T_NEXT, T_TEAM, T_TICKET, T_WORKER, T_ROWS = (int(f) for f in Task)
 O_KIND, O_TASK, O_ALONE, O_SIZE = (int(f) for f in Operation)
 K_LAST, K_WRITE, K_ATTEND = int(Kind.LAST_TASK), int(Kind.WRITE), int(Kind.ATTEND)
 W_SLOTS, W_TOKENS, W_OTHER = int(Write.SLOTS), int(Write.TOKENS), int(Write.OTHER)
@@ -23,13 +24,17 @@ C_NUM_SEQS, C_TOKENS, C_CU, C_LENGTHS, C_TABLE, C_TABLE_STRIDE, C_CAUSAL = (
 )  # fmt: skip
 
 
-def _run(step: int, operations: int, first: int, end: int) -> int:
-    """Operations first .. end - 1, one after the other, each on as many threads as it is worth."""
-    parallel, threads = load_i64(step + S_PARALLEL), load_i64(step + S_THREADS)
-    tokens = load_i64(step + S_TOKENS)
+@njit(error_model="numpy")
+def operate(step: int, operations: int, first: int, end: int, parallel: int, team: int) -> None:
+    """Operations first .. end - 1, one after the other, each on as many threads as it is worth.
+
+    parallel: address of what runs a function on several threads, 0 for this one alone. team: theirs.
+    """
+    threads, tokens = load_i64(step + S_THREADS), load_i64(step + S_TOKENS)
     for i in range(first, end):
         kind = load_i64(operations + i * O_SIZE + O_KIND)
         task = load_i64(operations + i * O_SIZE + O_TASK)
+        store_i64(task + T_TEAM, team)
         if kind == K_WRITE:
             for side in (task, load_i64(task + W_OTHER)):
                 store_i64(side + W_SLOTS, load_i64(step + S_SLOTS))
@@ -55,13 +60,7 @@ def _run(step: int, operations: int, first: int, end: int) -> int:
             store_i64(task + T_ROWS, rows)
             worker = load_i64(task + T_WORKER)
             alone = rows <= load_i64(operations + i * O_SIZE + O_ALONE)
-            if alone or threads == 1 or parallel == 0:
+            if alone or parallel == 0:
                 run_at(worker, task, 0)
             else:
                 fork(parallel, worker, task, threads)
-    return end
-
-
-def run_function() -> Entry:
-    """`_run`, compiled."""
-    return compiled_entry(_run)

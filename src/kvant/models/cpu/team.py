@@ -1,0 +1,136 @@
+"""Threads that stay together for a whole forward.
+
+OpenMP's threads meet at the end of every parallel region, and fall asleep between regions: a forward
+has a hundred and fifty. So one region holds the forward. The first thread to come leads, goes through
+the operations, and shares out what is worth it; the others wait for jobs, spinning for a moment and
+then yielding, as who waits may wait for the very thread whose core it has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.extending import intrinsic
+
+from kvant.attention.cpu.compiled import compiled_worker, kept_on_disk
+from kvant.attention.cpu.vector import I64, call, fetch_add, load_i64, run_at, store_i64
+from kvant.models.cpu.layout import Task, Team
+from kvant.models.cpu.program import operate
+
+(
+    M_JOBS, M_DONE, M_TICKET, M_FUNCTION, M_DATA, M_OTHERS, M_COUNT, M_YIELD, M_SHARE, M_STEP,
+    M_OPERATIONS, M_FIRST, M_LAST,
+) = (
+    int(f) for f in (
+        Team.JOBS, Team.DONE, Team.TICKET, Team.FUNCTION, Team.DATA, Team.OTHERS,
+        Team.COUNT_THREADS, Team.YIELD, Team.SHARE, Team.STEP, Team.OPERATIONS, Team.FIRST, Team.LAST,
+    )
+)  # fmt: skip
+T_TEAM = int(Task.TEAM)
+SIGNATURE = types.void(types.int64, types.int64)
+_SPINS = 2000
+
+
+@intrinsic
+def _load_acquire(typing: Any, address: Any) -> Any:
+    """An int64 that another thread adds to, and everything that it wrote before."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        place = b.inttoptr(arguments[0], ir.PointerType())
+        return b.load_atomic(place, "acquire", 8, typ=I64)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _pause(typing: Any) -> Any:
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        call(b, "llvm.x86.sse2.pause", ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _ask(typing: Any, function: Any) -> Any:
+    """Call a C function int() by its address."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        return b.sext(b.call(b.inttoptr(arguments[0], kind.as_pointer()), []), I64)
+
+    return types.int64(types.int64), generate
+
+
+@njit(error_model="numpy")
+def _wait(address: int, value: int, give_way: int) -> None:
+    """Until the number there is `value` at least."""
+    spins = 0
+    while _load_acquire(address) < value:
+        spins += 1
+        if spins < _SPINS:
+            _pause()
+        else:
+            _ask(give_way)
+
+
+@njit(error_model="numpy")
+def _announce(team: int, function: int, data: int) -> int:
+    """Give out a job; how many there are now."""
+    store_i64(team + M_FUNCTION, function)
+    store_i64(team + M_DATA, data)
+    return fetch_add(team + M_JOBS, 1) + 1
+
+
+def _share(function: int, data: int, threads: int, flags: int) -> None:
+    """In GOMP_parallel's place: run function(data) on every thread of the team that data names."""
+    team = load_i64(data + T_TEAM)
+    jobs = _announce(team, function, data)
+    run_at(function, data, 0)
+    _wait(team + M_DONE, jobs * load_i64(team + M_OTHERS), load_i64(team + M_YIELD))
+
+
+def _take_part(team: int, _: int) -> None:
+    """What every thread of the region does."""
+    give_way = load_i64(team + M_YIELD)
+    if fetch_add(team + M_TICKET, 1) == 0:
+        store_i64(team + M_OTHERS, _ask(load_i64(team + M_COUNT)) - 1)
+        operate(
+            load_i64(team + M_STEP), load_i64(team + M_OPERATIONS), load_i64(team + M_FIRST),
+            load_i64(team + M_LAST), load_i64(team + M_SHARE), team,
+        )  # fmt: skip
+        _announce(team, 0, 0)
+        return
+    seen = 0
+    while True:
+        seen += 1
+        _wait(team + M_JOBS, seen, give_way)
+        function = load_i64(team + M_FUNCTION)
+        if function == 0:
+            return
+        run_at(function, load_i64(team + M_DATA), 0)
+        fetch_add(team + M_DONE, 1)
+
+
+@cache
+def share_address() -> int:
+    with kept_on_disk() as is_kept:
+        signature = types.void(types.int64, types.int64, types.int32, types.int32)
+        made: Any = cfunc(signature, cache=is_kept, error_model="numpy")(_share)
+    return int(made.address)
+
+
+def take_part_address() -> int:
+    return compiled_worker(_take_part, SIGNATURE)
+
+
+@cache
+def yield_address() -> int:
+    """Of the C library's sched_yield."""
+    found = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+    assert found
+    return found

@@ -25,6 +25,16 @@ def steps(
     kv: Annotated[
         bool, typer.Option(help="Measure KV formats at 4096 tokens of context too.")
     ] = True,
+    speed: Annotated[bool, typer.Option(help="Measure speed.")] = True,
+    quality: Annotated[
+        int,
+        typer.Option(
+            "--quality", min=0, help="Problems whose answers' log-likelihood is measured."
+        ),
+    ] = 0,
+    prompts: Annotated[Path, typer.Option("--prompts", help="GSM8K problems, JSON lines.")] = Path(
+        "data/gsm8k/gsm8k_test.jsonl"
+    ),
     repeats: Annotated[int, typer.Option("--repeats", min=10, help="Decode steps a case.")] = 20,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads; torch's number if not given.")
@@ -46,22 +56,31 @@ def steps(
     wait_without_spinning()
     import torch
 
-    from kvant.measure.cpu_steps_bench import KV_FORMATS, measure_steps, table
+    from kvant.measure.cpu_steps_bench import KV_FORMATS, measure_quality, measure_steps, table
     from kvant.measure.facts import measurement_facts
 
     if threads is not None:
         torch.set_num_threads(threads)
+    weights = [known[name] for name in names]
+    judged = []
+    for found in measure_quality(weights, prompts, quality) if quality else ():
+        judged.append(found)
+        sys.stderr.write(
+            f"{found.weights}: {found.mean_log_likelihood:.5f} nats a token, "
+            f"{found.num_tokens} tokens\n"
+        )
     rows = []
-    for row in measure_steps(
-        [known[name] for name in names], KV_FORMATS if kv else (), repeats=repeats
-    ):
+    formats = KV_FORMATS if kv else ()
+    for row in measure_steps(weights if speed else (), formats, repeats=repeats):
         rows.append(row)
         sys.stderr.write(
             f"{row.weights}, KV {row.kv}, {row.case}: {row.tokens_per_second:.1f} tokens/s\n"
         )
-    sys.stdout.write(table(rows) + "\n")
+    if speed:
+        sys.stdout.write(table(rows) + "\n")
     if out is not None:
         command = shlex.join(("kvant", *sys.argv[1:]))
         facts = measurement_facts(command, ("torch", "transformers", "numba"))
         facts |= {"threads": torch.get_num_threads(), "steps": [asdict(row) for row in rows]}
+        facts |= {"quality": [asdict(found) for found in judged]}
         out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -7,14 +7,20 @@ At a long context the pages are a copied prompt's: see `kvant.measure.peers.fill
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from kvant.engine.llm import LLM
+from kvant.engine.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
 from kvant.measure.cpu_decode_bench import Case, Timing, time_engine
 from kvant.measure.peers.filled import engine_with
+from kvant.measure.teacher_forced import text_logits
 from kvant.models.demo import DEMO_NAME
 from kvant.models.quantization import Quantization
 
@@ -50,15 +56,7 @@ def measure_steps(
     long ones.
     """
     for quantization in weights:
-        llm = LLM(
-            DEMO_NAME,
-            dtype="float32",
-            kv_cache_dtype="float32",
-            max_num_seqs=1,
-            kv_cache_memory="64MiB",
-            quantization=None if quantization is None else quantization.value,
-        )
-        name = "float32" if quantization is None else quantization.value
+        llm, name = _open(quantization), _name(quantization)
         plain = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
         engine = engine_with(llm, plain, batch=8, context=PREFILL.context, filled=False)
         for timing in time_engine(engine, SHORT, repeats=repeats):
@@ -75,6 +73,35 @@ def measure_steps(
         gc.collect()
 
 
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """mean_log_likelihood: of the tokens of right answers, in nats, each after those before it."""
+
+    weights: str
+    mean_log_likelihood: float
+    num_tokens: int
+
+
+def measure_quality(
+    weights: Sequence[Quantization | None], problems: Path, count: int
+) -> Iterator[Quality]:
+    """Of the answers to the first problems of GSM8K, as they stand in the file."""
+    lines = problems.read_text(encoding="utf-8").splitlines()[:count]
+    texts = [(f"{p['question']}\n", p["answer"]) for p in map(json.loads, lines)]
+    for quantization in weights:
+        llm = _open(quantization)
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        total, tokens = 0.0, 0
+        for question, answer in texts:
+            before = len(llm.encode(question))
+            ids = torch.tensor(llm.encode(question + answer))
+            logits = text_logits(runner.model, llm.plan, ids.tolist())[before - 1 : -1]
+            found = torch.log_softmax(logits.double(), -1).gather(1, ids[before:, None])
+            total, tokens = total + found.sum().item(), tokens + len(found)
+        yield Quality(_name(quantization), total / tokens, tokens)
+
+
 def table(rows: Sequence[Row]) -> str:
     """As Markdown."""
     lines = [
@@ -88,6 +115,21 @@ def table(rows: Sequence[Row]) -> str:
             f"| {row.tokens_per_second:.1f} | {share} |"
         )
     return "\n".join(lines)
+
+
+def _open(quantization: Quantization | None) -> LLM:
+    return LLM(
+        DEMO_NAME,
+        dtype="float32",
+        kv_cache_dtype="float32",
+        max_num_seqs=1,
+        kv_cache_memory="64MiB",
+        quantization=None if quantization is None else quantization.value,
+    )
+
+
+def _name(quantization: Quantization | None) -> str:
+    return "float32" if quantization is None else quantization.value
 
 
 def _row(weights: str, stored: KVDtype, timing: Timing) -> Row:

@@ -34,9 +34,9 @@ from kvant.attention.cpu.vector import (
     i64,
     load,
     load_i64,
+    look_up,
     prefetch,
     shuffle,
-    splat,
     store,
     words,
 )
@@ -47,7 +47,8 @@ SIGNATURE = types.void(types.int64, types.int64)
 _HAS_AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
 OUTPUTS, ROWS = (4, 6) if _HAS_AVX512 else (2, 3)
 """Rows of the weight and of x whose sums are in registers at once: 24 of 32, with AVX2 12 of 16."""
-_FETCHED_AHEAD = 2048  # bytes of each weight row's own stream
+_FETCHED_AHEAD = 4096  # bytes of each weight row's own stream
+_DIGITS = tuple(float(i) for i in range(16))
 _LINE = 64
 _ZERO = every(FLOATS, 0.0)
 _BITS = {Code.FLOAT32: 32, Code.INT8: 8, Code.INT4: 4}
@@ -67,7 +68,7 @@ P_OUTPUTS, P_COLUMNS, P_CHUNK, P_X, P_X_STRIDE, P_OUT, P_OUT_STRIDE, P_ROWS = (
 P_SCRATCH, P_SCRATCH_STRIDE = int(Product.SCRATCH), int(Product.SCRATCH_STRIDE)
 
 
-def _decoded(b: Any, code: Code, at: Any, scales: Any, pair: Any) -> tuple[Any, Any]:
+def _decoded(context: Any, b: Any, code: Code, at: Any, scales: Any, pair: Any) -> tuple[Any, Any]:
     """The `pair`-th 32 numbers of a row that begins at `at`, int8 without its scale."""
     place = b.add(at, b.mul(pair, i64(4 * _BITS[code])))
     if code is Code.FLOAT32:
@@ -76,11 +77,13 @@ def _decoded(b: Any, code: Code, at: Any, scales: Any, pair: Any) -> tuple[Any, 
         first, second = (load(b, BYTES, b.add(place, i64(16 * i))) for i in range(2))
         return tuple(b.sitofp(b.sext(x, WORDS), FLOATS) for x in (first, second))
     both = b.zext(load(b, BYTES, place), WORDS)
-    here = b.add(scales, b.mul(pair, i64(4)))
-    scale = splat(b, b.fpext(load(b, F16, here), F32))
-    offset = splat(b, b.fpext(load(b, F16, b.add(here, i64(2))), F32))
-    low, high = b.and_(both, words(15)), b.lshr(both, words(4))
-    return tuple(fma(b, b.uitofp(x, FLOATS), scale, offset) for x in (low, high))
+    halves = load(b, ir.VectorType(F16, 2), b.add(scales, b.mul(pair, i64(4))), 4)
+    pairs = b.fpext(halves, ir.VectorType(F32, 2))
+    scale, offset = (shuffle(b, pairs, pairs, [i] * LANES) for i in range(2))
+    found = []
+    for code4 in (both, b.lshr(both, words(4))):  # of which the lowest four bits are looked up
+        found.append(fma(b, look_up(context, b, _DIGITS, code4), scale, offset))
+    return found[0], found[1]
 
 
 def _pairs(count: int, half: int) -> list[tuple[int, int, list[int], list[int]]]:
@@ -162,7 +165,7 @@ def _multiply(
             ahead = b.add(b.add(at[i], i64(_FETCHED_AHEAD)), b.mul(pair, i64(4 * _BITS[kind])))
             for line in range(0, 4 * _BITS[kind], _LINE):
                 prefetch(b, b.add(ahead, i64(line)))
-            for j, w in enumerate(_decoded(b, kind, at[i], scale_at[i], pair)):
+            for j, w in enumerate(_decoded(context, b, kind, at[i], scale_at[i], pair)):
                 for r in range(n):
                     new[i * n + r] = fma(b, w, numbers[r][j], new[i * n + r])
         following = b.add(pair, i64(1))
@@ -215,7 +218,7 @@ def _decode(typing: Any, code: Any, weight: Any, scales: Any, pair: Any, out: An
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         _, weight, scales, pair, out = arguments
         place = b.add(out, b.mul(pair, i64(8 * LANES)))
-        for i, numbers in enumerate(_decoded(b, kind, weight, scales, pair)):
+        for i, numbers in enumerate(_decoded(context, b, kind, weight, scales, pair)):
             store(b, numbers, b.add(place, i64(64 * i)), 4)
         return context.get_dummy_value()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables import Cells, percent, table
+from tables import Cells, held, percent, table
 
 FILE = "cpu-weights.json"
 
@@ -46,3 +46,39 @@ def quality(data: Any) -> Cells:
             for q in data["quality"]
         ),
     ]  # fmt: skip
+
+
+@table("cpu-weights-goals", FILE)
+def goals(data: Any) -> Cells:
+    found = {(r["weights"], r["kv"], r["case"]): r for r in data["steps"]}
+    one, eight = "decode, batch 1, 128 tokens", "decode, batch 8, 128 tokens"
+    long = "decode, batch 8, 4096 tokens"
+
+    def speed(weights: str, case: str, kv: str = "float32") -> float:
+        return float(found[weights, kv, case]["tokens_per_second"])
+
+    def over(kv: str) -> float:
+        return speed("float32", long, kv) / speed("float32", long)
+
+    lines = [["goal", "measured", "at least"]]
+    for what, value, goal in (
+        ("tokens/s, batch 1, float32 weights", speed("float32", one), 30),
+        ("tokens/s, batch 8, float32 weights", speed("float32", eight), 150),
+        ("tokens/s, batch 1, int8 weights", speed("int8_weight_only", one), 90),
+        ("tokens/s, batch 1, int4 weights", speed("int4_weight_only", one), 110),
+    ):
+        lines.append([what, f"{value:.1f}", held(value, goal, least=True)])
+    for kv, goal in (("int8_per_token_head", 1.15), ("int4_per_token_head", 1.05)):
+        what = f"batch 8, 4096 tokens: {kv} over float32 KV"
+        lines.append([what, f"{over(kv):.2f}", held(over(kv), goal, least=True)])
+    return lines
+
+
+@table("cpu-weights-python", FILE)
+def python(data: Any) -> Cells:
+    lines = [["Python's share of a step, batch 1, 128 tokens", "measured", "at most"]]
+    for r in data["steps"]:
+        if r["case"] == "decode, batch 1, 128 tokens":
+            share = r["python_share"]
+            lines.append([r["weights"], percent(share, digits=1), held(share, 0.1, shown="10 %")])
+    return lines

@@ -20,7 +20,7 @@ from kvant.kv.geometry import LayerGeometry
 from kvant.kv.spec import KVPlan, LayerSpec, Role
 
 _DECODE = ((1, 1), (70, 1))
-_PROMPT = ((5, 5), (60, 20))
+_PROMPT = ((5, 5), (60, 40))  # rows enough for kernels of many rows, however few heads share a key
 _LONG = ((5, 3), (290, 270))
 """(stored tokens, of them new in the step). Long prompts take another way on GPUs."""
 

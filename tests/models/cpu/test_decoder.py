@@ -99,3 +99,17 @@ def test_a_row_may_be_chosen_twice_and_none_at_all(tmp_path: Path) -> None:
         logits = model.forward(ids, call, torch.tensor(rows, dtype=torch.int64))
         whole, _ = run(model, CpuBackend(), [45])
         assert torch.equal(logits, whole[rows])
+
+
+def test_two_threads_give_the_bits_of_one(tmp_path: Path) -> None:
+    model, _ = load("llama", tmp_path)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected, _ = run(model, CpuBackend(), [45])
+        torch.set_num_threads(2)
+        for chunks in ([45], [1] * 45, [20, 25]):
+            found, _ = run(model, CpuBackend(), chunks)
+            assert torch.equal(found, expected)
+    finally:
+        torch.set_num_threads(before)

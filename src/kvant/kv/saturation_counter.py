@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvant.kv.codecs.conversion import per_head
 
-SAMPLE_EVERY = 16
-"""On a CPU one step in so many is looked at; prompts always."""
-_PROMPT_ROWS = 16
+SAMPLE_EVERY = 32
+"""On a CPU one step in so many is looked at; those of PROMPT_ROWS rows always."""
+PROMPT_ROWS = 64
 
 
 class SaturationCounter:
@@ -22,6 +22,7 @@ class SaturationCounter:
         self.counts = counts
         self.largest = largest
         self._writes = 0
+        self._bounds: list[float | None] = [None, None]  # of the head with the smallest scale
 
     def sample(
         self,
@@ -34,13 +35,23 @@ class SaturationCounter:
         For backends that do not count while they encode. Rows whose slot is -1 do not count.
         """
         self._writes += 1
-        if len(slots) < _PROMPT_ROWS and self._writes % SAMPLE_EVERY != 1:
+        few = len(slots) < PROMPT_ROWS
+        if not len(slots) or (few and self._writes % SAMPLE_EVERY != 1):
             return
         for side, (x, scale, largest) in enumerate(zip(rows, scales, self.largest, strict=True)):
             if largest is None:
                 continue
-            size = x.to(torch.promote_types(x.dtype, torch.float32)).abs()
-            bound = torch.full((1, 1), largest, dtype=torch.float32, device=x.device)
-            beyond = size > (bound if scale is None else bound * per_head(scale))
-            if bool(beyond.any()):
-                self.counts[side] += beyond[slots >= 0].sum()
+            bound = self._bounds[side]
+            if bound is None:
+                bound = largest * (1.0 if scale is None else float(scale.min()))
+                self._bounds[side] = bound
+            low, high = torch.aminmax(x)  # one pass; NaN is not at most anything
+            if not max(-float(low), float(high)) <= bound:
+                self.counts[side] += _beyond(x[slots >= 0], largest, scale)
+
+
+def _beyond(x: Tensor, largest: float, scale: Tensor | None) -> Tensor:
+    """How many of x [T, num_kv_heads, head_dim] are beyond `largest` times the scale."""
+    size = x.to(torch.promote_types(x.dtype, torch.float32)).abs()
+    bound = torch.full((1, 1), largest, dtype=torch.float32, device=x.device)
+    return (size > (bound if scale is None else bound * per_head(scale))).sum()

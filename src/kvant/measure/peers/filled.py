@@ -70,16 +70,16 @@ class FilledRunner:
         return self._inner.run(batch)
 
     def recorded(self, num_sequences: int) -> Sequence[int]:
-        return ()
+        return self._inner.recorded(num_sequences)
 
     def saturated(self) -> tuple[Saturated, ...]:
         return self._inner.saturated()
 
     def run_decodes(self, step: Decodes) -> Tensor:
-        raise AssertionError("nothing is recorded here")
+        return self._inner.run_decodes(step)
 
     def read_decodes(self) -> Answered:
-        raise AssertionError("nothing is recorded here")
+        return self._inner.read_decodes()
 
 
 def engine_with(

@@ -113,3 +113,17 @@ def test_two_threads_give_the_bits_of_one(tmp_path: Path) -> None:
             assert torch.equal(found, expected)
     finally:
         torch.set_num_threads(before)
+
+
+def test_torchs_default_dtype_is_nothing_to_compiled_code(tmp_path: Path) -> None:
+    model, _ = load("llama", tmp_path)
+    logits, _ = run(model, CpuBackend(), [45])
+    hidden = torch.randn(3, model.embed(torch.tensor([1])).shape[1])
+    scored = model.score(hidden)
+    again, _ = load("llama", tmp_path)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(run(again, CpuBackend(), [45])[0], logits)
+        assert torch.equal(again.score(hidden), scored)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -96,3 +96,12 @@ def test_shapes_without_a_kernel_are_refused_with_the_reason(
 ) -> None:
     assert says in (refuse_shape(*shape) or "")
     assert refuse_shape(4, 64) is None
+
+
+@pytest.mark.parametrize("code", [Code.INT8, Code.INT4], ids=lambda code: code.name)
+def test_for_no_rows_no_weight_is_decoded(code: Code) -> None:
+    linear = Linear(pack(numbers(0, 12, 64), code), None)
+    linear(numbers(1, 1, 64))
+    linear._scratch.fill_(torch.nan)
+    assert linear(numbers(1, 0, 64)).shape == (0, 12)
+    assert linear._scratch.isnan().all()

@@ -32,7 +32,7 @@ from kvant.models.cpu.layout import (
     block_of,
     float_bits,
 )
-from kvant.models.cpu.linear import Linear, refuse_shape
+from kvant.models.cpu.linear import Linear, float_rows, refuse_shape
 from kvant.models.cpu.rows import gate_worker, norm_worker, rotate_worker
 from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, pack
@@ -177,7 +177,7 @@ class CpuDecoder:
         cos, sin = frequencies(self._rotary, buffers.residual, at.positions)
         buffers.cos[:tokens] = cos
         buffers.sin[:tokens] = sin
-        logits = torch.empty(chosen, self._head.weight.rows)
+        logits = float_rows(chosen, self._head.weight.rows)
         index, slots = logits_index.contiguous(), at.slot_mapping.contiguous()
         table = at.page_table if at.page_table.stride(-1) == 1 else at.page_table.contiguous()
         program.last_norm[Norm.INDEX // 8] = index.data_ptr()
@@ -297,16 +297,16 @@ class CpuDecoder:
         half = layer.head_dim // 2
         floats = max(linear.scratch_floats for linear in self._linears)
         return _Buffers(
-            residual=torch.empty(tokens, hidden),
-            normed=torch.empty(tokens, hidden),
-            qkv=torch.empty(tokens, layer.qkv.weight.rows),
-            attended=torch.empty(tokens, layer.output.weight.columns),
-            projected=torch.empty(tokens, hidden),
-            gate_up=torch.empty(tokens, layer.gate_up.weight.rows),
-            gated=torch.empty(tokens, layer.down.weight.columns),
-            cos=torch.empty(tokens, half),
-            sin=torch.empty(tokens, half),
-            scratch=torch.empty(torch.get_num_threads(), floats),
+            residual=float_rows(tokens, hidden),
+            normed=float_rows(tokens, hidden),
+            qkv=float_rows(tokens, layer.qkv.weight.rows),
+            attended=float_rows(tokens, layer.output.weight.columns),
+            projected=float_rows(tokens, hidden),
+            gate_up=float_rows(tokens, layer.gate_up.weight.rows),
+            gated=float_rows(tokens, layer.down.weight.columns),
+            cos=float_rows(tokens, half),
+            sin=float_rows(tokens, half),
+            scratch=float_rows(torch.get_num_threads(), floats),
         )
 
     def _norm(self, b: _Buffers, x: Tensor, weight: Tensor, *, adds: bool) -> Block:

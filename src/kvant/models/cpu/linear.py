@@ -24,6 +24,11 @@ def refuse_shape(rows: int, columns: int) -> str | None:
     return None
 
 
+def float_rows(rows: int, columns: int) -> Tensor:
+    """Memory for compiled code, whatever torch's default dtype and device are."""
+    return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
+
+
 class Linear:
     """A stored weight and a bias [outputs] or None, with the block that describes its product."""
 
@@ -33,7 +38,7 @@ class Linear:
         self.bias = weight.codes.new_zeros(weight.rows, dtype=torch.float32)
         if bias is not None:
             self.bias += bias
-        self._scratch = torch.empty(0)
+        self._scratch = float_rows(0, 0)
 
     @property
     def num_bytes(self) -> int:
@@ -72,10 +77,10 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, columns], float32 -> [T, outputs]; now, on torch's threads."""
         x = x.contiguous()
-        out = torch.empty(x.shape[0], self.weight.rows)
+        out = float_rows(x.shape[0], self.weight.rows)
         threads = torch.get_num_threads()
         if self._scratch.shape != (threads, self.scratch_floats):
-            self._scratch = torch.empty(threads, self.scratch_floats)
+            self._scratch = float_rows(threads, self.scratch_floats)
         task = self.task(x, out, self._scratch)
         (step, _team), operation = new_step(), block_of(Operation)
         step[StepFields.TOKENS // 8] = x.shape[0]

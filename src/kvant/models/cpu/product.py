@@ -247,7 +247,7 @@ def product_worker(code: Code) -> int:
         )
         pairs = columns // 32
         tiles = (rows + most - 1) // most
-        is_direct = is_plain or tiles == 1
+        is_direct = is_plain or tiles <= 1
         while True:
             first = fetch_add(task + P_NEXT, chunk)
             if first >= outputs:

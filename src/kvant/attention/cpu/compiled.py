@@ -28,14 +28,15 @@ config: Any = numba.core.config
 
 @cache
 def kernel_cache() -> Path | None:
-    """$NUMBA_CACHE_DIR, else a directory under $KVANT_CACHE (~/.cache/kvant); None if unwritable."""
-    if os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(os.environ["NUMBA_CACHE_DIR"])
+    """A directory under $NUMBA_CACHE_DIR, else under $KVANT_CACHE (~/.cache/kvant); None if unwritable."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in sorted(Path(kvant.__file__).parent.rglob("cpu/*.py")):
+    package = Path(kvant.__file__).parent
+    # Constants of formats are part of the kernels.
+    for source in sorted([*package.rglob("cpu/*.py"), *package.glob("kv/codecs/*.py")]):
         digest.update(source.read_bytes())
-    root = Path(os.environ.get("KVANT_CACHE") or "~/.cache/kvant").expanduser()
-    place = root / "kernels" / digest.hexdigest()[:16]
+    own = Path(os.environ.get("KVANT_CACHE") or "~/.cache/kvant").expanduser() / "kernels"
+    root = Path(os.environ.get("NUMBA_CACHE_DIR") or own)
+    place = root / digest.hexdigest()[:16]
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:

@@ -25,9 +25,10 @@ def test_a_server_under_load_with_aborts_loses_no_page(server: Server, tmp_path:
     ran = kvant(
         "bench", "serve", f"http://127.0.0.1:{server.port}", "--rate", "10", "--rate", "20",
         "--seconds", "1.5", "--input", "20", "--output", "24", "--aborts", "0.5",
-        "--vocabulary", "250", "--out", out,
+        "--vocabulary", "250", "--api-key=only-for-this-server", "--out", out,
     )  # fmt: skip
     assert ran.code == 0, ran.err
+    assert "only-for-this-server" not in out.read_text()
     found = json.loads(out.read_text())
     assert [one["load"]["rate"] for one in found["rounds"]] == [10, 20]
     for one in found["rounds"]:

@@ -60,7 +60,8 @@ def serve(
             shown = ", ".join(f"{name} {value:g}" for name, value in one.server.items())
             sys.stderr.write(f"the server, at {one.load.rate:g} requests/s: {shown}\n")
     if out is not None:
-        command = shlex.join(["kvant", *(word for word in sys.argv[1:] if word != api_key)])
+        words = [word.replace(api_key, "..") if api_key else word for word in sys.argv[1:]]
+        command = shlex.join(["kvant", *words])
         facts = {**measurement_facts(command, ["h11"]), **gpu_facts()}
         rows = [
             {**asdict(one), "output_tokens_per_second": one.output_tokens_per_second}

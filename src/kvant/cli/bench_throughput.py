@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,6 +49,6 @@ def throughput(
         )
     sys.stdout.write(table(rounds) + "\n")
     if out is not None:
-        facts = measurement_facts(" ".join(["kvant", *sys.argv[1:]]), ["torch", "transformers"])
+        facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers"])
         rows = [{**asdict(found), "load": str(found.load)} for found in rounds]
         out.write_text(json.dumps({**facts, "rounds": rows}, indent=1) + "\n", encoding="utf-8")

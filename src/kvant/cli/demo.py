@@ -70,6 +70,7 @@ def demo(
 
 
 def _write(out: Path, measured: dict[str, object]) -> None:
+    import shlex
     import sys
 
     import torch
@@ -77,7 +78,7 @@ def _write(out: Path, measured: dict[str, object]) -> None:
     from kvant.measure.facts import measurement_facts
 
     facts = measurement_facts(
-        " ".join(("kvant", *sys.argv[1:])), ("torch", "transformers", "numba")
+        shlex.join(("kvant", *sys.argv[1:])), ("torch", "transformers", "numba")
     )
     facts |= {"threads": torch.get_num_threads(), **measured}
     out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ import shlex
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -35,8 +35,12 @@ def invariance(
         str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")
     ] = DEFAULT_MODEL,
     formats: Annotated[
-        str | None,
-        typer.Option("--formats", metavar="F,..", help="KV formats; every one without."),
+        list[str] | None,
+        typer.Option(
+            "--format",
+            help="KV cache format; may be repeated, every one without.",
+            show_default=False,
+        ),
     ] = None,
     what: Annotated[
         Measured, typer.Option("--what", help="flips, cost (tokens/s), or all.")
@@ -47,9 +51,7 @@ def invariance(
     attention_backend: Annotated[
         str, typer.Option("--attention-backend", metavar="B", help="auto, or one by name.")
     ] = "auto",
-    output: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there too.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
 ) -> None:
     """How often a format's likeliest token flips between batch shapes, and what --batch-invariant costs."""
     from rich.console import Console
@@ -60,8 +62,8 @@ def invariance(
 
     wanted = (
         [FormatRequest(d, d) for d in KVDtype if d.format.name in known_names()]
-        if formats is None
-        else [parse_format(name, asked_by="--formats") for name in formats.split(",")]
+        if not formats
+        else [parse_format(name, asked_by="--format") for name in formats]
     )
     console = Console()
     flips: list[Flips] = []
@@ -82,13 +84,20 @@ def invariance(
         if what is not Measured.FLIPS:
             speeds += _speeds(llm, wanted)
     _print(flips, speeds, console)
-    if output is not None:
+    if out is not None:
+        import torch
+
+        from kvant.measure.facts import measurement_facts
+
+        command = shlex.join(["kvant", *sys.argv[1:]])
         found = {
-            **_circumstances(model),
+            **measurement_facts(command, ["torch", "transformers", "numba"]),
+            "model": model,
+            "threads": torch.get_num_threads(),
             "flips": [dataclasses.asdict(row) for row in flips],
             "decode": [dataclasses.asdict(row) for row in speeds],
         }
-        output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _flips(llm: LLM, wanted: Sequence[FormatRequest], tokens: int) -> list[Flips]:
@@ -127,17 +136,3 @@ def _print(flips: list[Flips], speeds: list[Speed], console: Console) -> None:
             rate = f"{speed.tokens_per_second:.1f}"
             table.add_row(speed.format, speed.backend, mode, str(speed.batch), rate)
         console.print(table)
-
-
-def _circumstances(model: str) -> dict[str, Any]:
-    """What a reader needs to judge or repeat the numbers."""
-    import torch
-
-    from kvant.measure.facts import measurement_facts
-
-    command = shlex.join(["kvant", *sys.argv[1:]])
-    return {
-        **measurement_facts(command, ("torch", "transformers", "numba")),
-        "model": model,
-        "threads": torch.get_num_threads(),
-    }

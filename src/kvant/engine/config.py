@@ -169,7 +169,6 @@ class EngineOptions(PlanOptions):
     )  # fmt: skip
 
 
-PLAN_OPTIONS = options_of(PlanOptions)
 ENGINE_OPTIONS = options_of(EngineOptions)
 
 

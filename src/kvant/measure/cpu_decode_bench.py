@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvant.engine.engine import Engine
-from kvant.engine.llm import LLM
 from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
 
@@ -33,15 +32,6 @@ class Case:
     def __str__(self) -> str:
         kind = "decode" if self.decode else "prefill"
         return f"{kind}, batch {self.batch}, {self.context} tokens"
-
-
-DEFAULT_CASES = (
-    Case(True, 1, 128),
-    Case(True, 8, 128),
-    Case(True, 1, 4096),
-    Case(True, 8, 4096),
-    Case(False, 1, 2048),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +55,6 @@ class Timing:
     def tokens_per_second(self) -> float:
         """At the median: new tokens of decode steps, prompt tokens of prefill."""
         return 1000 * self.tokens / self.median_ms
-
-
-def time_steps(
-    llm: LLM, cases: Iterable[Case] = DEFAULT_CASES, *, repeats: int = 20
-) -> Iterator[Timing]:
-    """`time_engine` on the engine of an LLM."""
-    yield from time_engine(llm.engine, cases, repeats=repeats)
 
 
 def time_engine(engine: Engine, cases: Iterable[Case], *, repeats: int = 20) -> Iterator[Timing]:

@@ -97,11 +97,6 @@ class LoadedModel:
             return None
         return self._fused.compiled_seconds
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether Kvant's own decoder runs the weights; otherwise transformers' modules do."""
-        return self._fused is not None
-
     def forward(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
         """Run one step and return logits [len(logits_index), vocab_size], float32 or wider.
 

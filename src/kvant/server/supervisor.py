@@ -107,11 +107,6 @@ class Supervisor:
     def is_ready(self) -> bool:
         return self.state is State.READY
 
-    @property
-    def num_open(self) -> int:
-        """Sequences that have been submitted and have not ended."""
-        return len(self._channels)
-
     # -- requests ------------------------------------------------------------------------------
 
     def submit(

@@ -143,6 +143,22 @@ def test_pages_that_get_new_owners_are_no_finding(bench: Bench) -> None:
         assert engine.audit_scales() == []
 
 
+def test_a_page_that_is_written_again_with_the_same_tokens_is_no_finding(path: Path) -> None:
+    """Beside other requests the same tokens may come out with other roundings."""
+    engine = make(path, "int8_per_token_head", "float64").engine(caching=True)
+    allocator, audit = engine.scheduler.allocator, engine.audit_scales
+    plane = scale_planes(pool_of(engine))[0]
+    for scale in (1.0, 1.5):
+        taken = allocator.allocate(allocator.num_available)  # whatever was cached is gone
+        assert taken is not None
+        plane[1] = scale
+        assert allocator.remember(1, b"the same tokens")
+        allocator.release(taken)
+        assert audit() == []
+    plane[1] = 1.0
+    assert len(audit()) == 1, "the control: nobody wrote it this time"
+
+
 def test_one_look_costs_a_slice_and_all_pages_have_their_turn(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,30 +12,30 @@ SLICE_BYTES = 2 * 2**20
 class CacheAudit:
     """Goes through the known pages round and round, a slice at each call. Only between two steps.
 
-    A page's sum is noted the first time, and compared from then on for as long as the page holds the
-    same tokens. What is found wrong empties the whole prefix cache: whoever read that page since it was
-    last sound has put pages of its own there.
+    A page's sum is noted the first time, and compared from then on until the page has another owner,
+    who may write the same tokens with other roundings. What is found wrong empties the whole prefix
+    cache: whoever read that page since it was last sound has put pages of its own there.
     """
 
     def __init__(self, allocator: PageAllocator, scales: ScaleAudit) -> None:
         self._allocator = allocator
         self._scales = scales
         self._most = max(1, SLICE_BYTES // max(1, scales.page_bytes))
-        self._noted: dict[int, tuple[bytes, int]] = {}  # digest and sum, by page
+        self._noted: dict[int, tuple[int, int]] = {}  # generation and sum, by page
         self._next = 0
 
     def check(self) -> list[str]:
         """What is wrong, in words; [] if all is well. Afterwards no request finds any of it."""
         found = self._scales.restore()
         pages = self._slice()
-        for (page, digest), total in zip(
+        for (page, generation), total in zip(
             pages, self._scales.sums([page for page, _ in pages]), strict=True
         ):
             noted = self._noted.get(page)
             if total is None:
                 found.append(f"page {page} has a scale that is no number")
-            elif noted is None or noted[0] != digest:
-                self._noted[page] = digest, total
+            elif noted is None or noted[0] != generation:
+                self._noted[page] = generation, total
             elif noted[1] != total:
                 found.append(f"page {page} has other scales than when it was written")
         if found:
@@ -43,19 +43,19 @@ class CacheAudit:
             self._noted.clear()
         return found
 
-    def _slice(self) -> list[tuple[int, bytes]]:
+    def _slice(self) -> list[tuple[int, int]]:
         """The next known pages, as many as one call may look at; from the start again after the last."""
         if not self._scales.page_bytes:
             return []
-        found: list[tuple[int, bytes]] = []
+        found: list[tuple[int, int]] = []
         for page in range(self._next, self._allocator.num_usable + 1):
             if len(found) == self._most:
                 self._next = page
                 return found
-            digest = self._allocator.digest_of(page)
-            if digest is None:
+            generation = self._allocator.generation_of(page)
+            if generation is None:
                 self._noted.pop(page, None)
             else:
-                found.append((page, digest))
+                found.append((page, generation))
         self._next = 0
         return found

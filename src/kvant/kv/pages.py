@@ -57,6 +57,7 @@ class PageAllocator:
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._to_zero: list[int] = []
+        self._generations = [0] * num_pages  # how often each was handed out
 
     @property
     def num_usable(self) -> int:
@@ -92,6 +93,7 @@ class PageAllocator:
                 page, _ = self._idle.popitem(last=False)
                 self._drop_hash(page)
             self._ref_counts[page] = 1
+            self._generations[page] += 1
             pages.append(page)
         self._to_zero += pages
         return pages
@@ -106,9 +108,12 @@ class PageAllocator:
             found.append(page)
         return found
 
-    def digest_of(self, page: int) -> bytes | None:
-        """The hash by which a page is found; None for one that nobody can find."""
-        return self._hash_of.get(page)
+    def generation_of(self, page: int) -> int | None:
+        """How often a page has been handed out: as long as that stays, so does what was written to it.
+
+        None for a page that nobody can find.
+        """
+        return self._generations[page] if page in self._hash_of else None
 
     def num_idle_among(self, pages: Iterable[int]) -> int:
         """How many of these pages `join` would take out of what is available."""

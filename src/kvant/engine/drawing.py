@@ -61,7 +61,9 @@ def draw(logits: Tensor, index: Items[int], draws: Items[Draw]) -> list[int]:
         table = torch.tensor([draws[place].numbers for place in places], dtype=torch.float64)
         numbers = to_device(table, logits.device)
         if filters:
-            found = _filtered(logits, rows, numbers)
+            # Only these ask for the sum of all weights; the host knows them without looking there.
+            by_share_alone = (table[:, 1] == torch.inf) & (table[:, 2] < 1) & (table[:, 3] <= 0)
+            found = _filtered(logits, rows, numbers, by_share_alone=bool(by_share_alone.any()))
         else:
             found = draw_from_whole(logits, rows, numbers[:, 0], numbers[:, 4])[0].tolist()
         for place, token in zip(places, found, strict=True):
@@ -95,23 +97,27 @@ def draw_from_whole(
     return torch.stack(tokens), torch.stack(totals)
 
 
-def _filtered(logits: Tensor, rows: Tensor, numbers: Tensor) -> list[int]:
-    """From what the filters leave, likeliest first, smaller ids first among equals."""
-    if bool(((numbers[:, 2] < 1) & (numbers[:, 3] <= 0) & torch.isinf(numbers[:, 1])).any()):
+def _filtered(logits: Tensor, rows: Tensor, numbers: Tensor, *, by_share_alone: bool) -> list[int]:
+    """From what the filters leave, likeliest first, smaller ids first among equals.
+
+    by_share_alone: whether any row has no other filter than top_p.
+    """
+    if by_share_alone:
         _, totals = draw_from_whole(logits, rows, numbers[:, 0], numbers[:, 4])
     else:
         totals = numbers.new_zeros(len(rows))
-    found, settled = [], []
+    found = []
     for start in range(0, len(rows), _BLOCK):
         some = slice(start, start + _BLOCK)
-        parts = _from_likeliest(logits[rows[some]], numbers[some], totals[some])
-        found.append(parts[0])
-        settled.append(parts[1])
-    tokens: list[int] = torch.cat(found).tolist()
-    lacking = (~torch.cat(settled)).nonzero().flatten()
-    for part in lacking.split(_WHOLE_BLOCK) if len(lacking) else ():  # type: ignore[no-untyped-call]
+        found.append(torch.stack(_from_likeliest(logits[rows[some]], numbers[some], totals[some])))
+    tokens: list[int]
+    tokens, settled = torch.cat(found, 1).tolist()
+    lacking = [place for place, is_settled in enumerate(settled) if not is_settled]
+    for start in range(0, len(lacking), _WHOLE_BLOCK):
+        places = lacking[start : start + _WHOLE_BLOCK]
+        part = to_device(torch.tensor(places), logits.device)
         whole = _from_all(logits[rows[part]], numbers[part])
-        for place, token in zip(part.tolist(), whole.tolist(), strict=True):
+        for place, token in zip(places, whole.tolist(), strict=True):
             tokens[place] = token
     return tokens
 

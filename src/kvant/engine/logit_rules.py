@@ -184,7 +184,7 @@ def edited(rows: Tensor, edits: Sequence[Edits]) -> Tensor:
     masked = [(place, one.allowed) for place, one in enumerate(edits) if one.allowed is not None]
     if masked:
         index = _there(np.array([place for place, _ in masked]), rows)
-        allowed = torch.stack([mask for _, mask in masked]).to(rows.device)
+        allowed = to_device(torch.stack([mask for _, mask in masked]), rows.device)
         rows[index] = rows[index].masked_fill(~allowed, -torch.inf)
     banned = [(place, token) for place, one in enumerate(edits) for token in one.banned]
     if banned:

@@ -76,6 +76,13 @@ def test_a_share_too_small_says_which_would_do(request_: PlanRequest) -> None:
     assert ("--gpu-memory-utilization", "0.9") in [way.arguments for way in refused.value.ways_out]
 
 
+def test_a_share_that_would_not_do_either_is_no_way_out(request_: PlanRequest) -> None:
+    plan = make_plan(replace(request_, memory_utilization=0.1))
+    with pytest.raises(DoesNotFit) as refused:
+        choose_kv_bytes(plan, plan.memory.workspace_bytes, TOTAL, 256)
+    assert all("--gpu-memory-utilization" not in way.arguments for way in refused.value.ways_out)
+
+
 def test_more_sequences_and_larger_steps_take_more(request_: PlanRequest) -> None:
     def total(**changes: object) -> int:
         return make_plan(replace(request_, **changes)).memory.workspace_bytes  # type: ignore[arg-type]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvant.attention.need import DeviceKind
 from kvant.engine.planning import Plan
 from kvant.engine.what_if import what_if
 from kvant.errors import DoesNotFit, WayOut
-from kvant.kv.memory import SCRATCH_PAGES, format_size
+from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, format_size
 
 CPU_SHARE = 0.25
 """Share of a CPU's free memory that pages get when nobody says how much."""
+
+_USE_MORE = WayOut("use more of the device", ("--gpu-memory-utilization", str(UTILIZATION)))
 
 
 def choose_kv_bytes(plan: Plan, free: int, total: int, max_num_seqs: int) -> int:
@@ -28,13 +32,21 @@ def choose_kv_bytes(plan: Plan, free: int, total: int, max_num_seqs: int) -> int
     if plan.request.device.kind is DeviceKind.CPU:
         share = int(free * CPU_SHARE)
     else:
-        most = min(int(total * plan.request.memory_utilization), free) - plan.memory.workspace_bytes
+        most = _most(plan, free, total, plan.request.memory_utilization)
         share = most - weights
     usable = most_bytes(plan.target.geometry.max_model_len, plan, max_num_seqs)
     chosen = share if usable is None else min(share, usable)
     if chosen <= 0 or weights + chosen > most:
-        raise _no_room(plan, weights, max(chosen, plan.page_bytes * 2), most)
+        wanted = max(chosen, plan.page_bytes * 2)
+        on_gpu = plan.request.device.kind is not DeviceKind.CPU
+        would_do = on_gpu and weights + wanted <= _most(plan, free, total, UTILIZATION)
+        raise _no_room(plan, weights, wanted, most, [_USE_MORE] if would_do else [])
     return chosen
+
+
+def _most(plan: Plan, free: int, total: int, utilization: float) -> int:
+    """Bytes of a GPU for weights and pages."""
+    return min(int(total * utilization), free) - plan.memory.workspace_bytes
 
 
 def most_bytes(limit: int | None, plan: Plan, max_num_seqs: int) -> int | None:
@@ -95,12 +107,12 @@ def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
     )
 
 
-def _no_room(plan: Plan, weights: int, kv: int, free: int) -> DoesNotFit:
+def _no_room(
+    plan: Plan, weights: int, kv: int, free: int, more: Sequence[WayOut] = ()
+) -> DoesNotFit:
     left = free - weights
-    ways = []
+    ways = [*more]
     on_gpu = plan.request.device.kind is not DeviceKind.CPU
-    if on_gpu and plan.request.kv_cache_bytes is None and plan.request.memory_utilization < 0.9:
-        ways.append(WayOut("use more of the device", ("--gpu-memory-utilization", "0.9")))
     if left >= plan.page_bytes * (SCRATCH_PAGES + 1):
         ways.append(WayOut("give the pages less", ("--kv-cache-memory", str(left // 2))))
     ways.append(WayOut("use a smaller or quantised model, or free some memory"))

@@ -104,8 +104,8 @@ Compiling = Future[Grammar]
 class GrammarCompiler:
     """Compiles forms for one tokenizer. vocab_size: the width of logits, which may be more than its own.
 
-    The thread and the process start with the
-    first form and end when nobody refers to the compiler any more.
+    The thread and the process start with the first form and end when nobody refers to the compiler
+    any more.
     """
 
     def __init__(

@@ -49,9 +49,8 @@ class StructuredOutputs:
     the syntax of Rust's regex crate, matching the whole answer. choice: one of these texts. grammar:
     Lark, as llguidance reads it. asked_as: the name under which the client asked, for messages.
 
-    A schema may have 64 KiB, 32 levels, 2000 nodes, enums of 2000 and 64 branches; references only
-    within itself. Between the tokens of JSON up to 20 blanks or newlines may stand, so that an answer
-    cannot go on for ever in them.
+    None exceeds `MOST`; a schema has references only within itself. Between the tokens of JSON up to 20
+    blanks or newlines may stand, so that an answer cannot go on for ever in them.
     """
 
     json: str | Mapping[str, object] | None = None

@@ -62,6 +62,12 @@ def test_an_engine_gives_pages_what_the_plan_does(request_: PlanRequest) -> None
     assert 0 <= given - planned < 2 * make_plan(asked).page_bytes
 
 
+def test_the_share_of_a_gpu_is_not_a_cpus(request_: PlanRequest) -> None:
+    cpu = replace(request_, device=DeviceFacts(DeviceKind.CPU), memory_bytes=TOTAL)
+    plans = [make_plan(replace(cpu, memory_utilization=share)) for share in (0.5, 0.9)]
+    assert plans[0].memory == plans[1].memory
+
+
 def test_what_others_hold_is_not_given_away(request_: PlanRequest) -> None:
     plan = make_plan(request_)
     free = TOTAL // 2

@@ -59,6 +59,11 @@ class PlanRequest:
     batch_invariant: bool = False
     quantization: Quantization | None = None
 
+    @property
+    def utilization(self) -> float:
+        """Share of the device's memory that is planned with: what was asked is a GPU's."""
+        return UTILIZATION if self.device.kind is DeviceKind.CPU else self.memory_utilization
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
@@ -143,7 +148,7 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
         draft=None if draft is None else draft.kv,
         draft_weights_bytes=(draft.weights.bytes or 0) if draft else 0,
         workspace_bytes=0 if beside is None else beside.total,
-        utilization=request.memory_utilization,
+        utilization=request.utilization,
         kv_cache_bytes=request.kv_cache_bytes,
     )
     return Plan(request, target, draft, facts, memory, beside)

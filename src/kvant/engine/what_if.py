@@ -43,7 +43,7 @@ def _alternative(plan: Plan, dtype: KVDtype) -> Alternative:
         draft=None if plan.draft is None else plan.draft.kv,
         draft_weights_bytes=(plan.draft.weights.bytes or 0) if plan.draft else 0,
         workspace_bytes=plan.memory.workspace_bytes,
-        utilization=plan.request.memory_utilization,
+        utilization=plan.request.utilization,
         kv_cache_bytes=plan.request.kv_cache_bytes,
     )
     ratio = kv.bytes_per_token_16bit / kv.bytes_per_token if kv.bytes_per_token else None

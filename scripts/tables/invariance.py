@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tables import Cells, percent, table
@@ -9,13 +10,22 @@ from tables import Cells, percent, table
 FILES = ("invariance.json", "invariance-more.json")
 
 
+@table("invariance-compiled", "invariance-compiled.json")
+def compiled(run: Any) -> Cells:
+    return _flips([run])
+
+
 @table("invariance-flips", *FILES)
 def flips(runs: Any, more: Any) -> Cells:
+    return _flips([*runs, more])
+
+
+def _flips(runs: Sequence[Any]) -> Cells:
     lines = [
         ["KV format", "backend", "positions", "flips, mode off", "share", "largest change of a logit, off",
          "flips, mode on", "largest change, on"]
     ]  # fmt: skip
-    for run in [*runs, more]:
+    for run in runs:
         found = {(r["format"], r["batch_invariant"]): r for r in run["flips"]}
         for (name, mode), on in found.items():
             if not mode:

@@ -68,6 +68,16 @@ def test_prompts_are_cut_at_multiples_of_the_stride() -> None:
     assert runner.steps[:3] == [[32], [38], [1, 9, 16]]
 
 
+def test_nobody_holds_pages_in_a_step_without_room_for_it() -> None:
+    engine, runner = make_engine(max_num_batched_tokens=40, prompt_stride=16, num_pages=200)
+    for length in (38, 9):
+        engine.submit(prompt_of(length, length), greedy(2))
+    engine.step()
+    assert runner.steps == [[38]]
+    assert engine.stats.num_running == 1
+    run(engine)
+
+
 def test_a_stride_that_steps_have_no_room_for_keeps_nobody_waiting() -> None:
     engine, runner = make_engine(max_num_batched_tokens=8, prompt_stride=16, num_pages=200)
     prompts = [prompt_of(50, 1), prompt_of(33, 2)]

@@ -271,31 +271,35 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.lacks_prompt_logprobs and not self._logprobs_left:
                 break
-            if self._shares_soon(sequence, prefilling) or not self._give_pages(sequence):
+            if self._shares_soon(sequence, prefilling):
+                break
+            start = len(self._find_prefix(sequence)) * self.limits.page_size
+            if not self._room_for(sequence, start, budget) or not self._give_pages(sequence):
                 break
             self._waiting.popleft()
             self._running.append(sequence)
             sequence.status = Status.RUNNING
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 prefilling.append(sequence)
-            count = self._add_chunk(chunks, sequence, budget)
-            if not count:
-                break
-            budget -= count
+            budget -= self._add_chunk(chunks, sequence, budget)
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         """The sequence's next tokens, as many as the step has room for; how many that are, maybe none."""
         start = sequence.num_computed_tokens
-        left = len(sequence.token_ids) - start
-        count = min(left, budget)
-        if count < left:
-            count = max(0, count - (start + count) % self._stride)
+        count = self._room_for(sequence, start, budget)
         if sequence.lacks_prompt_logprobs:
             count = min(count, self._logprobs_left)
             self._logprobs_left -= count
         if count:
             chunks.append(Chunk(sequence, start, count))
         return count
+
+    def _room_for(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Tokens from `start` that a step with this much room takes: all, or up to where it may be cut."""
+        left = len(sequence.token_ids) - start
+        if left <= budget:
+            return left
+        return max(0, budget - (start + budget) % self._stride)
 
     def _shares_soon(self, sequence: Sequence, others: list[Sequence]) -> bool:
         """Whether most of what it has to run is being run for another one now, in full pages.

@@ -84,6 +84,8 @@ def test_what_is_no_url_is_refused_by_name() -> None:
         parse_target("127.0.0.1")
     assert parse_target("http://host:8000/v1/").base == ""
     assert parse_target("https://host/other/v1").base == "/other"
+    assert parse_target("https://host/").authority == "host:443"
+    assert parse_target("http://[::1]:8000").authority == "[::1]:8000"
 
 
 def under(answer: Answer) -> Round:

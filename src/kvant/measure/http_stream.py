@@ -33,6 +33,11 @@ class Target:
     base: str
     headers: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -92,7 +97,7 @@ async def _asked(
     reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context)
     try:
         connection = h11.Connection(h11.CLIENT)
-        headers = [("host", target.host), ("connection", "close"), *target.headers]
+        headers = [("host", target.authority), ("connection", "close"), *target.headers]
         if body is not None:
             headers += [("content-type", "application/json"), ("content-length", str(len(body)))]
         asked = h11.Request(method=method, target=target.base + path, headers=headers)

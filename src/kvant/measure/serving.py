@@ -240,7 +240,9 @@ async def _audited(target: Target, before: dict[str, float]) -> dict[str, float]
     after = await _metrics(target)
     ends = time.perf_counter() + AUDIT_SECONDS
     audits = _COUNTERS[0]
-    while after and after[audits] <= before[audits] and time.perf_counter() < ends:
+    while (
+        after and after.get(audits, 0.0) <= before.get(audits, 0.0) and time.perf_counter() < ends
+    ):
         await asyncio.sleep(0.2)
         after = await _metrics(target)
     return after

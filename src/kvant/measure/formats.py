@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvant.engine.llm import LLM
-from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
 from kvant.kv.names import FormatRequest
-from kvant.kv.request import Asked, KVRequest
-from kvant.kv.spec import KVPlan
 from kvant.measure.fidelity import Fidelity, compare
+from kvant.measure.own_engine import plan_storing
 from kvant.measure.teacher_forced import text_logits
 
 
@@ -31,18 +29,13 @@ def measure_formats(
     """Every format on the model that `llm` has loaded, over one text's tokens; one pass a format."""
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
-    truth = text_logits(runner.model, _plan(llm, baseline), token_ids)
+    truth = text_logits(runner.model, plan_storing(llm, baseline), token_ids)
     rows = []
     for wanted in formats:
-        plan = _plan(llm, wanted)
+        plan = plan_storing(llm, wanted)
         same = wanted == baseline  # a second pass would be the first one again
         logits = truth if same else text_logits(runner.model, plan, token_ids)
         fidelity = compare(truth, logits)
         size = plan.bytes_per_token
         rows.append(FormatRow(wanted, size, 2**30 // size, fidelity))
     return rows
-
-
-def _plan(llm: LLM, wanted: FormatRequest) -> KVPlan:
-    asked = Asked(wanted, f"--kv-cache-dtype {wanted}")
-    return resolve_again(llm.planned, KVRequest(explicit=(asked,)))

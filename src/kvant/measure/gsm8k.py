@@ -21,18 +21,15 @@ import torch
 
 from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
-from kvant.engine.engine import CacheIdentity, Engine
 from kvant.engine.llm import LLM
-from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format, whole_formats
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
-from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
 from kvant.measure.facts import measurement_facts
+from kvant.measure.own_engine import engine_over, plan_storing
 from kvant.models.loaded import LoadedModel
 
 STEP_TOKENS = 2048
@@ -162,8 +159,7 @@ def judge(
     rows = []
     for wanted in formats:
         started = time.perf_counter()
-        asked = Asked(wanted, f"--kv-cache-dtype {wanted}")
-        plan = resolve_again(llm.planned, KVRequest(explicit=(asked,)))
+        plan = plan_storing(llm, wanted)
         found = solution_logprobs(runner.model, plan, texts)
         truth = found if truth is None else truth
         right = None
@@ -191,19 +187,16 @@ def _num_right(llm: LLM, plan: KVPlan, problems: Sequence[Problem], answer_token
     prompts = [llm.encode(problem.prompt) for problem in problems]
     longest = max(map(len, prompts)) + answer_tokens + 1
     num_pages = 1 + len(prompts) * -(-longest // plan.page_size)
-    engine = Engine(
+    engine = engine_over(
+        llm,
         ModelRunner(runner.model, num_pages, plan),
-        SchedulerLimits(
-            max_num_seqs=len(prompts),
-            max_num_batched_tokens=STEP_TOKENS,
-            max_model_len=longest,
-            page_size=plan.page_size,
-        ),
+        plan,
         num_pages,
-        identity=CacheIdentity(plan.model, None, plan.fingerprint),
-        vocab_size=llm.engine.vocab_size,
-        eos_token_ids=sorted(llm.engine.eos_token_ids),
-        tokenizer=llm.engine.tokenizer,
+        max_num_seqs=len(prompts),
+        max_num_batched_tokens=STEP_TOKENS,
+        max_model_len=longest,
+        prefix_caching=True,
+        answers=True,
     )
     params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, stop=("Question:",))
     asked = {engine.submit(prompt, params): p for prompt, p in zip(prompts, problems, strict=True)}

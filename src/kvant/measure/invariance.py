@@ -13,15 +13,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvant.engine.engine import CacheIdentity, Engine
 from kvant.engine.llm import LLM
-from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.names import FormatRequest
-from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
+from kvant.measure.own_engine import engine_over, plan_storing
 from kvant.measure.teacher_forced import text_logits
 
 ROWS = 8
@@ -57,7 +54,7 @@ class Speed:
 
 def count_flips(llm: LLM, format: FormatRequest, token_ids: Sequence[int]) -> Flips:
     """Reads the text twice, with the KV cache in `format`."""
-    plan = _plan(llm, format)
+    plan = plan_storing(llm, format)
     model = _runner(llm).model
     one, eight = (text_logits(model, plan, token_ids, chunk=rows) for rows in (1, ROWS))
     return Flips(
@@ -72,22 +69,18 @@ def count_flips(llm: LLM, format: FormatRequest, token_ids: Sequence[int]) -> Fl
 
 def decode_speed(llm: LLM, format: FormatRequest, batch: int, num_tokens: int) -> Speed:
     """The engine's own loop, greedy, `batch` requests side by side."""
-    plan = _plan(llm, format)
+    plan = plan_storing(llm, format)
     model = _runner(llm).model
     length = _PROMPT + _WARM_UP + num_tokens + 1
     num_pages = 1 + batch * -(-length // plan.page_size)
-    engine = Engine(
+    engine = engine_over(
+        llm,
         ModelRunner(model, num_pages, plan),
-        SchedulerLimits(
-            max_num_seqs=batch,
-            max_num_batched_tokens=max(512, batch),
-            max_model_len=-(-length // plan.page_size) * plan.page_size,
-            page_size=plan.page_size,
-            prefix_caching=False,
-        ),
+        plan,
         num_pages,
-        identity=CacheIdentity(plan.model, None, plan.fingerprint),
-        vocab_size=llm.engine.vocab_size,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(512, batch),
+        max_model_len=-(-length // plan.page_size) * plan.page_size,
     )
     params = SamplingParams(temperature=0.0, max_tokens=_WARM_UP + num_tokens + 1, ignore_eos=True)
     for number in range(batch):
@@ -102,11 +95,6 @@ def decode_speed(llm: LLM, format: FormatRequest, batch: int, num_tokens: int) -
     return Speed(
         str(format), _backend(plan), model.batch_invariant, batch, batch * num_tokens / seconds
     )
-
-
-def _plan(llm: LLM, format: FormatRequest) -> KVPlan:
-    asked = Asked(format, f"--kv-cache-dtype {format}")
-    return resolve_again(llm.planned, KVRequest(explicit=(asked,)))
 
 
 def _runner(llm: LLM) -> ModelRunner:

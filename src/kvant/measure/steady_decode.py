@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
 from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
-from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.names import parse_format
 from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, KVRequest, parse_rule
 from kvant.measure.cpu_decode_bench import Case, Timing, time_engine
+from kvant.measure.own_engine import engine_over
 from kvant.measure.peers.filled import FilledRunner, compute_sample
 from kvant.measure.throughput import free_memory
 
@@ -72,19 +72,14 @@ def _engine(llm: LLM, asked: KVRequest, batch: int, tokens: int) -> tuple[Engine
     own = ModelRunner(inner.model, num_pages, plan)
     own.capture(batch, _WARM_UP_TOKENS, pages * plan.page_size)
     runner = FilledRunner(own, llm.engine.vocab_size)
-    engine = Engine(
+    engine = engine_over(
+        llm,
         runner,
-        SchedulerLimits(
-            max_num_seqs=batch,
-            max_num_batched_tokens=_STEP_TOKENS,
-            max_model_len=pages * plan.page_size,
-            page_size=plan.page_size,
-            prefix_caching=False,
-            pages_ahead=runner.looks_ahead,
-        ),
+        plan,
         num_pages,
-        identity=CacheIdentity(plan.model, None, plan.fingerprint),
-        vocab_size=llm.engine.vocab_size,
+        max_num_seqs=batch,
+        max_num_batched_tokens=_STEP_TOKENS,
+        max_model_len=pages * plan.page_size,
     )
     compute_sample(engine)
     runner.fill()

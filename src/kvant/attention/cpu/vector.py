@@ -297,3 +297,25 @@ def zero(typing: Any, address: Any, num_bytes: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+def repeat(b: Any, count: Any, start: list[Any], body: Any) -> list[Any]:
+    """body(index, carried values) -> carried values, `count` times, at least once."""
+    before = b.block
+    loop, done = b.append_basic_block("loop"), b.append_basic_block("done")
+    b.branch(loop)
+    b.position_at_end(loop)
+    index = b.phi(I64)
+    index.add_incoming(i64(0), before)
+    carried = []
+    for x in start:
+        carried.append(b.phi(x.type))
+        carried[-1].add_incoming(x, before)
+    made = body(index, carried)
+    following = b.add(index, i64(1))
+    index.add_incoming(following, loop)
+    for old, new in zip(carried, made, strict=True):
+        old.add_incoming(new, loop)
+    b.cbranch(b.icmp_signed("<", following, count), loop, done)
+    b.position_at_end(done)
+    return made  # type: ignore[no-any-return]

@@ -14,17 +14,15 @@ from torch import Tensor
 
 from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
-from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.engine import Engine
 from kvant.engine.graphs import Answered
 from kvant.engine.llm import LLM
-from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import SCRATCH
-from kvant.kv.request import Asked, KVRequest
 from kvant.kv.saturation import Saturated
+from kvant.measure.own_engine import engine_over, plan_storing
 
 _SAMPLE_TOKENS = 512
 _STEP_TOKENS = 2048
@@ -88,25 +86,19 @@ def engine_with(
     """An engine over the model of `llm` that stores K and V as asked; no prefix cache."""
     inner = llm.engine.runner
     assert isinstance(inner, ModelRunner)
-    plan = resolve_again(
-        llm.planned, KVRequest(explicit=(Asked(stored, f"--kv-cache-dtype {stored}"),))
-    )
+    plan = plan_storing(llm, stored)
     pages = -(-(context + _MARGIN_TOKENS) // plan.page_size)
     num_pages = SCRATCH + 1 + batch * pages
     own = ModelRunner(inner.model, num_pages, plan)
     runner = FilledRunner(own, llm.engine.vocab_size) if filled else own
-    engine = Engine(
+    engine = engine_over(
+        llm,
         runner,
-        SchedulerLimits(
-            max_num_seqs=batch,
-            max_num_batched_tokens=_STEP_TOKENS,
-            max_model_len=pages * plan.page_size,
-            page_size=plan.page_size,
-            prefix_caching=False,
-        ),
+        plan,
         num_pages,
-        identity=CacheIdentity(plan.model, None, plan.fingerprint),
-        vocab_size=llm.engine.vocab_size,
+        max_num_seqs=batch,
+        max_num_batched_tokens=_STEP_TOKENS,
+        max_model_len=pages * plan.page_size,
     )
     if isinstance(runner, FilledRunner):
         compute_sample(engine)

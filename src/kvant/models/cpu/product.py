@@ -25,7 +25,6 @@ from kvant.attention.cpu.vector import (
     F32,
     FLOATS,
     I32,
-    I64,
     LANES,
     WORDS,
     every,
@@ -36,6 +35,7 @@ from kvant.attention.cpu.vector import (
     load_i64,
     look_up,
     prefetch,
+    repeat,
     shuffle,
     store,
     words,
@@ -145,35 +145,24 @@ def _multiply(
         at = [b.add(weight, b.mul(stride, i64(i))) for i in range(OUTPUTS)]
         scale_at = [b.add(scales, b.mul(scales_stride, i64(i))) for i in range(OUTPUTS)]
         x_at = [b.add(x, b.mul(x_stride, i64(r))) for r in range(n)]
-        before = b.block
-        loop, done = b.append_basic_block("pairs"), b.append_basic_block("done")
-        b.branch(loop)
-        b.position_at_end(loop)
-        pair = b.phi(I64)
-        pair.add_incoming(i64(0), before)
-        sums = []
-        for _ in range(OUTPUTS * n):
-            sums.append(b.phi(FLOATS))
-            sums[-1].add_incoming(_ZERO, before)
-        new = list(sums)
-        step = b.mul(pair, i64(8 * LANES))
-        numbers = [
-            [load(b, FLOATS, b.add(b.add(row, step), i64(64 * i)), 4) for i in range(2)]
-            for row in x_at
-        ]
-        for i in range(OUTPUTS):
-            ahead = b.add(b.add(at[i], i64(_FETCHED_AHEAD)), b.mul(pair, i64(4 * _BITS[kind])))
-            for line in range(0, 4 * _BITS[kind], _LINE):
-                prefetch(b, b.add(ahead, i64(line)))
-            for j, w in enumerate(_decoded(context, b, kind, at[i], scale_at[i], pair)):
-                for r in range(n):
-                    new[i * n + r] = fma(b, w, numbers[r][j], new[i * n + r])
-        following = b.add(pair, i64(1))
-        pair.add_incoming(following, loop)
-        for old, made in zip(sums, new, strict=True):
-            old.add_incoming(made, loop)
-        b.cbranch(b.icmp_signed("<", following, pairs), loop, done)
-        b.position_at_end(done)
+
+        def add(pair: Any, sums: list[Any]) -> list[Any]:
+            new = list(sums)
+            step = b.mul(pair, i64(8 * LANES))
+            numbers = [
+                [load(b, FLOATS, b.add(b.add(row, step), i64(64 * i)), 4) for i in range(2)]
+                for row in x_at
+            ]
+            for i in range(OUTPUTS):
+                ahead = b.add(b.add(at[i], i64(_FETCHED_AHEAD)), b.mul(pair, i64(4 * _BITS[kind])))
+                for line in range(0, 4 * _BITS[kind], _LINE):
+                    prefetch(b, b.add(ahead, i64(line)))
+                for j, w in enumerate(_decoded(context, b, kind, at[i], scale_at[i], pair)):
+                    for r in range(n):
+                        new[i * n + r] = fma(b, w, numbers[r][j], new[i * n + r])
+            return new
+
+        new = repeat(b, pairs, [_ZERO] * (OUTPUTS * n), add)
         few = ir.VectorType(F32, OUTPUTS)
         biases = load(b, few, bias, 4)
         if is_scaled:

@@ -18,7 +18,6 @@ from kvant.attention.cpu.compiled import kept_on_disk
 from kvant.attention.cpu.inner import exp_lanes
 from kvant.attention.cpu.vector import (
     FLOATS,
-    I64,
     LANES,
     call,
     every,
@@ -29,6 +28,7 @@ from kvant.attention.cpu.vector import (
     load,
     load_f32,
     load_i64,
+    repeat,
     root,
     shuffle,
     splat,
@@ -60,24 +60,7 @@ _ONE = np.float32(1)
 
 def _loop(b: Any, vectors: Any, start: list[Any], body: Any) -> list[Any]:
     """body(offset in bytes, carried vectors) -> carried vectors, `vectors` times, at least once."""
-    before = b.block
-    loop, done = b.append_basic_block("vectors"), b.append_basic_block("done")
-    b.branch(loop)
-    b.position_at_end(loop)
-    index = b.phi(I64)
-    index.add_incoming(i64(0), before)
-    carried = []
-    for x in start:
-        carried.append(b.phi(x.type))
-        carried[-1].add_incoming(x, before)
-    made = body(b.mul(index, i64(4 * LANES)), carried)
-    following = b.add(index, i64(1))
-    index.add_incoming(following, loop)
-    for old, new in zip(carried, made, strict=True):
-        old.add_incoming(new, loop)
-    b.cbranch(b.icmp_signed("<", following, vectors), loop, done)
-    b.position_at_end(done)
-    return made  # type: ignore[no-any-return]
+    return repeat(b, vectors, start, lambda i, carried: body(b.mul(i, i64(4 * LANES)), carried))
 
 
 @intrinsic(prefer_literal=True)

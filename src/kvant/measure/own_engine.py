@@ -1,0 +1,53 @@
+"""Engines for measuring: the weights that are loaded, over pages of their own, in any format."""
+
+from __future__ import annotations
+
+from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.llm import LLM
+from kvant.engine.planning import resolve_again
+from kvant.engine.runner import Runner
+from kvant.engine.scheduler import SchedulerLimits
+from kvant.kv.names import FormatRequest
+from kvant.kv.request import Asked, KVRequest
+from kvant.kv.spec import KVPlan
+
+
+def plan_storing(llm: LLM, stored: FormatRequest) -> KVPlan:
+    """The plan of the model that `llm` runs, with K and V stored as asked."""
+    asked = Asked(stored, f"--kv-cache-dtype {stored}")
+    return resolve_again(llm.planned, KVRequest(explicit=(asked,)))
+
+
+def engine_over(
+    llm: LLM,
+    runner: Runner,
+    plan: KVPlan,
+    num_pages: int,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    prefix_caching: bool = False,
+    answers: bool = False,
+) -> Engine:
+    """An engine that steps `runner`, whose pool has `num_pages` of `plan`.
+
+    answers: whether text is wanted and ends of sequence count, as in the engine of `llm`.
+    """
+    own = llm.engine
+    return Engine(
+        runner,
+        SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            page_size=plan.page_size,
+            prefix_caching=prefix_caching,
+            pages_ahead=runner.looks_ahead,
+        ),
+        num_pages,
+        identity=CacheIdentity(plan.model, None, plan.fingerprint),
+        vocab_size=own.vocab_size,
+        eos_token_ids=sorted(own.eos_token_ids) if answers else (),
+        tokenizer=own.tokenizer if answers else None,
+    )

@@ -271,10 +271,13 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.lacks_prompt_logprobs and not self._logprobs_left:
                 break
-            if self._shares_soon(sequence, prefilling):
+            found = self._find_prefix(sequence)
+            if self._shares_soon(sequence, len(found), prefilling):
                 break
-            start = len(self._find_prefix(sequence)) * self.limits.page_size
-            if not self._room_for(sequence, start, budget) or not self._give_pages(sequence):
+            start = len(found) * self.limits.page_size
+            if not self._room_for(sequence, start, budget):
+                break
+            if not self._give_pages(sequence, found):
                 break
             self._waiting.popleft()
             self._running.append(sequence)
@@ -301,27 +304,26 @@ class Scheduler:
             return left
         return max(0, budget - (start + budget) % self._stride)
 
-    def _shares_soon(self, sequence: Sequence, others: list[Sequence]) -> bool:
+    def _shares_soon(self, sequence: Sequence, known: int, others: list[Sequence]) -> bool:
         """Whether most of what it has to run is being run for another one now, in full pages.
 
-        others: those that are running their prompts; what an answering one has can be found already.
+        known: pages of its beginning that can be found. others: those that are running their prompts;
+        what an answering one has can be found already.
         """
         if not others or not self.limits.prefix_caching or sequence.lacks_prompt_logprobs:
             return False
         page_size = self.limits.page_size
-        known = len(self._find_prefix(sequence))
         hashes, left = sequence.prefix_hashes, sequence.num_tokens - known * page_size
         common = max(_num_common(hashes, other.prefix_hashes) for other in others) - 1
         return (common - known) * page_size * 2 > left
 
     # -- pages ---------------------------------------------------------------------------------
 
-    def _give_pages(self, sequence: Sequence) -> bool:
-        """Pages for every known token, those of a known prefix shared; False if there are too few.
+    def _give_pages(self, sequence: Sequence, found: list[int]) -> bool:
+        """Pages for every known token, those found of its beginning shared; False if there are too few.
 
         One page for each running sequence stays free: they grow, and would take these pages back.
         """
-        found = self._find_prefix(sequence)
         needed = self._pages_for(sequence.num_tokens) - len(found)
         available = self.allocator.num_available - self.allocator.num_idle_among(found)
         if needed > available - len(self._running):

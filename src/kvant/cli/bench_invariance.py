@@ -21,13 +21,21 @@ if TYPE_CHECKING:
 
     from kvant.engine.llm import LLM
     from kvant.kv.names import FormatRequest
+    from kvant.measure.answers import Agreement, Answers, Way
     from kvant.measure.invariance import Flips, Speed
 
 
 class Measured(Enum):
-    ALL = "all"
+    BOTH = "both"
     FLIPS = "flips"
     COST = "cost"
+    ANSWERS = "answers"
+
+
+class Mode(Enum):
+    BOTH = "both"
+    OFF = "off"
+    ON = "on"
 
 
 def invariance(
@@ -43,8 +51,25 @@ def invariance(
         ),
     ] = None,
     what: Annotated[
-        Measured, typer.Option("--what", help="flips, cost (tokens/s), or all.")
-    ] = Measured.ALL,
+        Measured,
+        typer.Option(
+            "--what", help="flips, cost (tokens/s), both of these, or whole answers compared."
+        ),
+    ] = Measured.BOTH,
+    mode: Annotated[Mode, typer.Option("--mode", help="Of --batch-invariant.")] = Mode.BOTH,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="D")] = "float32",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--way",
+            help="Of answering: alone, batch, unrecorded; the others are compared with the first.",
+            show_default=False,
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="JSON of other answers, from another device.")
+    ] = None,
     tokens: Annotated[
         int, typer.Option("--tokens", min=8, help="Positions of the text that are compared.")
     ] = 256,
@@ -59,7 +84,10 @@ def invariance(
     from kvant.engine.llm import LLM
     from kvant.kv.dtype import KVDtype
     from kvant.kv.names import FormatRequest, known_names, parse_format
+    from kvant.measure.answers import compare_all, parse_way, read_answers
 
+    ways = [parse_way(name) for name in way or ()]
+    others = () if against is None else read_answers(against)
     wanted = (
         [FormatRequest(d, d) for d in KVDtype if d.format.name in known_names()]
         if not formats
@@ -68,22 +96,28 @@ def invariance(
     console = Console()
     flips: list[Flips] = []
     speeds: list[Speed] = []
-    for mode in (False, True):
+    answers: list[Answers] = []
+    for is_on in {Mode.BOTH: (False, True), Mode.OFF: (False,), Mode.ON: (True,)}[mode]:
         llm = LLM(
             model,
-            dtype="float32",
-            kv_cache_dtype="float32",
+            dtype=dtype,
+            device=device,
+            kv_cache_dtype="model",
             kv_cache_memory="32MiB",
             max_model_len=256,
             max_num_seqs=1,
             attention_backend=attention_backend,
-            batch_invariant=mode,
+            batch_invariant=is_on,
         )
-        if what is not Measured.COST:
+        if what in (Measured.FLIPS, Measured.BOTH):
             flips += _flips(llm, wanted, tokens)
-        if what is not Measured.FLIPS:
+        if what in (Measured.COST, Measured.BOTH):
             speeds += _speeds(llm, wanted)
+        if what is Measured.ANSWERS:
+            answers += _answers(llm, wanted, ways)
+    compared = list(compare_all(answers, others))
     _print(flips, speeds, console)
+    _print_answers(compared, console)
     if out is not None:
         import torch
 
@@ -94,9 +128,13 @@ def invariance(
             **measurement_facts(command, ["torch", "transformers", "numba"]),
             "model": model,
             "threads": torch.get_num_threads(),
-            "flips": [dataclasses.asdict(row) for row in flips],
-            "decode": [dataclasses.asdict(row) for row in speeds],
         }
+        if what is Measured.ANSWERS:
+            found["answers"] = [dataclasses.asdict(row) for row in answers]
+            found["agreements"] = [dataclasses.asdict(row) for row in compared]
+        else:
+            found["flips"] = [dataclasses.asdict(row) for row in flips]
+            found["decode"] = [dataclasses.asdict(row) for row in speeds]
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -112,6 +150,29 @@ def _speeds(llm: LLM, wanted: Sequence[FormatRequest]) -> list[Speed]:
     from kvant.measure.invariance import ROWS, decode_speed
 
     return [decode_speed(llm, one, batch, 24) for one in wanted for batch in (1, ROWS)]
+
+
+def _answers(llm: LLM, wanted: Sequence[FormatRequest], ways: Sequence[Way]) -> list[Answers]:
+    from kvant.measure.answers import answer, ways_on
+
+    chosen = ways or ways_on(llm.engine.runner.device)
+    return [found for one in wanted for found in answer(llm, one, chosen)]
+
+
+def _print_answers(rows: Sequence[Agreement], console: Console) -> None:
+    from rich.table import Table
+
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("KV format", "dtype", "mode", "way", "beside", "flips", "of"):
+        table.add_column(title, justify="right" if title in ("flips", "of") else "left")
+    for row in rows:
+        mode = "on" if row.batch_invariant else "off"
+        table.add_row(
+            row.format, row.dtype, mode, row.way, row.beside, str(row.flips), str(row.positions)
+        )
+    console.print(table)
 
 
 def _print(flips: list[Flips], speeds: list[Speed], console: Console) -> None:

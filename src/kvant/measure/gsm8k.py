@@ -120,21 +120,23 @@ def solution_logprobs(
             targets.append(torch.tensor(tokens[question:]))
             page, row = page + pages[index], row + len(tokens)
         cumulated = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        device = model.device
         step = Step(
-            cu_seqlens_q=cumulated,
-            seqlens_kv=torch.tensor(lengths, dtype=torch.int32),
-            page_table=table,
-            slot_mapping=torch.cat(slots),
-            positions=torch.cat(positions),
+            cu_seqlens_q=cumulated.to(device),
+            seqlens_kv=torch.tensor(lengths, dtype=torch.int32, device=device),
+            page_table=table.to(device),
+            slot_mapping=torch.cat(slots).to(device),
+            positions=torch.cat(positions).to(device),
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )
-        ids = torch.tensor([token for tokens, _ in group for token in tokens])
-        logits = model.forward(ids, StepCall(step, pool, load_backends(plan)), torch.cat(wanted))
-        target = torch.cat(targets)
+        ids = torch.tensor([token for tokens, _ in group for token in tokens], device=device)
+        call = StepCall(step, pool, load_backends(plan))
+        logits = model.forward(ids, call, torch.cat(wanted).to(device))
+        target = torch.cat(targets).to(device)
         logits = logits.float()
         chosen = logits.gather(1, target[:, None])[:, 0]
-        parts.append(chosen.double() - logits.logsumexp(-1).double())
+        parts.append((chosen.double() - logits.logsumexp(-1).double()).cpu())
     return torch.cat(parts)
 
 
@@ -240,6 +242,7 @@ def table(rows: Sequence[Judged], count: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--problems", type=Path, default=Path("data/gsm8k/gsm8k_test.jsonl"))
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--shortest", action="store_true", help="the shortest, not the first ones")
@@ -247,7 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answer-tokens", type=int, default=0, help="0: no answers")
     parser.add_argument("--out", type=Path, help="JSON result")
     options = parser.parse_args(arguments)
-    llm = LLM(options.model, dtype="float32", kv_cache_dtype="float32")
+    llm = LLM(
+        options.model,
+        dtype="float32",
+        kv_cache_dtype="float32",
+        device=options.device,
+        kv_cache_memory="256MiB",
+    )
     formats = [parse_format(name, asked_by="--format") for name in options.format] or all_formats()
     problems = read_problems(options.problems, options.count, shortest=options.shortest)
     rows = judge(llm, problems, formats, answer_tokens=options.answer_tokens)

@@ -72,15 +72,19 @@ def decode_speed(llm: LLM, format: FormatRequest, batch: int, num_tokens: int) -
     plan = plan_storing(llm, format)
     model = _runner(llm).model
     length = _PROMPT + _WARM_UP + num_tokens + 1
-    num_pages = 1 + batch * -(-length // plan.page_size)
+    max_model_len = -(-length // plan.page_size) * plan.page_size
+    num_pages = 1 + batch * max_model_len // plan.page_size
+    step_tokens = max(512, batch)
+    runner = ModelRunner(model, num_pages, plan)
+    runner.capture(batch, step_tokens, max_model_len)
     engine = engine_over(
         llm,
-        ModelRunner(model, num_pages, plan),
+        runner,
         plan,
         num_pages,
         max_num_seqs=batch,
-        max_num_batched_tokens=max(512, batch),
-        max_model_len=-(-length // plan.page_size) * plan.page_size,
+        max_num_batched_tokens=step_tokens,
+        max_model_len=max_model_len,
     )
     params = SamplingParams(temperature=0.0, max_tokens=_WARM_UP + num_tokens + 1, ignore_eos=True)
     for number in range(batch):

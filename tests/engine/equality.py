@@ -67,7 +67,7 @@ class Bench:
             eos_token_ids=sorted(self.llm.engine.eos_token_ids) if answering else (),
             tokenizer=self.llm.engine.tokenizer if answering else None,
             seed=seed,
-            scale_audit=ScaleAudit(runner.pool),
+            scale_audit=ScaleAudit(runner.pools),
             speculation=make_speculation(planned, proposer, runner),
         )
 

@@ -89,7 +89,7 @@ def test_every_single_bit_of_a_pages_scales_counts(bench: Bench) -> None:
     engine = bench.engine(caching=True, num_pages=8)
     run(engine, [PROMPT[:9]], 1)
     pool = pool_of(engine)
-    audit = ScaleAudit(pool)
+    audit = ScaleAudit([pool])
     (before,) = audit.sums([2])
     for plane in scale_planes(pool)[:: len(pool.plan.layers)]:
         for bit in range(8 * plane[2].numel() * plane.element_size()):
@@ -163,7 +163,7 @@ def test_one_look_costs_a_slice_and_all_pages_have_their_turn(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make(path, "int8_per_token_head", "float64")
-    size = ScaleAudit(pool_of(bench.engine())).page_bytes
+    size = ScaleAudit([pool_of(bench.engine())]).page_bytes
     assert size == 6 * 2 * bench.plan.page_size * 2 * 4  # layers, sides, tokens, heads, float32
     monkeypatch.setattr(cache_audit, "SLICE_BYTES", 3 * size)
     engine = bench.engine(caching=True)

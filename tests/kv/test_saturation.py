@@ -8,7 +8,7 @@ import torch
 from kvant.kv.codecs import Codec, codec_for
 from kvant.kv.dtype import KVDtype
 from kvant.kv.saturation import LARGEST
-from kvant.kv.saturation_counter import SAMPLE_EVERY, SaturationCounter
+from kvant.kv.saturation_counter import PROMPT_ROWS, SAMPLE_EVERY, SaturationCounter
 
 HEADS, DIM = 2, 16
 
@@ -65,6 +65,18 @@ def test_single_tokens_are_looked_at_now_and_then() -> None:
     for _ in range(2 * SAMPLE_EVERY):
         made.sample((x, x), (None, None), torch.tensor([3]))
     assert counts.tolist() == [2 * x.numel()] * 2
+
+
+def test_a_scale_that_is_not_what_it_was_counts_as_it_is_now() -> None:
+    """One that went wrong is put back by the audit; the count must not go on with the wrong one."""
+    counts = torch.zeros(2, dtype=torch.int64)
+    made = SaturationCounter(counts, (448.0, None))
+    x = torch.full((PROMPT_ROWS, HEADS, DIM), 1000.0)
+    scale = torch.tensor([100.0])
+    for expected, value in ((0, 100.0), (x.numel(), 1.0), (x.numel(), 100.0)):
+        scale.fill_(value)
+        made.sample((x, x), (scale, None), torch.arange(PROMPT_ROWS))
+        assert counts.tolist() == [expected, 0]
 
 
 def test_other_formats_hold_large_rows_as_well_as_small_ones() -> None:

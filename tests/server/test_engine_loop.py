@@ -8,6 +8,7 @@ from kvant.engine.request import FinishReason
 from kvant.errors import EngineFault
 from kvant.kv.dtype import KVDtype
 from kvant.kv.saturation import Saturated
+from kvant.kv.spec import Role
 from kvant.server.engine_loop import MOST_FAILED_STEPS, EngineLoop
 from kvant.server.messages import (
     Cancel,
@@ -173,7 +174,7 @@ def test_an_idle_engine_audits_its_pages_once_and_says_what_it_found(
 def test_what_layers_could_not_hold_comes_to_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = make_engine()
     layer = driver.plan([driver.layer(index=3)], KVDtype.FP8_E4M3).layers[0]
-    monkeypatch.setattr(runner, "saturated", lambda: (Saturated(layer, 7, 0),))
+    monkeypatch.setattr(runner, "saturated", lambda: (Saturated(Role.TARGET, layer, 7, 0), Saturated(Role.DRAFT, layer, 0, 2)))
     loop = EngineLoop(engine)
     loop.take(_submit(1, (5, 6)))
     _run(loop)
@@ -181,6 +182,6 @@ def test_what_layers_could_not_hold_comes_to_the_metrics(monkeypatch: pytest.Mon
     assert isinstance(report, Report)
     samples = saturation_metric("m", report.stats).samples
     assert {(s.labels["layer"], s.labels["side"], s.value) for s in samples} == {
-        ("3", "k", 7), ("3", "v", 0),
+        ("3", "k", 7), ("3", "v", 0), ("draft:3", "k", 0), ("draft:3", "v", 2),
     }  # fmt: skip
     assert {s.name for s in samples} == {"kvant:kv_saturated_values_total"}

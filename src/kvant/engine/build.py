@@ -112,7 +112,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         tokenizer=None if tokenizing is None else tokenizing.backend,
         seed=config.seed,
         speculation=make_speculation(planned, proposer, runner),
-        scale_audit=ScaleAudit(runner.pool),
+        scale_audit=ScaleAudit(runner.pools),
         compile_limits=config.compile_limits,
     )
     return BuiltEngine(engine, planned, tokenizing, notes)

@@ -382,9 +382,9 @@ class Engine:
         """Now and then, and when nothing is left to do; a layer's first values are told."""
         if self._live and self._num_steps % SATURATION_STEPS:
             return
-        known = {one.spec.geometry.index for one in self._saturated}
+        known = {one.layer for one in self._saturated}
         self._saturated = self.runner.saturated()
-        new = [one for one in self._saturated if one.spec.geometry.index not in known]
+        new = [one for one in self._saturated if one.layer not in known]
         if new:
             _log.warning("%s", saturation_warning(new))
 

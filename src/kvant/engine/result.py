@@ -82,7 +82,7 @@ def as_metrics(stats: EngineStats) -> dict[str, Any]:
     """
     found = {field.name: getattr(stats, field.name) for field in fields(stats)}
     found["kv_saturated_values"] = {
-        one.spec.geometry.index: {"k": one.k, "v": one.v} for one in found.pop("saturated")
+        one.layer: {"k": one.k, "v": one.v} for one in found.pop("saturated")
     }
     speculation = found.pop("speculation")
     return found if speculation is None else {**found, **spec_decode(speculation)}

@@ -107,7 +107,7 @@ class ModelRunner:
         return self._graphs is not None
 
     def saturated(self) -> tuple[Saturated, ...]:
-        return self.pool.saturated()
+        return tuple(one for pool in self.pools for one in pool.saturated())
 
     def recorded(self, num_sequences: int) -> Sequence[int]:
         return () if self._graphs is None else self._graphs.num_drafts(num_sequences)

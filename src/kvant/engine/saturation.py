@@ -22,7 +22,7 @@ def saturation_warning(found: Sequence[Saturated]) -> str:
 def _layer(one: Saturated) -> str:
     sides = ((one.k, one.spec.k, "K"), (one.v, one.spec.v, "V"))
     parts = [_side(count, choice, name) for count, choice, name in sides if count]
-    return f"layer {one.spec.geometry.index} ({', '.join(parts)})"
+    return f"layer {one.layer} ({', '.join(parts)})"
 
 
 def _side(count: int, choice: Choice | None, name: str) -> str:

@@ -92,7 +92,7 @@ class KVPool:
         """Layers that were given values beyond what they hold. Waits for the device."""
         counts = self._saturated.tolist()
         return tuple(
-            Saturated(spec, k, v)
+            Saturated(self.plan.role, spec, k, v)
             for spec, (k, v) in zip(self.plan.layers, counts, strict=True)
             if k or v
         )

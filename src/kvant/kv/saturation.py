@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvant.kv.dtype import ComputeDtype, KVDtype
-from kvant.kv.spec import Choice, LayerSpec
+from kvant.kv.spec import Choice, LayerSpec, Role
 
 _NVFP4_LARGEST = 6.0 * 448.0
 """The largest e2m1 number times the largest block scale."""
@@ -40,8 +40,18 @@ def largest_stored(choice: Choice | None, compute: ComputeDtype) -> float | None
 
 @dataclass(frozen=True, slots=True)
 class Saturated:
-    """How many values of a layer's keys and values were beyond what its formats hold."""
+    """How many values of a layer's keys and values were beyond what its formats hold.
 
+    role: whose layer it is, as target and draft count theirs from 0 each.
+    """
+
+    role: Role
     spec: LayerSpec
     k: int
     v: int
+
+    @property
+    def layer(self) -> str:
+        """For reports: "3", or "draft:0" of a drafter, as in rules for layers."""
+        index = str(self.spec.geometry.index)
+        return index if self.role is Role.TARGET else f"{self.role.value}:{index}"

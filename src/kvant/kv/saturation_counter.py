@@ -22,7 +22,6 @@ class SaturationCounter:
         self.counts = counts
         self.largest = largest
         self._writes = 0
-        self._bounds: list[float | None] = [None, None]  # of the head with the smallest scale
 
     def sample(
         self,
@@ -41,10 +40,8 @@ class SaturationCounter:
         for side, (x, scale, largest) in enumerate(zip(rows, scales, self.largest, strict=True)):
             if largest is None:
                 continue
-            bound = self._bounds[side]
-            if bound is None:
-                bound = largest * (1.0 if scale is None else float(scale.min()))
-                self._bounds[side] = bound
+            # Of the head with the smallest scale, as it is now: scales that went wrong are put back.
+            bound = largest * (1.0 if scale is None else float(scale.min()))
             low, high = torch.aminmax(x)  # one pass; NaN is not at most anything
             if not max(-float(low), float(high)) <= bound:
                 self.counts[side] += _beyond(x[slots >= 0], largest, scale)

@@ -13,21 +13,23 @@ from torch import Tensor
 
 from kvant.kv.format import Encoding, KVFormat, ScalePlace
 from kvant.kv.pool import KVPool
+from kvant.kv.spec import Role
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SPREAD = -0x61C8864680B583EB  # odd, from the golden ratio: weights that share no pattern
 
 
 class ScaleAudit:
-    """Sums over the scales of a pool's pages, and the scales outside of them as they were loaded.
+    """Sums over the scales of pages, and the scales outside of them as they were loaded.
 
+    pools: that share page ids, the target's and the drafter's.
     page_bytes: of scales, in one page of all layers; 0 where no format keeps any in its pages.
     """
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pools: Sequence[KVPool]) -> None:
         self._planes: list[tuple[Tensor, Encoding]] = []
         self._outside: list[tuple[str, Tensor, Tensor]] = []
-        for spec in pool.plan.layers:
+        for pool, spec in ((pool, spec) for pool in pools for spec in pool.plan.layers):
             if spec.k is None:
                 continue  # its owner's are looked at
             cache = pool[spec.geometry.index]
@@ -38,7 +40,8 @@ class ScaleAudit:
                 if choice is not None:
                     self._planes += _scales(choice.dtype.format, planes)
                 if scale is not None:
-                    label = f"the {side} scale of layer {spec.geometry.index}"
+                    whose = "" if pool.plan.role is Role.TARGET else f"{pool.plan.role.value} "
+                    label = f"the {side} scale of {whose}layer {spec.geometry.index}"
                     self._outside.append((label, scale, scale.clone()))
         self.page_bytes = sum(p[0].numel() * p.element_size() for p, _ in self._planes)
 

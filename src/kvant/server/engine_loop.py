@@ -102,7 +102,7 @@ class EngineLoop:
                 stats.num_computed_tokens,
                 stats.num_preemptions,
                 None if stats.speculation is None else _drafts(stats.speculation),
-                tuple((one.spec.geometry.index, one.k, one.v) for one in stats.saturated),
+                tuple((one.layer, one.k, one.v) for one in stats.saturated),
             ),
             tuple(pieces),
             failures,

@@ -188,7 +188,7 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     speculation: Drafts | None = None
-    saturated: tuple[tuple[int, int, int], ...] = ()
+    saturated: tuple[tuple[str, int, int], ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):

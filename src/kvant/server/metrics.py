@@ -314,7 +314,7 @@ def saturation_metric(model: str, stats: Stats) -> Metric:
     )
     for layer, k, v in stats.saturated:
         for side, count in (("k", k), ("v", v)):
-            found.add_metric((model, str(layer), side), count)
+            found.add_metric((model, layer, side), count)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Every rule against its definition, written down naively; and its state, ahead and back."""
+"""Every rule against its definition, written down naively; and rows behind drafts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvant.engine.logit_rules import LogitRules, make_rules
 from kvant.engine.request import Request, Sequence
-from kvant.engine.sampler import sample, sample_one
+from kvant.engine.sampler import Rows
 from kvant.engine.sampling_params import SamplingParams
-from kvant.errors import RequestError
 from tests.engine.fakes import EOS, VOCAB, logits, make_engine
+from tests.engine.sampling import ruled, sample
 
 _SIZE = 12
 _TOKENS = st.lists(st.integers(0, _SIZE - 1), max_size=12)
@@ -94,39 +94,8 @@ def test_rules_do_what_their_definition_says_token_by_token(
         rules.advance(token)
     expected = by_definition(row.tolist(), **case)
     before = row.clone()
-    if all(x == -math.inf for x in expected):
-        with pytest.raises(RequestError, match="leaves no token"):
-            rules.apply(row)
-    else:
-        assert rules.apply(row).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert ruled(rules, row).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert torch.equal(row, before)
-
-
-@settings(max_examples=200, deadline=None)
-@given(case=_cases(), ahead=_TOKENS, seed=st.integers(0, 1000))
-def test_rules_that_went_ahead_and_came_back_are_where_they_were(
-    case: dict[str, Any], ahead: list[int], seed: int
-) -> None:
-    row = torch.randn(_SIZE, generator=torch.Generator().manual_seed(seed))
-
-    def result(rules: LogitRules) -> list[float] | None:
-        try:
-            return rules.apply(row).tolist()
-        except RequestError:
-            return None
-
-    rules, straight = (rules_of(case["params"], case["prompt"], case["words"]) for _ in range(2))
-    for token in case["output"]:
-        rules.advance(token)
-        straight.advance(token)
-    here = result(rules)
-    for token in ahead:
-        rules.advance(token)
-    for token in ahead:
-        straight.advance(token)
-    assert result(rules) == result(straight)
-    rules.rollback(len(ahead))
-    assert result(rules) == here
 
 
 def words_tokenizer() -> Tokenizer:
@@ -147,7 +116,7 @@ def test_bad_words_are_banned_at_a_texts_beginning_and_behind_a_space() -> None:
     assert rules is not None
 
     def banned() -> set[int]:
-        row = rules.apply(torch.zeros(VOCAB))
+        row = ruled(rules, torch.zeros(VOCAB))
         return {i for i, x in enumerate(row.tolist()) if x == -math.inf}
 
     a, b, c, spaced_a, spaced_c = 10, 11, 12, 40, 42
@@ -204,10 +173,12 @@ def test_a_row_beyond_a_draft_gets_the_token_it_gets_when_it_is_reached_one_by_o
     )
     row = logits([*output, *ahead])
     here, there = _sequence(params, output), _sequence(params, output + ahead)
-    assert sample_one(row, here, ahead) == sample_one(row, there) == sample(row[None], [there])[0]
-    before = sample(row[None], [here])[0]
-    sample_one(row, here, ahead)
-    assert sample(row[None], [here])[0] == before
+    rows = Rows(row[None], [(0, here, len(ahead))])
+    for token in ahead:  # the drafts stand
+        here.token_ids.append(token)
+        assert here.rules is not None
+        here.rules.advance(token)
+    assert rows.sample(0, here) == sample(row[None], [there])[0]
 
 
 def test_a_request_whose_rules_leave_nothing_is_refused_and_its_neighbours_go_on() -> None:

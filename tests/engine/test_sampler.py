@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import Request, Sequence
-from kvant.engine.sampler import Sampled, sample, uniform
+from kvant.engine.sampler import Sampled, uniform
 from kvant.engine.sampling_params import SamplingParams
 from tests.engine.fakes import make_engine
+from tests.engine.sampling import sample
 
 
 def sequence(params: SamplingParams, *, seed: int = 1, num_output: int = 0) -> Sequence:

@@ -18,11 +18,12 @@ from kvant.engine.grammar import Grammar, GrammarCompiler
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import Request, Sequence
 from kvant.engine.result import Result
-from kvant.engine.sampler import sample_one
+from kvant.engine.sampler import Rows
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.structured_outputs import CompileLimits, FormLimits, StructuredOutputs
 from kvant.errors import RequestError
 from tests.engine.fakes import EOS, VOCAB, logits, make_engine
+from tests.engine.sampling import sample
 
 
 def characters() -> Tokenizer:
@@ -225,8 +226,7 @@ def test_forms_keep_to_the_other_rules_and_are_refused_where_nothing_is_left(
     assert refused.error.param == "structured_outputs"
 
 
-def test_a_grammar_goes_ahead_and_comes_back(compiler: GrammarCompiler) -> None:
-    """What a draft needs: rows beyond the answer, and a state that is as it was."""
+def test_a_row_behind_drafts_is_read_where_its_form_stands_then(compiler: GrammarCompiler) -> None:
     form = StructuredOutputs(regex="ab(cd|ef)g")
     params = SamplingParams(temperature=0, structured_outputs=form)
 
@@ -243,18 +243,16 @@ def test_a_grammar_goes_ahead_and_comes_back(compiler: GrammarCompiler) -> None:
 
     ids = [TOKENIZER.token_to_id(c) for c in "abefg"]
     drafting = sequence([])
-    row = logits([1, 2])
-    for length in range(5):
-        assert sample_one(row, drafting, ids[:length]) == sample_one(row, sequence(ids[:length]))
-        assert sample_one(row, drafting).token_id == ids[0]
-    wrong = TOKENIZER.token_to_id("z")
-    refused = sample_one(row, drafting, [ids[0], wrong])
-    assert refused.token_id is None
-    assert refused.error is not None
-    assert sample_one(row, drafting, ids[:2]).token_id in (ids[2], TOKENIZER.token_to_id("c"))
-    grammar = compiler.start(form).result(10)
-    assert grammar.num_allowed([*ids[:3], wrong, ids[3]]) == 3
-    assert grammar.num_allowed(ids) == 5
+    logits_of_drafts = logits([1, 2]).expand(len(ids), -1)
+    rows = Rows(logits_of_drafts, [(place, drafting, place) for place in range(len(ids))])
+    for place, draft in enumerate(ids):
+        expected = sample(logits_of_drafts[:1], [sequence(ids[:place])])[0]
+        assert rows.sample(place, drafting) == expected
+        drafting.token_ids.append(draft)
+        assert drafting.rules is not None
+        drafting.rules.advance(draft)
+    assert drafting.rules is not None
+    assert drafting.rules.is_complete
 
 
 @pytest.mark.parametrize(
@@ -326,7 +324,8 @@ def test_compiling_takes_no_longer_than_its_time_and_the_next_one_compiles() -> 
     with pytest.raises(RequestError, match="took longer than 0 s"):
         compiler.start(StructuredOutputs(regex="a")).result(30)
     compiler._limits = CompileLimits()
-    assert compiler.start(StructuredOutputs(regex="a")).result(30).num_allowed([EOS]) == 0
+    found = compiler.start(StructuredOutputs(regex="a")).result(30).allowed(VOCAB)
+    assert found.nonzero().tolist() == [[TOKENIZER.token_to_id("a")]]
     compiler._workers[0]._answers.put("")  # as when it ends in the middle, out of memory
     with pytest.raises(RequestError, match="takes more than is allowed"):
         compiler.start(StructuredOutputs(regex="b")).result(30)

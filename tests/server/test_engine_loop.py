@@ -174,7 +174,11 @@ def test_an_idle_engine_audits_its_pages_once_and_says_what_it_found(
 def test_what_layers_could_not_hold_comes_to_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = make_engine()
     layer = driver.plan([driver.layer(index=3)], KVDtype.FP8_E4M3).layers[0]
-    monkeypatch.setattr(runner, "saturated", lambda: (Saturated(Role.TARGET, layer, 7, 0), Saturated(Role.DRAFT, layer, 0, 2)))
+    monkeypatch.setattr(
+        runner,
+        "saturated",
+        lambda: (Saturated(Role.TARGET, layer, 7, 0), Saturated(Role.DRAFT, layer, 0, 2)),
+    )
     loop = EngineLoop(engine)
     loop.take(_submit(1, (5, 6)))
     _run(loop)

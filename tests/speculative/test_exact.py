@@ -195,7 +195,7 @@ def test_target_and_draft_have_pools_of_their_own_in_one_budget(pair: Pair) -> N
 def test_acceptance_is_counted_for_each_pair_of_formats(pair: Pair) -> None:
     from kvant.engine.llm_options import config_of
     from kvant.engine.speculative_config import parse_speculative_config
-    from kvant.measure.speculation import compare_tokens, parse_pair
+    from kvant.measure.speculation import compare, parse_pair
 
     config = config_of(pair.target, {"dtype": "float64", "kv_cache_memory": "4MB", "seed": 0})
     asked = parse_speculative_config(
@@ -203,7 +203,7 @@ def test_acceptance_is_counted_for_each_pair_of_formats(pair: Pair) -> None:
     )
     pairs = [parse_pair(text, asked_by="--pair") for text in ("fp8:bf16", "bf16:fp8")]
     prompts = [list(p) for p in pair.prompts[:4]]
-    rows = list(compare_tokens(config, asked, pairs, prompts, 20))
+    rows = list(compare(config, asked, pairs, prompts, 20))
     assert [(row.target, row.draft) for row in rows] == [
         ("fp8_e4m3", "bfloat16"), ("bfloat16", "fp8_e4m3"),
     ]  # fmt: skip

@@ -82,14 +82,6 @@ class Grammar:
                 f"{self.asked_as} does not allow token {token} here", param=self.asked_as
             )
 
-    def rollback(self, count: int) -> None:
-        taken_back = self._matcher.rollback(count)
-        assert taken_back, "more tokens taken back than there were"
-
-    def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these could follow one after another. Changes nothing."""
-        return int(self._matcher.validate_tokens(list(tokens)))
-
     def _check(self) -> None:
         if self._matcher.is_error():
             raise RequestError(

@@ -1,13 +1,12 @@
 """What one request changes in its logits before a token is chosen. One object for each request.
 
-A rule sees one row and the request's own tokens, never a batch. Its state can go ahead and come back:
+A rule sees one row and the request's own tokens, never a batch:
 
-    row = rules.apply(logits)    the row with every rule applied
-    rules.advance(token)         the answer has one more token
-    rules.rollback(count)        the last `count` tokens are taken back
+    edits = rules.edits(vocab_size)    what every rule changes in the next row
+    rules.advance(token)               the answer has one more token
 
-so that a row that lies some draft tokens beyond the answer gets the same rules as when it is reached
-token by token. What rules change is a list of numbers (`Edits`), so that many rows are changed at once.
+A row behind drafts has its turn when they stand, so rules only ever go on. What they change is a list of
+numbers (`Edits`), so that many rows are changed at once (`edited`).
 """
 
 from __future__ import annotations
@@ -87,31 +86,8 @@ class LogitRules:
         if self._penalises:
             self._seen.add(token, 1)
 
-    def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens."""
-        if count == 0:
-            return
-        assert count <= len(self._output)
-        if self._grammar is not None:
-            self._grammar.rollback(count)
-        if self._penalises:
-            for token in self._output[-count:]:
-                self._seen.add(token, -1)
-        del self._output[-count:]
-
-    def apply(self, row: Tensor) -> Tensor:
-        """The row, [vocab], as these rules leave it; `row` itself is not changed.
-
-        RequestError where they leave no token.
-        """
-        edits = self.edits(row.numel())
-        row = edited(row[None], [edits])[0]
-        if not torch.isfinite(row.max()):
-            raise nothing_left(edits)
-        return row
-
     def edits(self, vocab_size: int) -> Edits:
-        """What `apply` changes, to be done for many rows at once."""
+        """What they change in the next row."""
         params = self._params
         banned = self._banned()
         if len(self._output) < params.min_tokens:

@@ -6,7 +6,7 @@ preemption, or on what was drawn for others. Nor on how its row came about: a ro
 tokens beyond the answer gives the token that would be chosen there without a draft.
 
 Rows of one step are edited and drawn from together, where their requests' rules are known: always, but
-for rows behind drafts of requests with rules, whose turn comes when those drafts stand (`sample_one`).
+for rows behind drafts of requests with rules, whose turn comes when those drafts stand.
 """
 
 from __future__ import annotations
@@ -55,12 +55,6 @@ def greedy(logits: Tensor) -> Greedy:
     return torch.isfinite(best).tolist(), argmax.tolist()
 
 
-def sample(logits: Tensor, sequences: Items[Sequence]) -> list[Sampled]:
-    """One token for each row of logits [len(sequences), vocab]. The logits are not changed."""
-    rows = Rows(logits, [(row, sequence, 0) for row, sequence in enumerate(sequences)])
-    return [rows.sample(row, sequence) for row, sequence in enumerate(sequences)]
-
-
 class Rows:
     """Rows of logits, [n, vocab], each to be sampled for its own sequence when its turn comes.
 
@@ -91,31 +85,9 @@ class Rows:
         if sequence.is_plain:
             return Sampled(self._greedy[row])
         found = self._found.get(row)
-        return sample_one(self._logits[row], sequence) if found is None else found
-
-
-def sample_one(row: Tensor, sequence: Sequence, ahead: Items[int] = ()) -> Sampled:
-    """The token that follows the sequence's tokens and then those of `ahead`. row: [vocab].
-
-    Every token of `ahead` must be one that its own row allowed, as it is where a draft is read from its
-    beginning up to the first token that differs from the one sampled. The sequence is left as it was.
-    """
-    sound, likeliest = greedy(row[None])
-    if not sound[0]:
-        return Sampled(None)
-    rules, gone = sequence.rules, 0
-    try:
-        for token in ahead if rules is not None else ():
-            assert rules is not None
-            rules.advance(token)
-            gone += 1
-        (found,) = _sample_together(row[None], [0], [sequence], [len(ahead)], likeliest)
-    except RequestError as fault:
-        return Sampled(None, error=fault)
-    finally:
-        if rules is not None:
-            rules.rollback(gone)
-    return found
+        if found is None:  # behind drafts, which stand: its rules are known now
+            (found,) = _sample_together(self._logits, [row], [sequence], [0], self._greedy)
+        return found
 
 
 def uniform(seed: int, place: int) -> float:

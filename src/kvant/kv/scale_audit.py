@@ -29,7 +29,7 @@ class ScaleAudit:
     def __init__(self, pools: Sequence[KVPool]) -> None:
         self._planes: list[tuple[Tensor, Encoding]] = []
         self._outside: list[tuple[str, Tensor, Tensor]] = []
-        for pool, spec in ((pool, spec) for pool in pools for spec in pool.plan.layers):
+        for pool, spec in [(one, spec) for one in pools for spec in one.plan.layers]:
             if spec.k is None:
                 continue  # its owner's are looked at
             cache = pool[spec.geometry.index]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvant.engine.config import EngineConfig
-from kvant.engine.llm import LLM
+from kvant.engine.llm import LLM, Prompt
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.errors import BadValue, WayOut
@@ -126,38 +126,13 @@ def compare(
     config: EngineConfig,
     speculative: SpeculativeConfig,
     pairs: Sequence[FormatPair],
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     max_tokens: int,
 ) -> Iterator[Compared]:
-    """Each pair of formats in turn: both engines, every prompt by both. Prompts are a user's messages."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return _each_pair(
-        config,
-        speculative,
-        pairs,
-        lambda llm: [llm.encode_chat(chat) for chat in chats],
-        max_tokens,
-    )
+    """Each pair of formats in turn: both engines, every prompt by both.
 
-
-def compare_tokens(
-    config: EngineConfig,
-    speculative: SpeculativeConfig,
-    pairs: Sequence[FormatPair],
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-) -> Iterator[Compared]:
-    """The same for prompts of token ids."""
-    return _each_pair(config, speculative, pairs, lambda _: prompts, max_tokens)
-
-
-def _each_pair(
-    config: EngineConfig,
-    speculative: SpeculativeConfig,
-    pairs: Sequence[FormatPair],
-    prompts_for: Callable[[LLM], Sequence[Sequence[int]]],
-    max_tokens: int,
-) -> Iterator[Compared]:
+    A prompt is a user's message, or token ids.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     for pair in pairs:
         plain_config = _with_formats(config, pair)
@@ -165,7 +140,14 @@ def _each_pair(
         plan = replace(plain_config.plan, speculative=wanted)
         plain = LLM.from_config(plain_config)
         drafting = LLM.from_config(replace(plain_config, plan=plan))
-        yield _compare(plain, drafting, prompts_for(plain), params)
+        tokens = [_tokens(plain, prompt) for prompt in prompts]
+        yield _compare(plain, drafting, tokens, params)
+
+
+def _tokens(llm: LLM, prompt: Prompt) -> Sequence[int]:
+    if isinstance(prompt, str):
+        return llm.encode_chat([{"role": "user", "content": prompt}])
+    return prompt
 
 
 def _with_formats(config: EngineConfig, pair: FormatPair) -> EngineConfig:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.need import DeviceFacts
 from kvant.attention.verify.cells import MASKS, QUERIES, WINDOW, Row, rows
 from kvant.kv.dtype import ComputeDtype
 
@@ -48,12 +48,6 @@ class Device:
     def as_json(self) -> Tree:
         facts = {**asdict(self.facts), "kind": self.facts.kind.value}
         return {"name": self.name, "device": facts, "compute": self.compute.value}
-
-
-def device_of(run: Mapping[str, Any]) -> Device:
-    """The device of a recorded run."""
-    facts = {**run["device"], "kind": DeviceKind(run["device"]["kind"])}
-    return Device(run["name"], DeviceFacts(**facts), ComputeDtype(run["compute"]))
 
 
 def tree_of(answers: Iterable[tuple[Row, Mapping[str, Any]]]) -> Tree:

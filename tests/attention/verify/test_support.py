@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.select import BACKENDS, by_name_only
 from kvant.attention.verify.cells import MASKS, QUERIES, need_of, refused, rows
-from kvant.measure.support import Place, cells, device_of, dump, failures, recorded, render
+from kvant.kv.dtype import ComputeDtype
+from kvant.measure.support import Device, Place, cells, dump, failures, recorded, render
 
 DOCS = Path(__file__).parents[3] / "docs"
 DOCUMENT: dict[str, Any] = json.loads((DOCS / "support.json").read_text(encoding="utf-8"))
@@ -22,6 +24,11 @@ PENDING = {
     ("triton", "bfloat16/fp8_e4m3", 64),
 }
 HELP = "run `kvant verify --record docs/support.json` on that device"
+
+
+def device_of(run: dict[str, Any]) -> Device:
+    facts = {**run["device"], "kind": DeviceKind(run["device"]["kind"])}
+    return Device(run["name"], DeviceFacts(**facts), ComputeDtype(run["compute"]))
 
 
 def test_the_page_is_generated_from_the_recorded_runs() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -63,11 +63,6 @@ class Header:
 
     path: Path
     tensors: Mapping[str, TensorEntry]
-
-    @property
-    def bytes_by_dtype(self) -> Mapping[str, int]:
-        """Bytes of tensors, by the header's dtype names."""
-        return _sum_by_dtype(self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +137,11 @@ def weight_bytes_by_dtype(directory: Path) -> Mapping[str, int] | None:
     headers = read_headers(directory)
     if headers is None:
         return None
-    return _sum_by_dtype([entry for header in headers for entry in header.tensors.values()])
+    sizes: Counter[str] = Counter()
+    for header in headers:
+        for entry in header.tensors.values():
+            sizes[entry.dtype] += entry.num_bytes
+    return dict(sizes)
 
 
 def read_header(path: Path) -> Header:
@@ -251,13 +250,6 @@ def _from_index(index: Path) -> WeightFiles:
 def _stays_inside(shard: str) -> bool:
     path = PurePosixPath(shard)
     return bool(shard) and not path.is_absolute() and ".." not in path.parts and "\0" not in shard
-
-
-def _sum_by_dtype(entries: Iterable[TensorEntry]) -> Mapping[str, int]:
-    sizes: Counter[str] = Counter()
-    for entry in entries:
-        sizes[entry.dtype] += entry.num_bytes
-    return dict(sizes)
 
 
 def _broken(path: Path, why: str) -> BadCheckpoint:

@@ -17,7 +17,7 @@ import pytest
 from kvant import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvant.engine.async_llm import AsyncStream
 from kvant.engine.result import Result
-from kvant.errors import EngineFault, RequestError
+from kvant.errors import EngineFault, KvantError, RequestError
 from tests.engine import tiny_chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -301,6 +301,48 @@ def test_a_step_that_fails_costs_those_who_took_part_an_error_and_nothing_else(
         assert (await result_of(llm.generate("Hello", GREEDY))).finish_reason == "length"
 
     run(scenario())
+
+
+@pytest.mark.parametrize("broken", ["step", "audit"])
+def test_an_engine_that_is_not_sound_any_more_leaves_nobody_waiting(
+    sync: LLM, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    llm = AsyncLLM.from_llm(sync)
+
+    def fail(*_: object) -> None:
+        raise EngineFault("pages are not as they should be")
+
+    async def scenario() -> None:
+        other = llm.generate("waits", LONG)
+        await anext(other)
+        if broken == "audit":
+            monkeypatch.setattr(sync.engine.runner, "run", fail)
+            monkeypatch.setattr(sync.engine, "audit", fail)
+        else:
+            monkeypatch.setattr(sync.engine.scheduler, "schedule", fail)
+        for stream in (other, llm.generate("comes now", GREEDY)):
+            with pytest.raises(KvantError, match=r"failed|has ended|is closed"):
+                await result_of_rest(stream)
+
+    run(scenario())
+    llm.close()
+
+
+def test_an_idle_engine_looks_after_its_pages_and_scales(
+    sync: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvant.engine.idle_audits.AFTER_SECONDS", 0.01)
+    monkeypatch.setattr("kvant.engine.worker.AFTER_SECONDS", 0.01)
+    llm = AsyncLLM.from_llm(sync)
+    audits = llm._worker._audits
+
+    async def scenario() -> None:
+        await result_of(llm.generate("Hello", GREEDY))
+        await until(lambda: audits.num_scale_audits > 2)
+
+    run(scenario())
+    llm.close()
+    assert (audits.num_audits, audits.num_audit_faults, audits.num_scale_faults) == (1, 0, 0)
 
 
 def test_closing_ends_everything_and_later_requests_are_refused(llm: AsyncLLM) -> None:

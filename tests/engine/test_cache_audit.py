@@ -188,7 +188,7 @@ def test_formats_without_scales_have_nothing_to_look_at(path: Path) -> None:
 def test_an_idle_server_counts_and_logs_it(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvant.server.engine_loop.AUDIT_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("kvant.engine.idle_audits.AFTER_SECONDS", 0.0)
     engine = make(path, "int8_per_token_head", "float64").engine(caching=True)
     loop = EngineLoop(engine)
     loop.take(Submit(1, tuple(PROMPT), Sampling(temperature=0.0, max_tokens=2), ""))

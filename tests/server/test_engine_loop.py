@@ -155,7 +155,7 @@ def test_an_idle_engine_audits_its_pages_once_and_says_what_it_found(
 ) -> None:
     engine, _ = make_engine()
     loop = EngineLoop(engine)
-    monkeypatch.setattr("kvant.server.engine_loop.AUDIT_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("kvant.engine.idle_audits.AFTER_SECONDS", 0.0)
     assert loop.step().num_audits == 0, "nothing has happened"
     for wrong in (False, True):
         loop.take(_submit(1, (5, 6)))

@@ -13,9 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from kvant.engine.engine import Engine
+from kvant.engine.idle_audits import AFTER_SECONDS, IdleAudits
 from kvant.engine.result import EngineStats, Progress
 from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import EngineFault, KvantError, RequestError
@@ -86,6 +87,7 @@ class Worker:
     def __init__(self, engine: Engine) -> None:
         self.stats: EngineStats = engine.stats
         self._engine = engine
+        self._audits = IdleAudits(engine)
         # A SimpleQueue may be put to from a finaliser in the middle of anything.
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._ending = threading.Lock()
@@ -98,10 +100,10 @@ class Worker:
         self._thread.start()
 
     def submit(self, submit: Submit) -> None:
-        """RequestError if the thread has been told to stop."""
+        """RequestError if the thread has ended, or been told to."""
         with self._ending:
             if self._ended:
-                raise RequestError("this AsyncLLM is closed")
+                raise RequestError("this AsyncLLM is closed, or its engine has failed")
             self._commands.put(submit)
 
     def cancel(self, mailbox: Mailbox) -> None:
@@ -118,18 +120,29 @@ class Worker:
     # -- in the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._take_commands():
-            if self._engine.has_work:
-                try:
-                    self._deliver(self._engine.step())
-                except Exception:
-                    self._survive()
-            self.stats = self._engine.stats
+        try:
+            while self._take_commands():
+                if self._engine.has_work:
+                    self._audits.worked()
+                    try:
+                        self._deliver(self._engine.step())
+                    except Exception:
+                        self._survive()
+                else:
+                    self._audits.rest()
+                self.stats = self._engine.stats
+        except BaseException as fault:
+            _log.exception("the engine's thread ends")
+            self._give_up(fault)
 
     def _take_commands(self) -> bool:
-        """Carry out what has come, waiting for it while there is nothing to do. False: to end."""
+        """Carry out what has come, waiting a while for it if there is nothing to do. False: to end."""
         while not self._engine.has_work or not self._commands.empty():
-            match self._commands.get():
+            try:
+                command = self._commands.get(timeout=AFTER_SECONDS)
+            except Empty:
+                return True
+            match command:
                 case Submit() as submit:
                     self._submit(submit)
                 case Cancel(mailbox):
@@ -151,6 +164,20 @@ class Worker:
         for mailbox in list(self._numbers):
             self._cancel(mailbox)
         self.stats = self._engine.stats
+
+    def _give_up(self, fault: BaseException) -> None:
+        """The engine is not sound any more: nobody is left to wait for it."""
+        with self._ending:
+            self._ended = True
+        waiting = list(self._mailboxes.values())
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, Submit):
+                waiting.append(command.mailbox)
+        for mailbox in waiting:
+            mailbox.put_from_anywhere(EngineFault(f"the engine has ended: {fault}"))
+        self._mailboxes.clear()
+        self._numbers.clear()
 
     def _submit(self, submit: Submit) -> None:
         try:
@@ -190,8 +217,11 @@ class Worker:
         """A step failed, and the engine has cancelled those who took part: tell them, check, go on."""
         _log.exception("a step failed")
         left = self._engine.numbers
-        for number in [number for number in self._mailboxes if number not in left]:
+        ended = [number for number in self._mailboxes if number not in left]
+        for number in ended:
             self._tell(self._forget(number), EngineFault("the step that ran this request failed"))
+        if not ended:
+            raise EngineFault("a step failed and ended nobody: the next one would fail too")
         self._engine.audit()
 
     def _forget(self, number: int) -> Mailbox:

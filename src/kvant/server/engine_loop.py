@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvant.engine.engine import Engine
+from kvant.engine.idle_audits import IdleAudits
 from kvant.engine.request import FinishReason, TokenLogprobs
 from kvant.engine.result import Progress
 from kvant.errors import EngineFault, RequestError
@@ -33,10 +34,6 @@ MOST_FAILED_STEPS = 3
 PROMPT_STEP_TOKENS = 64
 """Steps of fewer tokens are mostly decodes and say nothing of how fast prompts are computed."""
 
-AUDIT_AFTER_SECONDS = 1.0
-"""An engine without work for so long checks who owns its pages, and from then on some scales each time."""
-
-_MOST_SHOWN = 20
 _log = logging.getLogger(__name__)
 
 
@@ -52,10 +49,7 @@ class EngineLoop:
         self._clocks: dict[int, _Clock] = {}  # by the engine's number
         self._queued: set[int] = set()  # of them, those that have not run yet
         self._speed = 0.0
-        self._num_audits = self._num_audit_faults = 0
-        self._num_scale_audits = self._num_scale_faults = 0
-        self._last_work = self._last_scales = 0.0
-        self._audited = True
+        self._audits = IdleAudits(engine)
 
     @property
     def has_news(self) -> bool:
@@ -77,18 +71,14 @@ class EngineLoop:
         """One step if there is work; what came of it, and what has failed since the last report."""
         pieces: list[Piece] = []
         if self.engine.has_work:
-            self._audited, self._last_work = False, time.monotonic()
+            self._audits.worked()
             try:
                 self._step(pieces)
                 self._failed_steps = 0
             except Exception:
                 self._survive()
-        elif (now := time.monotonic()) - self._last_work > AUDIT_AFTER_SECONDS:
-            if not self._audited:
-                self._audit()
-            elif now - self._last_scales > AUDIT_AFTER_SECONDS:
-                self._last_scales = now
-                self._audit_scales()
+        else:
+            self._audits.rest()
         failures, self._failures = tuple(self._failures), []
         stats = self.engine.stats
         return Report(
@@ -107,10 +97,10 @@ class EngineLoop:
             tuple(pieces),
             failures,
             self._speed,
-            self._num_audits,
-            self._num_audit_faults,
-            self._num_scale_audits,
-            self._num_scale_faults,
+            self._audits.num_audits,
+            self._audits.num_audit_faults,
+            self._audits.num_scale_audits,
+            self._audits.num_scale_faults,
         )
 
     def _step(self, pieces: list[Piece]) -> None:
@@ -133,27 +123,6 @@ class EngineLoop:
             if (clock := self._clocks.get(progress.number)) is not None:
                 clock.first = clock.first or ended
             self._take(progress, pieces)
-
-    def _audit(self) -> None:
-        """Once after each time of work: every page has the owners that it should have."""
-        self._audited = True
-        self._num_audits += 1
-        try:
-            self.engine.audit()
-        except EngineFault:
-            self._num_audit_faults += 1
-            _log.exception("the audit of an idle engine failed")
-
-    def _audit_scales(self) -> None:
-        found = self.engine.audit_scales()
-        self._num_scale_audits += 1
-        self._num_scale_faults += len(found)
-        if found:
-            _log.error(
-                "scales changed that nobody wrote; the prefix cache was emptied. If it happens again, "
-                "the memory of this device is faulty:\n  %s",
-                "\n  ".join(found[:_MOST_SHOWN]),
-            )
 
     def _submit(self, message: Submit) -> None:
         if message.id in self._numbers:

@@ -45,13 +45,18 @@ class Bench:
         seed: int | None = None,
         drafting: bool = False,
         answering: bool = False,
+        recorded: bool = False,
     ) -> Engine:
-        """drafting: with the proposer that `llm` was made with. answering: with tokenizer and end."""
+        """drafting: with the proposer that `llm` was made with. answering: with tokenizer and end.
+        recorded: steps as graphs, where there can be some.
+        """
         page_size = self.plan.page_size
         runner = ModelRunner(self.model, num_pages, self.plan)
         longest = max_model_len or (num_pages - 1) * page_size
         planned = self.llm.planned
         proposer = load_proposer(planned, runner, longest) if drafting else None
+        if recorded:
+            assert runner.capture(seqs, chunk, longest) is None
         return Engine(
             runner,
             SchedulerLimits(
@@ -60,6 +65,7 @@ class Bench:
                 max_model_len=longest,
                 page_size=page_size,
                 prefix_caching=caching,
+                pages_ahead=runner.looks_ahead,
             ),
             num_pages,
             identity=CacheIdentity("test", None, self.plan.fingerprint),

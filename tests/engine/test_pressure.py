@@ -3,12 +3,13 @@
 Where engines gave broken JSON was a quantised cache with prefix hits in a pool that had no page left.
 So here every cell fills its pool to the last page, answers are held to schemas, and each must be the
 answer that the same request gets alone. Compute is float64, where rounding reaches no stored code. The
-fifth thing to cross, CUDA graphs, needs a GPU: `test_on_gpu.py`.
+fifth thing to cross, recorded steps, are done again here instead of replayed; on a GPU they are CUDA graphs:
+`test_pressure_on_gpu.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,12 +23,14 @@ from kvant.engine.engine import Engine
 from kvant.engine.grammar import GrammarCompiler
 from kvant.engine.request import FinishReason
 from kvant.engine.result import Result
+from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.structured_outputs import StructuredOutputs
 from kvant.kv.names import FormatRequest, whole_formats
 from kvant.kv.pages import page_hash
 from tests.engine import tiny_chat
 from tests.engine.equality import Bench
+from tests.speculative.recorded import record_here
 
 FORMATS = whole_formats()
 SMALL, LARGE = 4, 64
@@ -149,7 +152,9 @@ class Answerer:
             seen.look(engine)
         return [results[number] for number in numbers]
 
-    def check(self, wanted: FormatRequest, cell: Cell, count: int = 12) -> int:
+    def check(
+        self, wanted: FormatRequest, cell: Cell, count: int = 12, *, recorded: bool = False
+    ) -> int:
         """One cell of the cross, so many prompts, each twice; how many answers that were."""
         bench = Bench(self.llms[SMALL if cell.preempted else LARGE], wanted)
         pages = (60 + 2 * count if cell.prefix else 72) if cell.preempted else 9
@@ -160,7 +165,9 @@ class Answerer:
             max_model_len=256,
             drafting=cell.drafting,
             answering=True,
+            recorded=recorded,
         )
+        assert engine.runner.looks_ahead == recorded
         asked, seen = self.asked[:count] * 2, Seen()
         results = self.run(engine, asked, seen)
         expected = self.alone(wanted, count) * 2
@@ -197,6 +204,15 @@ def test_json_out_of_a_full_pool_is_the_json_that_each_request_gets_alone(
     answerer: Answerer, wanted: FormatRequest
 ) -> None:
     assert answerer.check(wanted, EVERYTHING, 5) == 10
+
+
+@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
+def test_recorded_steps_give_the_same_json(
+    answerer: Answerer, drafting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunner, "capture", record_here)
+    cell = replace(EVERYTHING, drafting=drafting)
+    assert answerer.check(FORMATS[-1], cell, 5, recorded=True) == 10
 
 
 @pytest.mark.slow

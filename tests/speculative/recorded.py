@@ -49,6 +49,27 @@ class Again:
         return Done()
 
 
+def record_here(
+    runner: ModelRunner,
+    max_num_seqs: int,
+    _: int,
+    max_model_len: int,
+    num_drafts: Sequence[int] = (),
+) -> None:
+    """`ModelRunner.capture` as it would be on a GPU, for plain steps."""
+    graphs = StepGraphs(
+        runner._forward,
+        max_num_seqs,
+        page_size=runner.pool.plan.page_size,
+        max_model_len=max_model_len,
+        device=torch.device("cpu"),
+        recorder=Again(),
+    )
+    with torch.no_grad():
+        graphs.capture()
+    runner._graphs = graphs
+
+
 def record(llm: LLM, num_drafts: Sequence[int] = ()) -> Again:
     """Let an engine go through recorded steps from now on."""
     engine, runner = llm.engine, llm.engine.runner

@@ -142,7 +142,7 @@ class Answerer:
         return found[:count]
 
     def run(self, engine: Engine, asked: list[Asked], seen: Seen) -> list[Result]:
-        engine._grammars = self.compiler  # one for all engines: its process starts once
+        engine._forms._compiler = self.compiler  # one for all engines: its process starts once
         numbers = [engine.submit(one.prompt, self.params(one)) for one in asked]
         results = {}
         while engine.has_work:

@@ -53,7 +53,7 @@ def engine(compiler: GrammarCompiler) -> Engine:
 def make(compiler: GrammarCompiler, **more: Any) -> Engine:
     """An engine with the one compiler of this module: its process starts once."""
     engine, _ = make_engine(tokenizer=TOKENIZER, **more)
-    engine._grammars = compiler
+    engine._forms._compiler = compiler
     return engine
 
 

@@ -13,15 +13,16 @@ import logging
 import random
 import weakref
 from collections.abc import Sequence as Items
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
 from kvant.engine.cache_audit import CacheAudit
+from kvant.engine.forms import Forms
+from kvant.engine.live import Live
 from kvant.engine.logit_rules import make_rules
-from kvant.engine.request import FinishReason, Request, Sequence, Status, TokenLogprobs
+from kvant.engine.request import FinishReason, Request, Sequence, Status
+from kvant.engine.request_check import check_request
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
 from kvant.engine.sampler import Rows, Sampled
@@ -39,11 +40,7 @@ from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
 from kvant.speculative.accept import verify
 
-if TYPE_CHECKING:
-    from kvant.engine.grammar import Compiling, GrammarCompiler
-
 _COMPILE_LIMITS = CompileLimits()
-_COMPILE_WAIT_SECONDS = 0.02
 SATURATION_STEPS = 512
 """Steps between two looks at what layers could not hold, as each waits for the device."""
 _log = logging.getLogger(__name__)
@@ -56,26 +53,6 @@ class CacheIdentity:
     model: str
     revision: str | None
     plan_fingerprint: str
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request in the engine: its sequence and its text.
-
-    compiling: the form of its answer; until that is there the scheduler does not know of it.
-    """
-
-    sequence: Sequence
-    text: TextStream | None
-    compiling: Compiling | None = None
-    stop_reason: str | int | None = None
-    error: RequestError | None = None
-    stream: weakref.ref[TokenStream] | None = None  # weak: a stream that is dropped cancels
-
-    def tell(self, piece: Progress) -> None:
-        stream = None if self.stream is None else self.stream()
-        if stream is not None:
-            stream.put(piece)
 
 
 class Engine:
@@ -113,9 +90,8 @@ class Engine:
         self._cache_audit = None
         if scale_audit is not None:
             self._cache_audit = CacheAudit(self.scheduler.allocator, scale_audit)
-        self._grammars: GrammarCompiler | None = None
-        self._compile_limits = compile_limits
-        self._live: dict[int, _Live] = {}
+        self._forms = Forms(tokenizer, vocab_size, self.eos_token_ids, compile_limits)
+        self._live: dict[int, Live] = {}
         self._next_number = 0
         self._num_steps = 0
         self._num_computed_tokens = 0
@@ -158,14 +134,9 @@ class Engine:
         """
         prompt = tuple(prompt_token_ids)
         self._check(prompt, params)
-        if params.n != 1:
-            raise RequestError(f"n is {params.n}: this way there is one answer", param="n")
         rules = make_rules(
             params, prompt, eos_token_ids=self.eos_token_ids, tokenizer=self.tokenizer
         )
-        compiling = None
-        if params.structured_outputs is not None:
-            compiling = self._compiler().start(params.structured_outputs)
         number = self._next_number
         self._next_number += 1
         # Drawn always: others' seeds do not depend on this one's.
@@ -183,9 +154,12 @@ class Engine:
         )
         sequence = Sequence(request, list(prompt), [root])
         sequence.rules = rules
-        self._live[number] = _Live(sequence, self._text_stream(request), compiling)
-        if compiling is None:
+        live = Live(sequence, self._text_stream(request))
+        if params.structured_outputs is None:
             self.scheduler.add(sequence)
+        else:
+            self._forms.start(sequence)
+        self._live[number] = live
         return number
 
     def submit_choices(
@@ -199,8 +173,7 @@ class Engine:
 
     def prepare_structured(self) -> None:
         """Read what structured output needs of the tokenizer now, not with the first such request."""
-        if self.tokenizer is not None and self.eos_token_ids:
-            self._compiler().prepare()
+        self._forms.prepare()
 
     def cancel(self, number: int) -> Result | None:
         """End a request now; its pages are free at once. None if it has ended already."""
@@ -217,7 +190,7 @@ class Engine:
         If the forward fails its requests are cancelled, then the fault is raised: the engine itself
         stays sound.
         """
-        progress = self._take_compiled()
+        progress = self._queue_compiled()
         speculation = self.speculation
         most = 0
         if speculation is not None:
@@ -254,8 +227,7 @@ class Engine:
     def audit(self) -> None:
         """Recompute all ownership of pages from scratch. EngineFault with every finding."""
         faults = self.scheduler.audit()
-        queued = {number for number, live in self._live.items() if live.compiling is None}
-        if queued != {s.number for s in self.scheduler.sequences()}:
+        if self.numbers - self._forms.numbers != {s.number for s in self.scheduler.sequences()}:
             faults.append("the engine's requests are not the scheduler's")
         if faults:
             raise EngineFault("the page audit found:\n  " + "\n  ".join(faults))
@@ -271,37 +243,14 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------
 
     def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        if not prompt:
-            raise RequestError(
-                "the prompt is empty: there is nothing to go on from", param="prompt"
-            )
-        limit = self.limits.max_model_len
-        new = 0 if params.max_tokens == 0 else 1
-        if len(prompt) + new > limit:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; with {new} new that is more than the "
-                f"{limit} tokens a sequence may have here (--max-model-len, and what the pool holds)",
-                param="prompt",
-            )
-        for name, tokens in {"prompt": prompt, **params.token_ids}.items():
-            for token in tokens:
-                if isinstance(token, bool) or not isinstance(token, int):
-                    raise RequestError(f"{name} holds {token!r}, which is no token id", param=name)
-                if not 0 <= token < self.vocab_size:
-                    raise RequestError(
-                        f"{name} holds token {token}; ids go from 0 to {self.vocab_size - 1}",
-                        param=name,
-                    )
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, and this model has none", param="stop"
-            )
-        form = params.structured_outputs
-        if form is not None and (self.tokenizer is None or not self.eos_token_ids):
-            raise RequestError(
-                f"{form.asked_as} needs a tokenizer and an end-of-sequence token; this model lacks one",
-                param=form.asked_as,
-            )
+        check_request(
+            prompt,
+            params,
+            max_model_len=self.limits.max_model_len,
+            vocab_size=self.vocab_size,
+            has_tokenizer=self.tokenizer is not None,
+            has_forms=self._forms.can_be_asked,
+        )
 
     def _text_stream(self, request: Request) -> TextStream | None:
         if self.tokenizer is None:
@@ -314,69 +263,19 @@ class Engine:
             include_stop=request.params.include_stop_str_in_output,
         )
 
-    # -- structured output ---------------------------------------------------------------------
-
-    def _compiler(self) -> GrammarCompiler:
-        if self._grammars is None:
-            # Not with the module: its library takes time to import, and timings do without it.
-            from kvant.engine.grammar import GrammarCompiler
-
-            assert self.tokenizer is not None
-            self._grammars = GrammarCompiler(
-                self.tokenizer,
-                self.vocab_size,
-                sorted(self.eos_token_ids),
-                limits=self._compile_limits,
-            )
-        return self._grammars
-
-    def _take_compiled(self) -> list[Progress]:
-        """Queue the requests whose forms have been compiled; those that were refused have ended.
-
-        Waits a moment if there is nothing else to do.
-        """
-        lives = [live for live in self._live.values() if live.compiling is not None]
-        if not lives:
-            return []
-        if not self.scheduler.has_work:
-            futures = [live.compiling for live in lives if live.compiling is not None]
-            wait(futures, timeout=_COMPILE_WAIT_SECONDS, return_when=FIRST_COMPLETED)
-        ended = []
-        for live in lives:
-            if live.compiling is not None and live.compiling.done():
-                try:
-                    self._queue_compiled(live, live.compiling)
-                except RequestError as fault:
-                    ended.append(self._refuse(live, fault))
-                    live.tell(ended[-1])
-        return ended
-
-    def _queue_compiled(self, live: _Live, compiling: Compiling) -> None:
-        request = live.sequence.request
-        form = request.params.structured_outputs
-        assert form is not None
-        try:
-            grammar = compiling.result()
-        except RequestError:
-            raise
-        except Exception:
-            _log.exception("%s of request %d failed to compile", form.asked_as, request.number)
-            raise RequestError(f"{form.asked_as} cannot be used", param=form.asked_as) from None
-        live.sequence.rules = make_rules(
-            request.params,
-            request.prompt_token_ids,
-            eos_token_ids=self.eos_token_ids,
-            tokenizer=self.tokenizer,
-            grammar=grammar,
-        )
-        live.compiling = None
-        self.scheduler.add(live.sequence)
-
-    def _refuse(self, live: _Live, fault: RequestError) -> Progress:
-        live.error = fault
-        return Progress(live.sequence.number, (), "", self._finish(live, FinishReason.REFUSED))
-
     # -- one step ------------------------------------------------------------------------------
+
+    def _queue_compiled(self) -> list[Progress]:
+        """Queue the requests whose forms have been compiled; those that were refused have ended."""
+        ended = []
+        for sequence, fault in self._forms.take(patiently=not self.scheduler.has_work):
+            if fault is None:
+                self.scheduler.add(sequence)
+                continue
+            live = self._live[sequence.number]
+            ended.append(self._refuse(live, fault))
+            live.tell(ended[-1])
+        return ended
 
     def _look_at_saturation(self) -> None:
         """Now and then, and when nothing is left to do; a layer's first values are told."""
@@ -418,7 +317,7 @@ class Engine:
             live.tell(piece)
         return piece
 
-    def _take(self, live: _Live, sampled: Sampled) -> Progress:
+    def _take(self, live: Live, sampled: Sampled) -> Progress:
         """Append a token, show its text, and end the request where it ends."""
         sequence, number = live.sequence, live.sequence.number
         first = sequence.num_output_tokens == 0
@@ -427,7 +326,7 @@ class Engine:
         if sampled.token_id is None:
             result = self._finish(live, FinishReason.NUMERICAL_ERROR)
             return Progress(number, (), "", result)
-        prompt_logprobs = _prompt_logprobs(sequence) if first else None
+        prompt_logprobs = live.prompt_logprobs if first else None
         if sequence.num_tokens == sequence.request.max_total_tokens:  # max_tokens 0
             result = self._finish(live, FinishReason.LENGTH)
             return Progress(number, (), result.text, result, (), prompt_logprobs)
@@ -436,78 +335,31 @@ class Engine:
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         sequence.logprobs += logprobs
         try:
-            text, reason = self._advance(live, token)
+            text, reason = live.advance(token, self.eos_token_ids)
         except RequestError as fault:
             return self._refuse(live, fault)
         if reason is None:
             return Progress(number, (token,), text, None, logprobs, prompt_logprobs)
-        before = "" if live.text is None else live.text.text
+        before = live.shown
         result = self._finish(live, reason)
         text += result.text[len(before) :]
         return Progress(number, (token,), text, result, logprobs, prompt_logprobs)
 
-    def _advance(self, live: _Live, token: int) -> tuple[str, FinishReason | None]:
-        """The text that the answer's newest token shows, and why it ends there, if it does."""
-        sequence = live.sequence
-        params, rules = sequence.request.params, sequence.rules
-        long_enough = sequence.num_output_tokens > params.min_tokens
-        if long_enough and self._ends(token, live):
-            return "", FinishReason.STOP
-        if rules is not None:
-            rules.advance(token)
-        text = ""
-        if live.text is not None:
-            text = live.text.push(token, may_stop=long_enough)
-            if live.text.stopped_by is not None:
-                live.stop_reason = live.text.stopped_by
-                return text, FinishReason.STOP
-        if rules is not None and rules.is_complete:
-            return text, FinishReason.STOP
-        if sequence.num_tokens >= sequence.request.max_total_tokens:
-            return text, FinishReason.LENGTH
-        return text, None
+    def _refuse(self, live: Live, fault: RequestError) -> Progress:
+        live.error = fault
+        return Progress(live.number, (), "", self._finish(live, FinishReason.REFUSED))
 
-    def _ends(self, token: int, live: _Live) -> bool:
-        params = live.sequence.request.params
-        if token in params.stop_token_ids:
-            live.stop_reason = token
-            return True
-        return token in self.eos_token_ids and not params.ignore_eos
-
-    def _finish(self, live: _Live, reason: FinishReason) -> Result:
-        if live.text is not None:
-            live.text.finish()
+    def _finish(self, live: Live, reason: FinishReason) -> Result:
         sequence = live.sequence
         num_pages = len(sequence.pages)
-        if live.compiling is None:
-            self.scheduler.finish(sequence, reason)
-        else:
-            live.compiling.cancel()
+        if self._forms.cancel(live.number):  # the scheduler does not know of it yet
             sequence.status, sequence.finish_reason = Status.FINISHED, reason
-        del self._live[sequence.number]
-        logprobs = None if sequence.request.params.logprobs is None else tuple(sequence.logprobs)
-        return Result(
-            number=sequence.number,
-            prompt_token_ids=sequence.request.prompt_token_ids,
-            token_ids=tuple(sequence.output_token_ids),
-            text="" if live.text is None else live.text.text,
-            finish_reason=reason,
-            stop_reason=live.stop_reason,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            num_pages=num_pages,
-            num_preemptions=sequence.num_preemptions,
-            logprobs=logprobs,
-            prompt_logprobs=_prompt_logprobs(sequence),
-            error=live.error,
-        )
+        else:
+            self.scheduler.finish(sequence, reason)
+        del self._live[live.number]
+        return live.result(reason, num_pages)
 
 
 def _goes_on_with(piece: Progress) -> int | None:
     """The token that a sequence goes on from; None where it ended."""
     return piece.token_ids[-1] if piece.result is None else None
-
-
-def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
-    """One entry for each token of the prompt; None where they were not asked or are not complete."""
-    found = sequence.prompt_logprobs
-    return None if found is None or sequence.lacks_prompt_logprobs else (None, *found)

@@ -1,0 +1,95 @@
+"""A request that runs: its tokens, the text they become, where it ends, and what it came to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvant.engine.request import FinishReason, Sequence, TokenLogprobs
+from kvant.engine.result import Progress, Result
+from kvant.engine.stream import TokenStream
+from kvant.engine.text import TextStream
+from kvant.errors import RequestError
+
+
+@dataclass(slots=True)
+class Live:
+    """text: None for a model without a tokenizer. error: why it was refused, if it was."""
+
+    sequence: Sequence
+    text: TextStream | None
+    stop_reason: str | int | None = None
+    error: RequestError | None = None
+    stream: weakref.ref[TokenStream] | None = None  # weak: a stream that is dropped cancels
+
+    @property
+    def number(self) -> int:
+        return self.sequence.number
+
+    @property
+    def shown(self) -> str:
+        """The answer's text so far."""
+        return "" if self.text is None else self.text.text
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """One entry for each token of the prompt; None where they were not asked or are not complete."""
+        found = self.sequence.prompt_logprobs
+        return None if found is None or self.sequence.lacks_prompt_logprobs else (None, *found)
+
+    def tell(self, piece: Progress) -> None:
+        stream = None if self.stream is None else self.stream()
+        if stream is not None:
+            stream.put(piece)
+
+    def advance(
+        self, token: int, eos_token_ids: Collection[int]
+    ) -> tuple[str, FinishReason | None]:
+        """The text that the answer's newest token shows, and why it ends there, if it does."""
+        sequence = self.sequence
+        params, rules = sequence.request.params, sequence.rules
+        long_enough = sequence.num_output_tokens > params.min_tokens
+        if long_enough and self._ends(token, eos_token_ids):
+            return "", FinishReason.STOP
+        if rules is not None:
+            rules.advance(token)
+        text = ""
+        if self.text is not None:
+            text = self.text.push(token, may_stop=long_enough)
+            if self.text.stopped_by is not None:
+                self.stop_reason = self.text.stopped_by
+                return text, FinishReason.STOP
+        if rules is not None and rules.is_complete:
+            return text, FinishReason.STOP
+        if sequence.num_tokens >= sequence.request.max_total_tokens:
+            return text, FinishReason.LENGTH
+        return text, None
+
+    def result(self, reason: FinishReason, num_pages: int) -> Result:
+        """At its end. num_pages: that it held."""
+        if self.text is not None:
+            self.text.finish()
+        sequence = self.sequence
+        logprobs = None if sequence.request.params.logprobs is None else tuple(sequence.logprobs)
+        return Result(
+            number=sequence.number,
+            prompt_token_ids=sequence.request.prompt_token_ids,
+            token_ids=tuple(sequence.output_token_ids),
+            text=self.shown,
+            finish_reason=reason,
+            stop_reason=self.stop_reason,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            num_pages=num_pages,
+            num_preemptions=sequence.num_preemptions,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            error=self.error,
+        )
+
+    def _ends(self, token: int, eos_token_ids: Collection[int]) -> bool:
+        params = self.sequence.request.params
+        if token in params.stop_token_ids:
+            self.stop_reason = token
+            return True
+        return token in eos_token_ids and not params.ignore_eos

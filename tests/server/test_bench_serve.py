@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvant.errors import BadValue
 from kvant.measure.http_stream import parse_target
-from kvant.measure.serving import Load, Round, run
+from kvant.measure.serving import Load, Round, run, run_all
 from tests.cli.command import kvant
 from tests.server.harness import Server
 
@@ -65,6 +66,44 @@ def test_events_cut_anywhere_between_chunks_are_read_whole() -> None:
     assert 0 < found.ttft.p50 <= found.ttft.p99 <= found.ttft.most
 
 
+def test_time_a_token_counts_tokens_where_events_carry_several() -> None:
+    """Three events of four tokens each, 0.06 s apart: 0.12 s for the eleven tokens after the first."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        for text in ({"choices": [{"text": "a b c d"}]},) * 3:
+            said = b"data: %s\n\n" % json.dumps(text).encode()
+            writer.write(b"%x\r\n%s\r\n" % (len(said), said))
+            await writer.drain()
+            await asyncio.sleep(0.06)
+        said = b'data: {"choices": [], "usage": {"completion_tokens": 12}}\n\n'
+        writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(said), said))
+
+    found = under(answer, replace(LOAD, output=12))
+    assert found.outcomes["completed"] == found.requests > 0
+    assert found.tpot is not None
+    assert found.itl is not None
+    assert 0.1 / 11 < found.tpot.p50 < 0.2 / 11
+    assert found.itl.p50 > 0.05
+
+
+def test_no_prompt_comes_twice_in_loads_one_after_another() -> None:
+    """Or a prefix cache would answer for the server."""
+    prompts: list[str] = []
+
+    async def offered(url: str) -> None:
+        loads = [replace(LOAD, rate=rate, input=30) for rate in (40.0, 60.0)]
+        async for _ in run_all(parse_target(url), "m", loads, warm_up=2, seed=0):
+            pass
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"0\r\n\r\n")
+
+    asyncio.run(beside(answer, offered, prompts))
+    assert len(prompts) > 30
+    assert len(set(prompts)) == len(prompts)
+
+
 def test_refusals_and_cut_answers_are_told_apart() -> None:
     async def busy(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 2\r\n\r\n{}")
@@ -88,8 +127,21 @@ def test_what_is_no_url_is_refused_by_name() -> None:
     assert parse_target("http://[::1]:8000").authority == "[::1]:8000"
 
 
-def under(answer: Answer) -> Round:
+def under(answer: Answer, load: Load = LOAD) -> Round:
     """The load against a server that answers every POST so, and has no metrics."""
+    found: list[Round] = []
+
+    async def offered(url: str) -> None:
+        found.append(await run(parse_target(url), "m", load, seed=1))
+
+    asyncio.run(beside(answer, offered, []))
+    return found[0]
+
+
+async def beside(
+    answer: Answer, offered: Callable[[str], Awaitable[None]], prompts: list[str]
+) -> None:
+    """`offered` with the URL of a server that answers every POST so; its prompts are added."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -97,14 +149,11 @@ def under(answer: Answer) -> Round:
             writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
         else:
             length = int(head.lower().split(b"content-length:")[1].split()[0])
-            await reader.readexactly(length)
+            prompts.append(str(json.loads(await reader.readexactly(length))["prompt"]))
             await answer(writer)
         writer.close()
 
-    async def offered() -> Round:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with server:
-            return await run(parse_target(f"http://127.0.0.1:{port}"), "m", LOAD, seed=1)
-
-    return asyncio.run(offered())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        await offered(f"http://127.0.0.1:{port}")

@@ -29,6 +29,9 @@ def serve(
     aborts: Annotated[
         float, typer.Option("--aborts", min=0, max=1, help="Share of clients that leave.")
     ] = 0.0,
+    warm_up: Annotated[
+        int, typer.Option("--warm-up", min=0, help="Requests before anything is measured.")
+    ] = 2,
     vocabulary: Annotated[
         int, typer.Option("--vocabulary", min=2, help="Token ids of prompts lie below.")
     ] = 32000,
@@ -51,7 +54,7 @@ def serve(
         Load(rate, seconds, input_tokens, output_tokens, aborts, vocabulary)
         for rate in rates or [4.0]
     ]
-    rounds = asyncio.run(_all(target, model, loads, seed))
+    rounds = asyncio.run(_all(target, model, loads, warm_up, seed))
     sys.stdout.write(table(rounds) + "\n")
     for one in rounds:
         for line in one.failures:
@@ -70,12 +73,14 @@ def serve(
         out.write_text(json.dumps({**facts, "rounds": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-async def _all(target: Target, model: str | None, loads: list[Load], seed: int) -> list[Round]:
-    from kvant.measure.serving import model_of, run
+async def _all(
+    target: Target, model: str | None, loads: list[Load], warm_up: int, seed: int
+) -> list[Round]:
+    from kvant.measure.serving import model_of, run_all
 
     name = model or await model_of(target)
     found = []
-    for load in loads:
-        found.append(await run(target, name, load, seed=seed))
-        sys.stderr.write(f"{load.rate:g} requests/s: {found[-1].output_tokens_per_second:.0f}\n")
+    async for one in run_all(target, name, loads, warm_up=warm_up, seed=seed):
+        found.append(one)
+        sys.stderr.write(f"{one.load.rate:g} requests/s: {one.output_tokens_per_second:.0f}\n")
     return found

@@ -11,9 +11,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvant.measure.http_stream import Cut, Refused, Target, fetch, stream
@@ -50,6 +50,11 @@ class _Seen:
     gaps: list[float] = field(default_factory=list)
     why: str = ""
 
+    @property
+    def seconds_a_token(self) -> float:
+        """After the first one, which is not there yet where nothing came."""
+        return 0.0 if self.first is None else (self.last - self.first) / max(1, self.tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
@@ -65,9 +70,11 @@ class Percentiles:
 class Round:
     """One load. ttft: due to first token. itl: event to event (a server may send several tokens in one).
 
-    e2e: due to last token, of answers that were complete. Aborted ones count in ttft and itl as far as
-    they went. seconds: until the last client had gone. late: of the generator itself, at most.
-    server: what the server's own metrics added meanwhile, where it has Kvant's.
+    tpot: first to last token over the tokens between, a mean for each answer, so that servers that send
+    several tokens in one event can be compared. e2e: due to last token. Both of answers that were
+    complete; aborted ones count in ttft and itl as far as they went. seconds: until the last client had
+    gone. late: of the generator itself, at most. server: what the server's own metrics added
+    meanwhile, where it has Kvant's.
     """
 
     load: Load
@@ -77,6 +84,7 @@ class Round:
     output_tokens: int
     ttft: Percentiles | None
     itl: Percentiles | None
+    tpot: Percentiles | None
     e2e: Percentiles | None
     late: float
     failures: tuple[str, ...]
@@ -93,7 +101,22 @@ async def model_of(target: Target) -> str:
     return str(found["data"][0]["id"])
 
 
-async def run(target: Target, model: str, load: Load, *, seed: int) -> Round:
+async def run_all(
+    target: Target, model: str, loads: Sequence[Load], *, warm_up: int, seed: int
+) -> AsyncGenerator[Round, None]:
+    """Load after load, no prompt twice: a prefix cache finds nothing.
+
+    warm_up: so many requests like the first load's go ahead, one after another, whatever becomes of them.
+    """
+    for number in range(warm_up):
+        whole = replace(loads[0], aborts=0.0)
+        numbers = random.Random(f"{seed} warm-up {number}")
+        await _client(target, model, whole, time.perf_counter(), numbers)
+    for number, load in enumerate(loads):
+        yield await run(target, model, load, seed=f"{seed} {number}")
+
+
+async def run(target: Target, model: str, load: Load, *, seed: int | str) -> Round:
     """Offer the load, wait for every answer, ask the server for its counters."""
     numbers = random.Random(seed)
     dues = _arrivals(load, numbers)
@@ -115,6 +138,7 @@ async def run(target: Target, model: str, load: Load, *, seed: int) -> Round:
         output_tokens=sum(one.tokens for one in seen),
         ttft=_percentiles([one.first for one in seen if one.first is not None]),
         itl=_percentiles([gap for one in seen for gap in one.gaps]),
+        tpot=_percentiles([one.seconds_a_token for one in seen if one.outcome == "completed"]),
         e2e=_percentiles([one.last for one in seen if one.outcome == "completed"]),
         late=max((one.late for one in seen), default=0.0),
         failures=tuple(sorted({one.why for one in seen if one.why}))[:5],
@@ -126,13 +150,13 @@ def table(rounds: Sequence[Round]) -> str:
     """Markdown; milliseconds."""
     lines = [
         "| requests/s | input/output | completed, aborted, refused, failed | out tok/s "
-        "| TTFT p50 | p90 | p99 | ITL p50 | p90 | p99 | end to end p50 |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| TTFT p50 | p90 | p99 | ITL p50 | p90 | p99 | TPOT p50 | end to end p50 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in rounds:
         load = one.load
         counts = ", ".join(str(one.outcomes[name]) for name in _OUTCOMES)
-        cells = [*_cells(one.ttft), *_cells(one.itl), *_cells(one.e2e)[:1]]
+        cells = [*_cells(one.ttft), *_cells(one.itl), *_cells(one.tpot)[:1], *_cells(one.e2e)[:1]]
         lines.append(
             f"| {load.rate:g} | {load.input}/{load.output} | {counts} "
             f"| {one.output_tokens_per_second:.0f} | {' | '.join(cells)} |"

@@ -13,11 +13,14 @@ from safetensors.torch import load_file, save_file
 import kvant
 from kvant import LLM, SamplingParams
 from kvant.engine.budget import CPU_SHARE
+from kvant.engine.build import build_engine
 from kvant.engine.device import free_host_bytes
 from kvant.engine.llm import Prompt
+from kvant.engine.llm_options import config_of
 from kvant.engine.runner import ModelRunner
 from kvant.errors import BadValue, DoesNotFit, KvantError, NotServable, RequestError, UnknownName
 from kvant.kv.dtype import KVDtype
+from kvant.server import engine_process
 from tests.engine import tiny_chat
 from tests.models import tiny
 
@@ -160,6 +163,31 @@ def test_by_default_pages_take_a_share_of_free_memory_but_no_more_than_can_be_us
     assert llm.planned.memory.num_pages == 3 * 7 + 1  # the scratch page too
     assert llm.planned.memory.kv_bytes is not None
     assert llm.planned.memory.kv_bytes < CPU_SHARE * free_host_bytes()
+
+
+def test_what_is_slow_or_coarse_is_told_to_python_programs_and_by_servers(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = make(path, dtype="float64")
+    assert any("reference backend, which is slow" in line for line in slow.warnings)
+    assert set(slow.warnings) <= set(caplog.messages)
+    config = config_of(path, {"kv_cache_dtype": "fp8_e4m3", "kv_cache_memory": "4MiB"})
+    built = build_engine(config)
+    assert any("without calibrated scales" in line for line in built.warnings)
+    assert {f"warning: {line}" for line in built.warnings} <= {*engine_process._ready(built).notes}
+
+
+def test_steps_that_cannot_be_recorded_are_a_warning_of_a_running_engine(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NotServable("steps cannot be recorded", why="an operation waits for the device")
+
+    monkeypatch.setattr("kvant.engine.runner.ModelRunner.capture", refuse)
+    llm = make(path)
+    assert "steps cannot be recorded (an operation waits for the device)" in llm.warnings
+    assert llm.warnings[-1] in caplog.messages
+    assert llm.generate("a", GREEDY)
 
 
 def test_an_unset_context_becomes_what_fits_and_says_so(path: Path) -> None:

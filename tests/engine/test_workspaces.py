@@ -89,6 +89,33 @@ def test_a_share_that_would_not_do_either_is_no_way_out(request_: PlanRequest) -
     assert all("--gpu-memory-utilization" not in way.arguments for way in refused.value.ways_out)
 
 
+def test_an_explicit_size_is_held_against_what_workspaces_leave(request_: PlanRequest) -> None:
+    plan = make_plan(request_)
+    left = TOTAL - (plan.weights_bytes or 0) - plan.memory.workspace_bytes
+    fits = make_plan(replace(request_, kv_cache_bytes=left))
+    assert choose_kv_bytes(fits, TOTAL, TOTAL, 256) == left
+    asked = replace(request_, kv_cache_bytes=left + GIB)
+    with pytest.raises(DoesNotFit, match="left beside workspaces") as refused:
+        choose_kv_bytes(make_plan(asked), TOTAL, TOTAL, 256)
+    way = next(way.arguments for way in refused.value.ways_out if way.arguments)
+    given = replace(request_, kv_cache_bytes=int(way[1]))
+    assert choose_kv_bytes(make_plan(given), TOTAL, TOTAL, 256) == int(way[1])
+    warnings = make_plan(replace(asked, memory_bytes=TOTAL)).warnings
+    assert any("more than the device has" in line for line in warnings)
+
+
+def test_where_little_is_left_the_way_out_still_holds_a_page(request_: PlanRequest) -> None:
+    plan = make_plan(request_)
+    least = 2 * plan.page_bytes
+    free = (plan.weights_bytes or 0) + plan.memory.workspace_bytes + least
+    with pytest.raises(DoesNotFit) as refused:
+        choose_kv_bytes(make_plan(replace(request_, kv_cache_bytes=GIB)), free, TOTAL, 256)
+    assert ("--kv-cache-memory", str(least)) in [way.arguments for way in refused.value.ways_out]
+    with pytest.raises(DoesNotFit, match="0 B that are left") as refused:
+        choose_kv_bytes(make_plan(replace(request_, kv_cache_bytes=GIB)), GIB // 2, TOTAL, 256)
+    assert "take smaller steps" in str(refused.value)
+
+
 def test_more_sequences_and_larger_steps_take_more(request_: PlanRequest) -> None:
     def total(**changes: object) -> int:
         return make_plan(replace(request_, **changes)).memory.workspace_bytes  # type: ignore[arg-type]

@@ -28,11 +28,18 @@ from kvant.engine.settings import Settings
 DEFAULT_DRAFTER = {"method": "dflash", "model": "smollm2-dflash"}
 DEFAULT_PROMPTS = Path("data/gsm8k/gsm8k_test.jsonl")
 
+
+def _today(name: str) -> str:
+    """An option's name; recorded command lines have --format, which is how other commands print."""
+    return "kv-format" if name == "format" else name
+
+
 app = typer.Typer(
-    name="bench", help="Measure speed, alternatives turn by turn in one run.", no_args_is_help=True
+    name="bench",
+    help="Measure speed, alternatives turn by turn in one run.",
+    no_args_is_help=True,
+    context_settings={"token_normalize_func": _today},
 )
-
-
 app.command("cpu")(bench_cpu.cpu)
 app.command("decode")(bench_decode.decode)
 app.command("invariance")(bench_invariance.invariance)

@@ -16,7 +16,10 @@ from kvant.engine.config import EngineOptions, engine_config
 from kvant.engine.settings import Settings
 from kvant.kv.dtype import KVDtype
 
-_OWN = ("kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs")
+_OWN = (
+    "kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs", "enable_prefix_caching",
+    "seed",
+)  # fmt: skip
 
 
 @configured(EngineOptions, model="--model -m", without=_OWN)
@@ -25,7 +28,7 @@ def decode(
     stored: Annotated[
         list[str] | None,
         typer.Option(
-            "--format",
+            "--kv-format",
             metavar="F[;RULE..]",
             help="KV cache format, layers of others behind it; may be repeated.",
             show_default=False,

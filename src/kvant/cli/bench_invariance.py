@@ -45,7 +45,7 @@ def invariance(
     formats: Annotated[
         list[str] | None,
         typer.Option(
-            "--format",
+            "--kv-format",
             help="KV cache format; may be repeated, every one without.",
             show_default=False,
         ),
@@ -91,7 +91,7 @@ def invariance(
     wanted = (
         [FormatRequest(d, d) for d in KVDtype if d.format.name in known_names()]
         if not formats
-        else [parse_format(name, asked_by="--format") for name in formats]
+        else [parse_format(name, asked_by="--kv-format") for name in formats]
     )
     console = Console()
     flips: list[Flips] = []

@@ -16,8 +16,10 @@ from kvant.engine.config import EngineOptions, engine_config
 from kvant.engine.settings import Settings
 from kvant.errors import BadValue
 
+_OWN = ("kv_cache_dtype", "enable_prefix_caching", "seed")
 
-@configured(EngineOptions, model="--model -m")
+
+@configured(EngineOptions, model="--model -m", without=_OWN)
 def replay(
     settings: Settings,
     requests: Annotated[
@@ -33,7 +35,7 @@ def replay(
     ] = 200,
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", help="KV cache format; may be repeated.", show_default=False),
+        typer.Option("--kv-format", help="KV cache format; may be repeated.", show_default=False),
     ] = None,
     mean: Annotated[
         float, typer.Option("--mean", min=1.0, help="Tokens a step of a whole block, on average.")

@@ -15,8 +15,10 @@ from kvant.cli.configured import configured
 from kvant.engine.config import EngineOptions, engine_config
 from kvant.engine.settings import Settings
 
+_OWN = ("kv_cache_dtype", "enable_prefix_caching", "seed")
 
-@configured(EngineOptions, model="--model -m")
+
+@configured(EngineOptions, model="--model -m", without=_OWN)
 def throughput(
     settings: Settings,
     load: Annotated[
@@ -30,7 +32,7 @@ def throughput(
     ] = None,
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", help="KV cache format; may be repeated.", show_default=False),
+        typer.Option("--kv-format", help="KV cache format; may be repeated.", show_default=False),
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 2,
     out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,

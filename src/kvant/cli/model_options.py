@@ -91,14 +91,15 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
     num_requests: how many there will be at once; no memory is taken for more unless asked for.
     """
     from kvant.cli.progress import bars
+    from kvant.engine.build import build_engine
     from kvant.engine.llm import LLM
 
     config = engine_config(settings, num_requests=num_requests)
     with bars(console) as progress:
-        llm = LLM.from_config(config, progress=progress)
+        llm = LLM.from_built(build_engine(config, progress=progress))
     for line in llm.notes:
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-    for line in llm.planned.warnings:
+    for line in llm.warnings:
         console.print(
             f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True
         )

@@ -25,8 +25,9 @@ def choose_kv_bytes(plan: Plan, free: int, total: int, max_num_seqs: int) -> int
     weights = plan.weights_bytes or 0
     asked = plan.request.kv_cache_bytes
     if asked is not None:
-        if weights + asked > free:
-            raise _no_room(plan, weights, asked, free)
+        most = free - plan.memory.workspace_bytes
+        if weights + asked > most:
+            raise _no_room(plan, weights, asked, most)
         return asked
     most = free
     if plan.request.device.kind is DeviceKind.CPU:
@@ -112,14 +113,18 @@ def _no_room(
 ) -> DoesNotFit:
     left = free - weights
     ways = [*more]
-    on_gpu = plan.request.device.kind is not DeviceKind.CPU
-    if left >= plan.page_bytes * (SCRATCH_PAGES + 1):
-        ways.append(WayOut("give the pages less", ("--kv-cache-memory", str(left // 2))))
+    least = plan.page_bytes * (SCRATCH_PAGES + 1)
+    if left >= least:
+        # Half, as the rest of the machine wants some, and free memory varies from start to start.
+        less = str(max(least, left // 2))
+        ways.append(WayOut("give the pages less", ("--kv-cache-memory", less)))
+    elif plan.memory.workspace_bytes:
+        ways.append(WayOut("take smaller steps: --max-num-batched-tokens, --max-num-seqs"))
     ways.append(WayOut("use a smaller or quantised model, or free some memory"))
     return DoesNotFit(
         f"{plan.target.local.name} does not fit on this device",
         why=f"weights {format_size(weights)} and KV cache {format_size(kv)} are more than the "
-        f"{format_size(free)} that are "
-        + ("left beside workspaces" if on_gpu and plan.request.kv_cache_bytes is None else "free"),
+        f"{format_size(max(0, free))} that are "
+        + ("left beside workspaces" if plan.memory.workspace_bytes else "free"),
         ways_out=ways,
     )

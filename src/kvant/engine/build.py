@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """engine: ready to step. planned: what `kvant plan` would show for it. tokenizing: None for a model
-    without tokenizer files. notes: lines for the user about what was chosen.
+    without tokenizer files. notes: lines for the user about what was chosen. warnings: about what is not
+    as one would wish, those of the plan among them.
     """
 
     engine: Engine
     planned: Plan
     tokenizing: Tokenizing | None
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def kv(self) -> KVPlan:
@@ -84,13 +86,16 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     num_pages = planned.memory.num_pages
     runner = ModelRunner(model, num_pages)
     proposer = load_proposer(planned, runner, max_model_len, dummy_weights=config.dummy_weights)
-    slower = runner.capture(
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        max_model_len,
-        _draft_counts(planned),
-    )
-    notes = notes if slower is None else (*notes, slower)
+    warnings = planned.warnings
+    try:
+        runner.capture(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            max_model_len,
+            _draft_counts(planned),
+        )
+    except NotServable as fault:
+        warnings = (*warnings, f"{fault.what} ({fault.why})")
     engine = Engine(
         runner,
         SchedulerLimits(
@@ -115,7 +120,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         scale_audit=ScaleAudit(runner.pools),
         compile_limits=config.compile_limits,
     )
-    return BuiltEngine(engine, planned, tokenizing, notes)
+    return BuiltEngine(engine, planned, tokenizing, notes, warnings)
 
 
 def plan_engine(
@@ -148,7 +153,7 @@ def plan_engine(
     notes = [] if note is None else [note]
     if config.dummy_weights:
         notes.append("weights are random (--load-format dummy): answers mean nothing")
-    return planned, max_model_len, (*notes, *planned.target.local.notes)
+    return planned, max_model_len, tuple(notes)
 
 
 def _fingerprint(planned: Plan) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from kvant.engine.build import build_engine
+from kvant.engine.build import BuiltEngine, build_engine
 from kvant.engine.config import EngineConfig
 from kvant.engine.generation_defaults import read_defaults
 from kvant.engine.llm_options import LLMOptions, config_of
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvant.engine.engine import Engine
 
 Prompt = str | Sequence[int]
+_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -48,12 +50,20 @@ class LLM:
         **options: Unpack[LLMOptions],
     ) -> None:
         self._built = build_engine(config_of(model, options), progress=progress)
+        self._log_warnings()
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: local.Progress | None = None) -> LLM:
         """An LLM of a configuration that was made elsewhere, as from command line flags."""
+        llm = cls.from_built(build_engine(config, progress=progress))
+        llm._log_warnings()
+        return llm
+
+    @classmethod
+    def from_built(cls, built: BuiltEngine) -> LLM:
+        """Of an engine whose warnings somebody else tells."""
         llm = cls.__new__(cls)
-        llm._built = build_engine(config, progress=progress)
+        llm._built = built
         return llm
 
     @property
@@ -92,6 +102,11 @@ class LLM:
     def notes(self) -> tuple[str, ...]:
         """Lines about what was chosen where nothing was asked."""
         return self._built.notes
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Lines about what is not as one would wish: a downgrade, a slow backend. They are logged, too."""
+        return self._built.warnings
 
     @cached_property
     def default_params(self) -> SamplingParams:
@@ -170,6 +185,10 @@ class LLM:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as a prompt, by the model's chat template."""
         return self._tokenizing().encode_chat(messages)
+
+    def _log_warnings(self) -> None:
+        for line in self.warnings:
+            _log.warning("%s", line)
 
     def _tokenizing(self) -> Tokenizing:
         if self.tokenizing is None:

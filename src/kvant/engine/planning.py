@@ -116,7 +116,8 @@ class Plan:
         if self.request.device.kind is DeviceKind.CPU and self.request.backend is None:
             lines += slow_layers(self.target.kv)
         if self.draft is not None:
-            lines += [f"draft: {line}" for line in self.draft.kv.warnings]
+            notes = self.draft.local.notes, self.draft.kv.warnings
+            lines += [f"draft: {line}" for said in notes for line in said]
         return (*lines, *_memory_warnings(self))
 
 
@@ -276,6 +277,11 @@ def _memory_warnings(plan: Plan) -> list[str]:
     if memory.missing_bytes:
         return [
             f"does not fit: {format_size(memory.missing_bytes)} are missing for a first page of KV"
+        ]
+    if plan.request.kv_cache_bytes is not None and (beyond := memory.beyond_bytes) > 0:
+        return [
+            "does not fit: weights, workspaces and this KV cache are "
+            f"{format_size(beyond)} more than the device has"
         ]
     if (
         wanted is not None

@@ -16,6 +16,7 @@ from kvant.engine.decodes import Decodes
 from kvant.engine.graphs import Answered, StepGraphs
 from kvant.engine.recorder import CudaRecorder
 from kvant.engine.warm_up import warm_up
+from kvant.errors import NotServable
 from kvant.kv.pool import KVPool
 from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
@@ -126,14 +127,15 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_drafts: Sequence[int] = (),
-    ) -> str | None:
+    ) -> None:
         """Compile what a GPU needs and record steps as CUDA graphs, so that no request waits.
 
         num_drafts: of one sequence, in steps that the proposer drafts on the device.
-        On a CPU there is nothing to do. A line for the user where the model cannot be recorded.
+        On a CPU there is nothing to do. NotServable where this model's steps cannot be recorded: they
+        run all the same, each launched by Python.
         """
         if self.device.type == "cpu":
-            return None
+            return
         warm_up(self.model, self.pool, self._forward, max_num_batched_tokens, max_model_len)
         draft = self._proposer.draft if isinstance(self._proposer, DeviceProposer) else None
         graphs = StepGraphs(
@@ -149,12 +151,17 @@ class ModelRunner:
         try:
             with torch.no_grad():
                 graphs.capture()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as fault:
             torch.cuda.synchronize(self.device)
-            return f"decode steps run without CUDA graphs, slower: {str(fault).splitlines()[0]}"
+            raise NotServable(
+                "steps cannot be recorded as CUDA graphs: they are launched one operation at a time, "
+                "which is slower",
+                why=str(fault).splitlines()[0],
+            ) from None
         torch.cuda.synchronize(self.device)
         self._graphs = graphs
-        return None
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
         call = StepCall(step, self.pool, self._backends)

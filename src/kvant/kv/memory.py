@@ -40,6 +40,14 @@ class MemoryPlan:
     capacity_tokens: int | None
     missing_bytes: int = 0
 
+    @property
+    def beyond_bytes(self) -> int:
+        """By how much all of it is more than the device's memory, where that and the weights are known."""
+        if self.total_bytes is None or self.weights_bytes is None:
+            return 0
+        parts = self.weights_bytes + self.workspace_bytes + self.draft_bytes + (self.kv_bytes or 0)
+        return max(0, parts - self.total_bytes)
+
 
 def plan_memory(
     total_bytes: int | None,

@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--problems", type=Path, default=Path("data/gsm8k/gsm8k_test.jsonl"))
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--shortest", action="store_true", help="the shortest, not the first ones")
-    parser.add_argument("--format", action="append", default=[], help="all without")
+    parser.add_argument("--kv-format", action="append", default=[], help="all without")
     parser.add_argument("--answer-tokens", type=int, default=0, help="0: no answers")
     parser.add_argument("--out", type=Path, help="JSON result")
     options = parser.parse_args(arguments)
@@ -257,7 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=options.device,
         kv_cache_memory="256MiB",
     )
-    formats = [parse_format(name, asked_by="--format") for name in options.format] or all_formats()
+    formats = [
+        parse_format(name, asked_by="--kv-format") for name in options.kv_format
+    ] or all_formats()
     problems = read_problems(options.problems, options.count, shortest=options.shortest)
     rows = judge(llm, problems, formats, answer_tokens=options.answer_tokens)
     print(table(rows, len(problems)))

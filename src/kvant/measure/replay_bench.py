@@ -87,7 +87,7 @@ def measure(
     not run but written, see `kvant.measure.long_context`.
     """
     for name in formats:
-        format_ = Asked(parse_format(name, asked_by="--format"), f"--format {name}")
+        format_ = Asked(parse_format(name, asked_by="--kv-format"), f"--kv-format {name}")
         requests = config.plan.requests
         target = replace(requests.target, explicit=(format_,))
         base = replace(config.plan, requests=replace(requests, target=target), speculative=None)

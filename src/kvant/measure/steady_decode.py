@@ -41,7 +41,7 @@ class Steady:
 def parse_stored(text: str) -> KVRequest:
     """`fp8`, or with rules behind it: `fp8;0-17:bfloat16`. ConfigError for anything else."""
     name, *rules = text.split(";")
-    asked_by = f"--format {text}"
+    asked_by = f"--kv-format {text}"
     found = KVRequest(explicit=(Asked(parse_format(name, asked_by=asked_by), asked_by),))
     for rule in rules:
         found = found.merged(parse_rule(rule, asked_by=asked_by).target)

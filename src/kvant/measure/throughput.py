@@ -75,7 +75,7 @@ def measure(
 ) -> Iterator[Round]:
     """Each format on an engine of its own, every load `repeats` times."""
     for name in formats:
-        asked = Asked(parse_format(name, asked_by="--format"), f"--format {name}")
+        asked = Asked(parse_format(name, asked_by="--kv-format"), f"--kv-format {name}")
         requests = config.plan.requests
         wanted = replace(requests, target=replace(requests.target, explicit=(asked,)))
         start = time.perf_counter()

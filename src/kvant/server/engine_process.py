@@ -100,7 +100,7 @@ def _ready(built: BuiltEngine) -> Ready:
         max_num_seqs=built.engine.limits.max_num_seqs,
         vocab_size=built.engine.vocab_size,
         page_size=built.kv.page_size,
-        notes=built.notes,
+        notes=(*built.notes, *(f"warning: {line}" for line in built.warnings)),
     )
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +27,8 @@ from numba import cfunc
 import kvant
 
 config: Any = numba.core.config
+KEPT_DAYS = 30
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 @cache
@@ -39,9 +44,20 @@ def kernel_cache() -> Path | None:
     place = root / digest.hexdigest()[:16]
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.utime(place)
+        if root == own:
+            _remove_unused(own)
     except OSError:
         return None
     return place if os.access(place, os.W_OK) else None
+
+
+def _remove_unused(root: Path) -> None:
+    """Kernels of sources that nobody has started for KEPT_DAYS; another version may still be in use."""
+    oldest = time.time() - KEPT_DAYS * 24 * 3600
+    for place in root.iterdir():
+        if _DIGEST.fullmatch(place.name) and place.stat().st_mtime < oldest:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 @contextmanager

@@ -51,3 +51,20 @@ def gpu_memory(data: Any) -> Cells:
              percent(beside / data["total_gib"], digits=1)]
         )  # fmt: skip
     return lines
+
+
+@table("gpu-memory-share", "h200-memory-share.json")
+def gpu_memory_share(data: Any) -> Cells:
+    lines = [
+        ["max_num_seqs", "max_model_len", "planned, GiB", "pages of that, GiB", "used when ready, GiB",
+         "used at the peak, GiB", "of the plan", "goal"]
+    ]  # fmt: skip
+    for r in data["rows"]:
+        planned, peak = r["share"] * r["device_gib"], max(r["used_gib"])
+        off = abs(peak / planned - 1)
+        lines.append(
+            [str(r["max_num_seqs"]), str(r["max_model_len"]), f"{planned:.2f}", f"{r['pages_gib']:.2f}",
+             f"{r['used_gib'][0]:.2f}", f"{peak:.2f}", percent(peak / planned, digits=1),
+             held(off, 0.05, shown="within 5 %")]
+        )  # fmt: skip
+    return lines

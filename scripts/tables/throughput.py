@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from tables import Cells, percent, table
+from tables import Cells, held, percent, table
 
 LOADS = ("1x128/256", "32x128/256", "512x1024/256", "64x16384/128")
 FORMATS = ("bfloat16", "fp8_e4m3", "fp8_per_token_head", "int4_per_token_head")
@@ -77,3 +77,51 @@ def invariance(on: Any, off: Any) -> Cells:
              percent(rates[1] / rates[0] - 1, sign=True)]
         )  # fmt: skip
     return lines
+
+
+STEADY_GOALS = {"fp8_e4m3": 1.5, "fp8_per_token_head": 1.5, "int4_per_token_head": 2.0}
+"""Times bfloat16."""
+MIXED_GOAL = 1.03
+
+
+@table("h200-steady-decode", "h200-decode.json")
+def steady_decode(data: Any) -> Cells:
+    lines = [
+        ["KV cache", "bytes a token", "ms a step", "fastest and slowest", "times as fast", "goal"]
+    ]
+    uniform = _uniform(data)
+    for r in data["rows"]:
+        if ";" in r["stored"]:
+            continue
+        times, speed = r["timing"]["milliseconds"], uniform["bfloat16"] / r["median_ms"]
+        goal = STEADY_GOALS.get(r["stored"])
+        lines.append(
+            [r["stored"], f"{r['bytes_per_token']:,}", f"{r['median_ms']:.2f}",
+             f"{min(times):.2f}, {max(times):.2f}", f"{speed:.2f}x",
+             "" if goal is None else held(speed, goal, least=True)]
+        )  # fmt: skip
+    return lines
+
+
+@table("h200-mixed-decode", "h200-decode.json")
+def mixed_decode(data: Any) -> Cells:
+    """Each layer is expected to take its share of a step in which all layers are like it."""
+    uniform = _uniform(data)
+    size = {r["stored"]: r["bytes_per_token"] for r in data["rows"]}
+    lines = [["KV cache", "layers in bfloat16", "ms a step", "sum over layers", "of that", "goal"]]
+    for r in data["rows"]:
+        if ";" not in r["stored"]:
+            continue
+        other = r["stored"].split(";")[0]
+        share = (r["bytes_per_token"] - size[other]) / (size["bfloat16"] - size[other])
+        expected = share * uniform["bfloat16"] + (1 - share) * uniform[other]
+        ratio = r["median_ms"] / expected
+        lines.append(
+            [other, percent(share), f"{r['median_ms']:.2f}", f"{expected:.2f}", f"{ratio:.3f}x",
+             held(ratio, MIXED_GOAL)]
+        )  # fmt: skip
+    return lines
+
+
+def _uniform(data: Any) -> dict[str, float]:
+    return {r["stored"]: r["median_ms"] for r in data["rows"] if ";" not in r["stored"]}

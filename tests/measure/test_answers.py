@@ -27,7 +27,7 @@ def test_what_follows_the_first_other_token_is_not_compared() -> None:
     assert (found.way, found.beside) == ("batch", "alone")
 
 
-def test_every_way_is_compared_with_the_first_and_that_with_answers_from_elsewhere(
+def test_ways_are_compared_with_each_other_and_with_answers_from_elsewhere(
     tmp_path: Path,
 ) -> None:
     batch, on = replace(GIVEN, way="batch"), replace(GIVEN, batch_invariant=True)
@@ -44,6 +44,7 @@ def test_every_way_is_compared_with_the_first_and_that_with_answers_from_elsewhe
     assert found == [
         ("alone", "elsewhere, alone", False, 1),
         ("batch", "alone", False, 0),
+        ("batch", "elsewhere, alone", False, 1),
         ("alone", "elsewhere, alone", True, 1),
     ]
     file.write_text("{}")

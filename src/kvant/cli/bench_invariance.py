@@ -63,7 +63,7 @@ def invariance(
         list[str] | None,
         typer.Option(
             "--way",
-            help="Of answering: alone, batch, unrecorded; the others are compared with the first.",
+            help="Of answering: alone, batch, unrecorded; may be repeated, all without.",
             show_default=False,
         ),
     ] = None,

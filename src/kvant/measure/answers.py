@@ -89,11 +89,13 @@ def ways_on(device: torch.device) -> list[Way]:
 
 
 def prompts_of(llm: LLM) -> list[tuple[list[int], int]]:
-    """Pieces of the bundled text, 16 to 44 tokens each, and how many tokens to answer with, 24 to 48."""
+    """Pieces of the bundled text, 16 to 44 tokens each, and how many tokens to answer with: 24 to 52, so
+    that ever fewer answer side by side, and recorded steps are padded.
+    """
     text = llm.encode(passage())
     assert len(text) >= 16 * (NUM_PROMPTS + 2)
     return [
-        (list(text[16 * i : 16 * i + 16 + 5 * i % 29]), 24 + 8 * (i % 4))
+        (list(text[16 * i : 16 * i + 16 + 5 * i % 29]), 24 + 11 * i % 29)
         for i in range(NUM_PROMPTS)
     ]
 
@@ -122,19 +124,18 @@ def answer(llm: LLM, stored: FormatRequest, ways: Sequence[Way]) -> Iterator[Ans
 
 
 def compare_all(own: Sequence[Answers], others: Sequence[Answers] = ()) -> Iterator[Agreement]:
-    """Every way with the first one of the same engine; that one with others' of its format and dtype,
-    made in either mode.
+    """Every way with those before it on the same engine, and with others' of its format and dtype, made
+    in either mode.
     """
-    first: dict[tuple[str, str, bool], Answers] = {}
+    before: dict[tuple[str, str, bool], list[Answers]] = {}
     for one in own:
-        key = one.format, one.dtype, one.batch_invariant
-        if key in first:
-            yield compare(one, first[key])
-            continue
-        first[key] = one
+        earlier = before.setdefault((one.format, one.dtype, one.batch_invariant), [])
+        for other in earlier:
+            yield compare(one, other)
         for other in others:
             if (other.format, other.dtype) == (one.format, one.dtype):
                 yield replace(compare(one, other), beside=f"elsewhere, {other.way}")
+        earlier.append(one)
 
 
 def compare(one: Answers, other: Answers) -> Agreement:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvant import LLM
 from kvant.engine.build import load_proposer, make_speculation
-from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.engine import Engine
 from kvant.engine.planning import resolve_again
 from kvant.engine.result import Result
 from kvant.engine.runner import ModelRunner
@@ -14,6 +14,7 @@ from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, known_names
+from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.scale_audit import ScaleAudit
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
-from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.engine import Engine
 from kvant.engine.graphs import Answered
 from kvant.engine.scheduler import SchedulerLimits
+from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
 
 VOCAB = 97

@@ -7,15 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvant.kv.pages import SCRATCH, PageAllocator, page_hash, root_hash
+from kvant.kv.pages import SCRATCH, CacheIdentity, PageAllocator, page_hash, root_hash
 
 PAGE_SIZE = 4
 
 
-def root(
-    salt: str = "", model: str = "m", revision: str | None = None, plan_fingerprint: str = "p"
-) -> bytes:
-    return root_hash(salt=salt, model=model, revision=revision, plan_fingerprint=plan_fingerprint)
+def root(salt: str = "", model: str = "m", revision: str | None = None, plan: str = "p") -> bytes:
+    return root_hash(CacheIdentity(model, revision, plan), salt=salt)
 
 
 def chain(parent: bytes, tokens: list[int], page_size: int) -> list[bytes]:

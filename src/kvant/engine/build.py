@@ -16,6 +16,7 @@ from kvant.engine.scheduler import SchedulerLimits
 from kvant.engine.threads import wait_without_spinning
 from kvant.engine.tokenizing import Tokenizing, open_tokenizer
 from kvant.errors import NotServable
+from kvant.kv.pages import CacheIdentity
 from kvant.kv.spec import KVPlan
 from kvant.models.local import Progress
 from kvant.models.locate import locate
@@ -58,7 +59,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     # Only now torch and transformers are needed: refusals above answer without them.
     wait_without_spinning()
     from kvant.attention.verify.start import verify_plan
-    from kvant.engine.engine import CacheIdentity, Engine
+    from kvant.engine.engine import Engine
     from kvant.engine.runner import ModelRunner
     from kvant.engine.sampler import max_prompt_logprobs
     from kvant.kv.scale_audit import ScaleAudit
@@ -109,9 +110,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             max_prompt_logprobs=max_prompt_logprobs(target.geometry.vocab_size),
         ),
         num_pages,
-        identity=CacheIdentity(
-            str(target.local.path.resolve()), target.local.revision, _fingerprint(planned)
-        ),
+        identity=cache_identity(planned),
         vocab_size=target.geometry.vocab_size,
         eos_token_ids=model.eos_token_ids,
         tokenizer=None if tokenizing is None else tokenizing.backend,
@@ -156,12 +155,18 @@ def plan_engine(
     return planned, max_model_len, tuple(notes)
 
 
-def _fingerprint(planned: Plan) -> str:
-    """What a page's bytes mean: a drafter's lie under the same id, and are found with it."""
-    if planned.draft is None:
-        return planned.target.kv.fingerprint
-    draft = planned.draft
-    return f"{planned.target.kv.fingerprint}+{draft.local.path.resolve()}:{draft.kv.fingerprint}"
+def cache_identity(planned: Plan) -> CacheIdentity:
+    """Of pages that hold what this model's weights, in this arithmetic, make of their tokens.
+
+    A drafter's pages lie under the same ids, and are found with them.
+    """
+    target, draft = planned.target, planned.draft
+    parts = [target.kv.fingerprint, target.kv.compute_dtype.value]
+    if planned.request.quantization is not None:
+        parts.append(planned.request.quantization.value)
+    if draft is not None:
+        parts.append(f"{draft.local.path.resolve()}:{draft.kv.fingerprint}")
+    return CacheIdentity(str(target.local.path.resolve()), target.local.revision, "+".join(parts))
 
 
 def load_proposer(

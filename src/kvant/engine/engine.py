@@ -13,7 +13,6 @@ import logging
 import random
 import weakref
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
@@ -35,7 +34,7 @@ from kvant.engine.stream import TokenStream
 from kvant.engine.structured_outputs import CompileLimits
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault, RequestError
-from kvant.kv.pages import PageAllocator, root_hash
+from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
 from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
 from kvant.speculative.accept import verify
@@ -44,15 +43,6 @@ _COMPILE_LIMITS = CompileLimits()
 SATURATION_STEPS = 512
 """Steps between two looks at what layers could not hold, as each waits for the device."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheIdentity:
-    """What cached pages are pages of: see `kvant.kv.pages.root_hash`."""
-
-    model: str
-    revision: str | None
-    plan_fingerprint: str
 
 
 class Engine:
@@ -146,13 +136,7 @@ class Engine:
             limit = min(limit, len(prompt) + params.max_tokens)
         seed = drawn if params.seed is None else params.seed
         request = Request(number, prompt, params, seed, limit, salt)
-        root = root_hash(
-            salt=salt,
-            model=self._identity.model,
-            revision=self._identity.revision,
-            plan_fingerprint=self._identity.plan_fingerprint,
-        )
-        sequence = Sequence(request, list(prompt), [root])
+        sequence = Sequence(request, list(prompt), [root_hash(self._identity, salt=salt)])
         sequence.rules = rules
         live = Live(sequence, self._text_stream(request))
         if params.structured_outputs is None:

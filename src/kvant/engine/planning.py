@@ -133,6 +133,7 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
         raise BadValue(
             f"--max-model-len {request.max_model_len} is beyond what {request.model} can address",
             why=f"its positions end at {limit}",
+            ways_out=(WayOut("take what it can", ("--max-model-len", str(limit))),),
         )
     target = _resolve_model(request, request.requests.target, local, config, geometry, Role.TARGET)
     draft: PlannedModel | None = None

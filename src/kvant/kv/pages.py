@@ -19,19 +19,31 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 SCRATCH = 0
 """Same page as `kvant.kv.pool.SCRATCH_PAGE`, which cannot be imported here (it brings torch)."""
 
 
-def root_hash(*, salt: str, model: str, revision: str | None, plan_fingerprint: str) -> bytes:
-    """What stands before a sequence's first page.
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """What cached pages are pages of: everything that decides what their bytes mean and whose they are.
 
-    Everything that decides what the stored bytes mean: two sequences with different roots never
-    share a page, whatever their tokens.
+    model: a name or path. plan: what is stored and how it was computed, as text.
+    """
+
+    model: str
+    revision: str | None
+    plan: str
+
+
+def root_hash(identity: CacheIdentity, *, salt: str = "") -> bytes:
+    """What stands before a sequence's first page: two sequences with different roots never share a
+    page, whatever their tokens.
     """
     digest = hashlib.sha256(b"kvant prefix 1")
-    for part in (salt, model, "" if revision is None else f"@{revision}", plan_fingerprint):
+    revision = "" if identity.revision is None else f"@{identity.revision}"
+    for part in (salt, identity.model, revision, identity.plan):
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little"))  # no two lists of parts read the same
         digest.update(encoded)

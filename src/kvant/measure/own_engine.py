@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from kvant.engine.engine import CacheIdentity, Engine
+from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
 from kvant.engine.planning import resolve_again
 from kvant.engine.runner import Runner
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.names import FormatRequest
+from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
 

@@ -17,7 +17,7 @@ from kvant.engine.batch import build_batch
 from kvant.engine.request import FinishReason, Request, Sequence
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import Scheduler, SchedulerLimits
-from kvant.kv.pages import PageAllocator, root_hash
+from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
 
 PAGE_SIZE = 16
 MODEL_LEN = 4096
@@ -87,7 +87,7 @@ class Load:
         length = self._random.randint(*PROMPT_TOKENS)
         prompt = tuple(self._random.randrange(_TOKENS) for _ in range(length))
         request = Request(self._number, prompt, _PARAMS, self._number, MODEL_LEN)
-        root = root_hash(salt="", model="bench", revision=None, plan_fingerprint="")
+        root = root_hash(CacheIdentity("bench", None, ""))
         self._number += 1
         self.scheduler.add(Sequence(request, list(prompt), [root]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvant.engine.options import option, options_of
 from kvant.engine.sampling_params import (
@@ -16,7 +17,7 @@ from kvant.engine.sampling_params import (
 from kvant.engine.structured_outputs import MOST, FormLimits
 
 _SERVER = "Server"
-_LIMITS = "Limits"
+_limit = partial(option, panel="Limits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,169 +27,107 @@ class Limits:
     Sizes in bytes, times in seconds.
     """
 
-    body_bytes: int = option(
-        32 * 2**20, "Bytes of a request's body.", name="max_body_bytes", low=1, panel=_LIMITS
+    body_bytes: int = _limit(32 * 2**20, "Bytes of a request's body.", name="max_body_bytes", low=1)
+    header_bytes: int = _limit(
+        32 * 2**10, "Bytes of a request's header.", name="max_header_bytes", low=256
     )
-    header_bytes: int = option(
-        32 * 2**10,
-        "Bytes of a request's header.",
-        name="max_header_bytes",
-        low=256,
-        panel=_LIMITS,
+    header_count: int = _limit(100, "Lines of a request's header.", name="max_header_count", low=1)
+    header_seconds: float = _limit(
+        10.0, "Seconds in which a request's header must arrive.", name="header_timeout", low=0.1
     )
-    header_count: int = option(
-        100, "Lines of a request's header.", name="max_header_count", low=1, panel=_LIMITS
+    body_seconds: float = _limit(
+        30.0, "Seconds in which a request's body must arrive.", name="body_timeout", low=0.1
     )
-    header_seconds: float = option(
-        10.0,
-        "Seconds in which a request's header must arrive.",
-        name="header_timeout",
-        low=0.1,
-        panel=_LIMITS,
-    )
-    body_seconds: float = option(
-        30.0,
-        "Seconds in which a request's body must arrive.",
-        name="body_timeout",
-        low=0.1,
-        panel=_LIMITS,
-    )
-    keep_alive_seconds: int = option(
+    keep_alive_seconds: int = _limit(
         5,
         "Seconds that a connection may wait for its next request.",
         name="keep_alive_timeout",
         low=1,
-        panel=_LIMITS,
     )
-    connections: int = option(
-        1024, "Connections at once.", name="max_connections", low=1, panel=_LIMITS
-    )
-    prompts: int = option(256, "Prompts of one request.", name="max_prompts", low=1, panel=_LIMITS)
-    n: int = option(MAX_N, "Answers to one prompt.", name="max_n", low=1, high=MAX_N, panel=_LIMITS)
-    sequences: int = option(
-        512, "Prompts times n of one request.", name="max_sequences", low=1, panel=_LIMITS
-    )
-    top_logprobs: int = option(
+    connections: int = _limit(1024, "Connections at once.", name="max_connections", low=1)
+    prompts: int = _limit(256, "Prompts of one request.", name="max_prompts", low=1)
+    n: int = _limit(MAX_N, "Answers to one prompt.", name="max_n", low=1, high=MAX_N)
+    sequences: int = _limit(512, "Prompts times n of one request.", name="max_sequences", low=1)
+    top_logprobs: int = _limit(
         MAX_LOGPROBS,
         "Log-probabilities at one token.",
         name="max_top_logprobs",
         low=0,
         high=MAX_LOGPROBS,
-        panel=_LIMITS,
     )
-    prompt_logprobs: int = option(
+    prompt_logprobs: int = _limit(
         2**19,
         "Log-probabilities of one request's prompts: their tokens times those reported for each.",
         name="max_prompt_logprobs",
         low=1,
-        panel=_LIMITS,
     )
-    logit_bias: int = option(
-        MAX_LOGIT_BIAS,
-        "Entries of logit_bias.",
-        name="max_logit_bias",
-        low=0,
-        high=MAX_LOGIT_BIAS,
-        panel=_LIMITS,
+    logit_bias: int = _limit(
+        MAX_LOGIT_BIAS, "Entries of logit_bias.", name="max_logit_bias", low=0, high=MAX_LOGIT_BIAS
     )
-    bad_words: int = option(
-        MAX_BAD_WORDS,
-        "Texts of bad_words.",
-        name="max_bad_words",
-        low=0,
-        high=MAX_BAD_WORDS,
-        panel=_LIMITS,
+    bad_words: int = _limit(
+        MAX_BAD_WORDS, "Texts of bad_words.", name="max_bad_words", low=0, high=MAX_BAD_WORDS
     )
-    stops: int = option(
-        MAX_STOPS, "Stop strings.", name="max_stops", low=0, high=MAX_STOPS, panel=_LIMITS
-    )
-    stop_chars: int = option(
+    stops: int = _limit(MAX_STOPS, "Stop strings.", name="max_stops", low=0, high=MAX_STOPS)
+    stop_chars: int = _limit(
         MAX_STOP_CHARS,
         "Characters of a stop string.",
         name="max_stop_chars",
         low=1,
         high=MAX_STOP_CHARS,
-        panel=_LIMITS,
     )
-    form_bytes: int = option(
+    form_bytes: int = _limit(
         MOST.text_bytes,
         "Bytes of a schema, regex or grammar, or of all choices.",
         name="max_form_bytes",
         low=1,
         high=MOST.text_bytes,
-        panel=_LIMITS,
     )
-    schema_depth: int = option(
-        MOST.depth,
-        "Levels of a schema.",
-        name="max_schema_depth",
-        low=1,
-        high=MOST.depth,
-        panel=_LIMITS,
+    schema_depth: int = _limit(
+        MOST.depth, "Levels of a schema.", name="max_schema_depth", low=1, high=MOST.depth
     )
-    schema_nodes: int = option(
-        MOST.nodes,
-        "Nodes of a schema.",
-        name="max_schema_nodes",
-        low=1,
-        high=MOST.nodes,
-        panel=_LIMITS,
+    schema_nodes: int = _limit(
+        MOST.nodes, "Nodes of a schema.", name="max_schema_nodes", low=1, high=MOST.nodes
     )
-    enum_values: int = option(
-        MOST.enum,
-        "Values of an enum, or choices.",
-        name="max_enum_values",
-        low=1,
-        high=MOST.enum,
-        panel=_LIMITS,
+    enum_values: int = _limit(
+        MOST.enum, "Values of an enum, or choices.", name="max_enum_values", low=1, high=MOST.enum
     )
-    schema_branches: int = option(
+    schema_branches: int = _limit(
         MOST.branches,
         "Branches of one anyOf, oneOf or allOf.",
         name="max_schema_branches",
         low=1,
         high=MOST.branches,
-        panel=_LIMITS,
     )
-    metadata_entries: int = option(
-        16, "Entries of metadata.", name="max_metadata_entries", low=0, panel=_LIMITS
+    metadata_entries: int = _limit(16, "Entries of metadata.", name="max_metadata_entries", low=0)
+    metadata_key_chars: int = _limit(
+        64, "Characters of a key of metadata.", name="max_metadata_key_chars", low=1
     )
-    metadata_key_chars: int = option(
-        64, "Characters of a key of metadata.", name="max_metadata_key_chars", low=1, panel=_LIMITS
+    metadata_value_chars: int = _limit(
+        512, "Characters of a value of metadata.", name="max_metadata_value_chars", low=0
     )
-    metadata_value_chars: int = option(
-        512,
-        "Characters of a value of metadata.",
-        name="max_metadata_value_chars",
-        low=0,
-        panel=_LIMITS,
+    cache_salt_chars: int = _limit(
+        256, "Characters of a cache_salt.", name="max_cache_salt_chars", low=1
     )
-    cache_salt_chars: int = option(
-        256, "Characters of a cache_salt.", name="max_cache_salt_chars", low=1, panel=_LIMITS
+    request_seconds: float = _limit(
+        600.0, "Seconds for one request.", name="request_timeout", low=0.1
     )
-    request_seconds: float = option(
-        600.0, "Seconds for one request.", name="request_timeout", low=0.1, panel=_LIMITS
-    )
-    stream_buffer_bytes: int = option(
+    stream_buffer_bytes: int = _limit(
         2**20,
         "Bytes of text that wait for a client that reads slowly; more ends its request.",
         name="max_stream_buffer_bytes",
         low=1,
-        panel=_LIMITS,
     )
-    template_seconds: float = option(
+    template_seconds: float = _limit(
         2.0,
         "Seconds in which a conversation must be rendered by the chat template.",
         name="template_timeout",
         low=0.1,
-        panel=_LIMITS,
     )
-    ping_seconds: float = option(
+    ping_seconds: float = _limit(
         15.0,
         "Seconds of silence after which a stream says that it is alive.",
         name="ping_interval",
         low=0.1,
-        panel=_LIMITS,
     )
 
     @property

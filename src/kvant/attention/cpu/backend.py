@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
 from kvant.attention.cpu import attend, write
+from kvant.attention.cpu.block import Block, address, block_of, float_bits
 from kvant.attention.cpu.codes import BITS
 from kvant.attention.cpu.decode import key_kernel, value_kernel
 from kvant.attention.cpu.encode import row_kernel
@@ -28,7 +27,6 @@ _REAL = {
     torch.float16: Real.FLOAT16,
     torch.bfloat16: Real.BFLOAT16,
 }
-Block = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ class CpuBackend:
             block[Write.TOKENS // 8] = x.shape[0]
             block[Write.SCRATCH // 8] = scratch
             block[Write.SCRATCH_STRIDE // 8] = stride
-        self._write(_address(layer.write_k), self._writers, self._parallel, threads)
+        self._write(address(layer.write_k), self._writers, self._parallel, threads)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
@@ -134,7 +132,7 @@ class CpuBackend:
         call[Call.CAUSAL // 8] = step.causal
         call[Call.SCRATCH // 8] = self._room(threads * stride)
         call[Call.SCRATCH_STRIDE // 8] = stride
-        self._attend(_address(call), self._attenders, self._parallel, threads)
+        self._attend(address(call), self._attenders, self._parallel, threads)
         return out
 
     def record(
@@ -164,7 +162,7 @@ class CpuBackend:
             scratch.stride(0),
         )
         return Recorded(
-            _address(layer.write_k), _address(layer.call), (layer, q, k, v, out, sinks, scratch)
+            address(layer.write_k), address(layer.call), (layer, q, k, v, out, sinks, scratch)
         )
 
     def _room(self, num_bytes: int) -> int:
@@ -184,7 +182,7 @@ class CpuBackend:
         g = cache.spec.geometry
         k = _side(cache.k, cache.spec.k, cache.k_scale, g.head_dim_k)
         v = _side(cache.v, cache.spec.v, cache.v_scale, g.head_dim_v)
-        call = _block(Call.END)
+        call = block_of(Call)
         call[Call.PAGE_SIZE // 8] = cache.page_size
         call[Call.KV_HEADS // 8] = g.num_kv_heads
         call[Call.GROUP // 8] = g.num_q_heads // g.num_kv_heads
@@ -206,11 +204,11 @@ class CpuBackend:
                 side.kernels.scaling,
                 0 if outer is None else outer.data_ptr(),
                 0 if outer is None else outer.numel(),
-                _float_bits(side.factor),
+                float_bits(side.factor),
                 side.kernels.rotated,
                 kernel.address,
             )
-            made = _block(Write.END)
+            made = block_of(Write)
             scale_bytes = 0
             if side.scales is not None:
                 scale_bytes = side.scales.shape[-1] * side.scales.element_size()
@@ -221,7 +219,7 @@ class CpuBackend:
             made[Write.E4M3 // 8] = self._e4m3.data_ptr()
             made[Write.KERNEL // 8] = row_kernel(side.kernels.form).address
             writes.append(made)
-        writes[0][Write.OTHER // 8] = _address(writes[1])
+        writes[0][Write.OTHER // 8] = address(writes[1])
         return _Layer(cache, call, writes[0], writes[1])
 
 
@@ -263,8 +261,8 @@ def _set_queries(call: Block, q: Tensor, out: Tensor) -> None:
 def _set_params(call: Block, params: AttentionParams) -> Tensor | None:
     """The sinks as the block addresses them: the caller keeps them alive."""
     sinks = None if params.sinks is None else params.sinks.float().contiguous()
-    call[Call.SCALE // 8] = _float_bits(params.scale)
-    call[Call.SOFTCAP // 8] = _float_bits(params.softcap)
+    call[Call.SCALE // 8] = float_bits(params.scale)
+    call[Call.SOFTCAP // 8] = float_bits(params.softcap)
     call[Call.WINDOW // 8] = params.window or 0
     call[Call.SINKS // 8] = 0 if sinks is None else sinks.data_ptr()
     return sinks
@@ -277,20 +275,5 @@ def _side(
     return _Side(KERNELS[choice.dtype], planes, outer, head_dim)
 
 
-def _block(num_bytes: int) -> Block:
-    """Zeros on a cache line."""
-    room = np.zeros(num_bytes // 8 + 8, np.int64)
-    start = -room.ctypes.data % 64 // 8
-    return room[start : start + num_bytes // 8]
-
-
-def _address(block: Block) -> int:
-    return int(block.ctypes.data)
-
-
 def _aligned(address: int) -> int:
     return -(-address // 64) * 64
-
-
-def _float_bits(x: float) -> int:
-    return int(np.float32(x).view(np.int32))

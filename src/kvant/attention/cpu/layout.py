@@ -1,17 +1,13 @@
-"""What kernels hand each other: int64 fields at fixed places of one block of memory."""
+"""What kernels hand each other, in blocks of fields."""
 
 from __future__ import annotations
 
 from enum import IntEnum, auto
 
-
-class _Fields(IntEnum):
-    @staticmethod
-    def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
-        return 8 * count
+from kvant.attention.cpu.block import Fields
 
 
-class Tile(_Fields):
+class Tile(Fields):
     """One tile of keys or values of one KV head, for `decode`. Addresses, and sizes in bytes."""
 
     BASE = auto()  # first row of this KV head
@@ -88,7 +84,7 @@ class Real(IntEnum):
     BFLOAT16 = 2
 
 
-class Call(_Fields):
+class Call(Fields):
     """One call of `attend`. Addresses, counts, and float32 values as their bits."""
 
     # dealt out while running, on cache lines of their own
@@ -162,7 +158,7 @@ class Call(_Fields):
     END = auto()
 
 
-class Write(_Fields):
+class Write(Fields):
     """Rows of K or of V to be written. Addresses, counts, and strides in bytes."""
 
     NEXT = auto()  # dealt out while running
@@ -190,7 +186,7 @@ class Write(_Fields):
     END = auto()
 
 
-class Row(_Fields):
+class Row(Fields):
     """One row, for a writer kernel."""
 
     X = auto()  # as it was given
@@ -204,7 +200,7 @@ class Row(_Fields):
     END = auto()
 
 
-class Item(_Fields):
+class Item(Fields):
     """One piece of work: some KV heads, some queries of one sequence, some splits of its keys."""
 
     SEQ = auto()

@@ -17,10 +17,10 @@ from torch import Tensor
 from kvant.attention.base import AttentionParams, StepCall
 from kvant.attention.cpu import attend, write
 from kvant.attention.cpu.backend import CpuBackend, Recorded, scratch_bytes
+from kvant.attention.cpu.block import Block, address, block_of, float_bits
 from kvant.attention.cpu.vector import LANES
 from kvant.kv.pool import KVPool
 from kvant.models.cpu.layout import (
-    Block,
     Gate,
     Kind,
     Norm,
@@ -28,9 +28,6 @@ from kvant.models.cpu.layout import (
     Product,
     Rotate,
     StepFields,
-    address,
-    block_of,
-    float_bits,
 )
 from kvant.models.cpu.linear import Linear, float_rows, refuse_shape
 from kvant.models.cpu.rows import gate_worker, norm_worker, rotate_worker
@@ -140,7 +137,7 @@ class CpuDecoder:
         self._eps, self._rotary = decoder.eps, decoder.rotary
         self._layers = tuple(_layer(layer, layers) for layer in decoder.layers)
         self._head = _linear((decoder.head, decoder.head_bias), head)
-        self._programs: dict[bool, _Program] = {}
+        self._program: _Program | None = None
         self._entry = run_function().call
         self.compiled_seconds = 0.0
         self._step, self._team = new_step()
@@ -171,7 +168,7 @@ class CpuDecoder:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
         tokens, chosen, at = input_ids.shape[0], logits_index.shape[0], call.step
-        program = self._program(call, max(tokens, chosen))
+        program = self._program_for(call, max(tokens, chosen))
         buffers = program.buffers
         torch.index_select(self._embedding, 0, input_ids, out=buffers.residual[:tokens])
         cos, sin = frequencies(self._rotary, buffers.residual, at.positions)
@@ -231,19 +228,19 @@ class CpuDecoder:
 
     # -- programs ------------------------------------------------------------------------------
 
-    def _program(self, call: StepCall, rows: int) -> _Program:
+    def _program_for(self, call: StepCall, rows: int) -> _Program:
         """One for so many rows; made anew where there is none."""
         is_ours = all(isinstance(backend, CpuBackend) for backend in call.backends)
-        found = self._programs.get(is_ours)
+        found = self._program
         if (
             found is None
             or found.num_tokens < rows
             or found.num_threads != torch.get_num_threads()
-            or (is_ours and found.pool is not call.pool)
+            or found.pool is not (call.pool if is_ours else None)
         ):
             room = rows if found is None else max(rows, found.num_tokens)
-            self._programs.pop(is_ours, None)
-            found = self._programs[is_ours] = self._make(call, room, is_ours=is_ours)
+            self._program = found = None  # its memory first, then the next one's
+            found = self._program = self._make(call, room, is_ours=is_ours)
         return found
 
     def _make(self, call: StepCall, tokens: int, *, is_ours: bool) -> _Program:

@@ -1,25 +1,13 @@
-"""What compiled code is handed: int64 fields at fixed places of one block of memory.
-
-Addresses, counts, strides in bytes, float32 numbers as their bits.
-"""
+"""What the operations of one forward are handed, in blocks of fields."""
 
 from __future__ import annotations
 
 from enum import IntEnum, auto
 
-import numpy as np
-from numpy.typing import NDArray
-
-Block = NDArray[np.int64]
+from kvant.attention.cpu.block import Fields
 
 
-class _Fields(IntEnum):
-    @staticmethod
-    def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
-        return 8 * count
-
-
-class Task(_Fields):
+class Task(Fields):
     """What begins every task. WORKER: void(task, _), which all threads run until nothing is left.
     TEAM: the block of these threads, in the same place in tasks of attention.
     """
@@ -31,7 +19,7 @@ class Task(_Fields):
     ROWS = auto()
 
 
-class Product(_Fields):
+class Product(Fields):
     """out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight + bias, all float32 but the weight."""
 
     NEXT = auto()
@@ -56,7 +44,7 @@ class Product(_Fields):
     END = auto()
 
 
-class Norm(_Fields):
+class Norm(Fields):
     """out = norm of x, or of x + residual; row i of x and residual is INDEX[i], or i without."""
 
     NEXT = auto()
@@ -74,7 +62,7 @@ class Norm(_Fields):
     END = auto()
 
 
-class Rotate(_Fields):
+class Rotate(Fields):
     """q and k of qkv [ROWS, (Q_HEADS + 2 KV_HEADS) * HEAD_DIM] normed by head, and rotated, in place."""
 
     NEXT = auto()
@@ -94,7 +82,7 @@ class Rotate(_Fields):
     END = auto()
 
 
-class Gate(_Fields):
+class Gate(Fields):
     """out[ROWS, WIDTH] = silu(gate) * up, of gate_up [ROWS, 2 * WIDTH]."""
 
     NEXT = auto()
@@ -108,7 +96,7 @@ class Gate(_Fields):
     END = auto()
 
 
-class StepFields(_Fields):
+class StepFields(Fields):
     """What all operations of one forward are told."""
 
     TOKENS = auto()
@@ -130,7 +118,7 @@ class StepFields(_Fields):
     END = auto()
 
 
-class Team(_Fields):
+class Team(Fields):
     """Threads that run one forward together; fields that are waited for have cache lines of their own."""
 
     JOBS = auto()  # given out so far
@@ -173,26 +161,10 @@ class Kind(IntEnum):
     ATTEND = 3
 
 
-class Operation(_Fields):
+class Operation(Fields):
     """One operation. ALONE: rows up to which one thread does it, since waking others costs more."""
 
     KIND = auto()
     TASK = auto()
     ALONE = auto()
     END = auto()
-
-
-def block_of(fields: type[_Fields], count: int = 1) -> Block:
-    """Zeros on a cache line, one number a field."""
-    size = count * int(fields["END"]) // 8
-    room = np.zeros(size + 8, np.int64)
-    start = -room.ctypes.data % 64 // 8
-    return room[start : start + size]
-
-
-def address(block: Block) -> int:
-    return int(block.ctypes.data)
-
-
-def float_bits(x: float) -> int:
-    return int(np.float32(x).view(np.int32))

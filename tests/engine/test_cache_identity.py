@@ -1,0 +1,50 @@
+"""Pages of one engine are never taken for those of another that computes something else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvant.engine.build import cache_identity
+from kvant.engine.config import EngineConfig
+from kvant.engine.llm_options import LLMOptions, config_of
+from kvant.engine.planning import make_plan
+from kvant.kv.pages import CacheIdentity
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build("llama", tmp_path_factory.mktemp("model"))
+
+
+def identity(path: Path, **options: object) -> CacheIdentity:
+    config: EngineConfig = config_of(path, LLMOptions(**options))  # type: ignore[typeddict-item]
+    return cache_identity(make_plan(config.plan))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"quantization": "int8_weight_only"},
+        {"quantization": "int4_weight_only"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
+        {"kv_cache_dtype": "int8_per_token_head"},
+        {"kv_cache_rules": "0:fp8_e5m2"},
+    ],
+    ids=str,
+)
+def test_what_decides_the_stored_numbers_is_part_of_it(
+    path: Path, other: dict[str, object]
+) -> None:
+    plain = {"dtype": "float32", "kv_cache_dtype": "float32"}
+    assert identity(path, **plain) == identity(path, **plain)
+    assert identity(path, **{**plain, **other}) != identity(path, **plain)
+
+
+def test_what_only_decides_when_it_is_computed_is_not(path: Path) -> None:
+    plain = identity(path, dtype="float32")
+    assert identity(path, dtype="float32", max_num_seqs=3, kv_cache_memory="1MiB") == plain
+    assert replace(plain, revision="x") != plain

@@ -1,24 +1,13 @@
-"""What compiled code is handed: int64 fields at fixed places of one block of memory.
-
-Addresses, counts, strides in bytes, float32 numbers as their bits.
-"""
+"""The memory that holds fields, and what is put into it."""
 
 from __future__ import annotations
-
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvant.attention.cpu.fields import Fields
+
 Block = NDArray[np.int64]
-
-
-class Fields(IntEnum):
-    """Members are the fields' offsets in bytes, in order; END, the last one, is the size."""
-
-    @staticmethod
-    def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
-        return 8 * count
 
 
 def block_of(fields: type[Fields], count: int = 1) -> Block:

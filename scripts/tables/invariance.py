@@ -39,6 +39,45 @@ def _flips(runs: Sequence[Any]) -> Cells:
     return lines
 
 
+@table("h200-answers", "h200-answers.json")
+def answers(data: Any) -> Cells:
+    found = {
+        (r["format"], r["batch_invariant"], r["way"], r["beside"]): r for r in data["agreements"]
+    }
+    lines = [
+        ["KV format", "in a batch: flips, off", "of", "share", "without graphs: flips, off", "of",
+         "in a batch: flips, on", "of", "without graphs: flips, on", "of"]
+    ]  # fmt: skip
+    for name in dict.fromkeys(r["format"] for r in data["agreements"]):
+        batch = found[name, False, "batch", "alone"]
+        graphs = found[name, False, "unrecorded", "batch"]
+        on = found[name, True, "batch", "alone"], found[name, True, "unrecorded", "batch"]
+        lines.append(
+            [name, str(batch["flips"]), f"{batch['positions']:,}",
+             percent(batch["flips"] / batch["positions"], digits=1),
+             *(cell for r in (graphs, *on) for cell in (str(r["flips"]), f"{r['positions']:,}"))]
+        )  # fmt: skip
+    return lines
+
+
+@table("h200-cpu-answers", "h200-cpu-answers.json")
+def devices(data: Any) -> Cells:
+    """The same answers on a CPU and on the GPU, and each beside float32 throughout."""
+    found = {(r["format"], r["dtype"]): r for r in data["agreements"]}
+    far = {(r["device"], r["format"], r["dtype"]): r for r in data["beside_float32"]}
+    lines = [
+        ["compute", "KV format", "flips", "of", "share", "CPU beside float32", "GPU beside float32"]
+    ]
+    for name, dtype in sorted(found, key=lambda key: key[1], reverse=True):
+        r = found[name, dtype]
+        beside = [far[device, name, dtype] for device in ("cpu", "cuda")]
+        lines.append(
+            [dtype, name, str(r["flips"]), f"{r['positions']:,}",
+             *(percent(one["flips"] / one["positions"], digits=1) for one in (r, *beside))]
+        )  # fmt: skip
+    return lines
+
+
 @table("invariance-cost", FILES[0])
 def cost(runs: Any) -> Cells:
     lines = [

@@ -18,6 +18,20 @@ def gsm8k(data: Any) -> Cells:
     return lines
 
 
+@table("h200-gsm8k", "h200-gsm8k.json", "smollm2-gsm8k.json")
+def gsm8k_on_gpu(gpu: Any, cpu: Any) -> Cells:
+    on_cpu = {r["format"]: r for r in cpu["rows"]}
+    lines = [["KV format", "likelihood, H200", "CPU", "drift, H200", "CPU", "right, H200", "CPU"]]
+    for r in gpu["rows"]:
+        pair = r, on_cpu[r["format"]]
+        lines.append(
+            [r["format"], *(f"{one['mean_logprob']:.4f}" for one in pair),
+             *(f"{one['drift']:.4f}" for one in pair),
+             *(f"{one['right']} of {gpu['problems']}" for one in pair)]
+        )  # fmt: skip
+    return lines
+
+
 @table("demo-formats", "demo.json")
 def formats(data: Any) -> Cells:
     lines = [["KV format (K/V)", "B/token", "tokens/GiB", "mean KL", "same top token"]]

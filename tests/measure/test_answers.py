@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from kvant import LLM
+from kvant.engine.decodes import Decodes
+from kvant.engine.graphs import StepGraphs
+from kvant.engine.runner import ModelRunner
 from kvant.errors import ConfigError
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
 from kvant.measure import answers
 from kvant.measure.answers import Answers, Way, answer, compare, compare_all, read_answers
 from tests.models import tiny
+from tests.speculative.recorded import record_here
 
 FP8 = FormatRequest(KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.FP8_PER_TOKEN_HEAD)
 GIVEN = Answers("fp8", "cpu", "float32", False, "alone", ((1, 2, 3), (4, 5), (6,)))
@@ -62,3 +66,26 @@ def test_prompts_are_answered_in_every_way(tmp_path: Path, monkeypatch: pytest.M
     assert (alone.way, alone.batch_invariant, alone.dtype) == ("alone", True, "float32")
     assert compare(batch, alone).positions == 14
     assert batch.tokens == alone.tokens
+
+
+def test_steps_are_recorded_but_in_the_way_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    run = StepGraphs.run
+
+    def count(graphs: StepGraphs, step: Decodes) -> object:
+        sizes.append(len(step.sequences))
+        return run(graphs, step)
+
+    monkeypatch.setattr(ModelRunner, "capture", record_here)
+    monkeypatch.setattr(StepGraphs, "run", count)
+    monkeypatch.setattr(answers, "prompts_of", lambda _: [([3, 5 + i], 2 + i) for i in range(3)])
+    llm = LLM(tiny.build("llama", tmp_path), dtype="float32", max_model_len=64, device="cpu")
+    found = answer(llm, FP8, list(Way))
+    next(found)
+    assert sizes == [1] * 6
+    next(found)
+    assert sizes[6:] == [3, 2, 1]
+    next(found)
+    assert len(sizes) == 9

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from kvant.engine.batch import Batch
 from kvant.engine.engine import Engine
 from kvant.engine.request import FinishReason
 from kvant.engine.result import Result
@@ -344,6 +347,28 @@ def test_dropping_a_stream_cancels_its_request_even_before_its_first_piece() -> 
     for _ in engine.stream(engine.submit(prompt_of(9), greedy(40))):
         break
     assert not engine.has_work
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_harms_nobody_in_it() -> None:
+    """One that lies in a cycle, such as a kept traceback's, ends whenever Python looks for cycles."""
+    engine, runner = make_engine()
+    number = engine.submit(prompt_of(9), greedy(40))
+    lost = [engine.stream(number)]
+    lost.append(lost)  # type: ignore[arg-type]
+    other = engine.submit(prompt_of(5), greedy(6))
+    run_inner = runner.run
+
+    def collecting(batch: Batch) -> Tensor:
+        gc.collect()
+        return run_inner(batch)
+
+    engine.step()
+    runner.run = collecting  # type: ignore[method-assign]
+    del lost
+    results = run(engine)
+    assert list(results[other].token_ids) == answer(prompt_of(5), 6)
+    assert number not in results
+    assert engine.stats.num_held_pages == 0
 
 
 def test_streams_read_in_turn_and_requests_run_between_lose_nothing() -> None:

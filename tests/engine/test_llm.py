@@ -240,6 +240,8 @@ def _must_not_be_called(*_: object, **__: object) -> None:
         ({"dtype": "float7"}, UnknownName),
         ({"attention_backend": "magic"}, UnknownName),
         ({"kv_cache_memory": "much"}, BadValue),
+        ({"max_num_seqs": 10**8}, BadValue),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 512}}, BadValue),
         ({"device": "tpu"}, UnknownName),
         ({"max_num_seqs": 0}, BadValue),
         ({"max_model_len": 0}, BadValue),
@@ -323,9 +325,11 @@ def test_conversations_are_answered_one_or_several(llm: LLM) -> None:
 def test_without_parameters_the_model_decides(path: Path, tmp_path: Path) -> None:
     assert make(path).default_params.is_greedy
     other = tiny_chat.build(tmp_path)
-    (other / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    (other / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.6, "repetition_penalty": 1.1}'
+    )
     chosen = make(other).default_params
-    assert (chosen.temperature, chosen.top_k) == (0.6, 50)
+    assert (chosen.temperature, chosen.top_k, chosen.repetition_penalty) == (0.6, 50, 1.1)
 
 
 def test_metrics_are_the_engines_numbers(llm: LLM) -> None:

@@ -37,6 +37,8 @@ def test_a_method_of_somebody_elses_is_named_by_where_it_stands() -> None:
     ("body", "why"),
     [
         ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ({"method": "dflash", "model": "m", "revision": 5}, "a branch, tag or commit"),
         ([], "expected an object"),
         ({"model": "m"}, "name how to draft: dflash, ngram"),
         ({"method": "dflsh", "model": "m"}, "did you mean dflash"),
@@ -59,3 +61,4 @@ def test_what_makes_no_sense_is_refused_with_the_reason(body: Any, why: str) -> 
         parse_speculative_config(body)
     assert isinstance(refused.value, BadValue | UnknownName)
     assert why in str(refused.value)
+    assert len(str(refused.value)) < 600

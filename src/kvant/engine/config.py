@@ -136,12 +136,18 @@ class EngineOptions(PlanOptions):
     """What decides how requests run on it, too."""
 
     max_num_seqs: int | None = option(
-        None, "Requests that run at once.", low=1, unset="32 on a CPU, else 256", panel=_RUN
+        None,
+        "Requests that run at once.",
+        low=1,
+        high=2**16,
+        unset="32 on a CPU, else 256",
+        panel=_RUN,
     )
     max_num_batched_tokens: int | None = option(
         None,
         "Tokens of one step.",
         low=1,
+        high=2**20,
         unset="512 on a CPU, else 8192 + max_num_seqs",
         panel=_RUN,
     )

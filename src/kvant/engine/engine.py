@@ -82,6 +82,8 @@ class Engine:
             self._cache_audit = CacheAudit(self.scheduler.allocator, scale_audit)
         self._forms = Forms(tokenizer, vocab_size, self.eos_token_ids, compile_limits)
         self._live: dict[int, Live] = {}
+        self._is_stepping = False
+        self._dropped: list[int] = []  # while a step ran
         self._next_number = 0
         self._num_steps = 0
         self._num_computed_tokens = 0
@@ -174,6 +176,15 @@ class Engine:
         If the forward fails its requests are cancelled, then the fault is raised: the engine itself
         stays sound.
         """
+        try:
+            self._is_stepping = True
+            return self._step()
+        finally:
+            self._is_stepping = False
+            while self._dropped:
+                self.cancel(self._dropped.pop())
+
+    def _step(self) -> list[Progress]:
         progress = self._queue_compiled()
         speculation = self.speculation
         most = 0
@@ -204,9 +215,16 @@ class Engine:
     def stream(self, number: int) -> TokenStream:
         """The progress of a request that was submitted and has not run yet. Others advance beside it."""
         live = self._live[number]
-        stream = TokenStream(self.step, lambda: self.cancel(number))
+        stream = TokenStream(self.step, lambda: self._drop(number))
         live.stream = weakref.ref(stream)
         return stream
+
+    def _drop(self, number: int) -> None:
+        """Cancel, but not within a step: Python may find at any moment that nobody has a stream."""
+        if self._is_stepping:
+            self._dropped.append(number)
+        else:
+            self.cancel(number)
 
     def audit(self) -> None:
         """Recompute all ownership of pages from scratch. EngineFault with every finding."""

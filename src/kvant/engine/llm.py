@@ -115,7 +115,11 @@ class LLM:
         """
         said = read_defaults(self.model_path)
         return SamplingParams(
-            temperature=said.temperature, top_k=said.top_k, top_p=said.top_p, min_p=said.min_p
+            temperature=said.temperature,
+            top_k=said.top_k,
+            top_p=said.top_p,
+            min_p=said.min_p,
+            repetition_penalty=said.repetition_penalty,
         )
 
     def generate(

@@ -140,9 +140,17 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
     facts: DraftFacts | None = None
     if request.speculative is not None and request.speculative.method.has_model:
         draft, facts = _plan_draft(request, request.speculative, target, weights)
+    step = request.step or default_step(request.device)
+    num_drafts = _num_drafts(request.speculative, facts)
+    if num_drafts >= step.tokens:
+        raise BadValue(
+            f"--speculative-config: num_speculative_tokens {num_drafts} is more than a step holds",
+            why=f"it runs a token and its drafts, and has room for {step.tokens}",
+            ways_out=(WayOut(f"give at most {step.tokens - 1}, or a larger step"),),
+        )
     beside = None
     if request.device.kind is not DeviceKind.CPU:
-        beside = _workspaces(request, target, _num_drafts(request.speculative, facts))
+        beside = _workspaces(request, target, step, num_drafts)
     memory = plan_memory(
         request.memory_bytes,
         target.weights.bytes,
@@ -156,8 +164,9 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
     return Plan(request, target, draft, facts, memory, beside)
 
 
-def _workspaces(request: PlanRequest, target: PlannedModel, num_drafts: int) -> Workspaces:
-    step = request.step or default_step(request.device)
+def _workspaces(
+    request: PlanRequest, target: PlannedModel, step: StepSize, num_drafts: int
+) -> Workspaces:
     longest = request.max_model_len or target.geometry.max_model_len or step.tokens
     geometry, compute = target.geometry, target.kv.compute_dtype
     return workspaces(geometry, target.config, compute, step, longest, num_drafts)

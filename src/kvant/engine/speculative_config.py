@@ -14,6 +14,7 @@ from kvant.speculative.methods import METHODS, Method, find_method
 
 FLAG = "--speculative-config"
 _KEYS = ("method", "num_speculative_tokens", "adaptive")
+_MOST_SHOWN = 200
 _MODEL_KEYS = ("model", "kv_cache_dtype", "revision")
 
 
@@ -40,8 +41,9 @@ def parse_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfi
     if isinstance(given, str):
         try:
             body = json.loads(given)
-        except json.JSONDecodeError as fault:
-            raise BadValue(f"{FLAG}: {given!r} is no JSON", why=str(fault)) from None
+        except (json.JSONDecodeError, RecursionError) as fault:
+            shown = given if len(given) <= _MOST_SHOWN else given[:_MOST_SHOWN] + ".."
+            raise BadValue(f"{FLAG}: {shown!r} is no JSON", why=str(fault)) from None
     if not isinstance(body, Mapping):
         raise BadValue(f"{FLAG}: expected an object, got {type(body).__name__}")
     name = body.get("method")
@@ -60,6 +62,9 @@ def parse_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfi
     if (dtype := body.get("kv_cache_dtype")) is not None:
         by = f"{FLAG} kv_cache_dtype {dtype}"
         wanted = Asked(parse_format(str(dtype), asked_by=by), by)
+    revision = body.get("revision")
+    if revision is not None and not isinstance(revision, str):
+        raise BadValue(f"{FLAG}: revision is {revision!r}", why="it is a branch, tag or commit")
     adaptive = body.get("adaptive", True)
     if not isinstance(adaptive, bool):
         raise BadValue(f"{FLAG}: adaptive is {adaptive!r}", why="it is true or false")
@@ -68,7 +73,7 @@ def parse_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfi
         model=model,
         num_speculative_tokens=_count(body, "num_speculative_tokens"),
         kv_cache_dtype=wanted,
-        revision=body.get("revision"),
+        revision=revision,
         adaptive=adaptive,
         options=_options(body, method),
     )

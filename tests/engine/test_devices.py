@@ -5,6 +5,7 @@ On a GPU: python -m pytest -m gpu here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvant import LLM
+from kvant import LLM, SamplingParams
 from kvant.attention.backends import load_backends
-from kvant.attention.base import Step, StepCall
+from kvant.attention.base import AttentionBackend, Step, StepCall
+from kvant.engine.batch import build_batch
 from kvant.engine.planning import resolve_again
-from kvant.engine.runner import ModelRunner
+from kvant.engine.runner import ModelRunner, _there
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
-from kvant.kv.pool import KVPool
+from kvant.kv.pool import KVPool, LayerCache
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
 from kvant.measure.teacher_forced import text_logits
+from kvant.models.fused import fuse
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
 from tests.models import tiny
@@ -135,3 +138,46 @@ def forward(model: LoadedModel, plan: KVPlan, pool: KVPool, start: int, *, write
     call = StepCall(step, pool, load_backends(plan))
     ids = torch.tensor(TOKENS[start:], device=device)
     return model.forward(ids, call, torch.tensor([count - start - 1], device=device))
+
+
+class Spy:
+    """Passes everything on; how many queries each layer attended with."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self.name = backend.name
+        self.queries: list[int] = []
+
+    def write(self, *args: Any) -> None:
+        self._backend.write(*args)
+
+    def attend(self, cache: LayerCache, q: Tensor, *args: Any) -> Tensor:
+        self.queries.append(q.shape[0])
+        return self._backend.attend(cache, q, *args)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_last_layer_runs_only_rows_whose_logits_are_wanted(device: str, tmp_path: Path) -> None:
+    llm, model = open_(
+        tiny.build("qwen3", tmp_path), device, dtype="float32", max_num_batched_tokens=100
+    )
+    engine, runner = llm.engine, llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    for prompt in (TOKENS[:40], TOKENS[::-1]):  # the second one is cut
+        engine.submit(prompt, params)
+    chunks = engine.scheduler.schedule().chunks
+    assert [(chunk.num_tokens, chunk.samples) for chunk in chunks] == [(40, True), (60, False)]
+    batch = build_batch(chunks, engine.scheduler.page_table, model.plan.page_size)
+    ids, step, index = _there(batch, model.device)
+    decoder = fuse(model._module, model.plan)
+    assert decoder is not None
+    found = {}
+    for name, one in {"all": replace(step, wanted=None), "wanted": step}.items():
+        spies = tuple(map(Spy, load_backends(model.plan)))
+        with torch.no_grad():
+            found[name], _ = decoder.forward(ids, StepCall(one, runner.pool, spies), index)
+        rows = [spy.queries for spy in spies]
+        assert rows == [[100]] * (len(rows) - 1) + [[1 if name == "wanted" else 100]]
+    assert found["wanted"].shape == found["all"].shape == (1, engine.vocab_size)
+    assert error(found["wanted"], found["all"].double()) < 1e-5

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -23,6 +24,11 @@ class LongQuery:
     num_tokens: int
     length: int
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing of it was stored before this step."""
+        return self.num_tokens == self.length
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -38,6 +44,9 @@ class Step:
     causal: query i of a sequence with n queries sees keys up to seqlen_kv - n + i; otherwise all.
     long: the last sequences, if they have LONG queries or more, for backends that treat them in
     another way; they find those before them in `rest` (None if there are none).
+    wanted: the step of the queries whose logits are wanted alone, with their sequences, for a last
+    layer whose other rows nobody looks at; None where nobody listed them, or where all are wanted.
+    lists: what a backend has worked out of the lengths in one layer, for the layers after it.
     """
 
     cu_seqlens_q: Tensor
@@ -50,6 +59,10 @@ class Step:
     causal: bool = True
     long: tuple[LongQuery, ...] = ()
     rest: Step | None = None
+    wanted: Step | None = None
+    lists: dict[Hashable, Tensor] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
 
 
 @dataclass(frozen=True, slots=True)

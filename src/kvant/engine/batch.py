@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import Step
@@ -67,25 +68,44 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
         begins = {id(c): begin for c, begin in zip(chunks, cu_seqlens.tolist(), strict=False)}
         inner = [np.arange(begins[id(c)], begins[id(c)] + num_scored(c)) for c in scored]
         logits_index = np.concatenate([logits_index, *inner])
-    step = list_long(
-        Step(
-            cu_seqlens_q=torch.from_numpy(cu_seqlens.astype(np.int32)),
-            seqlens_kv=torch.from_numpy(seqlens_kv.astype(np.int32)),
-            page_table=torch.from_numpy(table),
-            slot_mapping=torch.from_numpy(slots),
-            positions=torch.from_numpy(positions),
-            max_seqlen_q=int(lengths.max()),
-            max_seqlen_kv=longest,
-        ),
-        lengths,
-        seqlens_kv,
-    )
+    step = list_long(_step(lengths, seqlens_kv, table, slots, positions), lengths, seqlens_kv)
+    if not scored and 0 < len(logits_index) < len(positions):
+        have = np.flatnonzero(num_rows)
+        wanted = _step(
+            num_rows[have],
+            seqlens_kv[have],
+            table[have],
+            slots[logits_index],
+            positions[logits_index],
+        )
+        step = replace(step, wanted=wanted)
     return Batch(
         input_ids=torch.from_numpy(np.array(_tokens(chunks), np.int64)),
         step=step,
         logits_index=torch.from_numpy(logits_index),
         sampled=[sequences[i] for i in sampled],
         scored=scored,
+    )
+
+
+def _step(
+    lengths: NDArray[np.int64],
+    seqlens_kv: NDArray[np.int64],
+    table: NDArray[np.int32],
+    slots: NDArray[np.int64],
+    positions: NDArray[np.int64],
+) -> Step:
+    """lengths: query tokens of each sequence. The rest as in `Step`."""
+    cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    return Step(
+        cu_seqlens_q=torch.from_numpy(cu_seqlens),
+        seqlens_kv=torch.from_numpy(seqlens_kv.astype(np.int32)),
+        page_table=torch.from_numpy(table),
+        slot_mapping=torch.from_numpy(slots),
+        positions=torch.from_numpy(positions),
+        max_seqlen_q=int(lengths.max()),
+        max_seqlen_kv=int(seqlens_kv.max()),
     )
 
 

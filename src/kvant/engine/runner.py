@@ -184,4 +184,5 @@ def _moved(step: Step, device: torch.device) -> Step:
         slot_mapping=step.slot_mapping.to(device),
         positions=step.positions.to(device),
         rest=None if step.rest is None else _moved(step.rest, device),
+        wanted=None if step.wanted is None else _moved(step.wanted, device),
     )

@@ -73,13 +73,16 @@ class Chunk(NamedTuple):
 _chunk = partial(tuple.__new__, Chunk)
 
 
-def _is_long(chunk: Chunk) -> bool:
-    return chunk.num_tokens >= LONG
+def _for_backends(chunk: Chunk) -> tuple[int, int]:
+    """Backends want long stretches last, and those of one kind and size beside each other."""
+    if chunk.num_tokens < LONG:
+        return 0, 0
+    return 2 - (chunk.start > 0), chunk.num_tokens
 
 
 class Schedule(NamedTuple):
     """One step. chunks: oldest sequence first within decodes, then prefills, then the newly admitted;
-    long stretches after all others.
+    long stretches after all others, by length, those of new sequences last.
 
     pages_to_zero: cleared before anything is written. preempted: those that lost their pages for it.
     """
@@ -144,7 +147,7 @@ class Scheduler:
         if num_draft_tokens:  # last: before prompts, drafts of a full batch would keep them waiting
             left = budget - sum(chunk.num_tokens for chunk in prefills)
             self._schedule_drafts(chunks, left, num_draft_tokens)
-        prefills.sort(key=_is_long)  # backends want long stretches last
+        prefills.sort(key=_for_backends)
         chunks += prefills
         return Schedule(chunks, self.allocator.take_pages_to_zero(), preempted)
 

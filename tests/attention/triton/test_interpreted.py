@@ -11,11 +11,14 @@ import copy
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from kvant.attention.long import list_long
+from kvant.attention.triton import backend, prefill
 from kvant.attention.triton.backend import TritonBackend, attend
 from kvant.attention.triton.info import SERVED
 from kvant.attention.triton.tuning import NEVER_SPLIT, Shape
@@ -88,6 +91,58 @@ def test_every_kind_of_attention_matches_the_reference(
         KVDtype.FP8_E4M3, KVDtype.NVFP4, sequences=((45, 3), (5, 5), (33, 1)), **variant
     )
     check(x, shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fixed"), [(SPLIT, False), (WHOLE, False), (SPLIT, True)], ids=str
+)
+def test_a_work_map_that_is_written_once_gives_the_same_bits(
+    shape: Shape, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = case.prepare(
+        KVDtype.FP8_E4M3, sequences=((45, 3), (5, 5)), window=33, sinks=True, padding=3
+    )
+    TritonBackend().write(x.cache, x.k, x.v, x.step)
+    scanned = attend(x.cache, x.q, x.step, x.params, shape, fixed=fixed)
+    monkeypatch.setattr(backend, "MOST_SCANNED", 0)
+    for _ in range(2):  # as two layers
+        listed = attend(x.cache, x.q, x.step, x.params, shape, fixed=fixed)
+        assert torch.equal(listed, scanned)
+    assert len(x.step.lists) in (1, 2), "of the items, and of the tokens where parts are joined"
+
+
+LONG_STEPS = {
+    "squares of one size": ((40, 1), (256, 256), (300, 300), (270, 270), (260, 260)),
+    "whole squares": ((256, 256), (256, 256)),
+    "a stored beginning": ((12, 2), (500, 260), (1290, 266)),
+}
+
+
+@pytest.mark.parametrize("sequences", list(LONG_STEPS.values()), ids=list(LONG_STEPS))
+def test_long_stretches_are_multiplied_as_squares_and_put_back_where_they_belong(
+    sequences: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = case.prepare(KVDtype.FP8_E4M3, heads=(2, 1), head_dims=(16, 16), sequences=sequences)
+    TritonBackend().write(x.cache, x.k, x.v, x.step)
+    lengths = np.array([new for _, new in sequences])
+    step = list_long(x.step, lengths, np.array([length for length, _ in sequences]))
+    monkeypatch.setattr(prefill, "_product", _product)
+    found = torch.full((len(x.q), 2, 16), torch.nan, dtype=x.q.dtype)
+    prefill.attend_long(x.cache, x.q, found, step, x.params)
+    first = step.long[0].first_token
+    assert found[:first].isnan().all()
+    assert case.error(found[first:], x.expected()[first:]) < 2e-3
+
+
+def _product(q: Any, k: Any, v: Any, scale: float, *, causal: bool) -> Any:
+    """What cuDNN is asked for."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (part.float().repeat_interleave(group, 2) for part in (k, v))
+    scores = torch.einsum("bnhd,bmhd->bhnm", q.float(), k) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
+    out = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v)
+    return out.to(q.dtype).contiguous(), scores.logsumexp(-1)
 
 
 def test_tokens_of_no_sequence_get_zeros() -> None:

@@ -27,10 +27,11 @@ pytestmark = pytest.mark.gpu
 
 FORMATS = [name for name in KVDtype if name in SERVED - {KVDtype.FP8_E4M3FNUZ}]  # AMD's alone
 FLOATS = (torch.bfloat16, torch.float16)
+MANY = (*((17 * i % 900 + 1, 1) for i in range(180)), (3000, 1), (5, 1))
 LONG = ((700, 1), (33, 1), (1, 1), (2049, 1))
 VERIFY = ((700, 16), (33, 5), (16, 16), (1100, 16))
 PREFILL = ((300, 300), (700, 130), (65, 1))
-STEPS = {"decode": LONG, "verify": VERIFY, "prefill": PREFILL}
+STEPS = {"decode": LONG, "many": MANY, "verify": VERIFY, "prefill": PREFILL}
 
 
 def check(x: case.Case, backend: TritonBackend | None = None) -> None:
@@ -217,6 +218,8 @@ LONG_STEPS = {
     "square": ((700, 700),),
     "after a prefix": ((6500, 900), (1025, 1000)),
     "beside others": ((40, 1), (900, 7), (33, 33), (5000, 300), (2100, 2100)),
+    "squares of one size": ((40, 1), (300, 300), (270, 270), (512, 512), (400, 400), (1024, 1024)),
+    "whole squares": ((512, 512), (512, 512), (512, 512)),
 }
 
 

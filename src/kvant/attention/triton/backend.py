@@ -30,11 +30,15 @@ from kvant.attention.triton.tuning import (
     items_aimed_at,
     shape_for,
 )
+from kvant.attention.triton.workmap import list_items
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
 
 FIXED_SPLIT = 1024
 """Keys of an item in batch-invariant mode."""
+
+MOST_SCANNED = 128
+"""Sequences among which every program finds its work itself."""
 
 
 class TritonBackend:
@@ -91,8 +95,7 @@ class TritonBackend:
         if step.rest is not None:
             count = step.rest.positions.shape[0]
             out[:count] = self._attend(cache, q[:count], step.rest, params)
-        for stretch in step.long:
-            attend_long(cache, q, out, step, params, stretch)
+        attend_long(cache, q, out, step, params)
         return out
 
     def _attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
@@ -177,6 +180,13 @@ def attend(
     partial_lse = q.new_empty(shape_of_parts, dtype=torch.float32)
 
     work = (step.cu_seqlens_q, step.seqlens_kv)
+    is_listed = num_seqs > MOST_SCANNED and shape.rows == 16 and not wide
+    item_list = token_list = None
+    if is_listed:
+        cut = (group, shape.rows, shape.tile, causal, window > 0, fixed)
+        numbers = (num_seqs, window, target, least)
+        item_list = _listed(step, items, numbers, cut, tokens=False)
+        token_list = _listed(step, tokens, numbers, cut, tokens=True) if parts else None
     if wide:
         many_rows.launch(
             cache, q, step, params, out, partial, partial_lse,
@@ -189,7 +199,7 @@ def attend(
             q, q.stride(0), q.stride(1), *planes,
             cache.k_scale, cache.v_scale, params.sinks,
             out, partial, partial_lse,
-            *work, step.page_table, step.page_table.stride(0), num_seqs,
+            *work, item_list, step.page_table, step.page_table.stride(0), num_seqs,
             scale, params.softcap, window, target, least,
             GROUP=group, HEADS=heads, HEAD_K=head_k, HEAD_V=head_v,
             PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
@@ -199,17 +209,41 @@ def attend(
             FACTOR_V=v.factor, PAD_V=pad(head_v, v),
             K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
             CAUSAL=causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
-            FULL=full, DIRECT=direct, FIXED=fixed, PTX=has_ptx(q.device),
+            FULL=full, DIRECT=direct, FIXED=fixed, LISTED=is_listed, PTX=has_ptx(q.device),
             num_warps=shape.warps, num_stages=shape.stages, **options,
         )  # fmt: skip
     if parts:
         per_program = heads_joined_at_once(tokens, q_heads)
         combine[(q_heads * tokens // per_program,)](
-            partial, partial_lse, params.sinks, out, *work, num_seqs, window, target, least,
+            partial, partial_lse, params.sinks, out, *work, token_list, num_seqs, window, target, least,
             GROUP=group, HEADS=heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
             ROWS=shape.rows, TILE=shape.tile, AT_ONCE=8, PER_PROGRAM=per_program,
             CAUSAL=causal, WINDOW=window > 0, SINKS=params.sinks is not None,
-            DIRECT=direct, FIXED=fixed, ROTATION=block_length(head_v) if v.rotated else 0,
+            DIRECT=direct, FIXED=fixed, LISTED=is_listed,
+            ROTATION=block_length(head_v) if v.rotated else 0,
             num_warps=1,
         )  # fmt: skip
     return out
+
+
+def _listed(
+    step: Step,
+    count: int,
+    numbers: tuple[int, int, int, int],
+    cut: tuple[int, int, int, bool, bool, bool],
+    *,
+    tokens: bool,
+) -> Tensor:
+    """The step's items, or its tokens, as `list_items` finds them: once for all layers cut alike."""
+    key = (count, numbers, cut, tokens)
+    found = step.lists.get(key)
+    if found is None:
+        found = step.seqlens_kv.new_empty(count, 4)
+        group, rows, tile, causal, window, fixed = cut
+        list_items[(count,)](
+            found, step.cu_seqlens_q, step.seqlens_kv, *numbers,
+            GROUP=group, ROWS=rows, TILE=tile, CAUSAL=causal, WINDOW=window, FIXED=fixed,
+            TOKENS=tokens, num_warps=1,
+        )  # fmt: skip
+        step.lists[key] = found
+    return found

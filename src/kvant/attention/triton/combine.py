@@ -6,34 +6,36 @@ import triton
 import triton.language as tl
 
 from kvant.attention.triton.rotation import hadamard
-from kvant.attention.triton.workmap import find_token, tiles_per_split
+from kvant.attention.triton.workmap import find_token, listed, tiles_per_split
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=("num_seqs", "window", "target", "least"))
 def combine(
-    partial, partial_lse, sinks, out, cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
+    partial, partial_lse, sinks, out, cu_seqlens_q, seqlens_kv, tokens, num_seqs, window, target, least,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, PER_PROGRAM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    DIRECT: tl.constexpr, FIXED: tl.constexpr, ROTATION: tl.constexpr,
+    DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
     """Program: PER_PROGRAM query heads of a token, which looks for its items once for all of them.
 
     See `paged_attention` for the shapes. Items are joined AT_ONCE at a time, in order. DIRECT: rows of
-    one item were already written. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no
-    sequence get zeros.
+    one item were already written. LISTED: tokens as `list_items` wrote them. ROTATION: length of the
+    rotation's blocks, 0 for none. Tokens of no sequence get zeros.
     """
     first_head = tl.program_id(0) * PER_PROGRAM % (HEADS * GROUP)
     token = tl.program_id(0) * PER_PROGRAM // (HEADS * GROUP)
-    if FIXED:
-        per_split = least
+    if LISTED:
+        seq, first_item, splits = listed(tokens, token)
     else:
-        per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
-                                    GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
-    seq, first_item, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
-                                         GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
+        per_split = least
+        if not FIXED:
+            per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
+                                        GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
+        seq, first_item, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                             GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
     c = tl.arange(0, PAD)
     first_out = (token.to(tl.int64) * (HEADS * GROUP) + first_head) * HEAD_V
     if seq < 0:

@@ -1,4 +1,4 @@
-"""One sequence's keys and values out of their pages, decoded, side by side in memory."""
+"""Keys and values of sequences out of their pages, decoded, side by side in memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from kvant.attention.triton.codec import (
 )
 
 
-@triton.jit(do_not_specialize=("length", "first_page"))
+@triton.jit(do_not_specialize=("max_pages", "first_seq", "size"))
 def gather_rows(
-    codes, scales, outer_ptr, pages, first_page, out, length,
+    codes, scales, outer_ptr, page_table, max_pages, seqlens_kv, first_seq, out, size,
     HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     KIND: tl.constexpr, SCALING: tl.constexpr, ELEMENTS: tl.constexpr, FACTOR: tl.constexpr,
     PAD: tl.constexpr, OUTER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (TILE tokens, KV head). out: [tokens, HEADS, HEAD]; zeros from token `length` on.
+    """Program (TILE tokens, KV head, sequence from `first_seq` on). out: [sequences, size, HEADS, HEAD].
 
-    first_page: where the sequence's page ids begin in `pages`.
-
-    PAD: words of a row, padded to a power of two. The rest as in `paged_attention`.
+    Zeros behind the sequence's end. PAD: words of a row, padded to a power of two. The rest as in
+    `paged_attention`.
     """
     pos = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1)
-    there = pos < length
-    page = tl.load(pages + first_page + pos // PAGE, mask=there, other=0).to(tl.int64)
+    seq = (first_seq + tl.program_id(2)).to(tl.int64)
+    inside_out = pos < size
+    there = inside_out & (pos < tl.load(seqlens_kv + seq))
+    pages = page_table + seq * max_pages
+    page = tl.load(pages + pos // PAGE, mask=there, other=0).to(tl.int64)
     row = (page * PAGE + pos % PAGE) * HEADS + head
     WORDS: tl.constexpr = HEAD // ELEMENTS
     j = tl.arange(0, PAD)
@@ -78,6 +80,6 @@ def gather_rows(
         y = tl.reshape(y, (TILE, 4 * PAD))
     y = tl.where(there[:, None], y, 0.0)
     c = tl.arange(0, ELEMENTS * PAD)
-    at = (pos.to(tl.int64) * HEADS + head) * HEAD
+    at = ((tl.program_id(2).to(tl.int64) * size + pos) * HEADS + head) * HEAD
     tl.store(out + at[:, None] + c[None, :], y.to(out.dtype.element_ty),
-             mask=(c < HEAD)[None, :] & (pos >= 0)[:, None])  # fmt: skip
+             mask=(c < HEAD)[None, :] & inside_out[:, None])  # fmt: skip

@@ -27,7 +27,7 @@ from kvant.attention.triton.codec import (
     block_factor,
     unpack,
 )
-from kvant.attention.triton.workmap import find_item, tiles_per_split
+from kvant.attention.triton.workmap import find_item, listed, tiles_per_split
 
 LOWEST = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(32768.0)
@@ -258,7 +258,7 @@ _VARYING = ("max_pages", "num_seqs", "window", "target", "least")
 def paged_attention(
     q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, k_outer, v_outer, sinks,
     out, partial, partial_lse,
-    cu_seqlens_q, seqlens_kv, page_table, max_pages, num_seqs,
+    cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs,
     softmax_scale, cap, window, target, least,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
@@ -268,7 +268,8 @@ def paged_attention(
     FACTOR_V: tl.constexpr, PAD_V: tl.constexpr,
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr,
+    FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Program item * HEADS + KV head: heads of one item run side by side and share memory pages.
 
@@ -279,17 +280,19 @@ def paged_attention(
     partial_lse: [items, HEADS, ROWS] float32, base 2.
     K_OUTER, V_OUTER: 0 where there is no scale outside the
     pages, 1 for one float32, 2 for [HEADS]. FIXED: items are stretches of `least`
-    tiles counted from token 0, whatever the batch.
+    tiles counted from token 0, whatever the batch. LISTED: items as `list_items` wrote them.
     """
     head = tl.program_id(0) % HEADS
     item = tl.program_id(0) // HEADS
-    if FIXED:
-        per_split = least
+    per_split = least
+    if LISTED:
+        seq, first_item, splits = listed(items, item)
     else:
-        per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
-                                    GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
-    seq, first_item, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
-                                        GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
+        if not FIXED:
+            per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
+                                        GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
+        seq, first_item, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                            GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
     if seq < 0:
         return
     block = (item - first_item) // splits

@@ -7,12 +7,13 @@ to the queries' dtype, never the keys and values that have not been through thei
 cuDNN prepares a plan for every new shape, which takes 27 ms, and knows causal attention only where
 queries and keys start together. So everything is made of few shapes: a square at the end, padded at
 its end (nobody sees the padding), and before it blocks of keys that every query sees; the parts are
-joined by their log-sum-exp.
+joined by their log-sum-exp. Sequences that begin in this step and fill squares of one size are
+multiplied together, so many at once as is a power of two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -25,12 +26,16 @@ from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.info import INFO
 from kvant.attention.triton.join import join_rows
 from kvant.attention.triton.launch import has_ptx, outer, rotate, words
+from kvant.attention.triton.pack import pack_rows, unpack_rows
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.pool import KVPool, LayerCache
 
 _BLOCKS = tuple(LONG_STRIDE << i for i in reversed(range(8)))
 """Keys of one product before the square; what is left over goes into the square."""
+
+_MOST_TOGETHER = 32
+"""Sequences of one product."""
 
 
 def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: bool) -> bool:
@@ -59,13 +64,17 @@ def square_size(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, bool]]:
-    """(queries, keys, causal) of every product that steps of so many tokens can need."""
+def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, int, bool]]:
+    """(sequences, queries, keys, causal) of every product that steps of so many tokens can need."""
     squares = {square_size(n) for n in range(LONG, max_num_tokens + _BLOCKS[-1] + 1, 256)}
     for size in sorted(squares):
-        yield size, size, True
+        yield 1, size, size, True
         if size <= square_size(max_num_tokens):
-            yield from ((size, block, False) for block in _BLOCKS if block <= max_length)
+            yield from ((1, size, block, False) for block in _BLOCKS if block <= max_length)
+        together = 2
+        while together <= _MOST_TOGETHER and together * size <= max_num_tokens:
+            yield together, size, size, True
+            together *= 2
 
 
 def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: int) -> None:
@@ -76,13 +85,63 @@ def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: i
         if g.has_kv and _serves(g, dtype, pool.device)
     }
     for q_heads, kv_heads, head_dim in shapes:
-        for queries, keys, causal in sizes(max_num_tokens, max_length):
-            q = torch.zeros(queries, q_heads, head_dim, dtype=dtype, device=pool.device)
-            k = torch.zeros(keys, kv_heads, head_dim, dtype=dtype, device=pool.device)
+        for count, queries, keys, causal in sizes(max_num_tokens, max_length):
+            q = torch.zeros(count, queries, q_heads, head_dim, dtype=dtype, device=pool.device)
+            k = torch.zeros(count, keys, kv_heads, head_dim, dtype=dtype, device=pool.device)
             _product(q, k, k, 1.0, causal=causal)
 
 
 def attend_long(
+    cache: LayerCache, q: Tensor, out: Tensor, step: Step, params: AttentionParams
+) -> None:
+    """Fill the rows of `step.long` in out [T, num_q_heads, head_dim]; causal."""
+    q = q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
+    for some in _together(step.long):
+        if len(some) > 1:
+            _attend_new(cache, q, out, step, params, some)
+        else:
+            _attend_one(cache, q, out, step, params, some[0])
+
+
+def _together(long: Sequence[LongQuery]) -> Iterator[Sequence[LongQuery]]:
+    """Neighbours of one square, a power of two of them at once; alone those with stored tokens."""
+    start = 0
+    while start < len(long):
+        size = square_size(long[start].num_tokens)
+        end = start
+        while end < len(long) and long[end].is_new and square_size(long[end].num_tokens) == size:
+            end += 1
+        count = min(_MOST_TOGETHER, 1 << max(0, (end - start).bit_length() - 1))
+        yield long[start : start + count]
+        start += count
+
+
+def _attend_new(
+    cache: LayerCache,
+    q: Tensor,
+    out: Tensor,
+    step: Step,
+    params: AttentionParams,
+    some: Sequence[LongQuery],
+) -> None:
+    """Sequences without stored tokens, neighbours in the step, each a square of one size."""
+    size, first = square_size(some[0].num_tokens), some[0]
+    k = decoded(cache, 0, step, first, size, q.dtype, len(some))
+    v = decoded(cache, 1, step, first, size, q.dtype, len(some))
+    squares = _packed(q, step, first, size, 0, len(some))
+    found, _ = _product(squares, k, v, params.scale, causal=True)
+    if all(one.num_tokens == size for one in some):
+        rows = slice(first.first_token, first.first_token + len(some) * size)
+        out[rows].view(found.shape).copy_(found)
+        return
+    width = q.shape[1] * q.shape[2]
+    unpack_rows[(size, len(some))](
+        found.contiguous(), out, step.cu_seqlens_q, first.sequence, size,
+        WIDTH=width, PAD=triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+
+
+def _attend_one(
     cache: LayerCache,
     q: Tensor,
     out: Tensor,
@@ -90,7 +149,7 @@ def attend_long(
     params: AttentionParams,
     long: LongQuery,
 ) -> None:
-    """Fill the rows of one sequence in out [T, num_q_heads, head_dim]; causal."""
+    """One sequence, whatever is stored of it before this step."""
     prefix = long.length - long.num_tokens
     spare = prefix % _BLOCKS[-1]
     before = prefix - spare
@@ -100,34 +159,55 @@ def attend_long(
     n = long.num_tokens
     rows = slice(long.first_token, long.first_token + n)
     # The square's first `spare` queries are nobody's: they only put the others in their places.
-    square = torch.empty(size, *q.shape[1:], dtype=q.dtype, device=q.device)
-    square[:spare].zero_()
-    square[spare : spare + n] = q[rows]
-    found, lse = _product(square, k[before:], v[before:], params.scale, causal=True)
+    square = _packed(q, step, long, size, spare)
+    squared, squared_lse = _product(
+        square,
+        _cut(k, slice(before, None)),
+        _cut(v, slice(before, None)),
+        params.scale,
+        causal=True,
+    )
+    found, lse = squared[0], squared_lse[0]
     mine = slice(spare, spare + n)
     if not before:
         out[rows] = found[mine]
         return
-    queries = square
-    if spare:
-        queries = torch.empty(square_size(n), *q.shape[1:], dtype=q.dtype, device=q.device)
-        queries[:n] = q[rows]
+    queries = _packed(q, step, long, square_size(n), 0) if spare else square
     total, total_lse = found[mine], lse[:, mine]
     blocks = list(_blocks(before))
     for place, keys in enumerate(blocks):
-        part = _product(queries, k[keys], v[keys], params.scale, causal=False)
+        part, part_lse = _product(queries, _cut(k, keys), _cut(v, keys), params.scale, causal=False)
         last = place + 1 == len(blocks)
         target = out[rows] if last else torch.empty_like(out[rows], dtype=torch.float32)
-        total_lse = _join(total, total_lse, *part, target)
+        total_lse = _join(total, total_lse, part[0], part_lse[0], target)
         total = target
 
 
-def decoded(
-    cache: LayerCache, side: int, step: Step, long: LongQuery, tokens: int, dtype: torch.dtype
+def _packed(
+    q: Tensor, step: Step, first: LongQuery, size: int, spare: int, count: int = 1
 ) -> Tensor:
-    """A sequence's stored keys (side 0) or values (side 1): [tokens, num_kv_heads, head_dim].
+    """Queries of `count` sequences, each behind `spare` zeros: [count, size, num_q_heads, head_dim]."""
+    squares = torch.empty(count, size, *q.shape[1:], dtype=q.dtype, device=q.device)
+    width = q.shape[1] * q.shape[2]
+    pack_rows[(size, count)](
+        q, q.stride(0), squares, step.cu_seqlens_q, first.sequence, size, spare,
+        WIDTH=width, PAD=triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+    return squares
 
-    Zeros behind its end.
+
+def decoded(
+    cache: LayerCache,
+    side: int,
+    step: Step,
+    first: LongQuery,
+    tokens: int,
+    dtype: torch.dtype,
+    count: int = 1,
+) -> Tensor:
+    """Stored keys (side 0) or values (side 1) of `count` sequences from `first` on, decoded.
+
+    [count, tokens, num_kv_heads, head_dim], zeros behind each one's end.
     """
     g = cache.spec.geometry
     choice, planes, scale, head = (
@@ -137,17 +217,22 @@ def decoded(
     )
     assert choice is not None
     reading: Reading = READING[choice.dtype]
-    out = torch.empty(tokens, g.num_kv_heads, head, dtype=dtype, device=planes[0].device)
+    out = torch.empty(count, tokens, g.num_kv_heads, head, dtype=dtype, device=planes[0].device)
     tile = 32
-    gather_rows[(triton.cdiv(tokens, tile), g.num_kv_heads)](
-        *words(planes, reading), scale, step.page_table,
-        long.sequence * step.page_table.stride(0), out, long.length,
+    gather_rows[(triton.cdiv(tokens, tile), g.num_kv_heads, count)](
+        *words(planes, reading), scale, step.page_table, step.page_table.stride(0),
+        step.seqlens_kv, first.sequence, out, tokens,
         HEADS=g.num_kv_heads, HEAD=head, PAGE=cache.page_size, TILE=tile,
         KIND=int(reading.kind), SCALING=int(reading.scaling), ELEMENTS=reading.elements,
         FACTOR=reading.factor, PAD=triton.next_power_of_2(head // reading.elements),
         OUTER=outer(scale), PTX=has_ptx(out.device), num_warps=4,
     )  # fmt: skip
     return rotate(out, block_length(head)).to(dtype) if reading.rotated else out
+
+
+def _cut(x: Tensor, rows: slice) -> Tensor:
+    """Some rows of the one sequence of x, by strides of their own: cuDNN's plans know them apart."""
+    return x[0, rows][None]
 
 
 def _blocks(count: int) -> Iterator[slice]:
@@ -162,11 +247,13 @@ def _blocks(count: int) -> Iterator[slice]:
 def _product(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """q [n, num_q_heads, d], k and v [m, num_kv_heads, d] -> [n, num_q_heads, d], lse [heads, n]."""
+    """q [b, n, num_q_heads, d], k and v [b, m, num_kv_heads, d] -> [b, n, num_q_heads, d] and its
+    log-sum-exp [b, num_q_heads, n].
+    """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q.transpose(0, 1)[None],
-        k.transpose(0, 1)[None],
-        v.transpose(0, 1)[None],
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         None,
         True,
         0.0,
@@ -174,7 +261,7 @@ def _product(
         False,
         scale=scale,
     )
-    return found[0][0].transpose(0, 1), found[1][0, :, :, 0]
+    return found[0].transpose(1, 2), found[1][..., 0]
 
 
 def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 Sequences are cut into items: a block of query rows times a stretch of keys. Stretches are as long as
 makes about `target` items in the whole batch, so one long sequence among short ones is spread over
 the device. The map depends on device data alone: the grid is a bound, programs past the last item
-return, and a captured graph stays right when lengths change. Every program scans the lengths itself
-(128 at a time), which costs less than the dependent loads of a map kept in memory and cannot be stale.
+return, and a captured graph stays right when lengths change. Every program scans the lengths itself,
+128 at a time, which for so many costs less than the dependent loads of a map kept in memory. With more
+sequences than that the map is written once in a step, by kernels of its own, and shared by all layers
+that are cut alike.
 """
 
 from __future__ import annotations
@@ -103,3 +105,39 @@ def find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
             splits = tl.sum(tl.where(here, parts, 0), 0)
         base += tl.sum(items, 0)
     return seq, start, splits
+
+
+@triton.jit(do_not_specialize=("num_seqs", "window", "target", "least"))
+def list_items(
+    found, cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIXED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Program: one item, or one query token if TOKENS. found: [programs, 4] int32, sequence (-1 for
+    none), its first item, its splits.
+    """
+    program = tl.program_id(0)
+    if FIXED:
+        per_split = least
+    else:
+        per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
+                                    GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
+    if TOKENS:
+        seq, first, splits = find_token(program, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                        GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
+    else:
+        seq, first, splits = find_item(program, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                       GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
+    tl.store(found + 4 * program, seq)
+    tl.store(found + 4 * program + 1, first)
+    tl.store(found + 4 * program + 2, splits)
+
+
+@triton.jit
+def listed(found, place):
+    """(sequence or -1, its first item, its splits) of an item or a token, as `list_items` wrote them."""
+    return (
+        tl.load(found + 4 * place),
+        tl.load(found + 4 * place + 1),
+        tl.load(found + 4 * place + 2),
+    )

@@ -112,16 +112,21 @@ class FusedDecoder:
             )
             backend, cache = call.backends[index], call.pool[index]
             backend.write(cache, k, v, step)
+            last = index + 1 == len(self.layers)
+            narrowed = last and step.wanted is not None and index not in layers
+            if narrowed:  # K and V are stored; nobody looks at the other rows of what follows
+                assert step.wanted is not None
+                q, residual, step = q[logits_index], residual[logits_index], step.wanted
             attended = backend.attend(cache, q, step, layer.params)
-            x = linear(attended.reshape(x.shape[0], -1), *layer.output)
+            x = linear(attended.reshape(residual.shape[0], -1), *layer.output)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
             x = linear(kernels.silu_mul(linear(x, *layer.gate_up)), *layer.down)
-            last = index + 1 == len(self.layers)
-            if last:  # only the rows that are looked at
-                chosen = residual[logits_index]
+            if last:
                 if index in layers:
                     taps[index] = x + residual
-                x, _ = kernels.add_rms_norm(x[logits_index], chosen, self.norm, eps)
+                if not narrowed:
+                    x, residual = x[logits_index], residual[logits_index]
+                x, _ = kernels.add_rms_norm(x, residual, self.norm, eps)
             else:
                 norm = self.layers[index + 1].input_norm
                 x, residual = kernels.add_rms_norm(x, residual, norm, eps)

@@ -39,26 +39,17 @@ def list_decodes(
     chunks: Items[Chunk], page_table: PageTable, page_size: int, num_drafts: int, *, ahead: bool
 ) -> Decodes:
     """Of chunks that are one token each. ahead: also what the next step may use."""
-    count = len(chunks)
-    sequences, firsts, _, room, _ = zip(*chunks, strict=True)
+    sequences, firsts, _, drafts, _ = zip(*chunks, strict=True)
     starts = np.array(firsts, np.int64)
-    ends = starts + 1 + np.array(room, np.int64) if num_drafts else starts + 1
-    ids = np.fromiter((s.token_ids[-1] for s in sequences), np.int64, count)
-    rows = np.fromiter((s.row for s in sequences), np.int64, count)
+    ends = starts + 1 + np.array(drafts, np.int64) if num_drafts else starts + 1
+    # Lists first: numpy takes longer over what comes one by one.
+    ids = np.array([s.token_ids[-1] for s in sequences], np.int64)
+    rows = np.array([s.row for s in sequences], np.int64)
     limits = None
     furthest = int(ends.max())
     if ahead:
-        # The last token that a sequence may have is never run.
-        limits = np.fromiter(
-            (
-                min(len(s.pages) * page_size, s.request.max_total_tokens - 1)
-                for s in sequences
-            ),
-            np.int64,
-            count,
-        )  # fmt: skip
-        furthest = min(int(limits.max()), furthest + 1 + num_drafts)
-        furthest = max(furthest, int(ends.max()))
+        limits = page_table.room(rows, page_size)
+        furthest = max(furthest, min(int(limits.max()), furthest + 1 + num_drafts))
     columns = min(-(-furthest // page_size), page_table.max_pages)
     table = page_table.rows(rows, columns)
     return Decodes(list(sequences), num_drafts, ids, starts, ends, limits, table)

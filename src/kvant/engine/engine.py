@@ -13,6 +13,7 @@ import logging
 import random
 import weakref
 from collections.abc import Sequence as Items
+from functools import partial
 
 from tokenizers import Tokenizer
 
@@ -24,12 +25,12 @@ from kvant.engine.request import FinishReason, Request, Sequence, Status
 from kvant.engine.request_check import check_request
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
-from kvant.engine.sampler import Rows, Sampled
+from kvant.engine.sampler import Sampled
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.saturation import saturation_warning
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from kvant.engine.speculation import Speculation
-from kvant.engine.stepping import run_step
+from kvant.engine.stepping import Ran, run_step
 from kvant.engine.stream import TokenStream
 from kvant.engine.structured_outputs import CompileLimits
 from kvant.engine.text import TextStream
@@ -140,7 +141,10 @@ class Engine:
         request = Request(number, prompt, params, seed, limit, salt)
         sequence = Sequence(request, list(prompt), [root_hash(self._identity, salt=salt)])
         sequence.rules = rules
-        live = Live(sequence, self._text_stream(request))
+        stop_tokens = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_tokens |= self.eos_token_ids
+        live = Live(sequence, self._text_stream(request), stop_tokens)
         if params.structured_outputs is None:
             self.scheduler.add(sequence)
         else:
@@ -197,13 +201,15 @@ class Engine:
         try:
             ran = run_step(self.runner, self.scheduler, speculation, schedule, most)
             self._num_steps += 1
-            emitted = []
-            for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
-                self._num_computed_tokens += chunk.num_tokens + len(chunk.drafts)
-                pieces = self._emit(chunk, ran.rows, row, is_broken=chunk.sequence in ran.broken)
-                progress += pieces
-                emitted.append([token for piece in pieces for token in piece.token_ids])
-            if speculation is not None:
+            self._num_computed_tokens += sum([c.num_tokens + len(c.drafts) for c in ran.chunks])
+            if speculation is None:
+                self._emit_all(ran, progress)
+            else:
+                emitted = []
+                for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
+                    pieces = self._emit(chunk, ran, row)
+                    progress += pieces
+                    emitted.append([token for piece in pieces for token in piece.token_ids])
                 speculation.note(ran.chunks, emitted)
         except BaseException:
             for chunk in schedule.chunks:
@@ -216,7 +222,7 @@ class Engine:
         """The progress of a request that was submitted and has not run yet. Others advance beside it."""
         live = self._live[number]
         stream = TokenStream(self.step, lambda: self._drop(number))
-        live.stream = weakref.ref(stream)
+        live.stream, live.is_simple = weakref.ref(stream), False
         return stream
 
     def _drop(self, number: int) -> None:
@@ -289,11 +295,40 @@ class Engine:
         if new:
             _log.warning("%s", saturation_warning(new))
 
-    def _emit(self, chunk: Chunk, rows: Rows, row: int, *, is_broken: bool) -> list[Progress]:
+    def _emit_all(self, ran: Ran, progress: list[Progress]) -> None:
+        """`_emit` for every chunk. Where a token is nothing but one more number, nobody is asked: at a
+        thousand sequences this loop is most of what a step costs the host.
+        """
+        page_size, sound, likeliest = self.limits.page_size, ran.rows.sound, ran.rows.likeliest
+        lives = self._live
+        for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
+            sequence, start, num_tokens, _, _ = chunk
+            known = start + num_tokens
+            request, tokens = sequence.request, sequence.token_ids
+            live = lives[request.number]
+            if (
+                live.is_simple
+                and known == len(tokens)
+                and known + 1 < request.max_total_tokens
+                and sound[row]
+                and likeliest[row] not in live.stop_tokens
+            ):
+                if known % page_size and num_tokens == 1:
+                    sequence.num_computed_tokens = known  # no page is full
+                else:
+                    self.scheduler.advance(sequence, known, followed=True)
+                token = likeliest[row]
+                tokens.append(token)
+                progress.append(_one_token((request.number, (token,), "", None, (), None)))
+            else:
+                progress += self._emit(chunk, ran, row)
+
+    def _emit(self, chunk: Chunk, ran: Ran, row: int) -> list[Progress]:
         """What a chunk's sequence gets: nothing, a token, or several where drafts stand.
 
-        row: the first of its rows. is_broken: its prompt gave logits that are no numbers.
+        row: the first of its rows.
         """
+        rows, is_broken = ran.rows, chunk.sequence in ran.broken
         sequence, known = chunk.sequence, chunk.start + chunk.num_tokens
         if not chunk.samples and not is_broken:
             self.scheduler.advance(sequence, known, followed=False)
@@ -337,7 +372,7 @@ class Engine:
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         sequence.logprobs += logprobs
         try:
-            text, reason = live.advance(token, self.eos_token_ids)
+            text, reason = live.advance(token)
         except RequestError as fault:
             return self._refuse(live, fault)
         if reason is None:
@@ -360,6 +395,10 @@ class Engine:
             self.scheduler.finish(sequence, reason)
         del self._live[live.number]
         return live.result(reason, num_pages)
+
+
+# What a named tuple's own constructor calls, without the call around it.
+_one_token = partial(tuple.__new__, Progress)
 
 
 def _goes_on_with(piece: Progress) -> int | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvant.engine.request import FinishReason, Sequence, TokenLogprobs
 from kvant.engine.result import Progress, Result
@@ -15,13 +14,25 @@ from kvant.errors import RequestError
 
 @dataclass(slots=True)
 class Live:
-    """text: None for a model without a tokenizer. error: why it was refused, if it was."""
+    """text: None for a model without a tokenizer. error: why it was refused, if it was.
+
+    stop_tokens: those that end its answer. is_simple: its tokens are the likeliest ones, and nobody wants
+    to know anything else of them: no text, no stream, no log-probabilities.
+    """
 
     sequence: Sequence
     text: TextStream | None
+    stop_tokens: frozenset[int]
+    is_simple: bool = field(init=False)
     stop_reason: str | int | None = None
     error: RequestError | None = None
     stream: weakref.ref[TokenStream] | None = None  # weak: a stream that is dropped cancels
+
+    def __post_init__(self) -> None:
+        sequence = self.sequence
+        self.is_simple = (
+            self.text is None and sequence.is_plain and sequence.prompt_logprobs is None
+        )
 
     @property
     def number(self) -> int:
@@ -43,14 +54,14 @@ class Live:
         if stream is not None:
             stream.put(piece)
 
-    def advance(
-        self, token: int, eos_token_ids: Collection[int]
-    ) -> tuple[str, FinishReason | None]:
+    def advance(self, token: int) -> tuple[str, FinishReason | None]:
         """The text that the answer's newest token shows, and why it ends there, if it does."""
         sequence = self.sequence
         params, rules = sequence.request.params, sequence.rules
         long_enough = sequence.num_output_tokens > params.min_tokens
-        if long_enough and self._ends(token, eos_token_ids):
+        if long_enough and token in self.stop_tokens:
+            if token in params.stop_token_ids:
+                self.stop_reason = token
             return "", FinishReason.STOP
         if rules is not None:
             rules.advance(token)
@@ -86,10 +97,3 @@ class Live:
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
         )
-
-    def _ends(self, token: int, eos_token_ids: Collection[int]) -> bool:
-        params = self.sequence.request.params
-        if token in params.stop_token_ids:
-            self.stop_reason = token
-            return True
-        return token in eos_token_ids and not params.ignore_eos

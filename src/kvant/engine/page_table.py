@@ -19,6 +19,8 @@ class PageTable:
 
     def __init__(self, num_rows: int, max_pages: int) -> None:
         self._table: NDArray[np.int32] = np.full((num_rows, max_pages), SCRATCH, dtype=np.int32)
+        self._num_pages = np.zeros(num_rows, np.int64)
+        self._most_tokens = np.zeros(num_rows, np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -29,21 +31,31 @@ class PageTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def take_row(self) -> int:
-        return self._free_rows.pop()
+    def take_row(self, most_tokens: int) -> int:
+        """A row for a sequence that never stores more than so many tokens."""
+        row = self._free_rows.pop()
+        self._most_tokens[row] = most_tokens
+        return row
 
     def write(self, row: int, start: int, pages: Items[int]) -> None:
-        """Set a row's entries from `start` on."""
-        self._table[row, start : start + len(pages)] = pages
+        """Set a row's last entries, from `start` on."""
+        end = start + len(pages)
+        self._table[row, start:end] = pages
+        self._num_pages[row] = end
 
     def give_back_row(self, row: int, num_pages: int) -> None:
         """The row's first `num_pages` entries are cleared: no later owner can see them."""
         self._table[row, :num_pages] = SCRATCH
+        self._num_pages[row] = 0
         self._free_rows.append(row)
 
     def rows(self, rows: NDArray[np.int64], num_pages: int) -> NDArray[np.int32]:
         """A copy [len(rows), num_pages] int32 of some rows' beginnings."""
         return self._table[rows, :num_pages]
+
+    def room(self, rows: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
+        """Tokens that sequences can store, with the pages they have and as they may: [len(rows)]."""
+        return np.minimum(self._num_pages[rows] * page_size, self._most_tokens[rows])
 
     def row(self, row: int) -> NDArray[np.int32]:
         """A view of one whole row."""

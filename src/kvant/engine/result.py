@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvant.engine.request import FinishReason, TokenLogprobs
 from kvant.errors import RequestError
@@ -40,8 +40,7 @@ class Result:
         return len(self.prompt_token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """What one step added to one request. result: the whole, at its end.
 
     logprobs: of token_ids, where they were asked. prompt_logprobs: with the first piece, see `Result`.

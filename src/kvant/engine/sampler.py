@@ -59,34 +59,35 @@ class Rows:
     """Rows of logits, [n, vocab], each to be sampled for its own sequence when its turn comes.
 
     wanted: rows whose turn may come, whose they are, and how many drafts stand before them.
-    known: what `greedy` says of all rows, where somebody knows it already.
+    known: what `greedy` says of all rows, where somebody knows it already; `sound` and `likeliest`
+    afterwards.
     """
 
     def __init__(
         self, logits: Tensor, wanted: Items[tuple[int, Sequence, int]], known: Greedy | None = None
     ) -> None:
         self._logits = logits
-        self._sound, self._greedy = known or greedy(logits)
+        self.sound, self.likeliest = known or greedy(logits)
         together = [
             (row, sequence, ahead)
             for row, sequence, ahead in wanted
-            if self._sound[row] and not sequence.is_plain and (sequence.rules is None or not ahead)
+            if self.sound[row] and not sequence.is_plain and (sequence.rules is None or not ahead)
         ]
         self._found: dict[int, Sampled] = {}
         if together:
             index, sequences, aheads = zip(*together, strict=True)
-            found = _sample_together(logits, index, sequences, aheads, self._greedy)
+            found = _sample_together(logits, index, sequences, aheads, self.likeliest)
             self._found = dict(zip(index, found, strict=True))
 
     def sample(self, row: int, sequence: Sequence) -> Sampled:
         """The token that follows what the sequence has now."""
-        if not self._sound[row]:
+        if not self.sound[row]:
             return Sampled(None)
         if sequence.is_plain:
-            return Sampled(self._greedy[row])
+            return Sampled(self.likeliest[row])
         found = self._found.get(row)
         if found is None:  # behind drafts, which stand: its rules are known now
-            (found,) = _sample_together(self._logits, [row], [sequence], [0], self._greedy)
+            (found,) = _sample_together(self._logits, [row], [sequence], [0], self.likeliest)
         return found
 
 

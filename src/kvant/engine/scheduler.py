@@ -85,11 +85,13 @@ class Schedule(NamedTuple):
     long stretches after all others, by length, those of new sequences last.
 
     pages_to_zero: cleared before anything is written. preempted: those that lost their pages for it.
+    num_prefills: of the chunks, at their end; those before them are one token each that samples.
     """
 
     chunks: list[Chunk]
     pages_to_zero: list[int]
     preempted: list[Sequence]
+    num_prefills: int
 
 
 class Scheduler:
@@ -149,7 +151,8 @@ class Scheduler:
             self._schedule_drafts(chunks, left, num_draft_tokens)
         prefills.sort(key=_for_backends)
         chunks += prefills
-        return Schedule(chunks, self.allocator.take_pages_to_zero(), preempted)
+        zero = self.allocator.take_pages_to_zero()
+        return Schedule(chunks, zero, preempted, len(prefills))
 
     def advance(self, sequence: Sequence, num_computed_tokens: int, *, followed: bool) -> None:
         """K and V of its first tokens are in its pages.
@@ -216,6 +219,9 @@ class Scheduler:
         prefilling: list[Sequence] = []
         preempted: list[Sequence] = []
         budget, page_size = self.limits.max_num_batched_tokens, self.limits.page_size
+        # The token whose page is missing: this one, or with `pages_ahead` the next one too.
+        ahead = 1 if self.limits.pages_ahead else 0
+        grow_early = []
         for sequence in tuple(self._running):
             start = sequence.num_computed_tokens
             if len(sequence.token_ids) - start > 1:
@@ -223,17 +229,20 @@ class Scheduler:
                 continue
             if len(chunks) == budget:
                 break
-            # A younger one may have lost its pages to an older one a moment ago; it has none then.
-            if start == len(sequence.pages) * page_size and (
-                sequence.status is not Status.RUNNING or not self._grow(sequence, preempted)
-            ):
-                continue
+            room = len(sequence.pages) * page_size
+            if start + ahead >= room:
+                # A younger one may have lost its pages to an older one a moment ago; it has none then.
+                if start >= room and (
+                    sequence.status is not Status.RUNNING or not self._grow(sequence, preempted)
+                ):
+                    continue
+                grow_early.append(sequence)
             chunks.append(_chunk((sequence, start, 1, 0, ())))
         if preempted:
             prefilling = [s for s in prefilling if s.status is Status.RUNNING]
-        if self.limits.pages_ahead:
-            for chunk in chunks:
-                self._grow_early(chunk.sequence)
+        elif ahead:
+            for sequence in grow_early:
+                self._grow_early(sequence)
         return chunks, prefilling, preempted
 
     def _schedule_drafts(self, chunks: list[Chunk], budget: int, most: int) -> None:
@@ -336,7 +345,8 @@ class Scheduler:
         fresh = self.allocator.allocate(needed)
         assert fresh is not None
         sequence.pages = found + fresh
-        sequence.row = self.page_table.take_row()
+        # The last token that a sequence may have is never run.
+        sequence.row = self.page_table.take_row(sequence.request.max_total_tokens - 1)
         self.page_table.write(sequence.row, 0, sequence.pages)
         sequence.num_computed_tokens = len(found) * self.limits.page_size
         sequence.num_remembered_pages = len(found)

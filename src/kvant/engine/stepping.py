@@ -45,7 +45,7 @@ def run_step(
         if speculation is not None:
             speculation.zero(schedule.pages_to_zero)
     recorded: Items[int] = ()
-    if all(map(_is_decode, chunks)):
+    if all(map(_is_decode, chunks[len(chunks) - schedule.num_prefills :])):
         recorded = runner.recorded(len(chunks))
     if num_drafts in recorded:
         ahead = (

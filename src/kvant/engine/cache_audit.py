@@ -43,6 +43,10 @@ class CacheAudit:
             self._noted.clear()
         return found
 
+    def accept(self) -> None:
+        """Scales outside the pages are meant to be as they are now."""
+        self._scales.accept()
+
     def _slice(self) -> list[tuple[int, int]]:
         """The next known pages, as many as one call may look at; from the start again after the last."""
         if not self._scales.page_bytes:

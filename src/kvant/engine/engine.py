@@ -248,6 +248,14 @@ class Engine:
         assert not self.has_work, "pages may be written"
         return [] if self._cache_audit is None else self._cache_audit.check()
 
+    def refit(self, identity: CacheIdentity) -> None:
+        """The runner has other weights and scales now; cached pages are of the old ones. identity: theirs."""
+        assert not self.has_work, "pages are read"
+        self.scheduler.allocator.forget_all()
+        self._identity = identity
+        if self._cache_audit is not None:
+            self._cache_audit.accept()
+
     # -- requests ------------------------------------------------------------------------------
 
     def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> None:

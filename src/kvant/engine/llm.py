@@ -194,6 +194,12 @@ class LLM:
         for line in self.warnings:
             _log.warning("%s", line)
 
+    def refit(self, model: str | Path) -> None:
+        """Go on with weights and KV scales of another checkpoint of this model: `kvant.engine.refit`."""
+        from kvant.engine.refit import refit
+
+        self._built = refit(self._built, str(model))
+
     def _tokenizing(self) -> Tokenizing:
         if self.tokenizing is None:
             raise RequestError(

@@ -93,6 +93,13 @@ class ModelRunner:
         """From now on it learns every step that is run."""
         self._proposer, self._taps = proposer, proposer.taps
 
+    def refit(self, other: LoadedModel) -> None:
+        """Go on with another model's weights and scales; what was launched ahead is forgotten."""
+        self.model.refit(other)
+        self.pool.refit(self.model.scales)
+        if self._graphs is not None:
+            self._graphs.forget()
+
     def zero(self, pages: Sequence[int]) -> None:
         self._clear(pages)
 

@@ -97,6 +97,14 @@ class KVPool:
             if k or v
         )
 
+    def refit(self, scales: Mapping[tuple[int, Side], Tensor]) -> None:
+        """Other values for scales outside the pages, in place. scales: as they were given at first."""
+        for (layer, side), value in scales.items():
+            cache = self._layers[layer]
+            scale = cache.k_scale if side is Side.K else cache.v_scale
+            assert scale is not None
+            scale.copy_(value)
+
     def zero(self, pages: Sequence[int]) -> None:
         """Clear pages in every layer, before they are handed to a new owner.
 

@@ -68,6 +68,11 @@ class ScaleAudit:
             for number, good in zip(total.tolist(), sound.tolist(), strict=True)
         ]
 
+    def accept(self) -> None:
+        """From now on scales outside the pages are compared with what they are now."""
+        for _, scale, loaded in self._outside:
+            loaded.copy_(scale)
+
     def restore(self) -> list[str]:
         """Put scales outside the pages that have changed back to what was loaded; what those were."""
         found = []

@@ -119,6 +119,23 @@ class LoadedModel:
         self._proved = True
         return found
 
+    def refit(self, other: LoadedModel) -> None:
+        """Take the numbers of weights and scales of a model of the same plan, which may lie elsewhere.
+
+        NotServable, before anything is changed, where the tensors of both are not alike.
+        """
+        own, new = _tensors(self._module), _tensors(other._module)
+        if _shapes(own) != _shapes(new) or self.scales.keys() != other.scales.keys():
+            raise NotServable(
+                "these weights do not fit into the model that runs",
+                why="tensors have other names, shapes or dtypes",
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(new[name])
+            for key, scale in self.scales.items():
+                scale.copy_(other.scales[key])
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden_size], as the model's first layer gets them."""
         found: Tensor = self._module.get_input_embeddings()(input_ids)
@@ -171,6 +188,14 @@ class LoadedModel:
                 )
             logits, taken = out.logits[0], tuple(taps[index] for index in layers)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), taken
+
+
+def _tensors(module: PreTrainedModel) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _decoder_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -80,7 +81,7 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
         )
         step = replace(step, wanted=wanted)
     return Batch(
-        input_ids=torch.from_numpy(np.array(_tokens(chunks), np.int64)),
+        input_ids=torch.from_numpy(np.frombuffer(_tokens(chunks), np.int64)),
         step=step,
         logits_index=torch.from_numpy(logits_index),
         sampled=[sequences[i] for i in sampled],
@@ -117,12 +118,12 @@ def num_scored(chunk: Chunk) -> int:
     return min(chunk.start + chunk.num_tokens, last) - chunk.start
 
 
-def _tokens(chunks: Items[Chunk]) -> list[int]:
-    tokens: list[int] = []
+def _tokens(chunks: Items[Chunk]) -> array[int]:
+    tokens = array("q")  # from lists of numbers several times faster than numpy
     for sequence, start, length, _, drafts in chunks:
         if length == 1:  # most chunks: a slice would copy a list to take one number
             tokens.append(sequence.token_ids[start])
         else:
-            tokens += sequence.token_ids[start : start + length]
-        tokens += drafts
+            tokens.fromlist(sequence.token_ids[start : start + length])
+        tokens.extend(drafts)
     return tokens

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-model-len", type=int, default=17000)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    parser.add_argument("--kv-cache-memory-bytes", type=int, help="instead of that share")
     parser.add_argument("--out")
     asked = parser.parse_args()
     from vllm import LLM
@@ -48,6 +49,7 @@ def main() -> None:
         kv_cache_dtype=asked.kv_cache_dtype,
         max_model_len=asked.max_model_len,
         gpu_memory_utilization=asked.gpu_memory_utilization,
+        kv_cache_memory_bytes=asked.kv_cache_memory_bytes,
         enable_prefix_caching=False,
     )
     ready = time.perf_counter() - start

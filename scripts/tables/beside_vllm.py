@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables import Cells, table
+from tables import Cells, percent, table
 from tables.throughput import output_tokens_per_second
 
 KVANT = "h200-beside-kvant.json"
 VLLM = ("h200-beside-vllm-bfloat16.json", "h200-beside-vllm-fp8.json")
-PEER = {"bfloat16": "bfloat16", "fp8_e4m3": "fp8", "fp8_per_token_head": "fp8"}
+PEER = {"bfloat16": "bfloat16", "fp8_e4m3": "fp8"}
 SERVERS = "h200-servers.json"
 
 
@@ -19,29 +19,18 @@ def _rate(row: Any) -> float:
 
 @table("beside-vllm", KVANT, *VLLM)
 def throughput(kvant: Any, *vllm: Any) -> Cells:
-    """Output tokens a second, or what else is named; a ratio above 1 is in Kvant's favour."""
+    """Output tokens a second; a ratio above 1 is in Kvant's favour."""
     ours = {(r["load"], r["stored"]): r for r in kvant["rounds"]}
     theirs = {(r["load"], r["stored"]): r for data in vllm for r in data["rounds"]}
-    lines = [["requests x input/output", "vLLM bfloat16", "vLLM fp8"]]
-    for stored in PEER:
-        lines[0] += [f"Kvant {stored}", "over vLLM"]
+    lines = [["requests x input/output"]]
+    for stored, peer in PEER.items():
+        lines[0] += [f"vLLM {peer}", f"Kvant {stored}", "over vLLM"]
     for load in dict.fromkeys(load for load, _ in ours):
-        cells = [f"{_rate(theirs[load, stored]):.0f}" for stored in ("bfloat16", "fp8")]
+        cells = []
         for stored, peer in PEER.items():
-            rate = _rate(ours[load, stored])
-            cells += [f"{rate:.0f}", f"{rate / _rate(theirs[load, peer]):.2f}"]
+            rates = _rate(theirs[load, peer]), _rate(ours[load, stored])
+            cells += [*(f"{rate:.0f}" for rate in rates), f"{rates[1] / rates[0]:.2f}"]
         lines.append([load.replace("x", " x "), *cells])
-    for what, key, shown in (
-        ("the pool holds, tokens", "capacity_tokens", ",d"),
-        ("until ready, s", "start_seconds", ".1f"),
-    ):
-        peers = {f: next(r[key] for (_, s), r in theirs.items() if s == f) for f in PEER.values()}
-        cells = [format(value, shown) for value in peers.values()]
-        for stored, peer in PEER.items():
-            value = next(r[key] for (_, s), r in ours.items() if s == stored)
-            over = "-" if key == "start_seconds" else f"{value / peers[peer]:.2f}"
-            cells += [format(value, shown), over]
-        lines.append([what, *cells])
     return lines
 
 
@@ -94,8 +83,9 @@ def logits(data: Any) -> Cells:
     lines = [["computed by", "KV cache", "error", "same likeliest token", "allowed"]]
     for row in data["rows"]:
         bound = f"{allowed:.2e}" if row["engine"] == "kvant" and row["bounded"] else "-"
+        same = "-" if row["same_likeliest"] is None else percent(row["same_likeliest"], digits=1)
         lines.append(
             [row["engine"], row["stored"], f"{row['error']:.2e}",
-             f"{100 * row['same_likeliest']:.1f} %", bound]
+             same, bound]
         )  # fmt: skip
     return lines

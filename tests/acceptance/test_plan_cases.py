@@ -460,6 +460,44 @@ def test_nvfp4_refuses_head_sizes_that_are_no_multiple_of_16(tmp_path: Path) -> 
         assert formats(plan(model, *_replacing(("--kv-cache-dtype", "nvfp4"), way.arguments)))
 
 
+SM_90 = ("--device", "sm_90", "--kv-format-defaults", "off")
+
+
+@pytest.mark.case("A45")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("--kv-cache-dtype", "turboquant_k3"),
+        ("--page-size", "7"),
+        ("--attention-backend", "flashinfer", "--kv-cache-dtype", "int4_per_token_head"),
+        ("--attention-backend", "cpu"),
+        ("--kv-cache-rule", "0:turboquant_k3"),
+        ("--kv-cache-rule", "0-2:k=turboquant_k3", "--kv-cache-dtype", "fp8"),
+    ],
+    ids=" ".join,
+)
+def test_every_way_out_of_a_format_that_nobody_serves_is_a_plan(
+    tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    body = config(hidden_size=640, num_attention_heads=8, head_dim=80)
+    model = write_model(tmp_path / "m", body)
+    with pytest.raises(NotServable) as refused:
+        plan(model, *SM_90, *asked)
+    assert refused.value.ways_out
+    for way in refused.value.ways_out:
+        if way.arguments:
+            kept = [
+                a for a in zip(asked[::2], asked[1::2], strict=True) if a[0] != way.arguments[0]
+            ]
+            words = [word for pair in kept for word in pair]
+            assert formats(plan(model, *SM_90, *words, *way.arguments))
+        else:
+            assert "in the rule for this layer" in way.text
+            rule, name = asked[1], way.text.split()[1]
+            changed = (rule.replace("turboquant_k3", name), *asked[2:])
+            assert formats(plan(model, *SM_90, "--kv-cache-rule", *changed))
+
+
 # -- drafter ----------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
+from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.attention.select import allow, device_encodings, select, slow_layers
 from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.engine.workspaces import StepSize, Workspaces, default_step, workspaces
@@ -241,14 +242,20 @@ def _surroundings(
     request: PlanRequest, model: str, geometry: ModelGeometry, role: Role
 ) -> Surroundings:
     compute, because = resolve_compute_dtype(request.dtype, geometry, request.device)
+    only = request.backend if role is Role.TARGET else None
 
-    def serve(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Served:
-        need = Need(
+    def need(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Need:
+        return Need(
             layer, k, v, compute, request.page_size, request.device, request.batch_invariant
         )
+
+    def serve(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Served:
         if geometry.not_runnable is not None:
-            return allow(need, not_runnable=geometry.not_runnable)
-        return select(need, only=request.backend if role is Role.TARGET else None)
+            return allow(need(layer, k, v), not_runnable=geometry.not_runnable)
+        return select(need(layer, k, v), only=only)
+
+    def otherwise(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> tuple[WayOut, ...]:
+        return _other_ways(need(layer, k, v), only, role)
 
     return Surroundings(
         role=role,
@@ -258,7 +265,22 @@ def _surroundings(
         page_size=request.page_size,
         device_encodings=device_encodings(request.device),
         serve=serve,
+        otherwise=otherwise,
     )
+
+
+def _other_ways(need: Need, only: BackendInfo | None, role: Role) -> tuple[WayOut, ...]:
+    """Pages or a backend with which a layer that nobody serves would be served as it is asked."""
+    ways = []
+    usual = replace(need, page_size=DEFAULT_PAGE_SIZE)
+    if usual != need and select(usual, only=only).is_served:
+        ways.append(WayOut("take pages of the usual size", ("--page-size", str(usual.page_size))))
+    if only is not None and select(need).is_served:
+        ways.append(WayOut("let Kvant choose the backend", ("--attention-backend", "auto")))
+    elif role is Role.TARGET and select(need, only=REFERENCE).is_served:
+        slow = ("--attention-backend", REFERENCE.name)
+        ways.append(WayOut("take the slow backend that can", slow))
+    return tuple(ways)
 
 
 def _open(name: str, revision: str | None, *, weights: bool) -> tuple[LocalModel, dict[str, Any]]:

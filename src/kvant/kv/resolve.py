@@ -49,6 +49,7 @@ class Surroundings:
 
     device_encodings: formats that this device stores in an encoding of its own, and the phrase that
     says so. serve: who can write and read K and V of a layer in these formats (v None for MLA).
+    otherwise: what beside the format would have to be asked for that, checked as `serve` checks.
     """
 
     role: Role
@@ -58,6 +59,9 @@ class Surroundings:
     page_size: int
     device_encodings: Mapping[KVDtype, tuple[KVDtype, str]]
     serve: Callable[[LayerGeometry, KVDtype, KVDtype | None], Served]
+    otherwise: Callable[[LayerGeometry, KVDtype, KVDtype | None], tuple[WayOut, ...]] = (
+        lambda layer, k, v: ()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,44 +393,57 @@ def _not_servable(
         f"({layer.attention.value}, {'causal' if layer.causal else 'non-causal'}, {sizes}); asked by {by}",
         why="every backend refused",
         tried=[f"{r.backend}: {r.reason}" for r in refused.rejected],
-        ways_out=_ways_out(decisions, geometry, around),
+        ways_out=_ways_out(layer, decisions, geometry, around),
     )
 
 
 def _ways_out(
-    decisions: Mapping[Side, _Decision], geometry: ModelGeometry, around: Surroundings
+    layer: LayerGeometry,
+    decisions: Mapping[Side, _Decision],
+    geometry: ModelGeometry,
+    around: Surroundings,
 ) -> list[WayOut]:
-    """A narrow format that every layer can store, the model dtype where it must be, or everywhere."""
-    draft = around.role is Role.DRAFT
-    prefix = "draft:" if draft else ""
-    layers = [layer for layer in geometry.layers if layer.has_kv]
+    """A narrow format that every layer can store, the model dtype where it must be, or everywhere, or
+    something else than a format. None that would be refused too.
+    """
+    flag = "--kv-cache-rule" if around.role is Role.DRAFT else "--kv-cache-dtype"
+    prefix = "draft:" if around.role is Role.DRAFT else ""
+    everywhere = "draft:0-:" if around.role is Role.DRAFT else ""
+    owners = [one for one in geometry.layers if one.has_kv]
+    model = around.compute_dtype.kv_dtype
 
-    def refuses(layer: LayerGeometry, k: KVDtype, v: KVDtype) -> bool:
-        latent = layer.attention is Attention.MLA
-        return not around.serve(layer, k, None if latent else v).is_served
+    def refuses(one: LayerGeometry, k: KVDtype, v: KVDtype) -> bool:
+        latent = one.attention is Attention.MLA
+        return not around.serve(one, k, None if latent else v).is_served
 
-    ways: list[WayOut] = []
-    for dtype in (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD):
-        if not any(refuses(layer, dtype, dtype) for layer in layers):
-            flag = ("--kv-cache-rule", f"draft:0-:{dtype}")
-            ways.append(
-                WayOut(
-                    "choose a format that works here",
-                    flag if draft else ("--kv-cache-dtype", str(dtype)),
-                )
-            )
-            break
+    def stuck(k: KVDtype, v: KVDtype) -> list[LayerGeometry]:
+        return [one for one in owners if refuses(one, k, v)]
+
+    narrow = (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD)
+    works = next((str(dtype) for dtype in narrow if not stuck(dtype, dtype)), None)
+    model_works = not stuck(model, model)
     k = decisions[Side.K].dtype
     v = decisions[Side.V].dtype if Side.V in decisions else k
-    stuck = [layer.index for layer in layers if refuses(layer, k, v)]
-    if len(stuck) < len(layers):
-        rule = f"{prefix}{','.join(map(str, stuck))}:model"
-        ways.append(WayOut("store these layers in the model dtype", ("--kv-cache-rule", rule)))
-    if draft:
-        ways.append(WayOut("store the model dtype instead", ("--kv-cache-rule", "draft:0-:model")))
+    ways: list[WayOut] = []
+    if any(decided.is_of_layer for decided in decisions.values()):
+        # A rule is closer than every other flag: it has to say something else itself.
+        names = [*((works,) if works else ()), *((Follow.MODEL.value,) if model_works else ())]
+        if names:
+            ways.append(WayOut(f"name {' or '.join(names)} in the rule for this layer"))
     else:
-        ways.append(STORE_MODEL_DTYPE)
-    return ways
+        if works:
+            ways.append(WayOut("choose a format that works here", (flag, everywhere + works)))
+        left = stuck(k, v)
+        if len(left) < len(owners) and not any(refuses(one, model, model) for one in left):
+            rule = f"{prefix}{','.join(str(one.index) for one in left)}:model"
+            ways.append(WayOut("store these layers in the model dtype", ("--kv-cache-rule", rule)))
+        if model_works and around.role is Role.DRAFT:
+            text = "store the model dtype instead"
+            ways.append(WayOut(text, (flag, everywhere + Follow.MODEL.value)))
+        elif model_works:
+            ways.append(STORE_MODEL_DTYPE)
+    latent = layer.attention is Attention.MLA
+    return [*ways, *around.otherwise(layer, k, None if latent else v)]
 
 
 # -- requests that cannot mean anything --------------------------------------------------------

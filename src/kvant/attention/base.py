@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -91,6 +91,36 @@ class AttentionBackend(Protocol):
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v], over stored bytes only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRotation:
+    """What becomes of heads of q and k before they meet.
+
+    cos, sin: [.., head_dim / 2] for halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), by position
+    or, without by_position, by token of the step. q_weight, k_weight: [head_dim], of an RMS norm of every
+    head before, or None.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    by_position: bool
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+
+
+@runtime_checkable
+class RotatingWriter(Protocol):
+    """A backend that also does what comes before writing."""
+
+    def write_rotated(
+        self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
+    ) -> Tensor:
+        """q [T, num_q_heads, head_dim] of qkv [T, (num_q_heads + 2 num_kv_heads) * head_dim], rotated;
+        k, rotated, and v go into their slots as `write` does it.
+        """
         ...
 
 

@@ -53,14 +53,14 @@ class Answered:
 class _Graph:
     """A recorded step and where its results are.
 
-    results: [3, T] int64: tokens that were run, whether the largest of each row of logits is a
-    finite number, and which token that is. next: [3, n] int64: newest tokens, where they stand, and
-    how many tokens each sequence had in this step.
+    found: int64, [3, T] numbers behind each other: tokens that were run, whether the largest of each row
+    of logits is a finite number, and which token that is; then `next`, [3, n]: newest tokens, where
+    they stand, and how many tokens each sequence had in this step.
     """
 
     replay: Callable[[], None]
     logits: Tensor
-    results: Tensor
+    found: Tensor
     next: Tensor
 
 
@@ -97,13 +97,16 @@ class _Guess:
 
 
 class _Staging:
-    """Memory for one step's numbers and results. Rows of numbers: ids, starts, ends, sources."""
+    """Memory for one step's numbers and results. Rows of numbers: ids, starts, ends, sources.
+
+    found: as the graph's, one piece: what is copied from the device must lie in one piece on the host
+    too, else the copy goes through memory that makes the host wait for it.
+    """
 
     def __init__(self, recorder: Recorder, most: int, most_rows: int, max_pages: int) -> None:
         self.numbers = recorder.host_buffer(4, most, dtype=torch.int64)
         self.table = recorder.host_buffer(most * max_pages, dtype=torch.int32)
-        self.results = recorder.host_buffer(3, most_rows, dtype=torch.int64)
-        self.next = recorder.host_buffer(3, most, dtype=torch.int64)
+        self.found = recorder.host_buffer(3 * (most_rows + most), dtype=torch.int64)
         self.done = recorder.mark()
 
 
@@ -151,7 +154,8 @@ class StepGraphs:
         wanted = [(size, k) for k, sizes in self._sizes.items() for size in sizes]
         for size, k in sorted(wanted, key=lambda one: -one[0] * (1 + one[1])):
             replay, made = self._recorder.record(lambda size=size, k=k: self._run(size, k))  # type: ignore[misc]
-            self._graphs[size, k] = _Graph(replay, *made)
+            logits, found = made
+            self._graphs[size, k] = _Graph(replay, logits, found, found[-3 * size :].view(3, size))
 
     def num_drafts(self, num_sequences: int) -> list[int]:
         """Numbers of drafts that so many sequences can have in a recorded step; empty for none."""
@@ -237,17 +241,23 @@ class StepGraphs:
             self._inputs[:2, :size].copy_(before.index_select(1, self._inputs[3, :size]))
         graph = self._graphs[size, step.num_drafts]
         graph.replay()
-        rows = graph.results.shape[1]
-        staging.results[:, :rows].copy_(graph.results, non_blocking=True)
-        staging.next[:, :size].copy_(graph.next, non_blocking=True)
+        found = staging.found[: graph.found.shape[0]]
+        found.copy_(graph.found, non_blocking=True)
         staging.done.record()
-        return _Launched(
-            numbers, step.num_drafts, ends, graph, staging.results, staging.next, staging.done
-        )
+        results, following = found[: -3 * size].view(3, -1), found[-3 * size :].view(3, size)
+        return _Launched(numbers, step.num_drafts, ends, graph, results, following, staging.done)
 
-    def _run(self, size: int, num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What is recorded: logits, and `_Graph`'s results and next."""
+    def _run(self, size: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """What is recorded: logits, and what `_Graph` has found."""
         ids, starts, ends = self._inputs[:3, :size]
+        if not num_drafts and ids.device.type != "cpu":
+            from kvant.engine.triton_step import likeliest, plain_step
+
+            step = plain_step(
+                starts, ends, self._table[:size], self._page_size, self._max_model_len
+            )
+            logits = self._forward(ids, step, self._rows[:size])
+            return logits, likeliest(logits, ids, starts)
         layout = lay_out(
             starts, ends, self._table[:size], num_drafts, self._page_size, self._max_model_len
         )
@@ -259,8 +269,8 @@ class StepGraphs:
         logits = self._forward(tokens, layout.step, self._rows[: tokens.shape[0]])
         best, chosen = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
         newest, places = what_follows(layout, starts, tokens, chosen)
-        results = torch.stack([tokens, torch.isfinite(best).to(torch.int64), chosen])
-        return logits, results, torch.stack([newest, places, layout.counts])
+        sound = torch.isfinite(best).to(torch.int64)
+        return logits, torch.cat([tokens, sound, chosen, newest, places, layout.counts])
 
 
 def _places_in(guess: _Guess, step: Decodes, numbers: list[int]) -> NDArray[np.int64] | None:

@@ -240,3 +240,12 @@ def _row(kind: str, x: torch.Tensor) -> torch.Tensor:
 def test_the_writer_counts_what_a_format_cannot_hold(name: KVDtype) -> None:
     rows = torch.float32 if name is KVDtype.FLOAT16 else torch.float16
     assert counted(TritonBackend(), name, rows=rows) == [(1, 2, 0)]
+
+
+@pytest.mark.parametrize("name", [KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": 30}], ids=str)
+def test_items_of_one_query_are_joined_where_they_are_computed(
+    name: KVDtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "FEWEST_JOINED", 1)
+    check(case.prepare(name, sequences=((90, 1), (17, 1), (1, 1)), padding=3, **options))

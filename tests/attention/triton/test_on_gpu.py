@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.attention.long import list_long
+from kvant.attention.triton import backend as backend_module
 from kvant.attention.triton import prefill
 from kvant.attention.triton.backend import TritonBackend
 from kvant.attention.triton.info import SERVED
@@ -255,3 +256,16 @@ def test_pages_are_cleared_in_every_plane_and_no_other_page_is_touched() -> None
 def test_the_writer_counts_what_a_format_cannot_hold(name: KVDtype) -> None:
     expected = [(1, 2, 0)] if name in LARGEST else []
     assert counted(TritonBackend(), name, rows=torch.bfloat16, device="cuda") == expected
+
+
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": 200}], ids=str)
+def test_items_of_one_query_are_joined_where_they_are_computed(
+    name: KVDtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "FEWEST_JOINED", 1)
+    x = case.prepare(
+        name, sequences=LONG, padding=3, dtype=torch.bfloat16, device="cuda", **options
+    )
+    check(x)
+    check(x)  # what programs count is as it was before

@@ -6,11 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.base import AttentionBackend, AttentionParams, HeadRotation, Step
 from kvant.attention.cuda import many_rows
 from kvant.attention.triton.codec import READING
 from kvant.attention.triton.combine import combine
 from kvant.attention.triton.launch import (
+    arrivals,
     has_ptx,
     is_nvidia,
     multiprocessors,
@@ -22,6 +23,7 @@ from kvant.attention.triton.launch import (
 )
 from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.prefill import attend_long, serves
+from kvant.attention.triton.rotated_store import rotate_and_store
 from kvant.attention.triton.store import store_rows
 from kvant.attention.triton.tuning import (
     NEVER_SPLIT,
@@ -33,6 +35,14 @@ from kvant.attention.triton.tuning import (
 from kvant.attention.triton.workmap import list_items
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
+
+MOST_JOINED = 16
+"""Query rows of a sequence and KV head that the attention kernel joins itself, without another launch."""
+
+FEWEST_JOINED = 64
+"""Sequences times KV heads from which it does. With fewer a long one is cut into over a hundred items,
+and many programs join those sooner than one.
+"""
 
 FIXED_SPLIT = 1024
 """Keys of an item in batch-invariant mode."""
@@ -64,14 +74,11 @@ class TritonBackend:
         a, b = READING[spec.k.dtype], READING[spec.v.dtype]
         head_k, head_v = k.shape[-1], v.shape[-1]
         rows = 8
-        saturation = cache.saturation
-        counts, (most_k, most_v) = None, (None, None)
-        if saturation is not None:
-            counts, (most_k, most_v) = saturation.counts, saturation.largest
+        counts, most_k, most_v = _counted(cache)
         store_rows[(triton.cdiv(num_rows, rows), 2)](
             k, k.stride(0), k.stride(1), *stores(cache.k), cache.k_scale,
             v, v.stride(0), v.stride(1), *stores(cache.v), cache.v_scale,
-            step.slot_mapping, num_rows, counts, MOST_K=most_k or 0.0, MOST_V=most_v or 0.0,
+            step.slot_mapping, num_rows, counts, MOST_K=most_k, MOST_V=most_v,
             HEADS=heads, ROWS=rows, PTX=is_nvidia(k.device),
             KIND_K=int(a.kind), SCALING_K=int(a.scaling), OUTER_K=outer(cache.k_scale),
             HEAD_K=head_k, PAD_K=triton.next_power_of_2(head_k),
@@ -81,6 +88,39 @@ class TritonBackend:
             ROTATION_V=block_length(head_v) if b.rotated else 0,
             num_warps=4,
         )  # fmt: skip
+
+    def write_rotated(
+        self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
+    ) -> Tensor:
+        """As `RotatingWriter.write_rotated`."""
+        spec = cache.spec
+        assert spec.k is not None
+        assert spec.v is not None
+        g = spec.geometry
+        tokens, q_heads, heads, head = qkv.shape[0], g.num_q_heads, g.num_kv_heads, g.head_dim_k
+        q = qkv.new_empty(tokens, q_heads, head)
+        if tokens == 0:
+            return q
+        a, b = READING[spec.k.dtype], READING[spec.v.dtype]
+        counts, most_k, most_v = _counted(cache)
+        rows = 4
+        blocks = triton.cdiv(tokens * q_heads, rows) + 2 * triton.cdiv(tokens * heads, rows)
+        block = block_length(head)
+        rotate_and_store[(blocks,)](
+            qkv, qkv.stride(0), tokens, rotation.cos, rotation.sin, step.positions,
+            rotation.q_weight, rotation.k_weight, rotation.eps, q,
+            *stores(cache.k), cache.k_scale, *stores(cache.v), cache.v_scale,
+            step.slot_mapping, counts, MOST_K=most_k, MOST_V=most_v,
+            Q_HEADS=q_heads, HEADS=heads, HEAD=head, PAD=triton.next_power_of_2(head),
+            NORM=rotation.q_weight is not None, BY_POSITION=rotation.by_position,
+            ROWS=rows, PTX=is_nvidia(qkv.device),
+            KIND_K=int(a.kind), SCALING_K=int(a.scaling), OUTER_K=outer(cache.k_scale),
+            ROTATION_K=block if a.rotated else 0,
+            KIND_V=int(b.kind), SCALING_V=int(b.scaling), OUTER_V=outer(cache.v_scale),
+            ROTATION_V=block if b.rotated else 0,
+            num_warps=1,
+        )  # fmt: skip
+        return q
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
@@ -111,6 +151,14 @@ class TritonBackend:
             return attend(cache, q, step, params, many_rows.shape_for(k, v), wide=True)
         shape = shape_for(k, v, (g.head_dim_k, g.head_dim_v), rows, full=q.dtype is torch.float32)
         return attend(cache, q, step, params, shape, fixed=self.batch_invariant)
+
+
+def _counted(cache: LayerCache) -> tuple[Tensor | None, float, float]:
+    """Where saturated values are counted, and the largest of K and V that are not (0: not counted)."""
+    if cache.saturation is None:
+        return None, 0.0, 0.0
+    most_k, most_v = cache.saturation.largest
+    return cache.saturation.counts, most_k or 0.0, most_v or 0.0
 
 
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
@@ -170,14 +218,21 @@ def attend(
         splits = blocks * heads < 4 * shape.programs * processors
         least = shape.least if splits else NEVER_SPLIT
         items = blocks + target if splits else blocks
-    direct = wide or not v.rotated
+    rows = step.max_seqlen_q * group
+    join = 0
+    few = not (wide or fixed) and rows <= MOST_JOINED and num_seqs <= MOST_SCANNED
+    if few and num_seqs * heads >= FEWEST_JOINED:
+        join = triton.next_power_of_2(rows)
+    rotation = block_length(head_v) if v.rotated else 0
+    direct = wide or join > 0 or not v.rotated
     parts = splits or not direct
-    # Tokens of no sequence get zeros: from `combine`, or here where it is not launched.
-    make = torch.empty if parts else torch.zeros
+    # Tokens of no sequence get zeros: from a kernel that joins, or here where there is none.
+    make = torch.empty if parts or join else torch.zeros
     out = make(tokens, q_heads, head_v, dtype=out_dtype, device=q.device)
     shape_of_parts = (items, heads, shape.rows) if parts else (0, heads, shape.rows)
     partial = q.new_empty((*shape_of_parts, head_v), dtype=torch.float32)
     partial_lse = q.new_empty(shape_of_parts, dtype=torch.float32)
+    arrived = arrivals(q.device, items * heads) if join else None
 
     work = (step.cu_seqlens_q, step.seqlens_kv)
     is_listed = num_seqs > MOST_SCANNED and shape.rows == 16 and not wide
@@ -186,7 +241,9 @@ def attend(
         cut = (group, shape.rows, shape.tile, causal, window > 0, fixed)
         numbers = (num_seqs, window, target, least)
         item_list = _listed(step, items, numbers, cut, tokens=False)
-        token_list = _listed(step, tokens, numbers, cut, tokens=True) if parts else None
+        token_list = (
+            _listed(step, tokens, numbers, cut, tokens=True) if parts and not join else None
+        )
     if wide:
         many_rows.launch(
             cache, q, step, params, out, partial, partial_lse,
@@ -199,7 +256,7 @@ def attend(
             q, q.stride(0), q.stride(1), *planes,
             cache.k_scale, cache.v_scale, params.sinks,
             out, partial, partial_lse,
-            *work, item_list, step.page_table, step.page_table.stride(0), num_seqs,
+            *work, item_list, step.page_table, step.page_table.stride(0), num_seqs, arrived, tokens,
             scale, params.softcap, window, target, least,
             GROUP=group, HEADS=heads, HEAD_K=head_k, HEAD_V=head_v,
             PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
@@ -210,17 +267,17 @@ def attend(
             K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
             CAUSAL=causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
             FULL=full, DIRECT=direct, FIXED=fixed, LISTED=is_listed, PTX=has_ptx(q.device),
+            JOIN=join, AT_ONCE=shape.joined_at_once(join), ROTATION=rotation if direct else 0,
             num_warps=shape.warps, num_stages=shape.stages, **options,
         )  # fmt: skip
-    if parts:
+    if parts and not join:
         per_program = heads_joined_at_once(tokens, q_heads)
         combine[(q_heads * tokens // per_program,)](
             partial, partial_lse, params.sinks, out, *work, token_list, num_seqs, window, target, least,
             GROUP=group, HEADS=heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
             ROWS=shape.rows, TILE=shape.tile, AT_ONCE=8, PER_PROGRAM=per_program,
             CAUSAL=causal, WINDOW=window > 0, SINKS=params.sinks is not None,
-            DIRECT=direct, FIXED=fixed, LISTED=is_listed,
-            ROTATION=block_length(head_v) if v.rotated else 0,
+            DIRECT=direct, FIXED=fixed, LISTED=is_listed, ROTATION=rotation,
             num_warps=1,
         )  # fmt: skip
     return out

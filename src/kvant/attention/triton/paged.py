@@ -27,6 +27,7 @@ from kvant.attention.triton.codec import (
     block_factor,
     unpack,
 )
+from kvant.attention.triton.rotation import hadamard
 from kvant.attention.triton.workmap import find_item, listed, tiles_per_split
 
 LOWEST = tl.constexpr(-1.0e30)
@@ -249,16 +250,71 @@ def _query_part(pointer, there, words, sign, normal,
     return _operand(q, KIND, FULL)
 
 
+@triton.jit
+def _clear(out, first, end, step, head, GROUP: tl.constexpr, HEADS: tl.constexpr,
+           HEAD: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
+    """Zeros for one KV head's query heads of every `step`-th token."""
+    c = tl.arange(0, PAD)
+    for token in range(first, end, step):
+        for i in range(GROUP):
+            row = (tl.full((), 0, tl.int64) + token) * (HEADS * GROUP) + head * GROUP + i
+            tl.store(out + row * HEAD + c, tl.zeros((PAD,), out.dtype.element_ty), mask=c < HEAD)
+
+
+@triton.jit
+def _join(
+    partial, partial_lse, sinks, out, first, splits, first_token, num_queries, block, head,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
+    ROWS: tl.constexpr, VALID: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
+    ROTATION: tl.constexpr,
+):  # fmt: skip
+    """The first VALID rows of a block, from its items first .. first + splits."""
+    r = tl.arange(0, VALID)
+    c = tl.arange(0, PAD)
+    s = tl.arange(0, AT_ONCE)
+    at_row = block * ROWS + r
+    there = at_row // GROUP < num_queries
+    query_head = head * GROUP + at_row % GROUP
+    if SINKS:
+        top = tl.load(sinks + query_head, mask=there, other=0.0).to(tl.float32) * LOG2E
+        den = tl.full((VALID,), 1.0, tl.float32)
+    else:
+        top = tl.full((VALID,), float("-inf"), tl.float32)
+        den = tl.zeros((VALID,), tl.float32)
+    o = tl.zeros((VALID, PAD), tl.float32)
+    for begin in range(0, splits, AT_ONCE):
+        slot = ((first + begin + s).to(tl.int64) * HEADS + head)[:, None] * ROWS + r[None, :]
+        mask = (begin + s < splits)[:, None] & there[None, :]
+        lse = tl.load(partial_lse + slot, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(partial + slot[:, :, None] * HEAD_V + c[None, None, :],
+                       mask=mask[:, :, None] & (c < HEAD_V)[None, None, :], other=0.0,
+                       cache_modifier=".cg")  # fmt: skip
+        higher = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(lse - base[None, :])
+        fade = tl.exp2(top - base)
+        o = o * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
+        den = den * fade + tl.sum(weight, 0)
+        top = higher
+    o = tl.where((den > 0)[:, None], o / den[:, None], (0.0 * den)[:, None])
+    if ROTATION > 0:
+        o = hadamard(o, VALID, PAD, ROTATION) / ROTATION
+    token = (first_token + at_row // GROUP).to(tl.int64)
+    row = (token * (HEADS * GROUP) + query_head) * HEAD_V
+    tl.store(out + row[:, None] + c[None, :], o.to(out.dtype.element_ty),
+             mask=there[:, None] & (c < HEAD_V)[None, :])  # fmt: skip
+
+
 # Numbers that change from step to step: a kernel compiled anew for each kind of number (1, multiples
 # of 16, others) would stop requests for a second.
-_VARYING = ("max_pages", "num_seqs", "window", "target", "least")
+_VARYING = ("max_pages", "num_seqs", "window", "target", "least", "num_tokens")
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def paged_attention(
     q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, k_outer, v_outer, sinks,
     out, partial, partial_lse,
-    cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs,
+    cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs, arrived, num_tokens,
     softmax_scale, cap, window, target, least,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
@@ -269,7 +325,7 @@ def paged_attention(
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
     """Program item * HEADS + KV head: heads of one item run side by side and share memory pages.
 
@@ -281,9 +337,16 @@ def paged_attention(
     K_OUTER, V_OUTER: 0 where there is no scale outside the
     pages, 1 for one float32, 2 for [HEADS]. FIXED: items are stretches of `least`
     tiles counted from token 0, whatever the batch. LISTED: items as `list_items` wrote them.
+    JOIN: the last program of a row's items, JOIN
+    valid rows at most, puts their partials together, AT_ONCE items at a time and in order; arrived:
+    int32 [items, HEADS], zeros, and zeros again afterwards. ROTATION: of values, for outputs that
+    are written here; 0 for none.
     """
     head = tl.program_id(0) % HEADS
     item = tl.program_id(0) // HEADS
+    if JOIN > 0:  # tokens of no sequence get zeros
+        _clear(out, tl.load(cu_seqlens_q + num_seqs) + item, num_tokens, tl.num_programs(0) // HEADS,
+               head, GROUP, HEADS, HEAD_V, ELEMENTS_V * PAD_V)  # fmt: skip
     per_split = least
     if LISTED:
         seq, first_item, splits = listed(items, item)
@@ -449,6 +512,8 @@ def paged_attention(
     c = tl.arange(0, ELEMENTS_V * PAD_V)
     mask = there[:, None] & (c < HEAD_V)[None, :]
     if direct:
+        if ROTATION > 0:
+            o = hadamard(o, ROWS, ELEMENTS_V * PAD_V, ROTATION) / ROTATION
         tl.store(out_row[:, None] + c[None, :], o.to(out.dtype.element_ty), mask=mask)
     else:
         slot = (item.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
@@ -456,3 +521,14 @@ def paged_attention(
         lse = tl.where(den > 0, level + tl.log2(den), float("-inf"))
         lse = tl.where(den != den, den, lse)
         tl.store(partial_lse + slot, lse, mask=there)
+        if JOIN > 0:
+            first = first_item + block * splits
+            tl.debug_barrier()
+            before = tl.atomic_add(arrived + first * HEADS + head, 1, sem="acq_rel")
+            if before == splits - 1:
+                _join(
+                    partial, partial_lse, sinks, out, first, splits, first_token, num_queries,
+                    block, head, GROUP, HEADS, HEAD_V, ELEMENTS_V * PAD_V, ROWS, JOIN, AT_ONCE,
+                    SINKS, ROTATION,
+                )  # fmt: skip
+                tl.store(arrived + first * HEADS + head, 0)

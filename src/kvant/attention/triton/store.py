@@ -31,24 +31,15 @@ from kvant.attention.triton.rotation import hadamard
 
 
 @triton.jit
-def _store_rows(
-    x_ptr, stride_token, stride_head, codes, scales, outer_ptr, slot_mapping, num_rows, count_ptr,
-    MOST: tl.constexpr, KIND: tl.constexpr, SCALING: tl.constexpr, OUTER: tl.constexpr, HEADS: tl.constexpr,
+def encode_rows(
+    x, row, head, there, codes, scales, outer_ptr, count_ptr,
+    MOST: tl.constexpr, KIND: tl.constexpr, SCALING: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = r < num_rows
-    token = r // HEADS
-    head = r % HEADS
-    slot = tl.load(slot_mapping + token, mask=there, other=-1)
-    there = there & (slot >= 0)
-    row = slot * HEADS + head
+    """x [ROWS, PAD], zeros beyond HEAD and where not there, into rows of the planes."""
     c = tl.arange(0, PAD)
     mask = there[:, None] & (c < HEAD)[None, :]
-    at = token.to(tl.int64) * stride_token + head * stride_head
-    x = tl.load(x_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
-
     if MOST > 0:
         reach = tl.full((ROWS,), MOST, tl.float32)
         if OUTER > 0:
@@ -114,6 +105,28 @@ def _store_rows(
         s = tl.arange(0, PAD // 16)
         tl.store(scales + row[:, None] * (HEAD // 16) + s[None, :], block.to(tl.uint8),
                  mask=there[:, None] & (s < HEAD // 16)[None, :])  # fmt: skip
+
+
+@triton.jit
+def _store_rows(
+    x_ptr, stride_token, stride_head, codes, scales, outer_ptr, slot_mapping, num_rows, count_ptr,
+    MOST: tl.constexpr, KIND: tl.constexpr, SCALING: tl.constexpr, OUTER: tl.constexpr, HEADS: tl.constexpr,
+    HEAD: tl.constexpr, PAD: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = r < num_rows
+    token = r // HEADS
+    head = r % HEADS
+    slot = tl.load(slot_mapping + token, mask=there, other=-1)
+    there = there & (slot >= 0)
+    row = slot * HEADS + head
+    c = tl.arange(0, PAD)
+    mask = there[:, None] & (c < HEAD)[None, :]
+    at = token.to(tl.int64) * stride_token + head * stride_head
+    x = tl.load(x_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
+    encode_rows(x, row, head, there, codes, scales, outer_ptr, count_ptr, MOST, KIND, SCALING,
+                OUTER, HEAD, PAD, ROTATION, ROWS, PTX)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("num_rows",))

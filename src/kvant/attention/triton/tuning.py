@@ -30,6 +30,10 @@ class Shape:
     least: int = 1
     max_registers: int | None = None
 
+    def joined_at_once(self, rows: int) -> int:
+        """Items whose `rows` rows one program adds up at a time: half of its registers at most."""
+        return max(1, min(16, 32 * self.warps // max(rows, 1)))
+
 
 def shape_for(
     k: KVDtype, v: KVDtype, head_dims: tuple[int, int], rows: int, *, full: bool

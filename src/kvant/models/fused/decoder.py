@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvant.attention.base import AttentionParams, StepCall
+from kvant.attention.base import AttentionParams, HeadRotation, RotatingWriter, Step, StepCall
 from kvant.kv.spec import KVPlan
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
+
+if TYPE_CHECKING:
+    from kvant.models.fused.few_rows import FewRows
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [T, in], weight [out, in], bias [out] or None -> [T, out]."""
@@ -35,6 +38,13 @@ _FUSED: tuple[type[PreTrainedModel], ...] = (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
+
+
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embeddings whose frequencies depend on a token's own position alone."""
+
+_MOST_ANGLES = 1 << 18
+"""Positions whose angles are kept: 64 MiB for heads of 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +93,18 @@ class FusedDecoder:
         self.head_bias: Tensor | None = head.bias
         self.eps = float(decoder.norm.variance_epsilon)
         self._kernels = kernels_for(self.embedding)
+        self._few = few_rows_for(self)
+        self._table: tuple[Tensor, Tensor] | None = None
+        if self.embedding.device.type != "cpu" and self.rotary.rope_type in _FIXED_ROPE:
+            most = module.config.get_text_config().max_position_embeddings
+            places = torch.arange(min(most, _MOST_ANGLES), device=self.embedding.device)
+            with torch.no_grad():
+                self._table = frequencies(self.rotary, self.embedding, places)
 
     def make_invariant(self, linear: Linear) -> None:
         """From now on no row's result depends on the rows beside it. linear: of that kind."""
         self.linear = linear
+        self._few = None
         if isinstance(self._kernels, TorchKernels):
             self._kernels = InvariantTorchKernels()
 
@@ -94,31 +112,22 @@ class FusedDecoder:
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
+        few = self._few
+        if few is not None and len(logits_index) <= len(input_ids) <= few.most_tokens:
+            return self._forward_few(few, input_ids, call, logits_index, layers)
         kernels, linear, step, eps = self._kernels, self.linear, call.step, self.eps
         residual = F.embedding(input_ids, self.embedding)
-        cos, sin = frequencies(self.rotary, residual, step.positions)
+        angles = self._angles(step)
         taps: dict[int, Tensor] = {}
         x = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
-            q, k, v = kernels.rotate(
-                linear(x, *layer.qkv),
-                cos,
-                sin,
-                layer.num_q_heads,
-                layer.num_kv_heads,
-                layer.q_norm,
-                layer.k_norm,
-                eps,
-            )
-            backend, cache = call.backends[index], call.pool[index]
-            backend.write(cache, k, v, step)
+            q = self._enter(index, linear(x, *layer.qkv), angles, call)
             last = index + 1 == len(self.layers)
             narrowed = last and step.wanted is not None and index not in layers
             if narrowed:  # K and V are stored; nobody looks at the other rows of what follows
                 assert step.wanted is not None
                 q, residual, step = q[logits_index], residual[logits_index], step.wanted
-            attended = backend.attend(cache, q, step, layer.params)
-            x = linear(attended.reshape(residual.shape[0], -1), *layer.output)
+            x = linear(self._attend(index, q, call, step), *layer.output)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
             x = linear(kernels.silu_mul(linear(x, *layer.gate_up)), *layer.down)
             if last:
@@ -135,12 +144,98 @@ class FusedDecoder:
         logits = linear(x, self.head, self.head_bias)
         return logits, tuple(taps[index] for index in layers)
 
+    def _forward_few(
+        self,
+        few: FewRows,
+        input_ids: Tensor,
+        call: StepCall,
+        logits_index: Tensor,
+        layers: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The same where products do what lies between them; logits in float32."""
+        angles = self._angles(call.step)
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        taps: dict[int, Tensor] = {}
+        stream = few.embed(input_ids, self.embedding, self.layers[0].input_norm)
+        for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
+            q = self._enter(index, few.normed(stream, *layer.qkv), angles, call)
+            attended = self._attend(index, q, call, call.step)
+            stream = few.added(attended, *layer.output, stream, layer.post_norm)
+            x = few.normed(stream, *layer.gate_up, gated=True)
+            stream = few.added(x, *layer.down, stream, norm)
+            if index in layers:
+                taps[index] = stream.residual
+        logits = few.normed(
+            stream, self.head, self.head_bias, picked=logits_index, dtype=torch.float32
+        )
+        return logits, tuple(taps[index] for index in layers)
+
+    def _angles(self, step: Step) -> _Angles:
+        table = self._table
+        if table is not None and step.max_seqlen_kv <= len(table[0]):
+            return _Angles(*table, by_position=True)
+        return _Angles(*frequencies(self.rotary, self.embedding, step.positions), by_position=False)
+
+    def _enter(self, index: int, qkv: Tensor, angles: _Angles, call: StepCall) -> Tensor:
+        """From the product qkv of a layer to its queries; keys and values go into their slots."""
+        layer, step = self.layers[index], call.step
+        backend, cache = call.backends[index], call.pool[index]
+        weights = layer.q_norm, layer.k_norm
+        if isinstance(backend, RotatingWriter):
+            rotation = HeadRotation(angles.cos, angles.sin, angles.by_position, *weights, self.eps)
+            return backend.write_rotated(cache, qkv, rotation, step)
+        q, k, v = self._kernels.rotate(
+            qkv, *angles.of(step), layer.num_q_heads, layer.num_kv_heads, *weights, self.eps
+        )
+        backend.write(cache, k, v, step)
+        return q
+
+    def _attend(self, index: int, q: Tensor, call: StepCall, step: Step) -> Tensor:
+        """[len(q), num_q_heads * head_dim]."""
+        backend, cache = call.backends[index], call.pool[index]
+        return backend.attend(cache, q, step, self.layers[index].params).reshape(len(q), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Angles:
+    """cos, sin: [.., head_dim / 2], of every position, or of a step's tokens."""
+
+    cos: Tensor
+    sin: Tensor
+    by_position: bool
+
+    def of(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Of a step's tokens."""
+        if not self.by_position:
+            return self.cos, self.sin
+        return self.cos[step.positions], self.sin[step.positions]
+
 
 def frequencies(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [T, head_dim / 2]: transformers' own, whose second half repeats the first."""
     cos, sin = rotary(x[None], positions[None])
     half = cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
+def few_rows_for(decoder: FusedDecoder) -> FewRows | None:
+    """Products for steps of few tokens, where there are some: bfloat16 on an NVIDIA GPU."""
+    weight = decoder.embedding
+    if weight.device.type != "cuda" or weight.dtype is not torch.bfloat16:
+        return None
+    products = [product for layer in decoder.layers for product in _products(layer)]
+    products.append(decoder.head)
+    # Two rows of a weight at a time.
+    fit = all(w.is_contiguous() and w.shape[0] % 2 == 0 for w in products)
+    if torch.version.hip is not None or not fit:
+        return None
+    from kvant.models.fused.few_rows import FewRows
+
+    return FewRows(weight.device, decoder.eps)
+
+
+def _products(layer: Layer) -> list[Tensor]:
+    return [layer.qkv[0], layer.output[0], layer.gate_up[0], layer.down[0]]
 
 
 def linear_for(weight: Tensor) -> Linear:

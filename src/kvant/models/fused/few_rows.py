@@ -1,0 +1,177 @@
+"""Steps of few tokens on an NVIDIA GPU: four products a layer, and nothing between them but attention.
+
+See `few_rows_kernels`. In bfloat16 only: what is multiplied with a norm's weight before it is
+normalised could overflow in float16. The norm's scale is applied to float32 sums, where transformers
+rounds the normalised row to bfloat16 first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kvant.attention.triton.launch import (
+    launches_ahead,
+    multiprocessors,
+    shared_memory_of_a_program,
+)
+from kvant.models.fused import few_rows_kernels as kernels
+
+MOST_TOKENS = kernels.MOST_TOKENS
+_ROWS, _DEPTH = 64, 128  # of a weight's tile
+_MOST_SPLIT = 2
+
+
+class Cut(NamedTuple):
+    """split: parts that the columns of a stripe are cut into. stages: tiles in flight."""
+
+    split: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What runs through the layers: the sum so far [T, width], and what its norm needs.
+
+    weighted: [T, width], times the next norm's weight. squares: [stripes, 64] float32 sums. For a
+    single token both are None: whoever reads the sum computes them.
+    """
+
+    residual: Tensor
+    norm_weight: Tensor
+    weighted: Tensor | None = None
+    squares: Tensor | None = None
+
+
+class FewRows:
+    """The products of up to `MOST_TOKENS` tokens. Owns the memory in which programs of a stripe meet.
+
+    Steps run one at a time.
+    """
+
+    most_tokens = MOST_TOKENS
+
+    def __init__(self, device: torch.device, eps: float) -> None:
+        self._eps = eps
+        self._shared_bytes = shared_memory_of_a_program(device)
+        self._processors = multiprocessors(device)
+        self._ahead = launches_ahead(device)
+        # Of their final size from the start: recorded steps keep their addresses.
+        stripes = self._processors
+        self._arrived = torch.zeros(stripes, dtype=torch.int32, device=device)
+        room = stripes * _MOST_SPLIT * _ROWS * MOST_TOKENS
+        self._partial = torch.empty(room, dtype=torch.float32, device=device)
+
+    def embed(self, ids: Tensor, embedding: Tensor, norm_weight: Tensor) -> Stream:
+        """ids: [T] int64. embedding: [vocab_size, width]."""
+        tokens, width = ids.shape[0], embedding.shape[1]
+        if tokens == 1:
+            return Stream(embedding.index_select(0, ids), norm_weight)
+        residual = embedding.new_empty(tokens, width)
+        weighted = torch.empty_like(residual)
+        squares = residual.new_empty(1, MOST_TOKENS, dtype=torch.float32)
+        kernels.embed[(tokens,)](
+            ids, embedding, norm_weight, residual, weighted, squares,
+            WIDTH=width, PAD=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+        )  # fmt: skip
+        return Stream(residual, norm_weight, weighted, squares)
+
+    def normed(
+        self,
+        stream: Stream,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gated: bool = False,
+        picked: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The product of the normalised sum. gated: of gates and ups, as silu(gate) * up.
+
+        picked: [n] int64, the rows that are wanted, up to `MOST_TOKENS`. dtype: of what is returned
+        (the values are rounded to bfloat16).
+        """
+        tokens = stream.residual.shape[0] if picked is None else picked.shape[0]
+        rows = weight.shape[0]
+        out = weight.new_empty(tokens, rows // 2 if gated else rows, dtype=dtype)
+        if tokens == 0:
+            return out
+        kind = kernels.GATED if gated else kernels.SCALED
+        self._launch(kind.value, stream, None, weight, bias, picked, out, None)
+        return out
+
+    def added(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, norm_weight: Tensor
+    ) -> Stream:
+        """The product of x [T, in] added to the sum, with what the norm behind it needs."""
+        residual = torch.empty_like(stream.residual)
+        if stream.weighted is None:
+            after = Stream(residual, norm_weight)
+        else:
+            stripes = triton.cdiv(weight.shape[0], _ROWS)
+            squares = residual.new_empty(stripes, MOST_TOKENS, dtype=torch.float32)
+            after = Stream(residual, norm_weight, torch.empty_like(residual), squares)
+        self._launch(kernels.ADDED.value, stream, x, weight, bias, None, residual, after)
+        return after
+
+    def _launch(
+        self,
+        kind: int,
+        before: Stream,
+        x: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        picked: Tensor | None,
+        out: Tensor,
+        after: Stream | None,
+    ) -> None:
+        n, columns = weight.shape
+        tokens = out.shape[0]
+        if before.weighted is None:
+            assert tokens == 1
+            short = kind == kernels.ADDED.value and columns <= 4096
+            kernels.one_row[(n // 2,)](
+                before.residual if x is None else x, before.norm_weight, weight, bias,
+                before.residual, out, picked, self._eps, n,
+                COLUMNS=columns, BLOCK=min(2048 if short else 4096, triton.next_power_of_2(columns)),
+                KIND=kind, BIAS=bias is not None, PICKED=picked is not None, AHEAD=self._ahead,
+                num_warps=4 if short else 8, launch_pdl=self._ahead,
+            )  # fmt: skip
+            return
+        squares = before.squares
+        assert squares is not None
+        cut = self._cut(kind, tokens, weight)
+        stored = before if after is None else after
+        kernels.product[(triton.cdiv(n, _ROWS), cut.split)](
+            before.weighted if x is None else x, weight, bias, picked, squares, squares.shape[0],
+            self._eps, before.residual, stored.norm_weight, out, stored.weighted, stored.squares,
+            self._partial, self._arrived, tokens, n,
+            COLUMNS=columns, TOKENS=_padded(tokens), ROWS=_ROWS, DEPTH=_DEPTH, SPLIT=cut.split,
+            STAGES=cut.stages, KIND=kind, BIAS=bias is not None, PICKED=picked is not None,
+            EVEN=n % _ROWS == 0 and columns % (_DEPTH * cut.split) == 0, num_warps=4,
+        )  # fmt: skip
+
+    def _cut(self, kind: int, tokens: int, weight: Tensor) -> Cut:
+        """Stripes that fill the device, and as many tiles in flight as its shared memory takes.
+
+        Where stripes are more than multiprocessors, up to three run side by side on each, so that all
+        run at once.
+        """
+        n, columns = weight.shape
+        stripes = triton.cdiv(n, _ROWS)
+        split = 1
+        if kind == kernels.ADDED.value and stripes <= self._processors:
+            split = min(2, triton.cdiv(columns, _DEPTH))
+        beside = min(3, triton.cdiv(stripes * split, self._processors))
+        tile_bytes = 2 * _DEPTH * (_ROWS + _padded(tokens))
+        stages = max(2, min(4, self._shared_bytes // beside // tile_bytes))
+        return Cut(split, stages)
+
+
+def _padded(tokens: int) -> int:
+    """Tokens of a tile: what a matrix instruction takes."""
+    return max(16, int(triton.next_power_of_2(tokens)))

@@ -1,0 +1,236 @@
+"""Matrix products of few rows whose beginnings and ends do what lies between products.
+
+A decoder layer's norm is (x * w) * s with one number s for each row, and a product is linear: so the
+product before stores x * w and sums of squares of its columns, and the product behind multiplies its
+results with s. No launch is needed for a norm, a residual sum or an activation.
+
+Weights are the first operand (rows of them fill a matrix instruction, tokens need not) and are read
+once. Where a weight has too few rows to fill the device, several programs share a stripe of it, each a
+part of the columns; the last one of them to end adds the parts up, in their order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+SCALED = tl.constexpr(0)  # out = x w^T * scale + bias
+GATED = tl.constexpr(1)  # out = silu(gate) * up of the same; rows of the weight: all gates, all ups
+ADDED = tl.constexpr(2)  # out = residual + (x w^T + bias); x of the next product, and its squares
+
+MOST_TOKENS = 64
+"""Tokens of a product here; also the width of a row of sums of squares."""
+
+
+@triton.jit
+def _scale_of(squares, stripes, token, there, eps, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+    """1 / sqrt(mean of squares + eps) of tokens, whose sums lie in so many stripes of 64."""
+    STEP: tl.constexpr = 16
+    s = tl.arange(0, STEP)
+    total = tl.zeros((STEP, TOKENS), tl.float32)
+    for first in range(0, stripes, STEP):
+        at = squares + (first + s)[:, None] * 64 + token[None, :]
+        total += tl.load(at, mask=(first + s < stripes)[:, None] & there[None, :], other=0.0)
+    return tl.rsqrt(tl.sum(total, 0) / WIDTH + eps)
+
+
+@triton.jit
+def _finish(
+    acc, stripe, n, inside, t, there, token, bias, squares, stripes, eps, residual, norm_weight,
+    out, weighted, out_squares, N,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """What follows the sums acc [ROWS, TOKENS] of rows n of the weight; dtypes round as modules do."""
+    dtype: tl.constexpr = norm_weight.dtype.element_ty
+    if KIND == ADDED:
+        at = t[None, :].to(tl.int64) * N + n[:, None]
+        mask = inside[:, None] & there[None, :]
+        old = tl.load(residual + at, mask=mask, other=0.0)
+        w = tl.load(norm_weight + n, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total = (acc.to(dtype).to(tl.float32) + old.to(tl.float32)).to(dtype)
+        tl.store(out + at, total, mask=mask)
+        wide = total.to(tl.float32)
+        tl.store(weighted + at, (wide * w[:, None]).to(dtype), mask=mask)
+        tl.store(out_squares + stripe * 64 + t, tl.sum(wide * wide, 0), mask=there)
+    else:
+        y = acc * _scale_of(squares, stripes, token, there, eps, COLUMNS, TOKENS)[None, :]
+        if BIAS:
+            y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+        y = y.to(dtype)
+        if KIND == GATED:
+            HALF: tl.constexpr = ROWS // 2
+            gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, TOKENS)), (1, 2, 0)))
+            wide = gate.to(tl.float32)
+            silu = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
+            y = (silu * up.to(tl.float32)).to(dtype)
+            width = N // 2
+            m = stripe * HALF + tl.arange(0, HALF)
+            at = t[None, :].to(tl.int64) * width + m[:, None]
+            tl.store(out + at, y, mask=(m < width)[:, None] & there[None, :])
+        else:
+            at = t[None, :].to(tl.int64) * N + n[:, None]
+            tl.store(out + at, y.to(out.dtype.element_ty), mask=inside[:, None] & there[None, :])
+
+
+@triton.jit(do_not_specialize=("tokens", "stripes"))
+def product(
+    x, weight, bias, picked, squares, stripes, eps, residual, norm_weight,
+    out, weighted, out_squares, partial, arrived, tokens, N,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    PICKED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program (stripe of ROWS rows of the weight, one of SPLIT parts of its columns).
+
+    x: [T, COLUMNS]; with PICKED its rows picked [tokens] int64, else the first `tokens`.
+    weight: [N, COLUMNS]. squares, out_squares: [stripes, 64] float32.
+    residual, weighted: [tokens, N]. partial: float32 [stripes, SPLIT, ROWS, TOKENS].
+    arrived: int32 [stripes], zeros, and zeros again afterwards.
+    EVEN: every tile lies within the weight.
+    """
+    stripe = tl.program_id(0)
+    part = tl.program_id(1)
+    r = tl.arange(0, ROWS)
+    if KIND == GATED:
+        HALF: tl.constexpr = ROWS // 2
+        n = stripe * HALF + r % HALF
+        inside = n < N // 2
+        n += r // HALF * (N // 2)
+    else:
+        n = stripe * ROWS + r
+        inside = n < N
+    t = tl.arange(0, TOKENS)
+    there = t < tokens
+    token = t.to(tl.int64)
+    if PICKED:
+        token = tl.load(picked + t, mask=there, other=0)
+    k = tl.arange(0, DEPTH)
+    SPAN: tl.constexpr = (COLUMNS + DEPTH * SPLIT - 1) // (DEPTH * SPLIT) * DEPTH
+    lo = part * SPAN
+    hi = tl.minimum(lo + SPAN, COLUMNS)
+    w_at = weight + n[:, None].to(tl.int64) * COLUMNS + k[None, :]
+    x_at = x + token[None, :] * COLUMNS + k[:, None]
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    for s in tl.range(lo, hi, DEPTH, num_stages=STAGES):
+        if EVEN:
+            a = tl.load(w_at + s, eviction_policy="evict_first")
+            b = tl.load(x_at + s, mask=there[None, :], other=0.0)
+        else:
+            a = tl.load(w_at + s, mask=inside[:, None] & (s + k < hi)[None, :], other=0.0)
+            b = tl.load(x_at + s, mask=there[None, :] & (s + k < hi)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc)
+    if SPLIT == 1:
+        _finish(
+            acc, stripe, n, inside, t, there, token, bias, squares, stripes, eps, residual,
+            norm_weight, out, weighted, out_squares, N, COLUMNS, TOKENS, ROWS, KIND, BIAS,
+        )  # fmt: skip
+    else:
+        at = r[:, None] * TOKENS + t[None, :]
+        parts = partial + stripe * (SPLIT * ROWS * TOKENS)
+        tl.store(parts + part * (ROWS * TOKENS) + at, acc)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + stripe, 1, sem="acq_rel")
+        if before == SPLIT - 1:
+            total = tl.zeros((ROWS, TOKENS), tl.float32)
+            for i in tl.static_range(SPLIT):
+                total += tl.load(parts + i * (ROWS * TOKENS) + at, cache_modifier=".cg")
+            _finish(
+                total, stripe, n, inside, t, there, token, bias, squares, stripes, eps, residual,
+                norm_weight, out, weighted, out_squares, N, COLUMNS, TOKENS, ROWS, KIND, BIAS,
+            )  # fmt: skip
+            tl.store(arrived + stripe, 0)
+
+
+@triton.jit
+def _add_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def _rounded(y, bias, row, BIAS: tl.constexpr, dtype: tl.constexpr):
+    if BIAS:
+        y += tl.load(bias + row).to(tl.float32)
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def one_row(
+    x, norm_weight, weight, bias, residual, out, picked, eps, N,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    PICKED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The same for a single token. Program: two rows of the weight, with GATED a gate and its up.
+
+    x: [1, COLUMNS]; but for ADDED not normalised yet: every program sums its squares beside the
+    product, which costs less than to wait for somebody. N: even. AHEAD: launched while the kernel
+    before still runs; of the weight, which that one does not write, a first block is loaded meanwhile.
+    """
+    dtype: tl.constexpr = weight.dtype.element_ty
+    if AHEAD:
+        gdc_launch_dependents()
+    if KIND == GATED:
+        row = tl.program_id(0).to(tl.int64)
+        other = row + N // 2
+    else:
+        row = tl.program_id(0).to(tl.int64) * 2
+        other = row + 1
+    totals = tl.zeros((BLOCK,), tl.float32)
+    others = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, COLUMNS, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        if COLUMNS % BLOCK == 0:
+            a = tl.load(weight + row * COLUMNS + c, eviction_policy="evict_first")
+            b = tl.load(weight + other * COLUMNS + c, eviction_policy="evict_first")
+        else:
+            a = tl.load(weight + row * COLUMNS + c, mask=c < COLUMNS, other=0.0)
+            b = tl.load(weight + other * COLUMNS + c, mask=c < COLUMNS, other=0.0)
+        if start == 0:
+            if AHEAD:
+                gdc_wait()
+            if PICKED:
+                x += tl.load(picked) * COLUMNS
+            if KIND == ADDED:
+                old = tl.load(residual + row).to(tl.float32)
+                older = tl.load(residual + other).to(tl.float32)
+        v = tl.load(x + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+        if KIND != ADDED:
+            squares += v * v
+            v *= tl.load(norm_weight + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+        totals += a.to(tl.float32) * v
+        others += b.to(tl.float32) * v
+    y, z, square = tl.reduce((totals, others, squares), 0, _add_three)
+    if KIND == ADDED:
+        y = (_rounded(y, bias, row, BIAS, dtype) + old).to(dtype)
+        z = (_rounded(z, bias, other, BIAS, dtype) + older).to(dtype)
+    else:
+        scale = tl.rsqrt(square / COLUMNS + eps)
+        y = _rounded(y * scale, bias, row, BIAS, dtype)
+        z = _rounded(z * scale, bias, other, BIAS, dtype)
+    if KIND == GATED:
+        silu = (y / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32)
+        tl.store(out + row, (silu * z).to(dtype))
+    else:
+        tl.store(out + row, y.to(out.dtype.element_ty))
+        tl.store(out + other, z.to(out.dtype.element_ty))
+
+
+@triton.jit
+def embed(
+    ids, embedding, norm_weight, residual, weighted, squares,
+    WIDTH: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Program: one token. residual: its embedding; weighted, squares [1, 64]: of the first norm."""
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, PAD)
+    mask = c < WIDTH
+    x = tl.load(embedding + tl.load(ids + token) * WIDTH + c, mask=mask, other=0.0)
+    tl.store(residual + token * WIDTH + c, x, mask=mask)
+    wide = x.to(tl.float32)
+    w = tl.load(norm_weight + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(weighted + token * WIDTH + c, (wide * w).to(x.dtype), mask=mask)
+    tl.store(squares + token, tl.sum(wide * wide, 0))

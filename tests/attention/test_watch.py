@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from kvant.attention.base import AttentionParams, StepCall
-from kvant.attention.reference.backend import backend
+from kvant.attention.base import AttentionParams, HeadRotation, RotatingWriter, Step, StepCall
+from kvant.attention.reference.backend import ReferenceBackend, backend
 from kvant.attention.watch import WatchedBackend, check_all_were_reached, watch
 from kvant.errors import EngineFault
 from kvant.kv.geometry import Attention
+from kvant.kv.pool import LayerCache
 from tests.attention import driver
 
 ROWS = torch.ones(3, 2, 32)
@@ -68,3 +69,28 @@ def test_a_watched_backend_passes_everything_on() -> None:
     call, _ = watched()
     write(call, 0)
     assert torch.equal(attend(call, 0), torch.ones(3, 4, 32))
+
+
+class Rotating(ReferenceBackend):
+    def write_rotated(
+        self, cache: LayerCache, qkv: torch.Tensor, rotation: HeadRotation, step: Step
+    ) -> torch.Tensor:
+        return qkv[:, :128].view(-1, 4, 32)
+
+
+def test_a_backend_that_rotates_does_so_in_the_watched_forward_too() -> None:
+    pool = driver.pool(driver.plan([OWNER, SHARING, RECURRENT]), 3)
+    call, backends = watch(
+        StepCall(
+            driver.step([[1]], [3], [3]), pool, (Rotating(torch.float64), backend(), backend())
+        )
+    )
+    rotating, plain, _ = call.backends
+    assert not isinstance(plain, RotatingWriter)
+    assert isinstance(rotating, RotatingWriter)
+    rotation = HeadRotation(ROWS, ROWS, True, None, None, 1e-6)
+    q = rotating.write_rotated(call.pool[0], torch.ones(3, 256), rotation, call.step)
+    assert q.shape == (3, 4, 32)
+    attend(call, 0)
+    attend(call, 1)
+    check_all_were_reached(call, backends, "Model")

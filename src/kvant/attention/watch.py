@@ -10,7 +10,14 @@ import dataclasses
 
 from torch import Tensor
 
-from kvant.attention.base import AttentionBackend, AttentionParams, Step, StepCall
+from kvant.attention.base import (
+    AttentionBackend,
+    AttentionParams,
+    HeadRotation,
+    RotatingWriter,
+    Step,
+    StepCall,
+)
 from kvant.errors import EngineFault
 from kvant.kv.pool import LayerCache
 
@@ -34,9 +41,24 @@ class WatchedBackend:
         return out
 
 
+class WatchedRotatingBackend(WatchedBackend):
+    """The same for one that rotates: a watched forward must compute what later ones do, to the bit."""
+
+    def write_rotated(
+        self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
+    ) -> Tensor:
+        assert isinstance(self.watched, RotatingWriter)
+        q = self.watched.write_rotated(cache, qkv, rotation, step)
+        self.wrote = True
+        return q
+
+
 def watch(call: StepCall) -> tuple[StepCall, tuple[WatchedBackend, ...]]:
     """The same call with watched backends, and these, by layer index."""
-    backends = tuple(WatchedBackend(backend) for backend in call.backends)
+    backends = tuple(
+        (WatchedRotatingBackend if isinstance(backend, RotatingWriter) else WatchedBackend)(backend)
+        for backend in call.backends
+    )
     return dataclasses.replace(call, backends=backends), backends
 
 

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import kvant
@@ -320,6 +322,22 @@ def test_conversations_are_answered_one_or_several(llm: LLM) -> None:
     assert both[0].token_ids == one.token_ids
     assert len(both[1].token_ids) == 3
     assert llm.chat([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"abc", [None], [b"abc"], [1.5], torch.tensor([3, 4]), np.array([3, 4])]
+)
+def test_what_is_no_prompt_is_refused_in_words(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="text or a list of token ids") as refused:
+        llm.generate(prompts, GREEDY)
+    assert ("tolist" in str(refused.value)) == hasattr(prompts, "tolist")
+    assert llm.metrics()["num_waiting"] == 0
+
+
+@pytest.mark.parametrize("params", ["greedy", {"temperature": 0}, [{"temperature": 0}], 5])
+def test_what_is_no_sampling_params_is_refused_in_words(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="is a SamplingParams"):
+        llm.generate(["a"], params)
 
 
 def test_without_parameters_the_model_decides(path: Path, tmp_path: Path) -> None:

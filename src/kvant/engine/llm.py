@@ -183,8 +183,12 @@ class LLM:
         return self.engine.stream(number)
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Token ids of a prompt; token ids stay as they are."""
-        return prompt if not isinstance(prompt, str) else self._tokenizing().encode(prompt)
+        """Token ids of a prompt; token ids stay as they are. RequestError for what is neither."""
+        if isinstance(prompt, str):
+            return self._tokenizing().encode(prompt)
+        if not _is_list(prompt):
+            raise _no_prompt(prompt)
+        return prompt
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as a prompt, by the model's chat template."""
@@ -215,14 +219,34 @@ def _pair(
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Each prompt with its parameters. A list of numbers is one prompt, not several."""
     several: list[Prompt]
+    if not isinstance(prompts, str) and not _is_list(prompts):
+        raise _no_prompt(prompts)
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         several = [prompts]  # type: ignore[list-item]
     else:
         several = list(prompts)  # type: ignore[arg-type]
     if isinstance(params, SamplingParams):
         return [(prompt, params) for prompt in several]
+    if not _is_list(params) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(
+            "sampling_params is a SamplingParams, or a list of them, one for each prompt",
+            param="sampling_params",
+        )
     if len(params) != len(several):
         raise RequestError(
             f"{len(several)} prompts and {len(params)} sampling_params", param="sampling_params"
         )
     return list(zip(several, params, strict=True))
+
+
+def _is_list(given: object) -> bool:
+    """Bytes are a sequence of numbers to Python, and no list of tokens to anybody."""
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
+
+
+def _no_prompt(given: object) -> RequestError:
+    kind = type(given).__name__
+    how = ": give its .tolist()" if hasattr(given, "tolist") else ""
+    return RequestError(
+        f"a prompt is a text or a list of token ids, not {kind}{how}", param="prompt"
+    )

@@ -38,7 +38,7 @@ def read_policy(path: Path) -> Requests:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as fault:
         raise BadValue(f"--kv-cache-policy {path}: cannot be read", why=str(fault)) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as fault:
+    except (yaml.YAMLError, UnicodeError, RecursionError) as fault:
         raise BadValue(f"--kv-cache-policy {path}: is no YAML", why=str(fault)) from None
     body = dict(_mapping(document, str(path)))
     draft = body.pop("draft", {})

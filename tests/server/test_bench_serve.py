@@ -6,13 +6,15 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvant.errors import BadValue
 from kvant.measure.http_stream import parse_target
-from kvant.measure.serving import Load, Round, run, run_all
+from kvant.measure.servers import parse_servers, ratios, run_all, table
+from kvant.measure.serving import Load, Round, run
 from tests.cli.command import kvant
 from tests.server.harness import Server
 
@@ -31,16 +33,17 @@ def test_a_server_under_load_with_aborts_loses_no_page(server: Server, tmp_path:
     assert ran.code == 0, ran.err
     assert "only-for-this-server" not in out.read_text()
     found = json.loads(out.read_text())
-    assert [one["load"]["rate"] for one in found["rounds"]] == [10, 20]
-    for one in found["rounds"]:
+    (measured,) = found["servers"]
+    assert [one["load"]["rate"] for one in measured["rounds"]] == [10, 20]
+    for one in measured["rounds"]:
         outcomes = one["outcomes"]
         assert sum(outcomes.values()) == one["requests"] > 0
         assert outcomes["failed"] == 0, one["failures"]
         assert outcomes["completed"] * 24 <= one["output_tokens"]
         assert one["server"]["kvant:page_audits_total"] >= 1
         assert one["server"]["kvant:page_audit_faults_total"] == 0
-    assert sum(one["outcomes"]["aborted"] for one in found["rounds"]) > 0
-    assert sum(one["outcomes"]["completed"] for one in found["rounds"]) > 0
+    assert sum(one["outcomes"]["aborted"] for one in measured["rounds"]) > 0
+    assert sum(one["outcomes"]["completed"] for one in measured["rounds"]) > 0
 
 
 def test_events_cut_anywhere_between_chunks_are_read_whole() -> None:
@@ -87,21 +90,62 @@ def test_time_a_token_counts_tokens_where_events_carry_several() -> None:
     assert found.itl.p50 > 0.05
 
 
-def test_no_prompt_comes_twice_in_loads_one_after_another() -> None:
-    """Or a prefix cache would answer for the server."""
+def test_servers_get_the_same_prompts_and_none_gets_one_twice() -> None:
+    """Or they would not be measured by the same load, or a prefix cache would answer for one."""
     prompts: list[str] = []
+    others: list[str] = []
+    seen: list[tuple[str, float]] = []
 
-    async def offered(url: str) -> None:
+    async def both(url: str) -> None:
+        await beside(broken, partial(offered, url), others)
+
+    async def offered(url: str, other: str) -> None:
         loads = [replace(LOAD, rate=rate, input=30) for rate in (40.0, 60.0)]
-        async for _ in run_all(parse_target(url), "m", loads, warm_up=2, seed=0):
-            pass
+        servers = parse_servers([f"one={url}", f"two={other}"], "m")
+        async for server, found in run_all(servers, loads, warm_up_requests=2, seed=0):
+            seen.append((server.name, found.load.rate))
 
-    async def answer(writer: asyncio.StreamWriter) -> None:
+    async def broken(writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + b"0\r\n\r\n")
 
-    asyncio.run(beside(answer, offered, prompts))
+    asyncio.run(beside(broken, both, prompts))
+    assert seen == [("one", 40), ("two", 40), ("one", 60), ("two", 60)]
     assert len(prompts) > 30
     assert len(set(prompts)) == len(prompts)
+    assert sorted(prompts) == sorted(others)
+
+
+def test_the_first_servers_times_are_shown_over_the_others() -> None:
+    """One that sends an event each 120 ms beside one that does each 40 ms."""
+
+    def answer(seconds: float) -> Answer:
+        async def written(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD)
+            for one in [{"choices": [{"text": "a"}]}] * 4 + [{"usage": {"completion_tokens": 4}}]:
+                await asyncio.sleep(seconds)
+                said = b"data: %s\n\n" % json.dumps(one).encode()
+                writer.write(b"%x\r\n%s\r\n" % (len(said), said))
+            writer.write(b"0\r\n\r\n")
+
+        return written
+
+    slow, fast = parse_servers(["slow=http://127.0.0.1:1", "fast=http://127.0.0.1:2"])
+    found = [(slow, under(answer(0.12))), (fast, under(answer(0.04)))]
+    shown = ratios(found).splitlines()
+    assert shown[0].startswith("| slow over | requests/s | TTFT p50 ")
+    name, rate, *times = shown[-1].strip("| ").split(" | ")
+    assert (name, rate) == ("fast", "20")
+    assert len(times) == 5
+    assert all(1.5 < float(time) < 4.5 for time in times), times
+    assert table(found).count("| 3/4 |") == 2
+    assert ratios(found[:1]) == ""
+
+
+def test_servers_are_told_apart_by_name() -> None:
+    plain, named = parse_servers(["http://host:1/v1?a=b", "x=http://host:1"])
+    assert (plain.name, named.name) == ("host:1", "x")
+    with pytest.raises(BadValue, match="two servers are called host:1"):
+        parse_servers(["http://host:1", "http://host:1"])
 
 
 def test_refusals_and_cut_answers_are_told_apart() -> None:

@@ -1,4 +1,4 @@
-"""`kvant bench serve`: a running server under an open load, at several rates one after another."""
+"""`kvant bench serve`: running servers under an open load, at several rates one after another."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import asyncio
 import json
 import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from kvant.measure.http_stream import Target
+    from kvant.measure.servers import Server
     from kvant.measure.serving import Load, Round
 
 
 def serve(
-    url: Annotated[str, typer.Argument(help="Such as http://127.0.0.1:8000; any such server.")],
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]URL..",
+            help="Such as http://127.0.0.1:8000; several are measured turn by turn.",
+        ),
+    ],
     rates: Annotated[
         list[float] | None,
         typer.Option("--rate", min=0.01, help="Requests a second; may be repeated. Default: 4."),
@@ -43,44 +48,40 @@ def serve(
     out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
 ) -> None:
     """Time to first token and between tokens over HTTP; requests arrive whether others are answered or
-    not.
+    not. Any server with OpenAI's API; with several, the first one's times are shown over the others'.
     """
     from kvant.measure.facts import gpu_facts, measurement_facts
-    from kvant.measure.http_stream import parse_target
-    from kvant.measure.serving import Load, table
+    from kvant.measure.servers import parse_servers, ratios, rounds_of, table
+    from kvant.measure.serving import Load
 
-    target = parse_target(url, api_key)
+    servers = parse_servers(urls, model, api_key)
     loads = [
         Load(rate, seconds, input_tokens, output_tokens, aborts, vocabulary)
         for rate in rates or [4.0]
     ]
-    rounds = asyncio.run(_all(target, model, loads, warm_up, seed))
-    sys.stdout.write(table(rounds) + "\n")
-    for one in rounds:
+    found = asyncio.run(_all(servers, loads, warm_up, seed))
+    sys.stdout.write("\n\n".join(filter(None, (table(found), ratios(found)))) + "\n")
+    for server, one in found:
         for line in one.failures:
-            sys.stderr.write(f"failed: {line}\n")
+            sys.stderr.write(f"failed at {server.name}: {line}\n")
         if one.server:
             shown = ", ".join(f"{name} {value:g}" for name, value in one.server.items())
-            sys.stderr.write(f"the server, at {one.load.rate:g} requests/s: {shown}\n")
+            sys.stderr.write(f"{server.name}, at {one.load.rate:g} requests/s: {shown}\n")
     if out is not None:
         words = [word.replace(api_key, "..") if api_key else word for word in sys.argv[1:]]
         command = shlex.join(["kvant", *words])
-        facts = {**measurement_facts(command, ["h11"]), **gpu_facts()}
-        rows = [
-            {**asdict(one), "output_tokens_per_second": one.output_tokens_per_second}
-            for one in rounds
-        ]
-        out.write_text(json.dumps({**facts, "rounds": rows}, indent=1) + "\n", encoding="utf-8")
+        facts = {**measurement_facts(command, ["h11"]), **gpu_facts(), "servers": rounds_of(found)}
+        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 async def _all(
-    target: Target, model: str | None, loads: list[Load], warm_up: int, seed: int
-) -> list[Round]:
-    from kvant.measure.serving import model_of, run_all
+    servers: list[Server], loads: list[Load], warm_up: int, seed: int
+) -> list[tuple[Server, Round]]:
+    from kvant.measure.servers import run_all
 
-    name = model or await model_of(target)
     found = []
-    async for one in run_all(target, name, loads, warm_up=warm_up, seed=seed):
-        found.append(one)
-        sys.stderr.write(f"{one.load.rate:g} requests/s: {one.output_tokens_per_second:.0f}\n")
+    async for server, one in run_all(servers, loads, warm_up_requests=warm_up, seed=seed):
+        found.append((server, one))
+        rate = one.output_tokens_per_second
+        sys.stderr.write(f"{server.name}, {one.load.rate:g} requests/s: {rate:.0f} tokens/s\n")
     return found

@@ -11,7 +11,6 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,23 +100,22 @@ async def model_of(target: Target) -> str:
     return str(found["data"][0]["id"])
 
 
-async def run_all(
-    target: Target, model: str, loads: Sequence[Load], *, warm_up: int, seed: int
-) -> AsyncGenerator[Round, None]:
-    """Load after load, no prompt twice: a prefix cache finds nothing.
-
-    warm_up: so many requests like the first load's go ahead, one after another, whatever becomes of them.
-    """
-    for number in range(warm_up):
-        whole = replace(loads[0], aborts=0.0)
+async def warm_up(
+    target: Target, model: str | None, load: Load, requests: int, *, seed: int
+) -> None:
+    """So many requests like the load's, one after another, whatever becomes of them."""
+    model = model or await model_of(target)
+    for number in range(requests):
         numbers = random.Random(f"{seed} warm-up {number}")
-        await _client(target, model, whole, time.perf_counter(), numbers)
-    for number, load in enumerate(loads):
-        yield await run(target, model, load, seed=f"{seed} {number}")
+        await _client(target, model, replace(load, aborts=0.0), time.perf_counter(), numbers)
 
 
-async def run(target: Target, model: str, load: Load, *, seed: int | str) -> Round:
-    """Offer the load, wait for every answer, ask the server for its counters."""
+async def run(target: Target, model: str | None, load: Load, *, seed: int | str) -> Round:
+    """Offer the load, wait for every answer, ask the server for its counters.
+
+    model: None for the first that the server names.
+    """
+    model = model or await model_of(target)
     numbers = random.Random(seed)
     dues = _arrivals(load, numbers)
     before = await _metrics(target)
@@ -129,7 +127,7 @@ async def run(target: Target, model: str, load: Load, *, seed: int | str) -> Rou
     seen = await asyncio.gather(*clients)
     seconds = time.perf_counter() - start
     after = await _audited(target, before)
-    outcomes = {name: sum(one.outcome == name for one in seen) for name in _OUTCOMES}
+    outcomes = {name: sum(one.outcome == name for one in seen) for name in OUTCOMES}
     return Round(
         load=load,
         requests=len(seen),
@@ -146,25 +144,7 @@ async def run(target: Target, model: str, load: Load, *, seed: int | str) -> Rou
     )
 
 
-def table(rounds: Sequence[Round]) -> str:
-    """Markdown; milliseconds."""
-    lines = [
-        "| requests/s | input/output | completed, aborted, refused, failed | out tok/s "
-        "| TTFT p50 | p90 | p99 | ITL p50 | p90 | p99 | TPOT p50 | end to end p50 |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for one in rounds:
-        load = one.load
-        counts = ", ".join(str(one.outcomes[name]) for name in _OUTCOMES)
-        cells = [*_cells(one.ttft), *_cells(one.itl), *_cells(one.tpot)[:1], *_cells(one.e2e)[:1]]
-        lines.append(
-            f"| {load.rate:g} | {load.input}/{load.output} | {counts} "
-            f"| {one.output_tokens_per_second:.0f} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
-
-
-_OUTCOMES = ("completed", "aborted", "refused", "failed")
+OUTCOMES = ("completed", "aborted", "refused", "failed")
 _COUNTERS = ("kvant:page_audits_total", "kvant:page_audit_faults_total",
              "kvant:num_preemptions_total", "kvant:requests_aborted_total",
              "kvant:kv_saturated_values_total")  # fmt: skip
@@ -281,9 +261,3 @@ def _percentiles(values: list[float]) -> Percentiles | None:
         return values[min(len(values) - 1, int(share * len(values)))]
 
     return Percentiles(at(0.5), at(0.9), at(0.99), values[-1])
-
-
-def _cells(found: Percentiles | None) -> list[str]:
-    if found is None:
-        return ["-", "-", "-"]
-    return [f"{1e3 * seconds:.1f}" for seconds in (found.p50, found.p90, found.p99)]

@@ -179,49 +179,17 @@ class ModelRunner:
 
 
 def _there(batch: Batch, device: torch.device) -> tuple[Tensor, Step, Tensor]:
-    """A batch's tensors on the device, all by one copy."""
-    steps = [step for step in (batch.step, batch.step.rest, batch.step.wanted) if step is not None]
-    tensors = [batch.input_ids, batch.logits_index]
-    for step in steps:
-        tensors += [getattr(step, name) for name in _MOVED]
-    there = iter(_copied(tensors, device))
-    ids, index = next(there), next(there)
-    moved = iter([_with(step, *(next(there) for _ in _MOVED)) for step in steps])
-    whole = next(moved)
-    rest = None if whole.rest is None else next(moved)
-    wanted = None if whole.wanted is None else next(moved)
-    return ids, replace(whole, rest=rest, wanted=wanted), index
+    return batch.input_ids.to(device), _moved(batch.step, device), batch.logits_index.to(device)
 
 
-def _with(
-    step: Step, lengths: Tensor, seqlens_kv: Tensor, table: Tensor, slots: Tensor, positions: Tensor
-) -> Step:
-    """The step with these tensors, in the order of _MOVED."""
+def _moved(step: Step, device: torch.device) -> Step:
     return replace(
         step,
-        cu_seqlens_q=lengths,
-        seqlens_kv=seqlens_kv,
-        page_table=table,
-        slot_mapping=slots,
-        positions=positions,
+        cu_seqlens_q=step.cu_seqlens_q.to(device),
+        seqlens_kv=step.seqlens_kv.to(device),
+        page_table=step.page_table.to(device),
+        slot_mapping=step.slot_mapping.to(device),
+        positions=step.positions.to(device),
+        rest=None if step.rest is None else _moved(step.rest, device),
+        wanted=None if step.wanted is None else _moved(step.wanted, device),
     )
-
-
-_MOVED = ("cu_seqlens_q", "seqlens_kv", "page_table", "slot_mapping", "positions")
-_ALIGNMENT = 64  # bytes: kernels are compiled for pointers that are multiples of 16
-
-
-def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on the device, as parts of one buffer."""
-    places, end = [], 0
-    for tensor in tensors:
-        places.append(slice(end, end + tensor.numel() * tensor.element_size()))
-        end = -(-places[-1].stop // _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for place, tensor in zip(places, tensors, strict=True):
-        buffer[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    there = buffer.to(device, non_blocking=True)
-    return [
-        there[place].view(tensor.dtype).view(tensor.shape)
-        for place, tensor in zip(places, tensors, strict=True)
-    ]

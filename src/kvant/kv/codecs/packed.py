@@ -19,7 +19,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     eights = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
     shifts = torch.arange(0, 8 * bits, bits, dtype=torch.int32, device=codes.device)
     words = (eights << shifts).sum(-1, dtype=torch.int32).unsqueeze(-1)
-    parts = (words >> torch.tensor([0, 8, 16], dtype=torch.int32, device=codes.device)) & 0xFF
+    parts = (words >> _bytes(codes.device)) & 0xFF
     return parts.to(torch.uint8).flatten(-2)
 
 
@@ -28,9 +28,13 @@ def look_up(packed: Tensor, values: Tensor, bits: int) -> Tensor:
     if bits == 4:
         return nibbles.look_up(packed, values)
     threes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 3, 3).to(torch.int32)
-    bytes_ = torch.tensor([0, 8, 16], dtype=torch.int32, device=packed.device)
-    words = (threes << bytes_).sum(-1, dtype=torch.int32).unsqueeze(-1)
+    words = (threes << _bytes(packed.device)).sum(-1, dtype=torch.int32).unsqueeze(-1)
     shifts = torch.arange(0, 8 * bits, bits, dtype=torch.int32, device=packed.device)
     codes = (words >> shifts) & ((1 << bits) - 1)
     found = torch.index_select(values, 0, codes.reshape(-1))
     return found.view(*packed.shape[:-1], packed.shape[-1] * 8 // bits)
+
+
+def _bytes(device: torch.device) -> Tensor:
+    """Where the three bytes of eight codes begin, in bits."""
+    return torch.arange(0, 24, 8, dtype=torch.int32, device=device)

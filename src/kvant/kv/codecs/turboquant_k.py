@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -56,21 +57,25 @@ class NormalCodebookCodec:
         size = z.abs()
         for middle in middles(self.centroids):
             codes += size > middle
-        found = self._centroids(x.device)[codes.to(torch.int64)]
+        found = _values(self.centroids, x.device)[codes.to(torch.int64)]
         length = (root / _root(sum_of_squares(found))) * unit
-        length = torch.where(broken, float("nan"), length.clamp(max=_HALF_MAX))
-        return packed.pack(codes, self.bits), length.to(torch.float16)
+        scales = length.clamp(max=_HALF_MAX).to(torch.float16)
+        # NaN is written as float16: converted from float32 it is 0x7fff on CUDA.
+        return packed.pack(codes, self.bits), scales.masked_fill_(broken, float("nan"))
 
     def decode(
         self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
     ) -> Tensor:
         assert scale is None
         codes, scales = planes
-        found = packed.look_up(codes, self._centroids(codes.device), self.bits)
+        found = packed.look_up(codes, _values(self.centroids, codes.device), self.bits)
         return narrow(unrotate(found * scales.to(torch.float32)), dtype)
 
-    def _centroids(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.centroids, dtype=torch.float32, device=device)
+
+@cache
+def _values(centroids: tuple[float, ...], device: torch.device) -> Tensor:
+    """float32: the number that each code means. Kept: graphs cannot copy it from the host."""
+    return torch.tensor(centroids, dtype=torch.float32, device=device)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def test_pages_of_another_format_salt_or_revision_are_never_found(path: Path) ->
     run(engine, [prompt], 1)
     assert run(engine, [prompt], 1)[0].num_cached_tokens > 0
     others = (
-        {"plan_fingerprint": make(path, "fp8", "float64").plan.fingerprint},
+        {"plan": make(path, "fp8", "float64").plan.fingerprint},
         {"revision": "another"},
         {"model": "another"},
     )

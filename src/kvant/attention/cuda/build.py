@@ -64,14 +64,15 @@ def unavailable() -> str | None:
 
 def build(
     package: str,
-    source: str,
+    sources: Sequence[str],
     name: str,
     defines: Mapping[str, int],
     shared_bytes: int,
     arguments: tuple[type, ...],
 ) -> Kernel:
-    """Compile `source` of `package` with `defines`, load it and find kernel `name`."""
-    code = _compiled(files(package).joinpath(source).read_bytes(), defines)
+    """Compile `sources` of `package`, one behind the other, with `defines`; load kernel `name`."""
+    text = b"".join(files(package).joinpath(source).read_bytes() for source in sources)
+    code = _compiled(text, defines)
     driver = import_module("cuda.bindings.driver")
     torch.cuda.current_stream()  # the device's context must exist
     module = _checked(driver.cuModuleLoadData(code))

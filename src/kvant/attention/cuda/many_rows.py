@@ -27,17 +27,19 @@ logger = logging.getLogger(__name__)
 HEAD = 128
 ROWS = 64
 TILE = 64
-WARPS = 4
+WARPS = 8
 PROGRAMS = 2
 """Of a multiprocessor; three of 168 registers were slower."""
 FEWEST = 33
 """Rows from which this kernel is the faster one."""
 
+SOURCES = ("hopper.cuh", "codes.cuh", "items.cuh", "many_rows.cu")
+
 _KINDS = frozenset({Kind.E4M3, Kind.E5M2, Kind.INT8, Kind.UINT4, Kind.E2M1})
 _SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SHARED = 227 * 1024 // PROGRAMS - 5 * 1024
 """Bytes a program may ask for, so that all programs of a multiprocessor fit beside what is static."""
-_FIXED = 1024 + ROWS * HEAD * 2 + TILE * ROWS * 2  # to align, queries, probabilities
+_FIXED = 1024 + ROWS * HEAD * 2 + 2 * TILE * ROWS * 2  # to align, queries, probabilities twice
 _TURNED = 1024 + ROWS * HEAD * 2 + ROWS * (HEAD + 4) * 4  # queries, the output being turned
 _ARGUMENTS = (
     POINTER, LONG, LONG, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, INT, POINTER, INT,
@@ -73,7 +75,7 @@ def _available() -> bool:
 def shape_for(k: KVDtype, v: KVDtype) -> Shape:
     """How a launch is cut; stages: tiles in shared memory."""
     stage = _row_bytes(READING[k]) + _row_bytes(READING[v])
-    stages = min(4, (_SHARED - _FIXED) // (TILE * stage))
+    stages = min(6, (_SHARED - _FIXED) // (TILE * stage))
     return Shape(ROWS, TILE, WARPS, stages, PROGRAMS)
 
 
@@ -109,7 +111,7 @@ def _kernel(
         "HEADS": heads, "GROUP": group, "PAGE": page_size, "STAGES": shape.stages,
         "PROGRAMS": shape.programs, "BFLOAT16": int(dtype is torch.bfloat16),
     }  # fmt: skip
-    return build.build(__package__, "many_rows.cu", "many_rows", defines, size, _ARGUMENTS)
+    return build.build(__package__, SOURCES, "many_rows", defines, size, _ARGUMENTS)
 
 
 def launch(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import itertools
 import logging
 from collections.abc import Iterator
 
@@ -11,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.attention.cuda import build, many_rows
+from kvant.attention.triton.codec import READING
 from kvant.kv.dtype import KVDtype
 from tests.attention.triton import case
 
@@ -61,3 +64,23 @@ def test_programs_fill_the_device_whole_times() -> None:
         items = many_rows.items_aimed_at(blocks, 8, 132)
         waves = items * 8 / (132 * many_rows.PROGRAMS)
         assert waves / -(-waves // 1) > 0.9, blocks
+
+
+def test_two_programs_with_three_tiles_or_more_fit_a_multiprocessor_in_every_pair_of_formats() -> (
+    None
+):
+    multiprocessor, static_and_system = 228 * 1024, 4 * 1024 + 1024
+    served = [name for name in READING if READING[name].kind in many_rows._KINDS]
+    assert len(served) == 6
+    for k, v in itertools.product(served, repeat=2):
+        stages = many_rows.shape_for(k, v).stages
+        program = many_rows.shared_bytes(k, v) + static_and_system
+        assert stages >= 3, (k, v)
+        assert many_rows.PROGRAMS * program <= multiprocessor, (k, v)
+
+
+def test_every_source_is_in_the_package() -> None:
+    package = importlib.resources.files("kvant.attention.cuda")
+    text = "".join(package.joinpath(name).read_text() for name in many_rows.SOURCES)
+    assert text.count('extern "C" __global__') == 1
+    assert "#include" not in text

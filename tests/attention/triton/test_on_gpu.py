@@ -16,6 +16,7 @@ from kvant.attention.long import list_long
 from kvant.attention.triton import backend as backend_module
 from kvant.attention.triton import prefill
 from kvant.attention.triton.backend import TritonBackend
+from kvant.attention.triton.codec import READING, Kind
 from kvant.attention.triton.info import SERVED
 from kvant.attention.triton.zero import PageEraser
 from kvant.kv.codecs import codec_for
@@ -27,6 +28,7 @@ from tests.attention.triton import case
 pytestmark = pytest.mark.gpu
 
 FORMATS = [name for name in KVDtype if name in SERVED - {KVDtype.FP8_E4M3FNUZ}]  # AMD's alone
+QUANTISED = [name for name in FORMATS if READING[name].kind > Kind.BFLOAT16]
 FLOATS = (torch.bfloat16, torch.float16)
 MANY = (*((17 * i % 900 + 1, 1) for i in range(180)), (3000, 1), (5, 1))
 LONG = ((700, 1), (33, 1), (1, 1), (2049, 1))
@@ -138,6 +140,18 @@ def test_every_kind_of_attention_matches_the_reference(
 ) -> None:
     asked: dict[str, Any] = {"heads": (8, 2), "head_dims": (128, 128), **variant}
     check(case.prepare(k, v, sequences=sequences, dtype=torch.bfloat16, device="cuda", **asked))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize("name", QUANTISED, ids=str)
+def test_scores_and_values_may_grow_along_the_keys(name: KVDtype, causal: bool) -> None:
+    """Maxima and value scales of the first keys are far too small for the last ones."""
+    x = case.prepare(
+        name, heads=(8, 2), head_dims=(128, 128), sequences=((600, 600), (200, 40)), causal=causal,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    growth = torch.logspace(-4, 2, 640, base=2, device="cuda")[:, None, None].bfloat16()
+    check(replace(x, k=x.k * growth, v=x.v * growth))
 
 
 @pytest.mark.parametrize("name", FORMATS, ids=str)

@@ -8,6 +8,10 @@ from tables import Cells, held, table
 
 FILE = "h200-attention.json"
 MANY_ROWS = "h200-many-rows.json"
+GRID = "h200-attention-grid.json"
+CUTS = "h200-attention-cuts.json"
+PROMPTS = "h200-attention-prompts.json"
+MOST_OVER_PEER = 1.03
 # Of one query: microseconds, and share of the time of bfloat16.
 GOALS: dict[str, tuple[float | None, float | None]] = {
     "bfloat16": (540, None),
@@ -74,5 +78,90 @@ def other_batches(data: Any) -> Cells:
         lines.append(
             [name, f"{long[name]['median_us']:.1f}", f"{mixed[name]['median_us']:.0f}",
              f"{uniform[name]['median_us']:.0f}", f"{skew:.2f}", f"{short[name]['median_us']:.1f}"]
+        )  # fmt: skip
+    return lines
+
+
+@table("attention-grid", GRID)
+def grid(data: Any) -> Cells:
+    """Each peer at its better page size."""
+    points: dict[tuple[str, int, int], dict[str, float]] = {}
+    for r in data["rows"]:
+        at = points.setdefault((r["format"], r["batch"], r["length"]), {})
+        at[r["who"]] = min(r["median_us"], at.get(r["who"], float("inf")))
+    peers = [who for who in dict.fromkeys(r["who"] for r in data["rows"]) if who != "kvant"]
+    head = ["format", "batch", "tokens", "kvant us", *(f"{who} us" for who in peers)]
+    lines = [[*head, "over the best peer", "goal"]]
+    for (name, batch, length), us in points.items():
+        ratio = us["kvant"] / min(us[who] for who in peers)
+        lines.append(
+            [name, str(batch), str(length), f"{us['kvant']:.1f}", *(f"{us[who]:.1f}" for who in peers),
+             f"{ratio:.2f}", held(ratio, MOST_OVER_PEER, shown=f"{MOST_OVER_PEER}")]
+        )  # fmt: skip
+    return lines
+
+
+@table("attention-skew", CUTS)
+def skew(data: Any) -> Cells:
+    lines = [
+        ["format", "one of 128k and 31 of 4k us", "32 of 8064 us (same tokens)", "skew", "goal"]
+    ]
+    for r in data["skew"]:
+        ratio = r["skewed_us"] / r["uniform_us"]
+        lines.append(
+            [r["format"], f"{r['skewed_us']}", f"{r['uniform_us']}", f"{ratio:.2f}",
+             held(ratio, 1.15, shown="1.15")]
+        )  # fmt: skip
+    return lines
+
+
+@table("attention-cuts", CUTS)
+def cuts(data: Any) -> Cells:
+    lines = [["format", "batch", "tokens", "joined 8 at once us", "best cut of these programs us",
+              "best cut of larger programs us"]]  # fmt: skip
+    for r in data["cuts"]:
+        if r["batch"] <= 4:
+            own, large = r["best_of_these_programs"], r["best_of_larger_programs"]
+            lines.append(
+                [r["format"], str(r["batch"]), str(r["length"]), f"{r['joined_8_at_once_us']:.1f}",
+                 f"{own['us']:.1f}", f"{large['us']:.1f}"]
+            )  # fmt: skip
+    return lines
+
+
+@table("attention-prefix", PROMPTS)
+def prefix(data: Any) -> Cells:
+    rows = data["prefix_2048_over_32768"]
+    base = next(r["us"] for r in rows if r["format"] == "bfloat16")
+    lines = [["format", "us", "of that decoding us", "speed over own bfloat16", "goal"]]
+    for r in rows:
+        least = {"bfloat16": 1.0, "int4_per_token_head": 0.8, "nvfp4": 0.8}.get(r["format"], 0.9)
+        speed = base / r["us"]
+        goal = (
+            "-"
+            if r["format"] == "bfloat16"
+            else held(speed, least, least=True, shown=f"{least:.2f}")
+        )
+        lines.append([r["format"], str(r["us"]), str(r["decoding_us"]), f"{speed:.2f}", goal])
+    return lines
+
+
+@table("attention-prompts", PROMPTS)
+def prompts(data: Any) -> Cells:
+    lines = [["prompts", "us", "TFLOP/s", "goal"]]
+    for r in data["prompts"]:
+        met = held(r["tflops"], 545, least=True, shown="545") if r["tokens"] == 8192 else "none"
+        lines.append([f"{r['sequences']} x {r['tokens']}", str(r["us"]), str(r["tflops"]), met])
+    return lines
+
+
+@table("attention-dense", PROMPTS)
+def dense(data: Any) -> Cells:
+    lines = [["prompts", "heads, head size", "queries x keys, warps, stages", "us", "TFLOP/s"]]
+    for r in data["dense_kernel"]:
+        mask = "causal" if r["causal"] else "all keys"
+        lines.append(
+            [f"{r['sequences']} x {r['tokens']}, {mask}", f"{r['q_heads']}, {r['head_dim']}",
+             f"{r['rows']} x {r['tile']}, {r['warps']}, {r['stages']}", str(r["us"]), str(r["tflops"])]
         )  # fmt: skip
     return lines

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kvant.cli import (
+    bench_attention,
     bench_cpu,
     bench_decode,
     bench_invariance,
@@ -40,6 +41,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"token_normalize_func": _today},
 )
+app.command("attention")(bench_attention.attention)
 app.command("cpu")(bench_cpu.cpu)
 app.command("decode")(bench_decode.decode)
 app.command("invariance")(bench_invariance.invariance)

@@ -137,25 +137,32 @@ def kv_bytes(case: Case) -> int:
     return seen * case.kv_heads * row
 
 
-def time_us(run: Callable[[], object], *, repeats: int = 20, inner: int = 4) -> list[float]:
-    """Microseconds of each repetition: replays of a captured graph of `inner` runs, after a warm-up."""
+def captured(run: Callable[[], object], inner: int) -> torch.cuda.CUDAGraph:
+    """A graph of `inner` runs, captured after a warm-up and replayed once."""
     run()
     torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         for _ in range(inner):
             run()
-    captured.replay()
+    graph.replay()
     torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        captured.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / inner)
-    return times
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def time_us(run: Callable[[], object], *, repeats: int = 20, inner: int = 4) -> list[float]:
+    """Microseconds of each repetition: replays of a captured graph of `inner` runs, after a warm-up."""
+    graph = captured(run, inner)
+    return [replay_us(graph) / inner for _ in range(repeats)]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

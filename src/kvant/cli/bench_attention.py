@@ -1,0 +1,105 @@
+"""`kvant bench attention`: decode attention alone on a GPU, beside its peers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvant.errors import BadValue, NotServable, UnknownName
+from kvant.kv.dtype import KVDtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvant.measure.attention_peers import Peer
+
+_PEERS = ("flashinfer", "flash-attention-3")
+_FORMATS = (KVDtype.BFLOAT16, KVDtype.FP8_E4M3)
+
+
+def attention(
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--kv-format", help="KV cache format; may be repeated.", show_default=False),
+    ] = None,
+    batches: Annotated[
+        list[int] | None,
+        typer.Option("--batch", help="Sequences; 1, 2, .. 256 without.", show_default=False),
+    ] = None,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option("--length", help="Tokens of each; 1k, 2k, .. 128k without."),
+    ] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peer",
+            metavar="P",
+            help=f"{' or '.join(_PEERS)}; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    peer_pages: Annotated[
+        list[int] | None,
+        typer.Option("--peer-page-size", help="Of the peers; 16 without.", show_default=False),
+    ] = None,
+    fa3: Annotated[
+        Path | None,
+        typer.Option("--fa3-library", help="_vllm_fa3_C*.so; without, the installed vLLM's."),
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1)] = 5,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+) -> None:
+    """Microseconds of one query against batches of equal lengths; points that do not fit are left out."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotServable("attention on a GPU is to be measured", why="torch sees no GPU here")
+
+    from dataclasses import asdict
+
+    from kvant.measure.attention_bench import read_bandwidth
+    from kvant.measure.attention_grid import BATCHES, LENGTHS, measure_grid, table
+    from kvant.measure.facts import measurement_facts
+
+    device = torch.device("cuda")
+    stored = [_parse(name) for name in formats or map(str, _FORMATS)]
+    sizes = peer_pages or [16]
+    for n in lengths or ():
+        if n < 1 or n % max(*sizes, 16):
+            raise BadValue(f"--length {n}", why=f"lengths are multiples of {max(*sizes, 16)} here")
+    beside = [_peer(name, fa3, device) for name in peers or ()]
+    bandwidth = read_bandwidth(device)
+    sys.stderr.write(f"read bandwidth {bandwidth:.2f} TB/s\n")
+    found = []
+    for one in measure_grid(
+        stored, batches or BATCHES, lengths or LENGTHS, beside, sizes, device, repeats=repeats
+    ):
+        found.append(one)
+    sys.stdout.write(table(found) + "\n")
+    if out is not None:
+        facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "triton"])
+        document = {**facts, "read_tb_per_s": bandwidth, "rows": [asdict(one) for one in found]}
+        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _parse(name: str) -> KVDtype:
+    from kvant.kv.names import parse_format
+
+    wanted = parse_format(name, asked_by="--kv-format")
+    if not isinstance(wanted.k, KVDtype) or wanted.k is not wanted.v:
+        raise BadValue(f"--kv-format {name}", why="keys and values are of one format here")
+    return wanted.k
+
+
+def _peer(name: str, fa3: Path | None, device: torch.device) -> Peer:
+    from kvant.measure.attention_peers import flash_attention_3_peer, flashinfer_peer
+
+    if name not in _PEERS:
+        raise UnknownName("peer", name, _PEERS, asked_by="--peer")
+    return flashinfer_peer(device) if name == _PEERS[0] else flash_attention_3_peer(fa3)

@@ -179,6 +179,19 @@ def test_what_is_slow_or_coarse_is_told_to_python_programs_and_by_servers(
     assert {f"warning: {line}" for line in built.warnings} <= {*engine_process._ready(built).notes}
 
 
+def test_tensors_that_nothing_uses_are_named_and_scales_are_the_plans_business(
+    tmp_path: Path,
+) -> None:
+    model = tiny_chat.build(tmp_path)
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    weights["vision.patches.weight"] = torch.ones(2)
+    save_file(weights, file, metadata={"format": "pt"})
+    (note,) = [line for line in make(model).notes if "does not use" in line]
+    assert note.endswith("does not use: vision.patches.weight")
+
+
 def test_steps_that_cannot_be_recorded_are_a_warning_of_a_running_engine(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

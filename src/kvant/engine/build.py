@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvant.engine.engine import Engine
     from kvant.engine.runner import ModelRunner
     from kvant.engine.speculation import Speculation
+    from kvant.kv.checkpoint.facts import CheckpointKV
+    from kvant.models.loaded import LoadedModel
     from kvant.speculative.base import Proposer
 
 
@@ -83,6 +85,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         batch_invariant=planned.request.batch_invariant,
         quantization=planned.request.quantization,
     )
+    notes = (*notes, *_unused(model, target.checkpoint))
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages
     runner = ModelRunner(model, num_pages)
@@ -153,6 +156,17 @@ def plan_engine(
     if config.dummy_weights:
         notes.append("weights are random (--load-format dummy): answers mean nothing")
     return planned, max_model_len, tuple(notes)
+
+
+def _unused(model: LoadedModel, checkpoint: CheckpointKV) -> tuple[str, ...]:
+    """A note on tensors that are in the files and not in the model; the plan speaks of scales of KV."""
+    of_kv = {scale.name for scale in checkpoint.scales.values()}
+    of_kv |= {line.partition(":")[0] for line in checkpoint.ignored}
+    found = [name for name in model.unused_tensors if name not in of_kv]
+    if not found:
+        return ()
+    shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return (f"tensors of the checkpoint that this model does not use: {shown}",)
 
 
 def cache_identity(planned: Plan) -> CacheIdentity:

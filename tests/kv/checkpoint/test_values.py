@@ -14,16 +14,13 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.audit import audit
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.checkpoint.read import read_checkpoint
-from kvant.kv.checkpoint.summary import summary
 from kvant.kv.checkpoint.values import LARGEST, SMALLEST, read_scale_values
 from kvant.kv.dtype import KVDtype
-from kvant.kv.spec import KVPlan, ScaleState
+from kvant.kv.spec import KVPlan
 from tests.kv.checkpoint.build import (
-    FP8_SCHEME,
     NUM_KV_HEADS,
     Raw,
     bf16,
-    compressed_tensors,
     f16,
     f32,
     layer,
@@ -169,31 +166,3 @@ def test_a_file_that_changed_after_planning_is_noticed(tmp_path: Path) -> None:
 
 
 # -- the table -----------------------------------------------------------------------------------
-
-
-def test_the_table_has_a_row_per_stored_side_with_expected_found_used_and_why(
-    tmp_path: Path,
-) -> None:
-    write(tmp_path, compressed_tensors(FP8_SCHEME), tensors=scales(num_layers=2))
-    rows = summary(planned(tmp_path, {0: (FP8, BF16), 1: (NVFP4, FP8)}))
-    assert [(row.layer, row.side, row.dtype) for row in rows] == [
-        (0, Side.K, FP8), (0, Side.V, BF16), (1, Side.K, NVFP4), (1, Side.V, FP8),
-    ]  # fmt: skip
-    assert [(row.expected, row.used) for row in rows] == [
-        (True, True), (False, False), (True, False), (True, True),
-    ]  # fmt: skip
-    assert all(row.found is not None and row.why for row in rows)
-    assert rows[0].name == "model.layers.0.self_attn"
-    assert rows[0].value is None
-    assert rows[1].value is None
-    assert rows[2].value is not None
-
-
-def test_layers_without_storage_have_no_rows(tmp_path: Path) -> None:
-    checkpoint = read_checkpoint(write(tmp_path, tensors={}))
-    at = layer(0)
-    scale = audit(at, Side.K, FP8, None, checkpoint, explicit=True, missing_scales_as_one=False)
-    latent = plan_of({at: {Side.K: (FP8, scale)}, layer(1): {}})
-    (row,) = summary(latent)
-    assert (row.layer, row.side, row.state) == (0, Side.K, ScaleState.UNCALIBRATED)
-    assert row.value == 1.0

@@ -107,7 +107,7 @@ def unpack(context: Any, b: Any, code: Code, group: list[Any]) -> list[Any]:
 def row_chunk(context: Any, b: Any, code: Code, address: Any, vectors: int) -> list[Any]:
     """Numbers of one row from `address` on, as 1 or 2 FLOATS (16 or 32 numbers).
 
-    4-bit codes come with even numbers before odd ones: see `place_in_chunk`.
+    4-bit codes come with the chunk's even numbers before its odd ones.
     """
     bits = BITS[code]
     if bits >= 8:
@@ -158,15 +158,6 @@ def _row_vector(b: Any, code: Code, address: Any) -> Any:
     if code is Code.E4M3:
         return _e4m3(b, shifted)
     return b.fpext(b.bitcast(shifted, HALVES), FLOATS)
-
-
-def place_in_chunk(code: Code, element: int, head_dim: int) -> int:
-    """Where `row_chunk` puts a row's number: its place among the lanes of all chunks."""
-    if BITS[code] != 4:
-        return element
-    start = element - element % 32
-    half = 8 if head_dim - start < 32 else 16
-    return start + (element - start) // 2 + half * (element % 2)
 
 
 def block_scales(b: Any, address: Any, vectors: int) -> Any:

@@ -51,7 +51,6 @@ from kvant.attention.cpu.vector import (
 
 TILE = 64
 """Keys that are taken together; 4 vectors of lanes."""
-ROW_BLOCKS = (6, 4, 3, 2, 1)
 _VECTORS = TILE // LANES
 _AHEAD = TILE
 _LINE = 64

@@ -15,7 +15,6 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 GROUP = 32
 
@@ -88,12 +87,6 @@ def unpack(weight: PackedWeight) -> Tensor:
     numbers = torch.cat((groups & 15, groups >> 4), -1).float()
     scale, offset = scales[..., 0].float(), scales[..., 1].float()
     return (numbers * scale[..., None] + offset[..., None]).view(weight.rows, -1)
-
-
-def reference_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [T, columns] -> [T, rows] in float64: what every kernel is judged against."""
-    wide = None if bias is None else bias.double()
-    return F.linear(x.double(), unpack(weight).double(), wide)
 
 
 def _not_zero(scales: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScalePromise, Unread
 from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
 from kvant.kv.names import FormatRequest
-from kvant.kv.request import Asked, KVRequest, LayerRule, Selector, Skip
+from kvant.kv.request import Asked, KVRequest, LayerRule, Selector, Skip, parse_rule
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import Rejected, Role, Source
 
@@ -234,3 +234,13 @@ def test_the_fingerprint_is_about_bytes_not_about_who_decided() -> None:
     )
     assert other.fingerprint != unset.fingerprint
     assert dataclasses.replace(unset, page_size=32).fingerprint != unset.fingerprint
+
+
+def test_a_plan_names_every_format_that_it_stores_the_most_frequent_first() -> None:
+    """Also pairs, and what a format that keeps the ends wide leaves wide."""
+    request = KVRequest(explicit=(asks(KVDtype.INT8_PER_TOKEN_HEAD, KVDtype.FP8_E4M3),))
+    rule = parse_rule("0:bf16", asked_by="--kv-cache-rule").target
+    plan = resolve(request.merged(rule), CheckpointKV(), geometry(), around())
+    assert list(plan.formats.items()) == [
+        ("int8_per_token_head/fp8_e4m3", NUM_LAYERS - 1), ("bfloat16", 1),
+    ]  # fmt: skip

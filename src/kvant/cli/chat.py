@@ -118,7 +118,7 @@ class Conversation:
         plan = self.llm.plan
         self._dim(
             f"{plan.model}: context {self.llm.engine.limits.max_model_len} tokens, "
-            f"KV {_formats(self.llm)}, {plan.bytes_per_token} bytes a token. /help lists commands."
+            f"KV {', '.join(plan.formats)}, {plan.bytes_per_token} bytes a token. /help lists commands."
         )
 
     def _read(self) -> str | None:
@@ -186,7 +186,7 @@ class Conversation:
                 f"{result.num_cached_tokens} of {result.num_prompt_tokens} prompt tokens cached"
             )
         parts.append(
-            f"KV {_size(result.num_pages * plan.page_bytes)} in use ({_formats(self.llm)})"
+            f"KV {_size(result.num_pages * plan.page_bytes)} in use ({', '.join(plan.formats)})"
         )
         if result.finish_reason != "stop":
             parts.append(_ENDED[result.finish_reason])
@@ -276,16 +276,6 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 def printable(text: str) -> str:
     """Text without control characters but newline and tab: a model must not steer the terminal."""
     return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c <= "\x9f"))
-
-
-def _formats(llm: LLM) -> str:
-    """The formats that the layers store, each once."""
-    names = []
-    for layer in llm.plan.layers:
-        if layer.k is not None:
-            k, v = str(layer.k.dtype), layer.k.dtype if layer.v is None else layer.v.dtype
-            names.append(k if k == str(v) else f"{k}/{v}")
-    return ", ".join(dict.fromkeys(names))
 
 
 def _size(num_bytes: int) -> str:

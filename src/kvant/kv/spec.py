@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
@@ -126,6 +127,16 @@ class KVPlan:
     page_size: int
     layers: tuple[LayerSpec, ...]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def formats(self) -> dict[str, int]:
+        """How many layers store each format, or pair K/V, the most frequent first."""
+        counts: Counter[str] = Counter()
+        for layer in self.layers:
+            if layer.k is not None:
+                sides = (layer.k, layer.k if layer.v is None else layer.v)
+                counts["/".join(dict.fromkeys(str(side.dtype) for side in sides))] += 1
+        return dict(counts.most_common())
 
     @property
     def bytes_per_token(self) -> int:

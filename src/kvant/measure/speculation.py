@@ -20,7 +20,6 @@ from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.errors import BadValue, WayOut
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
-from kvant.kv.spec import KVPlan
 from kvant.speculative.counts import SpeculationStats
 
 
@@ -181,8 +180,8 @@ def _compare(
     assert after is not None
     draft = drafting.planned.draft
     return Compared(
-        target=_stored(plain.plan),
-        draft="-" if draft is None else _stored(draft.kv),
+        target=", ".join(plain.plan.formats),
+        draft="-" if draft is None else ", ".join(draft.kv.formats),
         plain=times[id(plain)],
         drafting=times[id(drafting)],
         stats=after.since(before),
@@ -199,17 +198,6 @@ def _answer(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> tuple[li
         first = first or last
         tokens += piece.token_ids
     return tokens, Timed(len(tokens) - 1, last - first)
-
-
-def _stored(plan: KVPlan) -> str:
-    """The formats that layers store, most layers first."""
-    names = [
-        str(layer.k.dtype) if layer.v is None or layer.k.dtype is layer.v.dtype
-        else f"{layer.k.dtype}/{layer.v.dtype}"
-        for layer in plan.layers
-        if layer.k is not None
-    ]  # fmt: skip
-    return ", ".join(sorted(set(names), key=lambda name: (-names.count(name), name)))
 
 
 def table(rows: Sequence[Compared]) -> str:

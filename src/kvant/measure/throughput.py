@@ -16,7 +16,6 @@ from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM
 from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import BadValue
-from kvant.kv.dtype import KVDtype
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
 
@@ -81,8 +80,6 @@ def measure(
         start = time.perf_counter()
         llm = LLM.from_config(replace(config, plan=replace(config.plan, requests=wanted)))
         ready = time.perf_counter() - start
-        first = llm.plan.layers[0].k
-        stored: KVDtype | None = None if first is None else first.dtype
         capacity = llm.engine.stats.num_usable_pages * llm.plan.page_size
         for load in loads:
             run_load(
@@ -90,7 +87,7 @@ def measure(
             )  # warm-up
             runs = [run_load(llm, load, seed=repeat + 1) for repeat in range(repeats)]
             yield Round(
-                str(stored),
+                ", ".join(llm.plan.formats),
                 load,
                 tuple(run[0] for run in runs),
                 runs[-1][1],

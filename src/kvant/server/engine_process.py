@@ -93,7 +93,7 @@ def _ready(built: BuiltEngine) -> Ready:
         path=str(target.local.path),
         revision=target.local.revision,
         plan=json.dumps(plan_json(built.planned)).encode(),
-        stored_as=_stored_as(built),
+        stored_as=", ".join(f"{name} ({count} layers)" for name, count in built.kv.formats.items()),
         bytes_per_token=built.kv.bytes_per_token,
         capacity_tokens=built.planned.memory.capacity_tokens or 0,
         max_model_len=built.engine.limits.max_model_len,
@@ -102,19 +102,6 @@ def _ready(built: BuiltEngine) -> Ready:
         page_size=built.kv.page_size,
         notes=(*built.notes, *(f"warning: {line}" for line in built.warnings)),
     )
-
-
-def _stored_as(built: BuiltEngine) -> str:
-    """Every format in use, the most frequent first: "fp8 (28 layers), float32 (2 layers)"."""
-    counts: dict[str, int] = {}
-    for layer in built.kv.layers:
-        if layer.k is not None:
-            name = str(layer.k.dtype)
-            if layer.v is not None and layer.v.dtype is not layer.k.dtype:
-                name += f"/{layer.v.dtype}"
-            counts[name] = counts.get(name, 0) + 1
-    shown = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} ({count} layers)" for name, count in shown)
 
 
 def _refuse(socket: zmq.Socket[bytes], fault: Fault) -> int:

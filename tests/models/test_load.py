@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from kvant.attention.reference.backend import ReferenceBackend, backend
 from kvant.errors import BadCheckpoint, EngineFault, NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
-from kvant.models.load import load_model, load_tokenizer
+from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
+from kvant.models.tokenizer import load_tokenizer
 from tests.attention import driver
 from tests.models import tiny
 

@@ -14,10 +14,11 @@ from kvant.attention.reference.backend import backend
 from kvant.errors import ModelNotFound
 from kvant.kv.dtype import KVDtype
 from kvant.models.geometry import read_geometry
-from kvant.models.load import load_model, load_tokenizer
+from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.locate import locate
 from kvant.models.quiet import quiet_transformers
+from kvant.models.tokenizer import load_tokenizer
 from tests.attention import driver
 
 NUM_TOKENS = 64

@@ -52,14 +52,14 @@ class Tokenizing:
 
         TooManyTokens where they are more than `most`.
         """
-        try:
-            return self._ids(text, add_special_tokens, most, "prompt")
-        except TypeError:  # tokenizers takes no lone surrogates
-            raise RequestError("the prompt is no valid Unicode text", param="prompt") from None
+        return self._ids(text, add_special_tokens, most, "prompt")
 
     def _ids(self, text: str, add_special_tokens: bool, most: int | None, param: str) -> list[int]:
         # As a batch of one: only then the library lets other threads run while it works.
-        (found,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            (found,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:  # tokenizers takes no lone surrogates
+            raise RequestError("the text is no valid Unicode", param=param) from None
         if most is not None and len(found) > most:
             # Before a list of millions is made, in which time no other thread would run.
             raise TooManyTokens(len(found), most, param)
@@ -98,11 +98,16 @@ class Tokenizing:
             )
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether any tokenizer file is in the model directory `path`."""
+    return any((path / name).is_file() for name in _FILES)
+
+
 def open_tokenizer(path: Path) -> Tokenizing | None:
     """The tokenizer of the model directory `path`; None where it has no tokenizer files at all."""
-    if not any((path / name).is_file() for name in _FILES):
+    if not has_tokenizer(path):
         return None
-    from kvant.models.load import load_tokenizer
+    from kvant.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,4 +1,4 @@
-"""Loading weights and tokenizers through transformers: the one place that does.
+"""Loading weights through transformers: the one place that does.
 
 Nothing is decided here. The plan says what each layer stores and in which dtype the model computes;
 this loads the weights and puts Kvant's attention under every layer.
@@ -14,10 +14,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
 
@@ -97,19 +95,6 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of products that were joined, a third of the weights
     return loaded
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in the directory `path`, chat template included; runs no code of its own."""
-    try:
-        with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(path), trust_remote_code=False, local_files_only=True
-            )
-    except (OSError, ValueError, KeyError) as fault:
-        raise BadCheckpoint(f"{path} has no tokenizer that can be read", why=str(fault)) from fault
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return tokenizer
 
 
 def _read_config(path: Path) -> PreTrainedConfig:

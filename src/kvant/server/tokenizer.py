@@ -6,39 +6,19 @@ import os
 import sys
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from kvant.engine.tokenizing import Tokenizing
-from kvant.errors import BadCheckpoint
+from kvant.engine import tokenizing
 
 
-def open_tokenizer(path: Path) -> Tokenizing | None:
-    """The tokenizer and chat template of a model directory; None where it has no tokenizer files.
+def open_tokenizer(path: Path) -> tokenizing.Tokenizing | None:
+    """As `kvant.engine.tokenizing.open_tokenizer`.
 
     transformers imports torch wherever it finds it, though tokenizers need none of it: while it is
-    imported here torch cannot be found. BadCheckpoint where the files cannot be read.
+    imported here torch cannot be found.
     """
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not tokenizing.has_tokenizer(path):
         return None
     _import_transformers()
-    from transformers import AutoTokenizer
-
-    from kvant.models.quiet import quiet_transformers
-
-    try:
-        with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(path), trust_remote_code=False, local_files_only=True
-            )
-    except (OSError, ValueError, KeyError) as fault:
-        raise BadCheckpoint(f"{path} has no tokenizer that can be read", why=str(fault)) from fault
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise BadCheckpoint(
-            f"{path} has a tokenizer that Kvant cannot stream",
-            why=f"{type(tokenizer).__name__} is not built on the tokenizers library",
-        )
-    return Tokenizing(tokenizer, backend)
+    return tokenizing.open_tokenizer(path)
 
 
 def _import_transformers() -> None:

@@ -1,0 +1,23 @@
+"""Reading tokenizers through transformers; without torch, which tokenizers need none of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from kvant.errors import BadCheckpoint
+from kvant.models.quiet import quiet_transformers
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in the directory `path`, chat template included; runs no code of its own."""
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=False, local_files_only=True
+            )
+    except (OSError, ValueError, KeyError) as fault:
+        raise BadCheckpoint(f"{path} has no tokenizer that can be read", why=str(fault)) from fault
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer

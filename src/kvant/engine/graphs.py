@@ -171,7 +171,7 @@ class StepGraphs:
         Logits [T, vocab_size], valid until the next step. If the step has `limits`, what follows it is
         launched too, and the width of the logits is 0: they are already being overwritten.
         """
-        numbers = [sequence.number for sequence in step.sequences]
+        numbers = step.numbers
         guess, self._guess = self._guess, None
         places = None if guess is None else _places_in(guess, step, numbers)
         if guess is None or places is None:

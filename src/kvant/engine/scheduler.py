@@ -95,7 +95,10 @@ class Schedule(NamedTuple):
 
 
 class Scheduler:
-    """Sequences from arrival to end. The caller runs what `schedule` returns, then calls `advance`."""
+    """Sequences from arrival to end. The caller runs what `schedule` returns, then calls `advance`.
+
+    changes: how often a sequence has come, begun to run, been preempted or ended.
+    """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator) -> None:
         self.limits = limits
@@ -103,6 +106,7 @@ class Scheduler:
         self.page_table = PageTable(limits.max_num_seqs, self._pages_for(limits.max_model_len))
         self._waiting: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
+        self.changes = 0
         self._next_order = 0
         self._logprobs_left = 0  # of this step's max_prompt_logprobs
         self._stride = 1  # this step's prompt_stride
@@ -127,6 +131,7 @@ class Scheduler:
         """Queue a sequence. It must fit into the pool alone: whoever makes requests checks that."""
         assert sequence.request.max_total_tokens <= self.limits.max_model_len
         assert self._pages_for(sequence.request.max_total_tokens) <= self.allocator.num_usable
+        self.changes += 1
         sequence.order = self._next_order
         self._next_order += 1
         self._waiting.append(sequence)
@@ -173,6 +178,7 @@ class Scheduler:
         holds for every page it used: one of them may be where the error came from.
         """
         assert sequence.status is not Status.FINISHED
+        self.changes += 1
         if reason is FinishReason.NUMERICAL_ERROR:
             self.allocator.forget(sequence.pages)
         if reason in (FinishReason.NUMERICAL_ERROR, FinishReason.CANCELLED):
@@ -242,7 +248,7 @@ class Scheduler:
             prefilling = [s for s in prefilling if s.status is Status.RUNNING]
         elif ahead:
             for sequence in grow_early:
-                self._grow_early(sequence)
+                self.grow_early(sequence)
         return chunks, prefilling, preempted
 
     def _schedule_drafts(self, chunks: list[Chunk], budget: int, most: int) -> None:
@@ -291,6 +297,7 @@ class Scheduler:
                 break
             if not self._give_pages(sequence, found):
                 break
+            self.changes += 1
             self._waiting.popleft()
             self._running.append(sequence)
             sequence.status = Status.RUNNING
@@ -386,7 +393,7 @@ class Scheduler:
         sequence.pages += pages
         return True
 
-    def _grow_early(self, sequence: Sequence) -> None:
+    def grow_early(self, sequence: Sequence) -> None:
         """The page of the token after next, if it needs one and nobody has to give it up."""
         after = sequence.num_tokens
         if (
@@ -401,6 +408,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue without pages; its tokens are computed again later."""
         assert self._running[-1] is sequence
+        self.changes += 1
         self._running.pop()
         self._take_pages(sequence)
         self._waiting.appendleft(sequence)

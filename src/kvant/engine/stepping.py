@@ -22,13 +22,14 @@ class Ran:
     """A step that was run.
 
     chunks: with their drafts. rows: of logits; first_rows: where each chunk's begin. broken: sequences
-    whose prompt gave NaN.
+    whose prompt gave NaN. went_ahead: the step after it runs already, if it is its continuation.
     """
 
     chunks: list[Chunk]
     rows: Rows
     first_rows: list[int]
     broken: list[Sequence]
+    went_ahead: bool = False
 
 
 def run_step(
@@ -85,7 +86,8 @@ def _run_recorded(
             for chunk, drafts in zip(chunks, found.drafts, strict=True)
         ]
     wanted = [] if ahead else _rows_of(chunks, found.first_rows)
-    return Ran(chunks, Rows(logits, wanted, found.known), found.first_rows, [])
+    rows = Rows(logits, wanted, found.known)
+    return Ran(chunks, rows, found.first_rows, [], went_ahead=ahead)
 
 
 def _score(batch: Batch, logits: Tensor) -> list[Sequence]:

@@ -1,0 +1,101 @@
+"""Steps that go on as they are: what another token changes, for all sequences at once.
+
+While nobody arrives or ends, a step of plain answering sequences is known before it begins: the same
+ones, each a token further. What the loop asks of every sequence in other steps lies in arrays here, so
+such a step costs the host little more than handing on its tokens. The sequences themselves are kept as
+they always are: as soon as anything else happens (`Scheduler.changes`) steps go the usual way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvant.engine.decodes import make_decodes
+from kvant.engine.graphs import Answered
+from kvant.engine.live import Live
+from kvant.engine.result import Progress
+from kvant.engine.runner import Runner
+from kvant.engine.sampler import Rows
+from kvant.engine.scheduler import Chunk, Scheduler
+from kvant.engine.stepping import Ran
+
+# What a named tuple's own constructor calls, without the call around it.
+one_token = partial(tuple.__new__, Progress)
+
+
+class Steady:
+    """lives: all that run, in their order; every one is simple and has one token to run."""
+
+    def __init__(self, lives: Items[Live], scheduler: Scheduler) -> None:
+        self.sequences = [live.sequence for live in lives]
+        self._scheduler = scheduler
+        self._changes = scheduler.changes
+        self._numbers = [live.number for live in lives]
+        self._token_ids = [sequence.token_ids for sequence in self.sequences]
+        self._newest = np.array([tokens[-1] for tokens in self._token_ids], np.int64)
+        self._starts = np.array([s.num_computed_tokens for s in self.sequences], np.int64)
+        self._rows = np.array([s.row for s in self.sequences], np.int64)
+        self._most = np.array([s.request.max_total_tokens for s in self.sequences], np.int64)
+        self._no_logits = torch.empty(0)
+        self._stop_tokens = frozenset().union(*(live.stop_tokens for live in lives))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next step is another of these: nothing has happened, and no page is missing."""
+        if self._changes != self._scheduler.changes:
+            return False
+        room = self._scheduler.page_table.room(self._rows, self._scheduler.limits.page_size)
+        return bool((self._starts < room).all())
+
+    def run(self, runner: Runner) -> Answered:
+        """The step, with pages for the one after it where there are any."""
+        scheduler, page_size = self._scheduler, self._scheduler.limits.page_size
+        ends = self._starts + 1
+        room = scheduler.page_table.room(self._rows, page_size)
+        for place in np.flatnonzero((ends == room) & (ends < self._most - 1)).tolist():
+            scheduler.grow_early(self.sequences[place])
+        pages = scheduler.allocator.take_pages_to_zero()
+        if pages:
+            runner.zero(pages)
+        self._no_logits = runner.run_decodes(
+            make_decodes(
+                self.sequences, self._numbers, self._newest, self._starts, ends, self._rows,
+                scheduler.page_table, page_size, 0, ahead=True,
+            )
+        )  # fmt: skip
+        return runner.read_decodes()
+
+    def plain_tokens(self, found: Answered) -> list[int] | None:
+        """Every sequence's token, if each of them is nothing but one more number."""
+        sound, likeliest = found.known
+        tokens = [likeliest[row] for row in found.first_rows]
+        ends_none = self._stop_tokens.isdisjoint(tokens) and (self._starts + 2 < self._most).all()
+        return tokens if ends_none and all(sound) else None
+
+    def take(self, tokens: list[int]) -> list[Progress]:
+        """Append what `plain_tokens` found."""
+        scheduler = self._scheduler
+        for sequence, token_ids, token in zip(self.sequences, self._token_ids, tokens, strict=True):
+            sequence.num_computed_tokens += 1
+            token_ids.append(token)
+        self._newest = np.array(tokens, np.int64)
+        self._starts = self._starts + 1
+        for place in np.flatnonzero(self._starts % scheduler.limits.page_size == 0).tolist():
+            known = int(self._starts[place])
+            scheduler.advance(self.sequences[place], known, followed=True)
+        numbers = self._numbers
+        return [
+            one_token((number, (token,), "", None, (), None))
+            for number, token in zip(numbers, tokens, strict=True)
+        ]
+
+    def ran(self, found: Answered) -> Ran:
+        """The step as any other. Its logits are gone: nobody here asks for more than is known."""
+        rows = Rows(self._no_logits, [], found.known)
+        starts = self._starts.tolist()
+        chunks = [Chunk(s, start, 1) for s, start in zip(self.sequences, starts, strict=True)]
+        return Ran(chunks, rows, found.first_rows, [])

@@ -1,0 +1,252 @@
+"""Steps that go on as they are: the same answers as any other steps give, whatever happens between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvant.attention.base import Step
+from kvant.engine.batch import Batch
+from kvant.engine.decodes import Decodes
+from kvant.engine.engine import Engine
+from kvant.engine.graphs import Answered, StepGraphs
+from kvant.engine.request import FinishReason
+from kvant.engine.result import Result
+from kvant.engine.sampling_params import SamplingParams
+from kvant.engine.scheduler import SchedulerLimits
+from kvant.engine.steady import Steady
+from kvant.kv.pages import CacheIdentity
+from tests.engine.fakes import EOS, VOCAB, RememberingRunner, answer, logits
+from tests.speculative.recorded import Again
+
+PAGE = 4
+
+
+class RecordedRunner(RememberingRunner):
+    """Its steps of answering sequences are recorded ones, launched ahead."""
+
+    def __init__(self, num_pages: int, max_num_seqs: int, max_model_len: int) -> None:
+        super().__init__(num_pages, PAGE)
+        self._graphs = StepGraphs(
+            self._forward,
+            max_num_seqs,
+            page_size=PAGE,
+            max_model_len=max_model_len,
+            device=self.device,
+            recorder=Again(),
+        )
+        self._graphs.capture()
+
+    @property
+    def looks_ahead(self) -> bool:
+        return True
+
+    def recorded(self, num_sequences: int) -> Sequence[int]:
+        return self._graphs.num_drafts(num_sequences)
+
+    def run_decodes(self, step: Decodes) -> Tensor:
+        return self._graphs.run(step)
+
+    def read_decodes(self) -> Answered:
+        return self._graphs.read()
+
+    def run(self, batch: Batch) -> Tensor:
+        self._graphs.forget()
+        # What was launched ahead in vain wrote behind the ends of its sequences.
+        self.stored.view(-1)[batch.step.slot_mapping] = -1
+        return super().run(batch)
+
+    def _forward(self, ids: Tensor, step: Step, index: Tensor) -> Tensor:
+        rows = []
+        for row, slot in enumerate(step.slot_mapping.tolist()):
+            if slot >= 0:
+                assert slot >= PAGE, "the scratch page is written by a request"
+                self.stored.view(-1)[slot] = ids[row]
+            length = int(step.seqlens_kv[row])
+            pages = step.page_table[row, : -(-length // PAGE)].long()
+            context = self.stored[pages].flatten()[:length].tolist()
+            rows.append(
+                torch.full((VOCAB,), torch.nan) if self.poison(context) else logits(context)
+            )
+        return torch.stack(rows)
+
+
+def make(num_pages: int, seqs: int = 6, longest: int = 60) -> tuple[Engine, RecordedRunner]:
+    runner = RecordedRunner(num_pages, seqs, longest)
+    limits = SchedulerLimits(seqs, 32, longest, PAGE, pages_ahead=True)
+    identity = CacheIdentity("fake", None, "plan")
+    engine = Engine(
+        runner, limits, num_pages, identity=identity, vocab_size=VOCAB, eos_token_ids=(EOS,)
+    )
+    return engine, runner
+
+
+@pytest.fixture
+def went_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of sequences of every step that went on as it was."""
+    sizes: list[int] = []
+    run = Steady.run
+
+    def count(steady: Steady, runner: RecordedRunner) -> Answered:
+        sizes.append(len(steady.sequences))
+        return run(steady, runner)
+
+    monkeypatch.setattr(Steady, "run", count)
+    return sizes
+
+
+@pytest.mark.parametrize("num_pages", [16, 30, 200], ids=["dry", "short", "ample"])
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_are_those_of_each_request_alone(
+    seed: int, num_pages: int, went_on: list[int]
+) -> None:
+    """Arrivals, ends of every kind, cancelled ones, some that ask for log-probabilities, dry pools."""
+    numbers = random.Random(seed)
+    engine, _ = make(num_pages)
+    asked: dict[int, tuple[list[int], SamplingParams]] = {}
+    results: dict[int, Result] = {}
+    streamed: dict[int, list[int]] = {}
+    common = [numbers.randrange(4, VOCAB) for _ in range(12)]
+    left = 80
+    while left or engine.has_work:
+        if left and (not engine.has_work or numbers.random() < 0.08):
+            for _ in range(min(left, numbers.randint(1, 4))):
+                prompt = common[: numbers.choice((0, 9, 12))]
+                prompt = prompt + [
+                    numbers.randrange(4, VOCAB) for _ in range(numbers.randint(1, 9))
+                ]
+                params = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=numbers.choice((1, 2, 11, 30)),
+                    ignore_eos=numbers.random() < 0.7,
+                    logprobs=1 if numbers.random() < 0.1 else None,
+                )
+                asked[engine.submit(prompt, params)] = prompt, params
+                left -= 1
+        if numbers.random() < 0.02 and engine.has_work:
+            engine.cancel(numbers.choice(sorted(engine.numbers)))
+        for piece in engine.step():
+            streamed.setdefault(piece.number, []).extend(piece.token_ids)
+            if piece.result is not None:
+                results[piece.number] = piece.result
+        engine.audit()
+    assert len(went_on) > 15
+    assert max(went_on) >= 2
+    assert num_pages > 16 or engine.stats.num_preemptions > 0
+    assert len(results) > 60
+    for number, result in results.items():
+        prompt, params = asked[number]
+        assert params.max_tokens is not None
+        expected = answer(prompt, params.max_tokens, eos=None if params.ignore_eos else EOS)
+        assert list(result.token_ids) == expected == streamed[number]
+        stopped = not params.ignore_eos and expected[-1] == EOS
+        assert result.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("num_pages", [16, 200], ids=["dry", "ample"])
+def test_the_device_is_asked_for_exactly_what_other_steps_ask_for(
+    num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*, steady: bool) -> list[object]:
+        numbers = random.Random(7)
+        engine, runner = make(num_pages)
+        calls: list[object] = []
+        run, zero, run_decodes = runner.run, runner.zero, runner.run_decodes
+
+        def note_run(batch: Batch) -> Tensor:
+            calls.append(("run", batch.input_ids.tolist(), batch.step.slot_mapping.tolist()))
+            return run(batch)
+
+        def note_zero(pages: Sequence[int]) -> None:
+            calls.append(("zero", list(pages)))
+            zero(pages)
+
+        def note_decodes(step: Decodes) -> Tensor:
+            parts = step.ids, step.starts, step.ends, step.limits, step.table
+            values = [None if part is None else part.tolist() for part in parts]
+            calls.append(("decodes", step.numbers, step.num_drafts, *values))
+            return run_decodes(step)
+
+        with monkeypatch.context() as noted:
+            noted.setattr(runner, "run", note_run)
+            noted.setattr(runner, "zero", note_zero)
+            noted.setattr(runner, "run_decodes", note_decodes)
+            if not steady:
+                noted.setattr(Steady, "goes_on", False)
+            for _ in range(12):
+                for _ in range(numbers.randint(0, 3)):
+                    prompt = [numbers.randrange(4, VOCAB) for _ in range(numbers.randint(1, 20))]
+                    tokens = numbers.randint(1, 40)
+                    engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=tokens))
+                for _ in range(numbers.randint(1, 20)):
+                    engine.step()
+            while engine.has_work:
+                engine.step()
+        return calls
+
+    found = asked(steady=True)
+    assert len(found) > 100
+    assert found == asked(steady=False)
+
+
+def test_counts_and_cached_pages_are_those_of_other_steps(went_on: list[int]) -> None:
+    engine, _ = make(60)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    first = engine.submit([5, 6, 7], params)
+    results = [piece.result for _ in range(40) for piece in engine.step() if piece.result]
+    assert results[0].number == first
+    assert sum(went_on) >= 15
+    stats = engine.stats
+    assert (stats.num_steps, stats.num_computed_tokens) == (20, 3 + 19)
+    known = [5, 6, 7, *results[0].token_ids]
+    engine.submit(known, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    (again,) = [piece.result for piece in engine.step() if piece.result]
+    assert again.num_cached_tokens == 20, "pages that filled in steady steps are found"
+
+
+def test_logits_that_are_no_numbers_end_only_their_own_request(went_on: list[int]) -> None:
+    engine, runner = make(60)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9]]
+    broken, sound = (engine.submit(prompt, params) for prompt in prompts)
+    runner.poison = lambda context: context[:3] == prompts[0] and len(context) == 12
+    results = {}
+    while engine.has_work:
+        for piece in engine.step():
+            if piece.result is not None:
+                results[piece.number] = piece.result
+        engine.audit()
+    assert results[broken].finish_reason is FinishReason.NUMERICAL_ERROR
+    assert list(results[broken].token_ids) == answer(prompts[0], 9)
+    assert list(results[sound].token_ids) == answer(prompts[1], 20)
+    assert went_on.count(2) >= 4
+    assert went_on.count(1) >= 4
+
+
+def test_a_failing_device_cancels_what_ran_and_leaves_the_engine_sound(
+    went_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, runner = make(60)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    for prompt in ([5, 6, 7], [8, 9]):
+        engine.submit(prompt, params)
+    while not went_on:
+        engine.step()
+
+    def fail() -> Answered:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "read_decodes", fail)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    assert not engine.has_work
+    engine.audit()
+    number = engine.submit([8, 9], params)
+    pieces = [piece for _ in range(20) for piece in engine.step()]
+    assert [token for piece in pieces for token in piece.token_ids] == answer([8, 9], 20)
+    assert {piece.number for piece in pieces} == {number}

@@ -20,3 +20,12 @@ def scheduler(data: Any) -> Cells:
         each = r["total_us"] / r["sequences"]
         lines.append([r["load"], str(r["sequences"]), f"{r['tokens']:.0f}", *parts, f"{each:.2f}"])
     return lines
+
+
+@table("scheduler-whole", "scheduler.json")
+def whole(data: Any) -> Cells:
+    lines = [["sequences", "step", "p99", "us a sequence"]]
+    for r in data["whole"]:
+        times = [f"{r[part] / 1e3:.3f}" for part in ("median_us", "p99_us")]
+        lines.append([str(r["sequences"]), *times, f"{r['median_us'] / r['sequences']:.2f}"])
+    return lines

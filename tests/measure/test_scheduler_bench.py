@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvant.measure.engine_bench import full_engine
 from kvant.measure.scheduler_bench import Load, measure
 from tests.cli.command import kvant
 
@@ -39,9 +40,20 @@ def test_the_table_and_the_file_say_the_same(tmp_path: Path) -> None:
     assert [(row["load"], row["sequences"]) for row in facts["rows"]] == [
         ("decode", 4), ("decode", 8), ("mixed", 4), ("mixed", 8),
     ]  # fmt: skip
-    for row in facts["rows"]:
-        assert row["total_us"] > 0
-        assert f"{row['total_us'] / 1e3:.3f}" in ran.out
+    assert [row["sequences"] for row in facts["whole"]] == [4, 8]
+    times = [row["total_us"] for row in facts["rows"]]
+    for time in times + [row["median_us"] for row in facts["whole"]]:
+        assert time > 0
+        assert f"{time / 1e3:.3f}" in ran.out
+
+
+def test_the_whole_loop_hands_on_a_token_of_every_sequence_in_every_step() -> None:
+    engine = full_engine(20)
+    for _ in range(40):
+        pieces = engine.step()
+        assert sorted(piece.number for piece in pieces) == list(range(20))
+        assert {piece.token_ids for piece in pieces} == {(0,)}
+        engine.audit()
 
 
 @pytest.mark.slow

@@ -30,11 +30,12 @@ def scheduler(
     ] = None,
 ) -> None:
     """What a step costs beside the model: scheduling and batch building, decodes alone and mixed with
-    prefills.
+    prefills, and the engine's whole loop over a device that costs nothing.
     """
     from rich.console import Console
     from rich.table import Table
 
+    from kvant.measure.engine_bench import measure_whole
     from kvant.measure.facts import measurement_facts
     from kvant.measure.scheduler_bench import run
 
@@ -42,6 +43,7 @@ def scheduler(
     rows: list[Row] = []
     with Console(stderr=True).status("measuring"):
         rows += run(sizes, steps)
+        whole = [measure_whole(size, steps) for size in sizes]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("load", "sequences", "tokens", "schedule", "build", "advance", "step", "p99"):
         table.add_column(title, justify="left" if title == "load" else "right", no_wrap=True)
@@ -49,10 +51,14 @@ def scheduler(
         parts = (row.schedule_us, row.build_us, row.advance_us, row.total_us, row.p99_us)
         figures = (f"{part / 1e3:.3f}" for part in parts)
         table.add_row(row.load, str(row.sequences), f"{row.tokens:.0f}", *figures)
+    for one in whole:
+        figures = (f"{part / 1e3:.3f}" for part in (one.median_us, one.p99_us))
+        table.add_row("whole loop", str(one.sequences), str(one.sequences), "", "", "", *figures)
     console = Console()
     console.print(table)
     console.print(f"[dim]milliseconds a step, medians of {steps} steps; no model runs[/]")
     if out is not None:
         facts = measurement_facts(shlex.join(("kvant", *sys.argv[1:])), ("torch", "numpy"))
         facts["rows"] = [asdict(row) for row in rows]
+        facts["whole"] = [asdict(one) for one in whole]
         out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

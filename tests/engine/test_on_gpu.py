@@ -59,6 +59,25 @@ def test_what_is_launched_ahead_is_used_and_forgotten_where_it_must_be(
     assert launched.count(False) > 1
 
 
+def test_steps_with_pieces_of_prompts_are_replayed(
+    path: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvant.engine.batch_graphs import BatchGraphs
+
+    held: list[bool] = []
+    run = BatchGraphs.run
+
+    def watched(self: BatchGraphs, *given: object) -> object:
+        logits = run(self, *given)  # type: ignore[arg-type]
+        held.append(logits is not None)
+        return logits
+
+    monkeypatch.setattr(BatchGraphs, "run", watched)
+    assert answers(path, "cuda", max_num_batched_tokens=100) == expected
+    assert held
+    assert all(held)
+
+
 def test_sampled_answers_do_not_depend_on_the_batch(path: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
     llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=16)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvant import LLM
-from kvant.engine.graphs import StepGraphs
 from kvant.engine.runner import ModelRunner
 from kvant.errors import ConfigError
 from kvant.measure.steady_decode import parse_stored, steady_decode, table
@@ -41,21 +38,7 @@ def test_recorded_steps_are_what_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
     llm = LLM(tiny.build("llama", tmp_path), dtype="float32", max_model_len=64, device="cpu")
     again = Again()
 
-    def capture(
-        runner: ModelRunner, most: int, _: int, max_model_len: int, num_drafts: Sequence[int] = ()
-    ) -> None:
-        runner._graphs = StepGraphs(
-            runner._forward,
-            most,
-            page_size=runner.pool.plan.page_size,
-            max_model_len=max_model_len,
-            device=torch.device("cpu"),
-            recorder=again,
-        )
-        with torch.no_grad():
-            runner._graphs.capture()
-
-    monkeypatch.setattr(ModelRunner, "capture", capture)
+    monkeypatch.setattr(ModelRunner, "capture", lambda runner, *sizes: runner.record(again, *sizes))
     (one,) = steady_decode(llm, ["fp8_per_token_head"], batch=3, context=100, steps=4)
     assert len(one.timing.milliseconds) == 4
     assert again.num_runs >= 4

@@ -9,10 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvant.engine.graphs import StepGraphs
 from kvant.engine.llm import LLM
 from kvant.engine.runner import ModelRunner
-from kvant.speculative.base import DeviceProposer
 
 T = TypeVar("T")
 
@@ -52,42 +50,21 @@ class Again:
 def record_here(
     runner: ModelRunner,
     max_num_seqs: int,
-    _: int,
+    max_num_batched_tokens: int,
     max_model_len: int,
     num_drafts: Sequence[int] = (),
 ) -> None:
-    """`ModelRunner.capture` as it would be on a GPU, for plain steps."""
-    graphs = StepGraphs(
-        runner._forward,
-        max_num_seqs,
-        page_size=runner.pool.plan.page_size,
-        max_model_len=max_model_len,
-        device=torch.device("cpu"),
-        recorder=Again(),
-    )
-    with torch.no_grad():
-        graphs.capture()
-    runner._graphs = graphs
+    """`ModelRunner.capture` as it would be on a GPU."""
+    runner.record(Again(), max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts)
 
 
 def record(llm: LLM, num_drafts: Sequence[int] = ()) -> Again:
     """Let an engine go through recorded steps from now on."""
     engine, runner = llm.engine, llm.engine.runner
     assert isinstance(runner, ModelRunner)
-    proposer = runner._proposer
-    again = Again()
-    graphs = StepGraphs(
-        runner._forward,
-        engine.limits.max_num_seqs,
-        page_size=engine.limits.page_size,
-        max_model_len=engine.limits.max_model_len,
-        device=torch.device("cpu"),
-        recorder=again,
-        draft=proposer.draft if isinstance(proposer, DeviceProposer) else None,
-        num_drafts=num_drafts,
+    again, limits = Again(), engine.limits
+    runner.record(
+        again, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, num_drafts
     )
-    with torch.no_grad():
-        graphs.capture()
-    runner._graphs = graphs
-    engine.scheduler.limits = replace(engine.scheduler.limits, pages_ahead=True)
+    engine.scheduler.limits = replace(limits, pages_ahead=True)
     return again

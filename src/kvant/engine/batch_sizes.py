@@ -17,3 +17,21 @@ def draft_sizes(num_drafts: int, most: int) -> list[int]:
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     most = min(most, MOST_ROWS // (1 + num_drafts))
     return [*(size for size in sizes if size < most), most] if most else []
+
+
+MOST_PIECES = 1280
+"""Tokens of a recorded step with pieces of prompts: with more, the device takes longer over a step
+than Python takes to launch it.
+"""
+
+_FEW = 32
+
+
+def piece_sizes(most_seqs: int, most_tokens: int) -> list[tuple[int, int]]:
+    """(tokens, sequences) of steps with pieces of prompts that get a graph, the smaller first.
+
+    Where there are few sequences, few rows of logits are computed.
+    """
+    tokens = [*range(64, 512, 64), *range(512, MOST_PIECES + 1, 128)]
+    tokens = [*(size for size in tokens if size < most_tokens), min(most_tokens, MOST_PIECES)]
+    return sorted({(t, min(n, most_seqs, t)) for t in tokens for n in (_FEW, most_seqs)})

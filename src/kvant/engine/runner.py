@@ -12,9 +12,10 @@ from torch import Tensor
 from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
 from kvant.engine.batch import Batch
+from kvant.engine.batch_graphs import BatchGraphs
 from kvant.engine.decodes import Decodes
 from kvant.engine.graphs import Answered, StepGraphs
-from kvant.engine.recorder import CudaRecorder
+from kvant.engine.recorder import CudaRecorder, Recorder
 from kvant.engine.warm_up import warm_up
 from kvant.errors import NotServable
 from kvant.kv.pool import KVPool
@@ -71,6 +72,7 @@ class ModelRunner:
         self.pool = KVPool(stored, num_pages, device=model.device, scales=model.scales)
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
         self._graphs: StepGraphs | None = None
+        self._pieces: BatchGraphs | None = None
         self._proposer: Proposer | None = None
         self._taps: tuple[int, ...] = ()
         self._clear: Callable[[Sequence[int]], None] = self.pool.zero
@@ -106,6 +108,10 @@ class ModelRunner:
     def run(self, batch: Batch) -> Tensor:
         if self._graphs is not None:
             self._graphs.forget()
+        if self._pieces is not None:
+            logits = self._pieces.run(batch)
+            if logits is not None:
+                return logits
         if self.device.type == "cpu":
             return self._forward(batch.input_ids, batch.step, batch.logits_index)
         return self._forward(*_there(batch, self.device))
@@ -144,20 +150,14 @@ class ModelRunner:
         if self.device.type == "cpu":
             return
         warm_up(self.model, self.pool, self._forward, max_num_batched_tokens, max_model_len)
-        draft = self._proposer.draft if isinstance(self._proposer, DeviceProposer) else None
-        graphs = StepGraphs(
-            self._forward,
-            max_num_seqs,
-            page_size=self.model.plan.page_size,
-            max_model_len=max_model_len,
-            device=self.device,
-            recorder=CudaRecorder(self.device),
-            draft=draft,
-            num_drafts=() if draft is None else num_drafts,
-        )
         try:
-            with torch.no_grad():
-                graphs.capture()
+            self.record(
+                CudaRecorder(self.device),
+                max_num_seqs,
+                max_num_batched_tokens,
+                max_model_len,
+                num_drafts,
+            )
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as fault:
@@ -168,7 +168,43 @@ class ModelRunner:
                 why=str(fault).splitlines()[0],
             ) from None
         torch.cuda.synchronize(self.device)
-        self._graphs = graphs
+
+    @torch.no_grad()
+    def record(
+        self,
+        recorder: Recorder,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_drafts: Sequence[int] = (),
+    ) -> None:
+        """Record steps, as `capture` does it; from now on they are replayed."""
+        draft = self._proposer.draft if isinstance(self._proposer, DeviceProposer) else None
+        graphs = StepGraphs(
+            self._forward,
+            max_num_seqs,
+            page_size=self.model.plan.page_size,
+            max_model_len=max_model_len,
+            device=self.device,
+            recorder=recorder,
+            draft=draft,
+            num_drafts=() if draft is None else num_drafts,
+        )
+        graphs.capture()
+        pieces = None
+        # In that mode a launch has room for every item that any of its tokens could have: too many.
+        if not self.model.batch_invariant:
+            pieces = BatchGraphs(
+                self._forward,
+                max_num_seqs,
+                max_num_batched_tokens,
+                page_size=self.model.plan.page_size,
+                max_model_len=max_model_len,
+                device=self.device,
+                recorder=recorder,
+            )
+            pieces.capture()
+        self._graphs, self._pieces = graphs, pieces
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
         call = StepCall(step, self.pool, self._backends)

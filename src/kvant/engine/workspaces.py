@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.engine.batch_sizes import batch_sizes, draft_sizes
+from kvant.engine.batch_sizes import MOST_PIECES, batch_sizes, draft_sizes
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 
@@ -81,12 +81,14 @@ def workspaces(
     # Of one token at the widest place: residual, its norm, what attention had and gave, and the two
     # sides of the gated product beside what they become.
     wide = 3 * geometry.hidden_size + 2 * (q + kv) + q + 3 * _intermediate(config, geometry)
-    activations = step.tokens * wide * element
-    # The model's logits and their float32 copy; graphs keep theirs, because each is replayed.
+    # Recorded steps with pieces of prompts have their own.
+    activations = (step.tokens + min(step.tokens, MOST_PIECES)) * wide * element
+    # The model's logits and their float32 copy; graphs of answering sequences keep theirs, because each
+    # is replayed, those with pieces of prompts share one.
     recorded = sum(batch_sizes(step.seqs))
     if num_drafts:
         recorded += (1 + num_drafts) * sum(draft_sizes(num_drafts, step.seqs))
-    rows = step.seqs * (2 * element + 4) + 4 * recorded
+    rows = step.seqs * (2 * element + 4 + 4) + 4 * recorded
     # Decoded once for a prompt; queries, their padded copy and the product, then parts in float32.
     decoded = max_model_len * kv * element
     parts = step.tokens * q * (3 * element + 2 * 4)

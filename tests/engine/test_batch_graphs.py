@@ -1,0 +1,111 @@
+"""Steps with pieces of prompts, recorded: the same answers and the same bytes as without."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvant import LLM, SamplingParams
+from kvant.engine import batch_graphs
+from kvant.engine.batch_graphs import BatchGraphs
+from kvant.engine.batch_sizes import MOST_PIECES, piece_sizes
+from kvant.engine.result import Result
+from kvant.engine.runner import ModelRunner
+from tests.models import tiny
+from tests.speculative.recorded import Again
+
+PROMPTS = [[5 + (i * i + n) % 110 for i in range(n)] for n in (70, 3, 129, 1, 64, 65, 200, 17)]
+PARAMS = [SamplingParams(temperature=0.0, max_tokens=3 + 2 * i) for i in range(len(PROMPTS))]
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "num_speculative_tokens": 4, "adaptive": False}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build("qwen3", tmp_path_factory.mktemp("tiny"))
+
+
+def opened(path: Path, **options: object) -> tuple[LLM, ModelRunner]:
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 96, "kv_cache_dtype": "nvfp4", **options}
+    llm = LLM(path, device="cpu", dtype="float64", max_model_len=300, **given)  # type: ignore[arg-type]
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    return llm, runner
+
+
+def recorded(path: Path, **options: object) -> tuple[LLM, ModelRunner]:
+    llm, runner = opened(path, **options)
+    limits = llm.engine.limits
+    runner.record(Again(), limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
+    return llm, runner
+
+
+def told(results: list[Result]) -> list[object]:
+    return [(result.token_ids, result.finish_reason) for result in results]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a graph held it, for every step that came to be one."""
+    found: list[bool] = []
+    run = BatchGraphs.run
+
+    def watched(graphs: BatchGraphs, *given: object) -> object:
+        logits = run(graphs, *given)  # type: ignore[arg-type]
+        found.append(logits is not None)
+        return logits
+
+    monkeypatch.setattr(BatchGraphs, "run", watched)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative_config": NGRAM}], ids=["plain", "drafts"])
+def test_answers_and_stored_bytes_are_those_of_steps_that_are_not_recorded(
+    path: Path, options: dict[str, object], held: list[bool]
+) -> None:
+    (plain, one), (fast, other) = opened(path, **options), recorded(path, **options)
+    assert told(fast.generate(PROMPTS, PARAMS)) == told(plain.generate(PROMPTS, PARAMS))
+    assert held.count(True) > 6
+    for a, b in zip(one.pool.planes(), other.pool.planes(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), "padding was written"
+    fast.engine.audit()
+
+
+def test_log_probabilities_of_prompts_are_the_same(path: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1, logprobs=1)
+    (plain, _), (fast, _) = opened(path), recorded(path)
+    for a, b in zip(plain.generate(PROMPTS, params), fast.generate(PROMPTS, params), strict=True):
+        assert a.prompt_logprobs is not None
+        assert b.prompt_logprobs is not None
+        assert a.token_ids == b.token_ids
+        for x, y in zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:], strict=True):
+            assert abs(x.logprob - y.logprob) < 1e-9  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bound", ["MOST_CONTEXT", "MOST_READ"])
+def test_long_contexts_are_left_to_steps_that_know_their_cut(
+    path: Path, bound: str, held: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_graphs, bound, 100)
+    (plain, _), (fast, _) = opened(path), recorded(path)
+    assert told(fast.generate(PROMPTS, PARAMS)) == told(plain.generate(PROMPTS, PARAMS))
+    assert held.count(True) >= 1
+    assert held.count(False) >= 1
+
+
+def test_every_step_has_the_smallest_size_that_holds_it() -> None:
+    sizes = piece_sizes(256, 8448)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == (MOST_PIECES, 256)
+    assert all(seqs <= tokens for tokens, seqs in sizes)
+    assert all(b[0] <= a[0] + 128 for a, b in pairwise(sizes))
+    assert piece_sizes(4, 20) == [(20, 4)]
+    assert piece_sizes(512, 16) == [(16, 16)]
+
+
+def test_batch_invariant_mode_records_none(path: Path, held: list[bool]) -> None:
+    llm, _ = recorded(path, batch_invariant=True)
+    llm.generate(PROMPTS, PARAMS)
+    assert not held

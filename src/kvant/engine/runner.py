@@ -163,7 +163,8 @@ class ModelRunner:
         except RuntimeError as fault:
             torch.cuda.synchronize(self.device)
             raise NotServable(
-                "steps cannot be recorded as CUDA graphs: they are launched one operation at a time, "
+                ("steps" if self._graphs is None else "steps with pieces of prompts")
+                + " cannot be recorded as CUDA graphs: they are launched one operation at a time, "
                 "which is slower",
                 why=str(fault).splitlines()[0],
             ) from None
@@ -191,7 +192,7 @@ class ModelRunner:
             num_drafts=() if draft is None else num_drafts,
         )
         graphs.capture()
-        pieces = None
+        self._graphs = graphs
         # In that mode a launch has room for every item that any of its tokens could have: too many.
         if not self.model.batch_invariant:
             pieces = BatchGraphs(
@@ -204,7 +205,7 @@ class ModelRunner:
                 recorder=recorder,
             )
             pieces.capture()
-        self._graphs, self._pieces = graphs, pieces
+            self._pieces = pieces
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
         call = StepCall(step, self.pool, self._backends)

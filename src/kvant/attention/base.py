@@ -46,7 +46,8 @@ class Step:
     another way; they find those before them in `rest` (None if there are none).
     wanted: the step of the queries whose logits are wanted alone, with their sequences, for a last
     layer whose other rows nobody looks at; None where nobody listed them, or where all are wanted.
-    lists: what a backend has worked out of the lengths in one layer, for the layers after it.
+    lists: what a backend has worked out of the lengths in one layer, for the layers after it: a step whose
+    lengths are to change in place, as between replays of a graph, is made anew where it is recorded.
     """
 
     cu_seqlens_q: Tensor

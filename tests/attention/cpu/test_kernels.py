@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvant.attention.base import Step
-from kvant.attention.cpu.backend import CpuBackend
+from kvant.attention.cpu.backend import CpuBackend, scratch_bytes
 from kvant.attention.cpu.formats import KERNELS
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
@@ -241,3 +243,19 @@ def test_nan_in_a_query_stays_with_its_sequence() -> None:
     found = run(case)
     assert found[:2].isnan().all()
     assert found[2:].isfinite().all()
+
+
+def test_a_recorded_call_keeps_the_table_it_addresses_when_its_backend_is_gone() -> None:
+    case = prepare(k=KVDtype.NVFP4, sequences=((40, 1),))
+    backend = CpuBackend()
+    table = weakref.ref(backend._e4m3)
+    scratch = torch.empty(1, scratch_bytes(case.cache), dtype=torch.uint8)
+    recorded = backend.record(
+        case.cache, case.q, case.k, case.v, torch.empty_like(case.q), case.params, scratch
+    )
+    del backend
+    gc.collect()
+    assert table() is not None
+    del recorded
+    gc.collect()
+    assert table() is None, "something else held it: this test could not fail"

@@ -162,7 +162,9 @@ class CpuBackend:
             scratch.stride(0),
         )
         return Recorded(
-            address(layer.write_k), address(layer.call), (layer, q, k, v, out, sinks, scratch)
+            address(layer.write_k),
+            address(layer.call),
+            (layer, q, k, v, out, sinks, scratch, self._e4m3),
         )
 
     def _room(self, num_bytes: int) -> int:

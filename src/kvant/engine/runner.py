@@ -149,7 +149,14 @@ class ModelRunner:
         """
         if self.device.type == "cpu":
             return
-        warm_up(self.model, self.pool, self._forward, max_num_batched_tokens, max_model_len)
+        warm_up(
+            self.model,
+            self.pool,
+            self._forward,
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+        )
         try:
             self.record(
                 CudaRecorder(self.device),

@@ -16,22 +16,42 @@ def warm_up(
     model: LoadedModel,
     pool: KVPool,
     forward: Forward,
+    max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> None:
     """Run steps that write nowhere: short and long prompts, alone and beside each other."""
-    long = min(300, max_num_batched_tokens, max_model_len)
-    some = min(64, long)  # of a prompt's end, or drafts: another kernel than a few or many take
-    page_size = model.plan.page_size
-    for lengths in ((1, 5), (some,), (long,), (1, long), (5, long)):
-        if sum(lengths) <= max_num_batched_tokens:
-            step = _nowhere(lengths, page_size, model.device)
-            ids = torch.zeros_like(step.positions)
-            forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
+    for lengths in step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len):
+        step = _nowhere(lengths, model.plan.page_size, model.device)
+        ids = torch.zeros_like(step.positions)
+        forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
     from kvant.attention.triton.prefill import prepare  # Triton is there where there is a GPU
 
     prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
     torch.cuda.synchronize(model.device)
+
+
+def step_lengths(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+) -> list[tuple[int, ...]]:
+    """Query tokens of each sequence, for steps that are launched in kernels compiled apart.
+
+    Rows of a sequence and KV head, tokens of a step, and rows of logits are rounded up to powers of two
+    there; many sequences are joined by another kernel than few. Those of one token each are recorded
+    later, but where that cannot be, they are launched like all others.
+    """
+    long = min(300, max_num_batched_tokens, max_model_len)
+    many = min(64, max_num_seqs)
+    found: list[tuple[int, ...]] = [(1, 5), (long,), (1, long), (5, long), (long, long)]
+    found += [(n,) for n in (1, 2, 4, 8, 16, 32, 64)]
+    found += [(1,) * min(32, many), *((n,) * many for n in (1, 2, 4, 8, 16))]
+    return [
+        lengths
+        for lengths in dict.fromkeys(found)
+        if sum(lengths) <= max_num_batched_tokens
+        and len(lengths) <= max_num_seqs
+        and max(lengths) <= max_model_len
+    ]
 
 
 def _nowhere(lengths: tuple[int, ...], page_size: int, device: torch.device) -> Step:

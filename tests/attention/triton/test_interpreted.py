@@ -134,6 +134,18 @@ def test_long_stretches_are_multiplied_as_squares_and_put_back_where_they_belong
     assert case.error(found[first:], x.expected()[first:]) < 2e-3
 
 
+@pytest.mark.parametrize("most", [600, 8448, 16384])
+def test_every_product_of_new_prompts_is_planned_at_the_start(most: int) -> None:
+    planned = set(prefill.sizes(most, 40960))
+    for each in (256, 257, 300, 511, 513, 1025, 2049, 3000):
+        for count in range(1, most // each + 1):
+            lengths = np.full(count, each)
+            step = list_long(case.prepare(KVDtype.FLOAT16).step, lengths, lengths)
+            for some in prefill._together(step.long):
+                size = prefill.square_size(each)
+                assert (len(some), size, size, True) in planned
+
+
 def _product(q: Any, k: Any, v: Any, scale: float, *, causal: bool) -> Any:
     """What cuDNN is asked for."""
     group = q.shape[2] // k.shape[2]

@@ -13,6 +13,7 @@ multiplied together, so many at once as is a power of two.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -59,9 +60,14 @@ def _serves(g: LayerGeometry, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def square_size(num_tokens: int) -> int:
-    """Tokens of the square that holds so many: few sizes, at most an eighth of them padding."""
+    """Tokens of the square that holds so many: few sizes."""
     step = 256 if num_tokens <= 2048 else 1024
     return -(-num_tokens // step) * step
+
+
+def _fewest(size: int) -> int:
+    """Tokens of the shortest long stretch that has a square of this size."""
+    return max(LONG, size - (256 if size <= 2048 else 1024) + 1)
 
 
 def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, int, bool]]:
@@ -72,13 +78,15 @@ def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, int,
         if size <= square_size(max_num_tokens):
             yield from ((1, size, block, False) for block in _BLOCKS if block <= max_length)
         together = 2
-        while together <= _MOST_TOGETHER and together * size <= max_num_tokens:
+        while together <= _MOST_TOGETHER and together * _fewest(size) <= max_num_tokens:
             yield together, size, size, True
             together *= 2
 
 
 def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: int) -> None:
-    """Have cuDNN plan every shape now, so that no request waits for it: 27 ms each."""
+    """Have cuDNN plan every shape now, so that no request waits for it: 27 ms each. The same for what
+    joins products: it is compiled for what is joined to what.
+    """
     shapes = {
         (g.num_q_heads, g.num_kv_heads, g.head_dim_k)
         for g in (spec.geometry for spec in pool.plan.layers if spec.backend == INFO.name)
@@ -89,6 +97,9 @@ def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: i
             q = torch.zeros(count, queries, q_heads, head_dim, dtype=dtype, device=pool.device)
             k = torch.zeros(count, keys, kv_heads, head_dim, dtype=dtype, device=pool.device)
             _product(q, k, k, 1.0, causal=causal)
+        part, lse = q[0, :1], q.new_zeros(q_heads, 1, dtype=torch.float32)
+        for before, after in itertools.product((dtype, torch.float32), repeat=2):
+            _join(part.to(before), lse, part, lse, torch.empty_like(part, dtype=after))
 
 
 def attend_long(

@@ -1,0 +1,90 @@
+"""What warms an engine up launches every kernel that its steps launch: none is compiled for a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kvant.attention.triton import backend
+from kvant.attention.triton.backend import TritonBackend
+from kvant.engine.batch_sizes import batch_sizes
+from kvant.engine.warm_up import _nowhere, step_lengths
+from kvant.kv.dtype import KVDtype
+from kvant.models.fused.few_rows import MOST_TOKENS, _padded
+from tests.attention.triton import case
+
+MOST_SEQS = 256
+LENGTHS = step_lengths(MOST_SEQS, 8448, 4096)
+
+
+class Spy:
+    """In a kernel's place; remembers what it would have been compiled for."""
+
+    def __init__(self) -> None:
+        self.seen: set[object] = set()
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*given: object, **options: object) -> None:
+            self.seen.add((tuple(x is None for x in given), tuple(sorted(options.items()))))
+
+        return launch
+
+
+@pytest.fixture
+def spies(monkeypatch: pytest.MonkeyPatch) -> tuple[Spy, Spy]:
+    found = Spy(), Spy()
+    monkeypatch.setattr(backend, "paged_attention", found[0])
+    monkeypatch.setattr(backend, "list_items", found[1])
+    monkeypatch.setattr(backend, "combine", Spy())
+    monkeypatch.setattr(backend, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(backend, "rotate", _rotated)
+    return found
+
+
+def _rotated(q: Tensor, block: int) -> Tensor:
+    return torch.empty_like(q, dtype=torch.float32)
+
+
+def attend(steps: Iterable[tuple[int, ...]], x: case.Case) -> None:
+    for lengths in steps:
+        step = _nowhere(lengths, 16, torch.device("cpu"))
+        q = torch.empty(sum(lengths), *x.q.shape[1:], dtype=torch.bfloat16)
+        TritonBackend()._attend(x.cache, q, step, x.params)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (9, 3), (14, 2), (8, 8), (64, 8), (16, 1)], ids=str)
+@pytest.mark.parametrize("name", [KVDtype.FP8_E4M3, KVDtype.INT4_PER_TOKEN_HEAD], ids=str)
+def test_no_step_launches_attention_that_was_not_warm(
+    name: KVDtype, heads: tuple[int, int], spies: tuple[Spy, Spy]
+) -> None:
+    given: dict[str, Any] = {"heads": heads, "sequences": ((1, 1),)}
+    x = case.prepare(name, head_dims=(128, 128), **given)
+    attend(LENGTHS, x)
+    attend(((1,) * count for count in batch_sizes(MOST_SEQS)), x)  # recorded
+    warm = [set(spy.seen) for spy in spies]
+    counts = (1, 2, 5, 9, 24, 64, 65, 128, 129, 256)
+    attend(((*(1,) * (count - 1), n) for count in counts for n in range(1, 70)), x)
+    assert [spy.seen for spy in spies] == warm
+
+
+def test_products_of_few_rows_are_warm_for_every_number_of_tokens_and_of_wanted_rows() -> None:
+    few = [lengths for lengths in LENGTHS if sum(lengths) <= MOST_TOKENS]
+    tiles = {_padded(n) for n in range(2, MOST_TOKENS + 1)}
+    assert {_padded(sum(lengths)) for lengths in few} >= tiles
+    assert {_padded(len(lengths)) for lengths in few if sum(lengths) > 1} >= tiles
+    assert (1,) in few
+
+
+def test_a_small_engine_is_asked_for_no_step_that_it_could_not_run() -> None:
+    for limits in ((1, 16, 8), (3, 64, 500), (256, 8448, 40)):
+        found = step_lengths(*limits)
+        assert found
+        assert all(len(one) <= limits[0] for one in found)
+        assert all(sum(one) <= limits[1] for one in found)
+        assert all(max(one) <= limits[2] for one in found)

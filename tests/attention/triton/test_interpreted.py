@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,9 @@ FORMATS = [dtype for dtype in KVDtype if dtype in SERVED]
 WRITTEN = [name for name in FORMATS if name is not KVDtype.BFLOAT16]
 SPLIT = Shape(rows=16, tile=16, warps=1, stages=1, programs=8)
 WHOLE = Shape(rows=16, tile=16, warps=1, stages=1, programs=1, least=NEVER_SPLIT)
+
+MANY = Shape(rows=64, tile=16, warps=1, stages=1, programs=8)
+MANY_WHOLE = Shape(rows=64, tile=16, warps=1, stages=1, programs=1, least=NEVER_SPLIT)
 
 
 def check(x: case.Case, shape: Shape = SPLIT, *, bound: float = 2e-3, fixed: bool = False) -> None:
@@ -164,6 +168,35 @@ def test_tokens_of_no_sequence_get_zeros() -> None:
         found = attend(x.cache, x.q, x.step, x.params, shape)
         assert torch.equal(found[2:], torch.zeros_like(found[2:]))
         assert found[:2].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "new", "fewest_joined"),
+    [(SPLIT, 3, 1), (SPLIT, 3, 64), (WHOLE, 3, 1), (MANY, 20, 64), (MANY_WHOLE, 20, 64)],
+    ids=str,
+)
+def test_sequences_without_tokens_behind_a_step_change_nothing(
+    shape: Shape, new: int, fewest_joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As recorded steps with pieces of prompts are padded: their bounds are of the largest step."""
+    monkeypatch.setattr(backend, "FEWEST_JOINED", fewest_joined)
+    x = case.prepare(
+        KVDtype.INT4_PER_TOKEN_HEAD, heads=(2, 1), head_dims=(32, 32),
+        sequences=((45, new), (33, 1), (1, 1)),
+    )  # fmt: skip
+    TritonBackend().write(x.cache, x.k, x.v, x.step)
+    count = len(x.q)
+    behind = (torch.full((3,), count), torch.zeros(3), torch.full((3, 3), 10**6))
+    names = ("cu_seqlens_q", "seqlens_kv", "page_table")
+    padded = {
+        name: torch.cat([getattr(x.step, name), rows.to(torch.int32)])
+        for name, rows in zip(names, behind, strict=True)
+    }
+    step = replace(x.step, **padded, max_seqlen_q=count + 3, max_seqlen_kv=300)
+    q = torch.cat([x.q, torch.full_like(x.q[:1], torch.nan).expand(3, -1, -1)])
+    found = attend(x.cache, q, step, x.params, shape)
+    assert case.error(found[:count], x.expected()) < 2e-3
+    assert torch.equal(found[count:], torch.zeros_like(found[count:]))
 
 
 def test_an_empty_sequence_gets_zeros_and_harms_no_other() -> None:

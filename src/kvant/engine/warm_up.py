@@ -24,9 +24,13 @@ def warm_up(
     for lengths in step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len):
         step = _nowhere(lengths, model.plan.page_size, model.device)
         ids = torch.zeros_like(step.positions)
-        forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
-    from kvant.attention.triton.prefill import prepare  # Triton is there where there is a GPU
+        logits = forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
+    # Triton is there where there is a GPU.
+    from kvant.attention.triton.prefill import prepare
+    from kvant.engine.triton_draw import draw_rows
 
+    heat = torch.ones(1, dtype=torch.float64, device=model.device)
+    draw_rows(logits, torch.zeros_like(heat, dtype=torch.int64), heat, 0.5 * heat)
     prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
     torch.cuda.synchronize(model.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kvant.attention.base import Step
 from kvant.attention.triton import backend
 from kvant.attention.triton.backend import TritonBackend
+from kvant.engine import triton_draw
 from kvant.engine.batch_sizes import batch_sizes
-from kvant.engine.warm_up import _nowhere, step_lengths
+from kvant.engine.warm_up import _nowhere, step_lengths, warm_up
 from kvant.kv.dtype import KVDtype
 from kvant.models.fused.few_rows import MOST_TOKENS, _padded
 from tests.attention.triton import case
@@ -79,6 +82,27 @@ def test_products_of_few_rows_are_warm_for_every_number_of_tokens_and_of_wanted_
     assert {_padded(sum(lengths)) for lengths in few} >= tiles
     assert {_padded(len(lengths)) for lengths in few if sum(lengths) > 1} >= tiles
     assert (1,) in few
+
+
+def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy, ran = Spy(), []
+
+    def forward(ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
+        ran.append(tuple(step.cu_seqlens_q.diff().tolist()))
+        return torch.zeros(len(logits_index), 9000)
+
+    monkeypatch.setattr(triton_draw, "_draw", spy)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=torch.device("cpu"))
+    model: Any = SimpleNamespace(
+        plan=SimpleNamespace(page_size=16), device=pool.device, dtype=torch.bfloat16
+    )
+    warm_up(model, pool, forward, 4, 600, 500)
+    assert ran == step_lengths(4, 600, 500)
+    warm = set(spy.seen)
+    table = torch.tensor([[1.0, 50.0, 0.9, 0.0, 0.3]] * 3, dtype=torch.float64)
+    triton_draw.draw_rows(torch.zeros(3, 9000), torch.arange(3), table[:, 0], table[:, 4])
+    assert spy.seen == warm
 
 
 def test_a_small_engine_is_asked_for_no_step_that_it_could_not_run() -> None:

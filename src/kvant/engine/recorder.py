@@ -51,8 +51,13 @@ class CudaRecorder:
             run()  # kernels are compiled and libraries set up outside of the graph
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            made = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                made = run()
+        except BaseException:
+            # Where ending the recording fails too, torch goes on with the stream that was recorded.
+            torch.cuda.set_stream(current)
+            raise
         return graph.replay, made
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:

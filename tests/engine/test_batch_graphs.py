@@ -10,7 +10,6 @@ import torch
 
 from kvant import LLM, SamplingParams
 from kvant.engine import batch_graphs
-from kvant.engine.batch_graphs import BatchGraphs
 from kvant.engine.batch_sizes import MOST_PIECES, piece_sizes
 from kvant.engine.result import Result
 from kvant.engine.runner import ModelRunner
@@ -44,21 +43,6 @@ def recorded(path: Path, **options: object) -> tuple[LLM, ModelRunner]:
 
 def told(results: list[Result]) -> list[object]:
     return [(result.token_ids, result.finish_reason) for result in results]
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether a graph held it, for every step that came to be one."""
-    found: list[bool] = []
-    run = BatchGraphs.run
-
-    def watched(graphs: BatchGraphs, *given: object) -> object:
-        logits = run(graphs, *given)  # type: ignore[arg-type]
-        found.append(logits is not None)
-        return logits
-
-    monkeypatch.setattr(BatchGraphs, "run", watched)
-    return found
 
 
 @pytest.mark.parametrize("options", [{}, {"speculative_config": NGRAM}], ids=["plain", "drafts"])

@@ -60,19 +60,8 @@ def test_what_is_launched_ahead_is_used_and_forgotten_where_it_must_be(
 
 
 def test_steps_with_pieces_of_prompts_are_replayed(
-    path: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    path: Path, expected: list[tuple[int, ...]], held: list[bool]
 ) -> None:
-    from kvant.engine.batch_graphs import BatchGraphs
-
-    held: list[bool] = []
-    run = BatchGraphs.run
-
-    def watched(self: BatchGraphs, *given: object) -> object:
-        logits = run(self, *given)  # type: ignore[arg-type]
-        held.append(logits is not None)
-        return logits
-
-    monkeypatch.setattr(BatchGraphs, "run", watched)
     assert answers(path, "cuda", max_num_batched_tokens=100) == expected
     assert held
     assert all(held)

@@ -48,12 +48,12 @@ class _Numbers:
 
     @classmethod
     def of(cls, memory: Tensor, tokens: int, seqs: int) -> _Numbers:
-        sizes = [tokens, tokens, tokens, seqs + 1, seqs, seqs]
+        sizes = _sizes(tokens, seqs)
         return cls(*torch.split(memory[: sum(sizes)], sizes))
 
-    @staticmethod
-    def room(tokens: int, seqs: int) -> int:
-        return 3 * tokens + 3 * seqs + 1
+
+def _sizes(tokens: int, seqs: int) -> list[int]:
+    return [tokens, tokens, tokens, seqs + 1, seqs, seqs]
 
 
 class _Staging:
@@ -85,7 +85,7 @@ class BatchGraphs:
         self._sizes = piece_sizes(most_seqs, most_tokens)
         most_pages = -(-self._max_context // page_size)
         tokens, seqs = (max(side) for side in zip(*self._sizes, strict=True))
-        room = _Numbers.room(tokens, seqs)
+        room = sum(_sizes(tokens, seqs))
         self._memory = torch.zeros(room, dtype=torch.int64, device=device)
         self._table = torch.zeros(seqs, most_pages, dtype=torch.int32, device=device)
         # Two: the device may not have read the numbers of a step that nobody waited for.
@@ -96,7 +96,6 @@ class BatchGraphs:
 
     def capture(self) -> None:
         """Record every graph. Nothing is written to the pool: every token is padding meanwhile."""
-        self._memory.zero_()
         for tokens, seqs in reversed(self._sizes):
             _Numbers.of(self._memory, tokens, seqs).slots.fill_(-1)
             run = partial(self._run, tokens, seqs)
@@ -144,7 +143,7 @@ class BatchGraphs:
             count = source.shape[0]
             target[:count] = source
             target[count:] = padding
-        room = _Numbers.room(tokens, seqs)
+        room = sum(_sizes(tokens, seqs))
         self._memory[:room].copy_(staging.memory[:room], non_blocking=True)
         pages = step.page_table.shape[1]
         table = staging.table[: num_seqs * pages].view(num_seqs, pages)

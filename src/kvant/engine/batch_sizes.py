@@ -5,6 +5,13 @@ from __future__ import annotations
 MOST_ROWS = 1024
 """Rows of a step with drafts: at more, products are bound by arithmetic, and drafts do not pay."""
 
+MOST_PIECES = 1280
+"""Tokens of a recorded step with pieces of prompts: with more, the device takes longer over a step
+than Python takes to launch it.
+"""
+
+_FEW = 32
+
 
 def batch_sizes(most: int) -> list[int]:
     """Numbers of sequences that get a graph: close enough that padding costs little."""
@@ -17,14 +24,6 @@ def draft_sizes(num_drafts: int, most: int) -> list[int]:
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     most = min(most, MOST_ROWS // (1 + num_drafts))
     return [*(size for size in sizes if size < most), most] if most else []
-
-
-MOST_PIECES = 1280
-"""Tokens of a recorded step with pieces of prompts: with more, the device takes longer over a step
-than Python takes to launch it.
-"""
-
-_FEW = 32
 
 
 def piece_sizes(most_seqs: int, most_tokens: int) -> list[tuple[int, int]]:

@@ -277,7 +277,7 @@ def attend(
             GROUP=group, HEADS=heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
             ROWS=shape.rows, TILE=shape.tile, AT_ONCE=8, PER_PROGRAM=per_program,
             CAUSAL=causal, WINDOW=window > 0, SINKS=params.sinks is not None,
-            DIRECT=direct, FIXED=fixed, LISTED=is_listed, ROTATION=rotation,
+            DIRECT=direct, FIXED=fixed, SEARCH=not wide, LISTED=is_listed, ROTATION=rotation,
             num_warps=1,
         )  # fmt: skip
     return out

@@ -17,13 +17,15 @@ def combine(
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, PER_PROGRAM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr, ROTATION: tl.constexpr,
+    DIRECT: tl.constexpr, FIXED: tl.constexpr, SEARCH: tl.constexpr, LISTED: tl.constexpr,
+    ROTATION: tl.constexpr,
 ):  # fmt: skip
     """Program: PER_PROGRAM query heads of a token, which looks for its items once for all of them.
 
     See `paged_attention` for the shapes. Items are joined AT_ONCE at a time, in order. DIRECT: rows of
-    one item were already written. LISTED: tokens as `list_items` wrote them. ROTATION: length of the
-    rotation's blocks, 0 for none. Tokens of no sequence get zeros.
+    one item were already written. SEARCH: whether who made the items searched. LISTED: tokens as
+    `list_items` wrote them. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no sequence
+    get zeros.
     """
     first_head = tl.program_id(0) * PER_PROGRAM % (HEADS * GROUP)
     token = tl.program_id(0) * PER_PROGRAM // (HEADS * GROUP)
@@ -33,7 +35,7 @@ def combine(
         per_split = least
         if not FIXED:
             per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
-                                        GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
+                                        GROUP, ROWS, TILE, CAUSAL, WINDOW, SEARCH)  # fmt: skip
         seq, first_item, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
                                              GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
     c = tl.arange(0, PAD)

@@ -353,7 +353,7 @@ def paged_attention(
     else:
         if not FIXED:
             per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
-                                        GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
+                                        GROUP, ROWS, TILE, CAUSAL, WINDOW, True)  # fmt: skip
         seq, first_item, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
                                             GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
     if seq < 0:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 LANES = tl.constexpr(128)
+TRIALS = tl.constexpr(4)
 
 
 @triton.jit
@@ -41,15 +42,35 @@ def splits_of(tiles, per_split):
 @triton.jit
 def tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
                     GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """Key tiles in one item: `least`, or more if the batch would make more than `target` items."""
+                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
+    """Key tiles in one item: `least`, or more if the batch would make more than `target` items
+    besides one for each row block.
+
+    SEARCH: as few tiles as a handful of trials finds, for the longest item is what the step waits
+    for; without, the number that suffices whatever the lengths are.
+    """
     total = 0
+    row_blocks = 0
     for first in range(0, num_seqs, LANES):
         blocks, tiles = _sequences(
             first, cu_seqlens_q, seqlens_kv, num_seqs, window, GROUP, ROWS, TILE, CAUSAL, WINDOW
         )
         total += tl.sum(blocks * tiles, 0)
-    return tl.maximum(tl.cdiv(total, target), least)
+        row_blocks += tl.sum(blocks, 0)
+    per_split = tl.maximum(tl.cdiv(total, target), least)
+    if SEARCH:
+        fewest = tl.maximum(tl.cdiv(total, target + row_blocks), least)
+        if fewest < per_split:
+            eighths = (1 << tl.arange(0, TRIALS)) >> 1
+            trial = fewest + (per_split - fewest) * eighths // 8
+            items = tl.zeros((TRIALS,), tl.int32)
+            for first in range(0, num_seqs, LANES):
+                blocks, tiles = _sequences(first, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                           GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
+                items += tl.sum(blocks[:, None] * tl.cdiv(tiles[:, None], trial[None, :]), 0)
+            fits = items <= target + row_blocks
+            per_split = tl.min(tl.where(fits, trial, per_split), 0)
+    return per_split
 
 
 @triton.jit
@@ -121,7 +142,7 @@ def list_items(
         per_split = least
     else:
         per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
-                                    GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
+                                    GROUP, ROWS, TILE, CAUSAL, WINDOW, True)  # fmt: skip
     if TOKENS:
         seq, first, splits = find_token(program, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
                                         GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 import triton
 import triton.language as tl
 
+from kvant.attention.triton.tuning import Shape, items_aimed_at
 from kvant.attention.triton.workmap import tiles_per_split
 
 GROUP, TILE = 4, 64
@@ -65,3 +66,27 @@ def test_batches_of_more_than_one_vector_of_lengths_are_counted_whole() -> None:
     per = cut(lengths, 200)
     assert per == 32  # two items each: exactly the grid
     assert items(lengths, per) == 400
+
+
+PROGRAMS = Shape(rows=16, tile=64, warps=1, stages=2, programs=8)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "cut_into"), [(2, 66), (16, 8), (40, 3), (64, 2), (72, 5), (128, 1), (256, 1)]
+)
+def test_equal_sequences_are_cut_so_that_whole_rounds_of_programs_fill_the_device(
+    blocks: int, cut_into: int
+) -> None:
+    """132 multiprocessors of 8 programs, 8 KV heads: 132 items a round."""
+    target = items_aimed_at(PROGRAMS, blocks, 132, 8)
+    assert (blocks + target) // blocks == cut_into
+    assert items([262144] * blocks, cut([262144] * blocks, target)) == cut_into * blocks
+
+
+@given(st.integers(1, 2000), st.integers(1, 200), st.integers(1, 64))
+def test_there_is_always_room_for_an_item_more_than_blocks(
+    blocks: int, processors: int, heads: int
+) -> None:
+    for rows in (16, 64):
+        shape = Shape(rows=rows, tile=64, warps=4, stages=2, programs=2)
+        assert items_aimed_at(shape, blocks, processors, heads) >= 1

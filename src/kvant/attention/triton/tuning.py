@@ -78,9 +78,18 @@ def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) 
     slots = max(1, shape.programs * multiprocessors // heads)
     if blocks >= 2 * slots:
         return max(1, blocks // 2)  # enough for everybody: only rows twice as long as most are cut
-    halves = 2 if shape.rows <= 16 else 1  # short programs: leave room for two items a block
-    rounds = -(-halves * blocks // slots)
-    return max(1, rounds * slots - blocks)
+    if shape.rows > 16:
+        return max(1, -(-blocks // slots) * slots - blocks)
+    rounds = min(range(-(-blocks // slots), 5), key=lambda n: _waited_for(n, blocks, slots))
+    if rounds * slots < 2 * blocks:
+        return max(1, min(slots, blocks - 1))  # equal sequences stay whole, a long one is cut
+    return rounds * slots - blocks
+
+
+def _waited_for(rounds: int, blocks: int, slots: int) -> float:
+    """How long equal blocks take in so many rounds of programs: 1 is a whole block, one round."""
+    items = rounds * slots // blocks
+    return -(-items * blocks // slots) / items * (1 + 0.1 * (rounds - 1))
 
 
 def heads_joined_at_once(tokens: int, query_heads: int) -> int:

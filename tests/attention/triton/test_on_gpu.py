@@ -254,6 +254,17 @@ def test_long_prompts_read_what_is_stored(
     check(replace(x, step=step))
 
 
+@pytest.mark.parametrize("lengths", [(40000,), (70000, 3)], ids=["one", "two"])
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+def test_few_sequences_are_cut_into_many_parts(name: KVDtype, lengths: tuple[int, ...]) -> None:
+    check(
+        case.prepare(
+            name, heads=(32, 8), head_dims=(128, 128), sequences=[(n, 1) for n in lengths],
+            dtype=torch.bfloat16, device="cuda",
+        )
+    )  # fmt: skip
+
+
 def test_pages_are_cleared_in_every_plane_and_no_other_page_is_touched() -> None:
     planes = [
         torch.full((9, 16, 2, width), 7, dtype=torch.uint8, device="cuda") for width in (64, 4, 128)

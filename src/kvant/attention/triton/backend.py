@@ -30,6 +30,7 @@ from kvant.attention.triton.tuning import (
     Shape,
     heads_joined_at_once,
     items_aimed_at,
+    parts_joined_at_once,
     shape_for,
 )
 from kvant.attention.triton.workmap import list_items
@@ -149,7 +150,11 @@ class TritonBackend:
             rows = 1
         if rows >= many_rows.FEWEST and many_rows.serves(cache, q.dtype, params):
             return attend(cache, q, step, params, many_rows.shape_for(k, v), wide=True)
-        shape = shape_for(k, v, (g.head_dim_k, g.head_dim_v), rows, full=q.dtype is torch.float32)
+        full = q.dtype is torch.float32
+        crowd = 1.0
+        if not self.batch_invariant:
+            crowd = step.seqlens_kv.shape[0] * g.num_kv_heads / multiprocessors(q.device)
+        shape = shape_for(k, v, (g.head_dim_k, g.head_dim_v), rows, full=full, crowd=crowd)
         return attend(cache, q, step, params, shape, fixed=self.batch_invariant)
 
 
@@ -272,13 +277,15 @@ def attend(
         )  # fmt: skip
     if parts and not join:
         per_program = heads_joined_at_once(tokens, q_heads)
+        # Fixed items are joined in one order whatever the batch is.
+        at_once, warps = (8, 1) if fixed else parts_joined_at_once(items, blocks)
         combine[(q_heads * tokens // per_program,)](
             partial, partial_lse, params.sinks, out, *work, token_list, num_seqs, window, target, least,
             GROUP=group, HEADS=heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
-            ROWS=shape.rows, TILE=shape.tile, AT_ONCE=8, PER_PROGRAM=per_program,
+            ROWS=shape.rows, TILE=shape.tile, AT_ONCE=at_once, PER_PROGRAM=per_program,
             CAUSAL=causal, WINDOW=window > 0, SINKS=params.sinks is not None,
             DIRECT=direct, FIXED=fixed, SEARCH=not wide, LISTED=is_listed, ROTATION=rotation,
-            num_warps=1,
+            num_warps=warps,
         )  # fmt: skip
     return out
 

@@ -36,11 +36,18 @@ class Shape:
 
 
 def shape_for(
-    k: KVDtype, v: KVDtype, head_dims: tuple[int, int], rows: int, *, full: bool
+    k: KVDtype,
+    v: KVDtype,
+    head_dims: tuple[int, int],
+    rows: int,
+    *,
+    full: bool,
+    crowd: float = 1.0,
 ) -> Shape:
     """The shape for `rows` query rows of one sequence and KV head. head_dims: of K and V.
 
-    full: float32 products.
+    full: float32 products. crowd: sequences times KV heads, over multiprocessors; where it is little,
+    every sequence is cut so often that larger programs, and fewer parts to join, are faster.
     """
     a, b = READING[k], READING[v]
     head_dim = max(head_dims)
@@ -51,6 +58,10 @@ def shape_for(
             return Shape(16, 32, 4, 2, 2)
         if head_dim > 128:
             return Shape(16, 32, 2, 2, 4)
+        if a.elements == b.elements == 1 and crowd <= 1 / 4:
+            return Shape(16, 64, 4, 2, 3)
+        if a.kind is b.kind is Kind.E4M3 and crowd <= 1 / 16:
+            return Shape(16, 128, 4, 2, 3)
         if a.elements == b.elements == 4 or Kind.E4M3 in (a.kind, b.kind):
             return Shape(16, 64, 1, 2, 8)
         return Shape(16, 32, 1, 2, 8)
@@ -98,3 +109,10 @@ def heads_joined_at_once(tokens: int, query_heads: int) -> int:
     while tokens * query_heads // heads > 2048 and query_heads % (2 * heads) == 0:
         heads *= 2
     return heads
+
+
+def parts_joined_at_once(items: int, blocks: int) -> tuple[int, int]:
+    """Items of a row that `combine` joins in one go, and its warps. items: of all `blocks`."""
+    if items <= 8 * blocks:
+        return 8, 1
+    return (32, 1) if items <= 64 * blocks else (64, 2)

@@ -15,6 +15,7 @@ from kvant.attention.triton.codec import (
     block_factor,
     unpack,
 )
+from kvant.attention.triton.rotation import hadamard
 
 
 @triton.jit(do_not_specialize=("max_pages", "first_seq", "size"))
@@ -22,12 +23,12 @@ def gather_rows(
     codes, scales, outer_ptr, page_table, max_pages, seqlens_kv, first_seq, out, size,
     HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     KIND: tl.constexpr, SCALING: tl.constexpr, ELEMENTS: tl.constexpr, FACTOR: tl.constexpr,
-    PAD: tl.constexpr, OUTER: tl.constexpr, PTX: tl.constexpr,
+    PAD: tl.constexpr, OUTER: tl.constexpr, ROTATION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (TILE tokens, KV head, sequence from `first_seq` on). out: [sequences, size, HEADS, HEAD].
 
-    Zeros behind the sequence's end. PAD: words of a row, padded to a power of two. The rest as in
-    `paged_attention`.
+    Zeros behind the sequence's end. PAD: words of a row, padded to a power of two. ROTATION: length
+    of the blocks that were stored rotated, 0 for none. The rest as in `paged_attention`.
     """
     pos = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1)
@@ -78,6 +79,8 @@ def gather_rows(
                     (parts[3].to(tl.float32) * FACTOR - z) * s),
         )  # fmt: skip
         y = tl.reshape(y, (TILE, 4 * PAD))
+    if ROTATION > 0:
+        y = hadamard(y, TILE, ELEMENTS * PAD, ROTATION) / ROTATION
     y = tl.where(there[:, None], y, 0.0)
     c = tl.arange(0, ELEMENTS * PAD)
     at = ((tl.program_id(2).to(tl.int64) * size + pos) * HEADS + head) * HEAD

@@ -26,7 +26,7 @@ from kvant.attention.triton.codec import READING, Reading
 from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.info import INFO
 from kvant.attention.triton.join import join_rows
-from kvant.attention.triton.launch import has_ptx, outer, rotate, words
+from kvant.attention.triton.launch import has_ptx, outer, words
 from kvant.attention.triton.pack import pack_rows, unpack_rows
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.geometry import LayerGeometry
@@ -236,9 +236,10 @@ def decoded(
         HEADS=g.num_kv_heads, HEAD=head, PAGE=cache.page_size, TILE=tile,
         KIND=int(reading.kind), SCALING=int(reading.scaling), ELEMENTS=reading.elements,
         FACTOR=reading.factor, PAD=triton.next_power_of_2(head // reading.elements),
-        OUTER=outer(scale), PTX=has_ptx(out.device), num_warps=4,
+        OUTER=outer(scale), ROTATION=block_length(head) if reading.rotated else 0,
+        PTX=has_ptx(out.device), num_warps=4,
     )  # fmt: skip
-    return rotate(out, block_length(head)).to(dtype) if reading.rotated else out
+    return out
 
 
 def _cut(x: Tensor, rows: slice) -> Tensor:

@@ -126,7 +126,10 @@ LONG_STEPS = {
 def test_long_stretches_are_multiplied_as_squares_and_put_back_where_they_belong(
     sequences: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = case.prepare(KVDtype.FP8_E4M3, heads=(2, 1), head_dims=(16, 16), sequences=sequences)
+    x = case.prepare(
+        KVDtype.FP8_E4M3, KVDtype.INT4_PER_TOKEN_HEAD, heads=(2, 1), head_dims=(16, 16),
+        sequences=sequences,
+    )  # fmt: skip
     TritonBackend().write(x.cache, x.k, x.v, x.step)
     lengths = np.array([new for _, new in sequences])
     step = list_long(x.step, lengths, np.array([length for length, _ in sequences]))

@@ -139,10 +139,14 @@ def _attend_new(
     size, first = square_size(some[0].num_tokens), some[0]
     k = decoded(cache, 0, step, first, size, q.dtype, len(some))
     v = decoded(cache, 1, step, first, size, q.dtype, len(some))
-    squares = _packed(q, step, first, size, 0, len(some))
+    full = all(one.num_tokens == size for one in some)
+    rows = slice(first.first_token, first.first_token + len(some) * size)
+    if full and q.is_contiguous():
+        squares = q[rows].view(len(some), size, *q.shape[1:])
+    else:
+        squares = _packed(q, step, first, size, 0, len(some))
     found, _ = _product(squares, k, v, params.scale, causal=True)
-    if all(one.num_tokens == size for one in some):
-        rows = slice(first.first_token, first.first_token + len(some) * size)
+    if full:
         out[rows].view(found.shape).copy_(found)
         return
     width = q.shape[1] * q.shape[2]
@@ -170,7 +174,8 @@ def _attend_one(
     n = long.num_tokens
     rows = slice(long.first_token, long.first_token + n)
     # The square's first `spare` queries are nobody's: they only put the others in their places.
-    square = _packed(q, step, long, size, spare)
+    whole = not spare and size == n and q.is_contiguous()
+    square = q[rows][None] if whole else _packed(q, step, long, size, spare)
     squared, squared_lse = _product(
         square,
         _cut(k, slice(before, None)),

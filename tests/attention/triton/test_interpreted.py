@@ -18,9 +18,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from kvant.attention.base import LongQuery
 from kvant.attention.long import list_long
 from kvant.attention.triton import backend, prefill
 from kvant.attention.triton.backend import TritonBackend, attend
+from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.info import SERVED
 from kvant.attention.triton.tuning import NEVER_SPLIT, Shape
 from kvant.kv.codecs import codec_for
@@ -200,6 +202,28 @@ def test_sequences_without_tokens_behind_a_step_change_nothing(
     found = attend(x.cache, q, step, x.params, shape)
     assert case.error(found[:count], x.expected()) < 2e-3
     assert torch.equal(found[count:], torch.zeros_like(found[count:]))
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "all": {"causal": False},
+    "window": {"window": 40},
+    "window, both ways": {"window": 40, "causal": False},
+    "sinks and a soft cap": {"sinks": True, "softcap": 3.0},
+}
+
+
+@pytest.mark.parametrize("asked", list(PROMPTS.values()), ids=list(PROMPTS))
+def test_prompts_of_several_sequences_share_a_launch(asked: dict[str, Any]) -> None:
+    sequences = ((30, 1), (150, 80), (70, 70), (300, 65))
+    x = case.prepare(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.FP8_E4M3, sequences=sequences, **asked)
+    TritonBackend().write(x.cache, x.k, x.v, x.step)
+    new = np.array([n for _, n in sequences])
+    first = np.cumsum(new) - new
+    long = tuple(LongQuery(i, int(first[i]), int(new[i]), sequences[i][0]) for i in (1, 2, 3))
+    found = torch.zeros_like(x.q)
+    attend_dense(x.cache, x.q, found, replace(x.step, long=long), x.params)
+    assert case.error(found[1:], x.expected()[1:]) < 2e-3
 
 
 def test_an_empty_sequence_gets_zeros_and_harms_no_other() -> None:

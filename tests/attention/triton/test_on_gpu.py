@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.attention.long import list_long
 from kvant.attention.triton import backend as backend_module
-from kvant.attention.triton import prefill
+from kvant.attention.triton import dense_prefill, prefill
 from kvant.attention.triton.backend import TritonBackend
 from kvant.attention.triton.codec import READING, Kind
 from kvant.attention.triton.info import SERVED
@@ -251,6 +251,34 @@ def test_long_prompts_read_what_is_stored(
     step = list_long(x.step, lengths, np.array([length for length, _ in sequences]))
     assert step.long
     assert prefill.serves(x.cache, x.q, x.params, causal=True)
+    check(replace(x, step=step))
+
+
+LONG_KINDS: dict[str, dict[str, Any]] = {
+    "all": {"causal": False},
+    "window": {"window": 100},
+    "window, both ways": {"window": 100, "causal": False},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 3.0},
+    "head size 64": {"head_dims": (64, 64), "softcap": 3.0},
+    "head size 256": {"head_dims": (256, 256)},
+}
+
+
+@pytest.mark.parametrize("asked", list(LONG_KINDS.values()), ids=list(LONG_KINDS))
+@pytest.mark.parametrize("sequences", list(LONG_STEPS.values()), ids=list(LONG_STEPS))
+@pytest.mark.parametrize("name", [KVDtype.BFLOAT16, KVDtype.INT4_PER_TOKEN_HEAD], ids=str)
+def test_long_prompts_of_every_kind_read_what_is_stored(
+    name: KVDtype, sequences: Any, asked: dict[str, Any]
+) -> None:
+    x = case.prepare(
+        name, sequences=sequences, dtype=torch.bfloat16, device="cuda",
+        **{"heads": (8, 2), "head_dims": (128, 128), **asked},
+    )  # fmt: skip
+    lengths = np.array([new for _, new in sequences])
+    step = list_long(x.step, lengths, np.array([length for length, _ in sequences]))
+    assert not prefill.serves(x.cache, x.q, x.params, causal=step.causal)
+    assert dense_prefill.serves(x.cache, x.q, x.params)
     check(replace(x, step=step))
 
 

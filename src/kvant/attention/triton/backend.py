@@ -8,8 +8,10 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, HeadRotation, Step
 from kvant.attention.cuda import many_rows
+from kvant.attention.triton import dense_prefill, prefill
 from kvant.attention.triton.codec import READING
 from kvant.attention.triton.combine import combine
+from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.launch import (
     arrivals,
     has_ptx,
@@ -22,7 +24,7 @@ from kvant.attention.triton.launch import (
     words,
 )
 from kvant.attention.triton.paged import paged_attention
-from kvant.attention.triton.prefill import attend_long, serves
+from kvant.attention.triton.prefill import attend_long
 from kvant.attention.triton.rotated_store import rotate_and_store
 from kvant.attention.triton.store import store_rows
 from kvant.attention.triton.tuning import (
@@ -129,14 +131,17 @@ class TritonBackend:
         Tokens of sequences without stored tokens get zeros. In a captured graph, `max_seqlen_q`
         bounds every replay (and in batch-invariant mode `max_seqlen_kv` too).
         """
-        long = step.long and not self.batch_invariant
-        if not long or not serves(cache, q, params, causal=step.causal):
+        if not step.long or self.batch_invariant:
+            return self._attend(cache, q, step, params)
+        by_cudnn = prefill.serves(cache, q, params, causal=step.causal)
+        if not by_cudnn and not dense_prefill.serves(cache, q, params):
             return self._attend(cache, q, step, params)
         out = q.new_empty(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
         if step.rest is not None:
             count = step.rest.positions.shape[0]
             out[:count] = self._attend(cache, q[:count], step.rest, params)
-        attend_long(cache, q, out, step, params)
+        attend_all = attend_long if by_cudnn else attend_dense
+        attend_all(cache, q, out, step, params)
         return out
 
     def _attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:

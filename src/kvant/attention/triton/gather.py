@@ -18,22 +18,24 @@ from kvant.attention.triton.codec import (
 from kvant.attention.triton.rotation import hadamard
 
 
-@triton.jit(do_not_specialize=("max_pages", "first_seq", "size"))
+@triton.jit(do_not_specialize=("max_pages", "first_seq", "skipped", "size"))
 def gather_rows(
-    codes, scales, outer_ptr, page_table, max_pages, seqlens_kv, first_seq, out, size,
+    codes, scales, outer_ptr, page_table, max_pages, seqlens_kv, first_seq, skipped, out, size,
     HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     KIND: tl.constexpr, SCALING: tl.constexpr, ELEMENTS: tl.constexpr, FACTOR: tl.constexpr,
     PAD: tl.constexpr, OUTER: tl.constexpr, ROTATION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (TILE tokens, KV head, sequence from `first_seq` on). out: [sequences, size, HEADS, HEAD].
 
-    Zeros behind the sequence's end. PAD: words of a row, padded to a power of two. ROTATION: length
-    of the blocks that were stored rotated, 0 for none. The rest as in `paged_attention`.
+    From token `skipped` on; zeros behind the sequence's end. PAD: words of a row, padded to a power of
+    two. ROTATION: length of the blocks that were stored rotated, 0 for none. The rest as in
+    `paged_attention`.
     """
-    pos = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    to = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    pos = skipped + to
     head = tl.program_id(1)
     seq = (first_seq + tl.program_id(2)).to(tl.int64)
-    inside_out = pos < size
+    inside_out = to < size
     there = inside_out & (pos < tl.load(seqlens_kv + seq))
     pages = page_table + seq * max_pages
     page = tl.load(pages + pos // PAGE, mask=there, other=0).to(tl.int64)
@@ -83,6 +85,6 @@ def gather_rows(
         y = hadamard(y, TILE, ELEMENTS * PAD, ROTATION) / ROTATION
     y = tl.where(there[:, None], y, 0.0)
     c = tl.arange(0, ELEMENTS * PAD)
-    at = ((tl.program_id(2).to(tl.int64) * size + pos) * HEADS + head) * HEAD
+    at = ((tl.program_id(2).to(tl.int64) * size + to) * HEADS + head) * HEAD
     tl.store(out + at[:, None] + c[None, :], y.to(out.dtype.element_ty),
              mask=(c < HEAD)[None, :] & inside_out[:, None])  # fmt: skip

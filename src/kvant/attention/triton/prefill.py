@@ -220,10 +220,11 @@ def decoded(
     tokens: int,
     dtype: torch.dtype,
     count: int = 1,
+    skipped: int = 0,
 ) -> Tensor:
     """Stored keys (side 0) or values (side 1) of `count` sequences from `first` on, decoded.
 
-    [count, tokens, num_kv_heads, head_dim], zeros behind each one's end.
+    [count, tokens, num_kv_heads, head_dim] from token `skipped` on, zeros behind each one's end.
     """
     g = cache.spec.geometry
     choice, planes, scale, head = (
@@ -237,7 +238,7 @@ def decoded(
     tile = 32
     gather_rows[(triton.cdiv(tokens, tile), g.num_kv_heads, count)](
         *words(planes, reading), scale, step.page_table, step.page_table.stride(0),
-        step.seqlens_kv, first.sequence, out, tokens,
+        step.seqlens_kv, first.sequence, skipped, out, tokens,
         HEADS=g.num_kv_heads, HEAD=head, PAGE=cache.page_size, TILE=tile,
         KIND=int(reading.kind), SCALING=int(reading.scaling), ELEMENTS=reading.elements,
         FACTOR=reading.factor, PAD=triton.next_power_of_2(head // reading.elements),

@@ -103,6 +103,15 @@ def _waited_for(rounds: int, blocks: int, slots: int) -> float:
     return -(-items * blocks // slots) / items * (1 + 0.1 * (rounds - 1))
 
 
+def dense_shape(head_dim: int, *, causal: bool) -> Shape:
+    """Of `dense_attention`. programs and least: without meaning there."""
+    if head_dim > 128:
+        return Shape(128, 64, 8, 2, 1)
+    if head_dim < 128:
+        return Shape(64, 128, 4, 3, 2)
+    return Shape(64, 64, 4, 3, 2) if causal else Shape(128, 128, 8, 3, 1)
+
+
 def heads_joined_at_once(tokens: int, query_heads: int) -> int:
     """Query heads of one program of `combine`. Each program reads all lengths: not too many of them."""
     heads = 1

@@ -1,0 +1,82 @@
+"""Long stretches of queries by our own kernel: whatever cuDNN does not compute, and many short prompts.
+
+Keys and values are decoded once, as for cuDNN, but all sequences of a step share one launch: bidirectional
+attention, windows, sinks, soft caps and head sizes of 256 are arguments of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kvant.attention.base import AttentionParams, LongQuery, Step
+from kvant.attention.triton.dense import dense_attention
+from kvant.attention.triton.launch import has_ptx
+from kvant.attention.triton.prefill import decoded
+from kvant.attention.triton.tuning import dense_shape
+from kvant.kv.pool import LayerCache
+
+AT_ONCE = 16384
+"""Keys that are decoded at once, if they are of more than one sequence."""
+
+
+def serves(cache: LayerCache, q: Tensor, params: AttentionParams) -> bool:
+    """Whether the kernel computes what this layer means, here."""
+    g = cache.spec.geometry
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and g.head_dim_k == g.head_dim_v
+        and g.head_dim_k in (64, 128, 256)
+        and params.scale > 0
+        and has_ptx(q.device)
+        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    )
+
+
+def attend_dense(
+    cache: LayerCache, q: Tensor, out: Tensor, step: Step, params: AttentionParams
+) -> None:
+    """Fill the rows of `step.long` in out [T, num_q_heads, head_dim]."""
+    g = cache.spec.geometry
+    window = params.window or 0
+    shape = dense_shape(g.head_dim_k, causal=step.causal)
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    for some in _together(step.long, alone=window > 0):
+        first = some[0]
+        skipped = 0
+        if window:
+            seen_from = max(first.length - first.num_tokens - window + 1, 0)
+            skipped = seen_from // shape.tile * shape.tile
+        size = -(-(max(one.length for one in some) - skipped) // shape.tile) * shape.tile
+        sides = []
+        for side in (0, 1):
+            rows = decoded(cache, side, step, first, size, q.dtype, len(some), skipped).flatten(
+                0, 1
+            )
+            block = [shape.tile, 1, g.head_dim_k]
+            sides.append(TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block))
+        most = max(one.num_tokens for one in some)
+        dense_attention[(triton.cdiv(most, shape.rows), g.num_q_heads, len(some))](
+            q, q.stride(0), q.stride(1), *sides, params.sinks, out,
+            step.cu_seqlens_q, step.seqlens_kv, first.sequence, size, skipped,
+            params.scale, params.softcap, window,
+            GROUP=g.num_q_heads // g.num_kv_heads, HEADS=g.num_q_heads, HEAD=g.head_dim_k,
+            ROWS=shape.rows, TILE=shape.tile, CAUSAL=step.causal, WINDOW=window > 0,
+            SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
+            num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+
+
+def _together(long: Sequence[LongQuery], *, alone: bool) -> Iterator[Sequence[LongQuery]]:
+    """Neighbours that are decoded together, each as long as the longest of them."""
+    start = 0
+    for end in range(1, len(long) + 1):
+        longest = max(one.length for one in long[start : end + 1])
+        if end == len(long) or alone or (end + 1 - start) * longest > AT_ONCE:
+            yield long[start:end]
+            start = end

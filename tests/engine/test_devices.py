@@ -102,7 +102,8 @@ def test_a_checkpoint_with_float8_weights_runs_with_its_own_kv_scales(
 @pytest.mark.parametrize(
     "stored",
     [KVDtype.FLOAT32, KVDtype.BFLOAT16, KVDtype.FP8_E4M3, KVDtype.FP8_PER_TOKEN_HEAD,
-     KVDtype.INT8_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.NVFP4],
+     KVDtype.INT8_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.NVFP4,
+     KVDtype.TURBOQUANT_K4, KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V4, KVDtype.TURBOQUANT_V3],
     ids=str,
 )  # fmt: skip
 def test_decode_is_prefill_over_the_same_cache(

@@ -29,8 +29,29 @@ def test_every_format_of_nvidia_is_served_from_sm_80(name: KVDtype, arch: str) -
     assert info.refuse(need(name, device=DeviceFacts(DeviceKind.CUDA, arch))) is None
 
 
-def test_a_format_without_kernels_is_refused_by_name() -> None:
+def test_a_format_without_kernels_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "SERVED", info.SERVED - {KVDtype.TURBOQUANT_K4})
     assert "turboquant_k4" in (info.refuse(need(KVDtype.TURBOQUANT_K4)) or "")
+    assert info.refuse(need(KVDtype.TURBOQUANT_K3)) is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
+def test_three_bits_are_refused_where_rows_are_no_whole_units(head_dim: int) -> None:
+    layer = driver.layer(head_dim_k=head_dim)
+    for k, v in (
+        (KVDtype.TURBOQUANT_K3, KVDtype.BFLOAT16),
+        (KVDtype.BFLOAT16, KVDtype.TURBOQUANT_V3),
+    ):
+        reason = info.refuse(replace(need(k, v), layer=layer))
+        assert (reason is not None and "80" in reason) if head_dim == 80 else reason is None
+
+
+def test_pages_that_cannot_be_cleared_in_whole_words_are_refused() -> None:
+    one_head = replace(driver.layer(head_dim_k=64), num_kv_heads=1)
+    smallest = replace(need(KVDtype.TURBOQUANT_K4), layer=one_head, page_size=1)
+    assert "larger" in (info.refuse(smallest) or "")
+    assert info.refuse(replace(smallest, page_size=2)) is None
+    assert info.refuse(replace(smallest, k=KVDtype.BFLOAT16, v=KVDtype.BFLOAT16)) is None
 
 
 def test_the_encoding_of_gfx942_is_refused_elsewhere_with_the_reason() -> None:

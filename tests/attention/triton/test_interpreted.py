@@ -166,6 +166,20 @@ def _product(q: Any, k: Any, v: Any, scale: float, *, causal: bool) -> Any:
     return out.to(q.dtype).contiguous(), scores.logsumexp(-1)
 
 
+@pytest.mark.parametrize(
+    "variant",
+    [VARIANTS[name] for name in ("window", "sinks", "pages of 32", "padding")],
+    ids=["window", "sinks", "pages of 32", "padding"],
+)
+def test_eight_numbers_a_word_and_minima_are_masked_like_the_others(
+    variant: dict[str, Any],
+) -> None:
+    x = case.prepare(
+        KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3, sequences=((35, 3), (5, 5)), **variant
+    )
+    check(x, WHOLE)
+
+
 def test_tokens_of_no_sequence_get_zeros() -> None:
     x = case.prepare(KVDtype.FLOAT16, sequences=((5, 2),), padding=2)
     TritonBackend().write(x.cache, x.k, x.v, x.step)

@@ -88,7 +88,7 @@ def test_every_format_is_written_and_read_as_its_definition_says(
 
 def _pairs() -> list[tuple[KVDtype, KVDtype]]:
     ordered = list(itertools.permutations(FORMATS, 2))
-    return ordered[::3]  # every format several times on either side
+    return ordered[::5]  # every format several times on either side
 
 
 @pytest.mark.parametrize(("k", "v"), _pairs(), ids=str)
@@ -132,6 +132,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         (KVDtype.FP8_E4M3, KVDtype.NVFP4),
         (KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD),
         (KVDtype.NVFP4, KVDtype.INT4_PER_TOKEN_HEAD),
+        (KVDtype.TURBOQUANT_K4, KVDtype.TURBOQUANT_V4),
     ],
     ids=str,
 )
@@ -176,6 +177,21 @@ def test_in_batch_invariant_mode_a_query_has_the_same_bits_however_it_is_asked(
         )
         alone = backend.attend(x.cache, x.q[last : last + 1], one, x.params)
         assert torch.equal(alone[0], found[last])
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256, 512])
+@pytest.mark.parametrize("window", [None, 100])
+def test_three_bits_are_read_at_every_head_size_they_have(
+    head_dim: int, window: int | None
+) -> None:
+    for causal, sequences in itertools.product((True, False), (LONG, VERIFY)):
+        check(
+            case.prepare(
+                KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3, heads=(8, 2), causal=causal,
+                head_dims=(head_dim, head_dim), sequences=sequences, window=window, sinks=True,
+                dtype=torch.bfloat16, device="cuda",
+            )
+        )  # fmt: skip
 
 
 def test_hundreds_of_sequences_are_joined_like_few() -> None:

@@ -36,6 +36,7 @@ FEWEST = 33
 SOURCES = ("hopper.cuh", "codes.cuh", "items.cuh", "many_rows.cu")
 
 _KINDS = frozenset({Kind.E4M3, Kind.E5M2, Kind.INT8, Kind.UINT4, Kind.E2M1})
+_SCALINGS = frozenset({Scaling.NONE, Scaling.ROW, Scaling.ROW_ZERO, Scaling.BLOCK})
 _SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SHARED = 227 * 1024 // PROGRAMS - 5 * 1024
 """Bytes a program may ask for, so that all programs of a multiprocessor fit beside what is static."""
@@ -57,7 +58,7 @@ def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bo
         and not params.softcap
         and params.scale > 0
         and dtype in (torch.float16, torch.bfloat16)
-        and {READING[side.dtype].kind for side in (cache.spec.k, cache.spec.v)} <= _KINDS
+        and all(_reads(READING[side.dtype]) for side in (cache.spec.k, cache.spec.v))
         and cache.page_size >= 8
         and _available()
     )
@@ -70,6 +71,10 @@ def _available() -> bool:
         level = logging.WARNING if build.is_hopper() else logging.INFO
         logger.log(level, "steps of many queries run in the general kernel: %s", reason)
     return reason is None
+
+
+def _reads(reading: Reading) -> bool:
+    return reading.kind in _KINDS and reading.scaling in _SCALINGS
 
 
 def shape_for(k: KVDtype, v: KVDtype) -> Shape:

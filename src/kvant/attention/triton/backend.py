@@ -20,6 +20,7 @@ from kvant.attention.triton.launch import (
     outer,
     pad,
     rotate,
+    shifts,
     stores,
     words,
 )
@@ -263,7 +264,7 @@ def attend(
         planes = [*words(cache.k, k), *words(cache.v, v)]
         options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
         paged_attention[(heads * items,)](
-            q, q.stride(0), q.stride(1), *planes,
+            q, q.stride(0), q.stride(1), *planes, shifts(q.device, k, v),
             cache.k_scale, cache.v_scale, params.sinks,
             out, partial, partial_lse,
             *work, item_list, step.page_table, step.page_table.stride(0), num_seqs, arrived, tokens,

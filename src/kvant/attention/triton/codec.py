@@ -1,9 +1,10 @@
 """How kernels read each format: one table, and the device functions behind it.
 
 Codes are loaded as *words*: 16-bit formats (and float32) one element a word, 8-bit formats two and
-4-bit formats four elements in a 16-bit word. Tensor cores take 16-bit operands, and the hardware's
-matrix loads (`ldmatrix`, also transposed) move 16-bit units, so a word travels from page to register
-without a shuffle; only there is it unpacked, into one float16 tensor for each of its elements.
+4-bit formats four elements in a 16-bit word, 3-bit formats eight in 24 bits of 32-bit units. Tensor cores
+take 16-bit operands, and the hardware's matrix loads (`ldmatrix`, also transposed) move 16-bit units, so a
+word travels from page to register without a shuffle; only there is it unpacked, into one float16
+tensor for each of its elements.
 Element e of word j is number E * j + e of the row. Products over a row are sums of E products, and
 the columns of an output are E accumulators.
 
@@ -14,8 +15,12 @@ Unpacking costs one instruction an element or less, because nothing is scaled th
   which tensor cores multiply exactly. The bias, or the zero point, is subtracted from the product:
   q.(n - z) = q.n - z * sum(q), a rank-1 correction;
 - e2m1 needs shifts, as its exponent and sign must move; its block scale is multiplied in float16,
-  exactly (2 times 4 significant bits).
-A scale per row is multiplied with the scores (keys) or the probabilities (values).
+  exactly (2 times 4 significant bits);
+- centroids are whole numbers of 1/256 below 1024, so float16 subnormals with a sign. The upper byte of
+  such a number takes few values and is looked up by the code's upper three bits, the lower byte by
+  its lower three: each look-up is a byte permutation of a table of eight, four codes at a time.
+A scale per row is multiplied with the scores (keys) or the probabilities (values). A minimum per row
+adds its product with the sum of the query, or of the probabilities: a rank-1 term again.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvant.kv.codecs.codebook import CENTROIDS_3BIT, CENTROIDS_4BIT
 from kvant.kv.dtype import KVDtype
 
 
@@ -42,6 +48,9 @@ class Kind(IntEnum):
     INT8 = 6
     UINT4 = 7
     E2M1 = 8
+    CODEBOOK4 = 9
+    CODEBOOK3 = 10
+    UINT3 = 11
 
 
 class Scaling(IntEnum):
@@ -51,6 +60,8 @@ class Scaling(IntEnum):
     ROW = 1  # float32, one for a row
     ROW_ZERO = 2  # the same, a zero point in its low 4 bits
     BLOCK = 3  # e4m3, one for 16 elements
+    ROW_HALF = 4  # float16, one for a row
+    ROW_MINIMUM = 5  # float16, scale and minimum of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +69,8 @@ class Reading:
     """How kernels read one format.
 
     elements: numbers in a word. word, scale: torch dtypes to view the planes as. factor: what
-    unpacked numbers must be multiplied with (for UINT4, those at odd places; the others 16 times
-    that). zero: bias of the codes, the same for all rows.
+    unpacked numbers must be multiplied with (for UINT4 and UINT3, those at odd places; the others 16
+    and 8 times that).
     """
 
     kind: Kind
@@ -86,6 +97,17 @@ READING: dict[KVDtype, Reading] = {
         Kind.UINT4, Scaling.ROW_ZERO, 4, _16, torch.int32, 2.0**20, rotated=True
     ),
     KVDtype.NVFP4: Reading(Kind.E2M1, Scaling.BLOCK, 4, _16, torch.uint8, 2.0**7),
+    KVDtype.TURBOQUANT_K8: Reading(Kind.E4M3, Scaling.NONE, 2, _16, None, 1.0),
+    KVDtype.TURBOQUANT_K4: Reading(
+        Kind.CODEBOOK4, Scaling.ROW_HALF, 4, _16, torch.float16, 2.0**16, rotated=True
+    ),
+    KVDtype.TURBOQUANT_K3: Reading(
+        Kind.CODEBOOK3, Scaling.ROW_HALF, 8, torch.int32, torch.float16, 2.0**16, rotated=True
+    ),
+    KVDtype.TURBOQUANT_V4: Reading(Kind.UINT4, Scaling.ROW_MINIMUM, 4, _16, torch.int32, 2.0**20),
+    KVDtype.TURBOQUANT_V3: Reading(
+        Kind.UINT3, Scaling.ROW_MINIMUM, 8, torch.int32, torch.int32, 2.0**21
+    ),
 }
 
 FLOAT32 = tl.constexpr(int(Kind.FLOAT32))
@@ -97,10 +119,92 @@ E5M2 = tl.constexpr(int(Kind.E5M2))
 INT8 = tl.constexpr(int(Kind.INT8))
 UINT4 = tl.constexpr(int(Kind.UINT4))
 E2M1 = tl.constexpr(int(Kind.E2M1))
+CODEBOOK4 = tl.constexpr(int(Kind.CODEBOOK4))
+CODEBOOK3 = tl.constexpr(int(Kind.CODEBOOK3))
+UINT3 = tl.constexpr(int(Kind.UINT3))
 NO_SCALE = tl.constexpr(int(Scaling.NONE))
 ROW = tl.constexpr(int(Scaling.ROW))
 ROW_ZERO = tl.constexpr(int(Scaling.ROW_ZERO))
 BLOCK = tl.constexpr(int(Scaling.BLOCK))
+ROW_HALF = tl.constexpr(int(Scaling.ROW_HALF))
+ROW_MINIMUM = tl.constexpr(int(Scaling.ROW_MINIMUM))
+
+
+def _float16_bits(centroids: tuple[float, ...]) -> tuple[int, ...]:
+    """By code: the float16 subnormal of 2^-16 times the centroid."""
+    found = tuple(int(abs(c) * 256) | (0x8000 if c < 0 else 0) for c in centroids)
+    assert all(bits & 0x7FFF < 1024 for bits in found)
+    return found
+
+
+_BITS4, _BITS3 = _float16_bits(CENTROIDS_4BIT), _float16_bits(CENTROIDS_3BIT)
+
+
+def _table(eight: tuple[int, ...]) -> int:
+    """Eight bytes as an int64."""
+    return int.from_bytes(bytes(eight), "little", signed=True)
+
+
+# By three of a code's four bits: its upper byte does not depend on the lowest, its lower byte not on
+# the sign.
+assert all(_BITS4[2 * i] >> 8 == _BITS4[2 * i + 1] >> 8 for i in range(8))
+_LOW4 = _table(tuple(bits & 0xFF for bits in _BITS4[:8]))
+_HIGH4 = _table(tuple(bits >> 8 for bits in _BITS4[::2]))
+_LOW3 = _table(tuple(bits & 0xFF for bits in _BITS3))
+_HIGH3 = _table(tuple(bits >> 8 for bits in _BITS3))
+LOW4, HIGH4 = tl.constexpr(_LOW4), tl.constexpr(_HIGH4)
+LOW3, HIGH3 = tl.constexpr(_LOW3), tl.constexpr(_HIGH3)
+
+
+def _registers(table: int) -> str:
+    """The two that `prmt` looks a table's bytes up in."""
+    return f"{table & 0xFFFFFFFF:#010x}, {table >> 32 & 0xFFFFFFFF:#010x}"
+
+
+def _look_up(low: int, high: int, lower: str, upper: str, first: int) -> str:
+    """Four codes, by the selectors in the low halves of two registers, into outputs first, first + 1.
+
+    The codes are elements first and first + 1 of one word, then of the other.
+    """
+    return (
+        f"prmt.b32 l, {_registers(low)}, {lower}; prmt.b32 h, {_registers(high)}, {upper};"
+        f"prmt.b32 ${first}, l, h, 0x6240; prmt.b32 ${first + 1}, l, h, 0x7351;"
+    )
+
+
+_CODEBOOK4_PTX = tl.constexpr(
+    "{ .reg .b32 s, u, l, h; prmt.b32 s, $4, 0, 0x3120;"
+    "shr.u32 u, s, 1; and.b32 u, u, 0x77777777; and.b32 s, s, 0x77777777;"
+    + _look_up(_LOW4, _HIGH4, "s", "u", 0)
+    + "shr.u32 s, s, 16; shr.u32 u, u, 16;"
+    + _look_up(_LOW4, _HIGH4, "s", "u", 2)
+    + "}"
+)
+
+
+def _spread(x: str, to: str) -> str:
+    """Eight codes of 3 bits to nibbles: halves, bytes, nibbles apart."""
+    steps = ((4, 0x0000FFFF, x), (2, 0x00FF00FF, to), (1, 0x0F0F0F0F, to))
+    apart = "".join(
+        f"shl.b32 t, {source}, {by}; lop3.b32 {to}, {source}, t, {mask:#010x}, 0xe4;"
+        for by, mask, source in steps
+    )
+    return apart + f"and.b32 {to}, {to}, 0x77777777;"
+
+
+_CODEBOOK3_PTX = tl.constexpr(
+    "{ .reg .b32 a, b, s, u, t, l, h;"
+    + _spread("$8", "a")
+    + _spread("$9", "b")
+    + "prmt.b32 s, a, b, 0x5140; prmt.b32 u, a, b, 0x7362;"
+    + _look_up(_LOW3, _HIGH3, "s", "s", 0)
+    + "shr.u32 s, s, 16;"
+    + _look_up(_LOW3, _HIGH3, "s", "s", 2)
+    + _look_up(_LOW3, _HIGH3, "u", "u", 4)
+    + "shr.u32 u, u, 16;"
+    + _look_up(_LOW3, _HIGH3, "u", "u", 6)
+    + "}"
+)
 
 
 # Inline PTX below works on two neighbouring words in one register (pack=2).
@@ -158,6 +262,38 @@ def _e2m1_quads(x):
 
 
 @triton.jit
+def _codebook4_quads(x):
+    return tl.inline_asm_elementwise(
+        _CODEBOOK4_PTX, "=&r,=&r,=&r,=&r,r", [x],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _codebook3_octets(x):
+    return tl.inline_asm_elementwise(
+        _CODEBOOK3_PTX, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [x],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16,
+               tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _uint3_octets(x):
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 p, q, r, s; prmt.b32 p, $8, $9, 0x5410; prmt.b32 r, $8, $9, 0x6521;
+        shr.u32 q, p, 6; shr.u32 s, r, 10; shr.u32 r, r, 4;
+        and.b32 $0, p, 0x00070007; and.b32 $1, p, 0x00380038;
+        and.b32 $2, q, 0x00070007; and.b32 $3, q, 0x00380038;
+        and.b32 $4, r, 0x00070007; and.b32 $5, r, 0x00380038;
+        and.b32 $6, s, 0x00070007; and.b32 $7, s, 0x00380038; }""",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [x],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16,
+               tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def _float16_of(bits):
     return bits.to(tl.uint16).to(tl.float16, bitcast=True)
 
@@ -181,6 +317,91 @@ def e4m3_value(code, NUZ: tl.constexpr):
 @triton.jit
 def _e2m1_bits(nibble):
     return _float16_of(((nibble & 8) << 12) | ((nibble & 7) << 9))
+
+
+@triton.jit
+def _byte(table, place):
+    return (tl.full((), table, tl.int64) >> (8 * place.to(tl.int64))) & 0xFF
+
+
+@triton.jit
+def _centroid(lower, upper, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """2^-16 times the centroids of codes, as float16, by the bits that choose either byte."""
+    return _float16_of(_byte(LOW, lower) | (_byte(HIGH, upper) << 8))
+
+
+@triton.jit
+def _funnel(low, high, by, PTX: tl.constexpr):
+    """Bits from bit `by` on of 64-bit numbers in two int32 halves; high is 0 where by is 0."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, by], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low = (low.to(tl.uint32, bitcast=True) >> by.to(tl.uint32)).to(tl.int32, bitcast=True)
+        return low | (high << ((32 - by) & 31))
+
+
+@triton.jit
+def load_words(
+    pointer, j, there, shifts, MASKED: tl.constexpr, ELEMENTS: tl.constexpr, PTX: tl.constexpr
+):
+    """Words j [PAD] of rows at pointer [rows, 1].
+
+    there: [rows, PAD] of words to load where MASKED; others are 0. Words of 24 bits lie in one 32-bit
+    unit or two, pointer counts those, and the result is int32 with noise in the upper 8 bits. shifts
+    is for them alone: where words 0 to 3 begin in their unit. These numbers lie in memory because the
+    compiler unpacks in the registers of a product only what comes from loads alone.
+    """
+    if ELEMENTS == 8:
+        first = (3 * j) >> 2
+        crosses = (j & 3) % 3 != 0  # words 1 and 2 of four
+        low = load_words(pointer, first, there, None, MASKED, 1, PTX)
+        high = tl.load(pointer + 1 + first[None, :], mask=there & crosses[None, :], other=0)
+        return _funnel(low, high, tl.load(shifts + (j & 3))[None, :], PTX)
+    elif MASKED:
+        return tl.load(pointer + j[None, :], mask=there, other=0)
+    else:
+        return tl.load(pointer + j[None, :])
+
+
+@triton.jit
+def row_scales(pointer, row, there, SCALING: tl.constexpr):
+    """(scale, zero point or minimum) of rows, float32; only for scalings with one for a row."""
+    if SCALING == ROW or SCALING == ROW_HALF:
+        scale = tl.load(pointer + row, mask=there, other=0.0).to(tl.float32)
+        return scale, tl.zeros_like(scale)
+    else:
+        bits = tl.load(pointer + row, mask=there, other=0)
+        if SCALING == ROW_ZERO:
+            return (bits & -16).to(tl.float32, bitcast=True), (bits & 15).to(tl.float32)
+        else:
+            tl.static_assert(SCALING == ROW_MINIMUM)
+            return _float16_of(bits & 0xFFFF).to(tl.float32), _float16_of(bits >> 16).to(tl.float32)
+
+
+@triton.jit
+def times(KIND: tl.constexpr, e: tl.constexpr):
+    """How much smaller than at odd places this kind's numbers are unpacked at place e of a word."""
+    return 16.0 if KIND == UINT4 and e % 2 == 0 else 8.0 if KIND == UINT3 and e % 2 == 0 else 1.0
+
+
+@triton.jit
+def in_order(parts, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Elements e of words j, E tensors [ROWS, WORDS], as [ROWS, E * WORDS]: column E * j + e."""
+    if len(parts) == 1:
+        y = parts[0]
+    elif len(parts) == 2:
+        y = tl.join(parts[0], parts[1])
+    elif len(parts) == 4:
+        y = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    else:
+        y = tl.join(
+            tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6])),
+            tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7])),
+        )
+    return tl.reshape(y, (ROWS, len(parts) * WORDS))
 
 
 @triton.jit
@@ -211,6 +432,29 @@ def unpack(x, KIND: tl.constexpr, PTX: tl.constexpr):
             _float16_of((x >> 8) & 0xF),
             _float16_of((x >> 8) & 0xF0),
         )
+    elif KIND == UINT3:
+        if PTX:
+            return _uint3_octets(x)
+        parts = ()
+        for i in tl.static_range(4):
+            parts = parts + (_float16_of((x >> (6 * i)) & 0x7), _float16_of((x >> (6 * i)) & 0x38))
+        return parts
+    elif KIND == CODEBOOK3:
+        if PTX:
+            return _codebook3_octets(x)
+        parts = ()
+        for i in tl.static_range(8):
+            code = (x >> (3 * i)) & 7
+            parts = parts + (_centroid(code, code, LOW3, HIGH3),)
+        return parts
+    elif KIND == CODEBOOK4:
+        if PTX:
+            return _codebook4_quads(x)
+        parts = ()
+        for i in tl.static_range(4):
+            code = (x >> (4 * i)) & 15
+            parts = parts + (_centroid(code & 7, code >> 1, LOW4, HIGH4),)
+        return parts
     else:
         tl.static_assert(KIND == E2M1)
         if PTX:

@@ -11,11 +11,18 @@ import triton
 import triton.language as tl
 
 from kvant.attention.triton.codec import E4M3, E4M3NUZ, E5M2, e4m3_value
+from kvant.kv.codecs.codebook import CENTROIDS_3BIT, CENTROIDS_4BIT, middles
 
 CLAMP = tl.constexpr(2.0**100)
 LEAST = tl.constexpr(2.0**-126)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to integers
 NAN_BITS = tl.constexpr(0x7FC00000)
+NAN_HALF = tl.constexpr(0x7E00)
+LARGEST_HALF = tl.constexpr(65504.0)
+_SIZES4 = tl.constexpr(CENTROIDS_4BIT[:8])
+_SIZES3 = tl.constexpr(CENTROIDS_3BIT[:4])
+_MIDDLES4 = tl.constexpr(middles(CENTROIDS_4BIT))
+_MIDDLES3 = tl.constexpr(middles(CENTROIDS_3BIT))
 
 
 @triton.jit
@@ -27,6 +34,17 @@ def divide(a, b, PTX: tl.constexpr):
         )
     else:
         return tl.div_rn(a, b)
+
+
+@triton.jit
+def square(x, PTX: tl.constexpr):
+    """x * x, rounded by itself: an addition that follows does not become a fused one."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x * x
 
 
 @triton.jit
@@ -123,6 +141,79 @@ def e2m1_code(x):
 def pack_nibbles(code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
     return low | (high << 4)
+
+
+@triton.jit
+def pack_threes(code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes of 3 bits as one number of 24 for every eight of them: [ROWS, COLUMNS / 8]."""
+    eights = tl.reshape(code, (ROWS, COLUMNS // 8, 8))
+    return tl.sum(eights << (3 * tl.arange(0, 8))[None, None, :], 2)
+
+
+@triton.jit
+def half(x):
+    """float32 without NaN to float16: nearest, saturating; never -0."""
+    x = bound(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
+    return tl.where(x == 0.0, 0.0, x).to(tl.float16)
+
+
+@triton.jit
+def _length(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr):
+    """The root of the sum of squares of rows, neighbours first; zeros beside a row change nothing."""
+    sums = square(y, PTX)
+    STAGES: tl.constexpr = COLUMNS.bit_length() - 1
+    for stage in tl.static_range(STAGES):
+        # Two at a time: their order does not matter. (`tl.split` makes every thread add everything.)
+        sums = tl.sum(tl.reshape(sums, (ROWS, COLUMNS >> (stage + 1), 2)), 2)
+    return tl.sqrt_rn(tl.reshape(sums, (ROWS,)))
+
+
+@triton.jit
+def codebook_codes(
+    y, unit, HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """(codes [ROWS, COLUMNS] int32, scales [ROWS] float16) of rotated rows in units of `unit` [ROWS].
+
+    Columns from HEAD on are zeros.
+    """
+    root = _length(y, ROWS, COLUMNS, PTX)
+    wide = tl.sqrt_rn(tl.full((), HEAD, tl.float32))
+    empty = root == 0
+    root_or_one = tl.where(empty, 1.0, root)
+    z = divide(y * wide, root_or_one[:, None] + 0.0 * tl.zeros_like(y), PTX)
+    size = tl.abs(z)
+    sizes: tl.constexpr = _SIZES4 if BITS == 4 else _SIZES3
+    between: tl.constexpr = _MIDDLES4 if BITS == 4 else _MIDDLES3
+    code = tl.where(z < 0, 1 << (BITS - 1), 0)
+    found = tl.zeros_like(y) + sizes[0]
+    for i in tl.static_range((1 << (BITS - 1)) - 1):
+        further = size > between[i]
+        code += further.to(tl.int32)
+        found = tl.where(further, sizes[i + 1], found)
+    found = tl.where((tl.arange(0, COLUMNS) < HEAD)[None, :], found, 0.0)
+    scale = divide(root, _length(found, ROWS, COLUMNS, PTX), PTX) * unit
+    return code, half(scale)
+
+
+@triton.jit
+def smallest_first_codes(
+    x, inside, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr
+):
+    """(codes [ROWS, COLUMNS] int32, scale, minimum [ROWS] float16) of widened x without NaN.
+
+    inside: [1, COLUMNS], which columns there are.
+    """
+    STEPS: tl.constexpr = (1 << BITS) - 1
+    low = half(tl.min(tl.where(inside, x, float("inf")), 1))
+    start = low.to(tl.float32)
+    span = tl.max(tl.where(inside, x, float("-inf")), 1) - start
+    span = tl.where(span > 0, span, 0.0)
+    scale = half(divide(span, tl.full((ROWS,), STEPS, tl.float32), PTX))
+    step = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))
+    code = divide(x - start[:, None], step[:, None] + 0.0 * tl.zeros_like(x), PTX)
+    code = nearest(bound(code, 0.0, STEPS * 1.0)).to(tl.int32)
+    return tl.where((scale == 0.0)[:, None], 0, code), scale, low
 
 
 @triton.jit

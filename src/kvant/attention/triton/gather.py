@@ -7,12 +7,14 @@ import triton.language as tl
 
 from kvant.attention.triton.codec import (
     BLOCK,
-    E2M1,
     INT8,
-    ROW,
-    ROW_ZERO,
-    UINT4,
+    NO_SCALE,
+    ROW_MINIMUM,
     block_factor,
+    in_order,
+    load_words,
+    row_scales,
+    times,
     unpack,
 )
 from kvant.attention.triton.rotation import hadamard
@@ -20,7 +22,7 @@ from kvant.attention.triton.rotation import hadamard
 
 @triton.jit(do_not_specialize=("max_pages", "first_seq", "skipped", "size"))
 def gather_rows(
-    codes, scales, outer_ptr, page_table, max_pages, seqlens_kv, first_seq, skipped, out, size,
+    codes, scales, shifts, outer_ptr, page_table, max_pages, seqlens_kv, first_seq, skipped, out, size,
     HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     KIND: tl.constexpr, SCALING: tl.constexpr, ELEMENTS: tl.constexpr, FACTOR: tl.constexpr,
     PAD: tl.constexpr, OUTER: tl.constexpr, ROTATION: tl.constexpr, PTX: tl.constexpr,
@@ -43,16 +45,17 @@ def gather_rows(
     WORDS: tl.constexpr = HEAD // ELEMENTS
     j = tl.arange(0, PAD)
     inside = there[:, None] & (j < WORDS)[None, :]
-    words = tl.load(codes + row[:, None] * WORDS + j[None, :], mask=inside, other=0)
+    UNITS: tl.constexpr = HEAD * 3 // 32 if ELEMENTS == 8 else WORDS
+    words = load_words(codes + row[:, None] * UNITS, j, inside, shifts, True, ELEMENTS, PTX)
     parts = unpack(words, KIND, PTX)
     scale = tl.full((TILE,), 1.0, tl.float32)
     zero = tl.zeros((TILE,), tl.float32)
-    if SCALING == ROW:
-        scale = tl.load(scales + row, mask=there, other=0.0)
-    elif SCALING == ROW_ZERO:
-        bits = tl.load(scales + row, mask=there, other=0)
-        scale = (bits & -16).to(tl.float32, bitcast=True)
-        zero = (bits & 15).to(tl.float32)
+    minimum = zero
+    if SCALING != NO_SCALE and SCALING != BLOCK:
+        scale, zero = row_scales(scales, row, there, SCALING)
+    if SCALING == ROW_MINIMUM:
+        minimum = zero
+        zero = tl.zeros((TILE,), tl.float32)
     if KIND == INT8:
         zero += 128.0
     if OUTER > 0:
@@ -65,22 +68,13 @@ def gather_rows(
                        mask=there[:, None] & (b < HEAD // 16)[None, :], other=0)  # fmt: skip
         factor = tl.broadcast_to(block_factor(code, PTX)[:, :, None], (TILE, PAD // 4, 4))
         s = s * tl.reshape(factor, (TILE, PAD)).to(tl.float32)
-    if ELEMENTS == 1:
-        y = (parts[0].to(tl.float32) * FACTOR - z) * s
-    elif ELEMENTS == 2:
-        y = tl.join((parts[0].to(tl.float32) * FACTOR - z) * s,
-                    (parts[1].to(tl.float32) * FACTOR - z) * s)  # fmt: skip
-        y = tl.reshape(y, (TILE, 2 * PAD))
-    else:
-        even = FACTOR * 16.0 if KIND == UINT4 else FACTOR
-        tl.static_assert(KIND == UINT4 or KIND == E2M1)
-        y = tl.join(
-            tl.join((parts[0].to(tl.float32) * even - z) * s,
-                    (parts[2].to(tl.float32) * even - z) * s),
-            tl.join((parts[1].to(tl.float32) * FACTOR - z) * s,
-                    (parts[3].to(tl.float32) * FACTOR - z) * s),
-        )  # fmt: skip
-        y = tl.reshape(y, (TILE, 4 * PAD))
+    numbers = ()
+    for e in tl.static_range(ELEMENTS):
+        number = (parts[e].to(tl.float32) * (FACTOR * times(KIND, e)) - z) * s
+        if SCALING == ROW_MINIMUM:
+            number += minimum[:, None]
+        numbers = numbers + (number,)
+    y = in_order(numbers, TILE, PAD)
     if ROTATION > 0:
         y = hadamard(y, TILE, ELEMENTS * PAD, ROTATION) / ROTATION
     y = tl.where(there[:, None], y, 0.0)

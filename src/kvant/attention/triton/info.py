@@ -12,6 +12,7 @@ _OLDEST_NVIDIA = 80
 _AMD = ("gfx90a", "gfx942", "gfx950")
 _NUZ = ("gfx942",)
 _LARGEST_HEAD = 512
+_THREE_BITS = 32
 SERVED = frozenset(
     {
         KVDtype.FLOAT32,
@@ -24,6 +25,11 @@ SERVED = frozenset(
         KVDtype.INT8_PER_TOKEN_HEAD,
         KVDtype.INT4_PER_TOKEN_HEAD,
         KVDtype.NVFP4,
+        KVDtype.TURBOQUANT_K8,
+        KVDtype.TURBOQUANT_K4,
+        KVDtype.TURBOQUANT_K3,
+        KVDtype.TURBOQUANT_V4,
+        KVDtype.TURBOQUANT_V3,
     }
 )
 """Formats with an entry in `codec.READING`; any other refuses itself."""
@@ -68,6 +74,17 @@ def _refuse_formats(need: Need) -> str | None:
     for dtype in (need.k, need.v):
         if dtype is not None and dtype not in SERVED:
             return f"no kernels for {dtype}"
+    layer = need.layer
+    for dtype, head_dim in ((need.k, layer.head_dim_k), (need.v, layer.head_dim_v)):
+        if dtype is None:
+            continue
+        if dtype.format.bits == 3 and head_dim % _THREE_BITS:
+            return (
+                f"rows of 3 bits are read in units of 4 bytes: {_THREE_BITS} must divide {head_dim}"
+            )
+        rows = layer.num_kv_heads * need.page_size
+        if any(plane.row_bytes * rows % 4 for plane in dtype.format.planes(head_dim)):
+            return f"pages are cleared 4 bytes at a time, which those of {dtype} are not: larger ones are"
     fnuz = KVDtype.FP8_E4M3FNUZ in (need.k, need.v)
     if fnuz and need.device.arch not in _NUZ:
         return f"{KVDtype.FP8_E4M3FNUZ} is the encoding of {', '.join(_NUZ)} alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,12 +34,23 @@ def words(planes: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, Tensor 
     return codes, planes[1].view(reading.scale)
 
 
+def shifts(device: torch.device, *readings: Reading) -> Tensor | None:
+    """Where words of 24 bits begin in units of 32, for `codec.load_words`; None where none are read."""
+    return _shifts(device) if any(r.elements == 8 for r in readings) else None
+
+
+@cache
+def _shifts(device: torch.device) -> Tensor:
+    return torch.tensor([0, 24, 16, 8], dtype=torch.int32, device=device)
+
+
 def stores(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    """A side's planes as the writer stores them: codes, and scales (float32 as bits) or None."""
+    """A side's planes as the writer stores them: codes, and scales (floats as bits) or None."""
     if len(planes) == 1:
         return planes[0], None
+    bits = {torch.float32: torch.int32, torch.float16: torch.int16}
     scales = planes[1]
-    return planes[0], scales.view(torch.int32) if scales.dtype is torch.float32 else scales
+    return planes[0], scales.view(bits.get(scales.dtype, scales.dtype))
 
 
 def outer(scale: Tensor | None) -> int:

@@ -21,10 +21,14 @@ from kvant.attention.triton.codec import (
     E2M1,
     FLOAT32,
     INT8,
-    ROW,
+    NO_SCALE,
+    ROW_MINIMUM,
     ROW_ZERO,
-    UINT4,
     block_factor,
+    in_order,
+    load_words,
+    row_scales,
+    times,
     unpack,
 )
 from kvant.attention.triton.rotation import hadamard
@@ -50,22 +54,15 @@ def _operand(x, KIND: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def _elements(words, scales, KIND: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr):
     """Unpacked elements of a tile of words, block scales multiplied in."""
-    parts = unpack(words, KIND, PTX)
-    if KIND == E2M1:
-        s = scales
-        parts = (parts[0] * s, parts[1] * s, parts[2] * s, parts[3] * s)
-    if FULL:
-        if len(parts) == 1:
-            parts = (parts[0].to(tl.float32),)
-        elif len(parts) == 2:
-            parts = (parts[0].to(tl.float32), parts[1].to(tl.float32))
-        else:
-            parts = (
-                parts[0].to(tl.float32),
-                parts[1].to(tl.float32),
-                parts[2].to(tl.float32),
-                parts[3].to(tl.float32),
-            )
+    found = unpack(words, KIND, PTX)
+    parts = ()
+    for e in tl.static_range(len(found)):
+        part = found[e]
+        if KIND == E2M1:
+            part = part * scales
+        if FULL:
+            part = part.to(tl.float32)
+        parts = parts + (part,)
     return parts
 
 
@@ -109,30 +106,20 @@ def _block_scales(
 
 
 @triton.jit
-def _row_scales(pointer, row, there, SCALING: tl.constexpr):
-    """(scale, zero point) of rows."""
-    if SCALING == ROW:
-        return tl.load(pointer + row, mask=there, other=0.0), 0.0
-    else:
-        bits = tl.load(pointer + row, mask=there, other=0)
-        scale = (bits & -16).to(tl.float32, bitcast=True)
-        return scale, (bits & 15).to(tl.float32)
-
-
-@triton.jit
 def _tile(
     state, q, q_sum, factor, cap, at, start, end, row_lo, row_hi,
-    k_codes, k_scales, v_codes, v_scales, pages, head,
+    k_codes, k_scales, v_codes, v_scales, shifts, pages, head,
     TILE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
-    WORDS_K: tl.constexpr, WORDS_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
+    HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, ELEMENTS_K: tl.constexpr, ELEMENTS_V: tl.constexpr,
+    PAD_K: tl.constexpr, PAD_V: tl.constexpr,
     KIND_K: tl.constexpr, SCALING_K: tl.constexpr, KIND_V: tl.constexpr, SCALING_V: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, FULL: tl.constexpr, FIXED: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values.
 
-    state: accumulators, max, sum, sum times zero points, largest value scale, page ids of the tile.
+    state: accumulators, max, sum, sum times zero points or minima, largest value scale, page ids of the
+    tile.
     """
     acc, top, den, zeros, reference, page = state
     _, offset = _places(at, TILE, PAGE)
@@ -144,16 +131,18 @@ def _tile(
     small = offset * HEADS + head
     jk = tl.arange(0, PAD_K)
     jv = tl.arange(0, PAD_V)
-    at_k = k_codes + _at(page, small, WORDS_K, PAGE, HEADS)[:, None] + jk[None, :]
-    at_v = v_codes + _at(page, small, WORDS_V, PAGE, HEADS)[:, None] + jv[None, :]
-    if MASKED or PAD_K != WORDS_K:
-        k = tl.load(at_k, mask=there[:, None] & (jk < WORDS_K)[None, :], other=0)
-    else:
-        k = tl.load(at_k)
-    if MASKED or PAD_V != WORDS_V:
-        v = tl.load(at_v, mask=there[:, None] & (jv < WORDS_V)[None, :], other=0)
-    else:
-        v = tl.load(at_v)
+    WORDS_K: tl.constexpr = HEAD_K // ELEMENTS_K
+    WORDS_V: tl.constexpr = HEAD_V // ELEMENTS_V
+    UNITS_K: tl.constexpr = HEAD_K * 3 // 32 if ELEMENTS_K == 8 else WORDS_K
+    UNITS_V: tl.constexpr = HEAD_V * 3 // 32 if ELEMENTS_V == 8 else WORDS_V
+    k = load_words(
+        k_codes + _at(page, small, UNITS_K, PAGE, HEADS)[:, None], jk,
+        there[:, None] & (jk < WORDS_K)[None, :], shifts, MASKED or PAD_K != WORDS_K, ELEMENTS_K, PTX,
+    )  # fmt: skip
+    v = load_words(
+        v_codes + _at(page, small, UNITS_V, PAGE, HEADS)[:, None], jv,
+        there[:, None] & (jv < WORDS_V)[None, :], shifts, MASKED or PAD_V != WORDS_V, ELEMENTS_V, PTX,
+    )  # fmt: skip
 
     # Pages of the next tile, so that loads of keys and values never wait for a page id.
     next_page = _page_ids(pages, at + TILE, end, TILE, PAGE)
@@ -165,18 +154,17 @@ def _tile(
         )
     parts = _elements(k, block, KIND_K, FULL, PTX)
     x = tl.dot(q[0], tl.trans(parts[0]), input_precision="ieee")
-    if len(parts) > 1:
-        x = tl.dot(q[1], tl.trans(parts[1]), x, input_precision="ieee")
-    if len(parts) > 2:
-        x = tl.dot(q[2], tl.trans(parts[2]), x, input_precision="ieee")
-        x = tl.dot(q[3], tl.trans(parts[3]), x, input_precision="ieee")
-    if SCALING_K == ROW or SCALING_K == ROW_ZERO:
-        scale, zero = _row_scales(k_scales, _at(page, small, 1, PAGE, HEADS), there, SCALING_K)
-        if KIND_K == UINT4:
+    for e in tl.static_range(1, len(parts)):
+        x = tl.dot(q[e], tl.trans(parts[e]), x, input_precision="ieee")
+    if SCALING_K != NO_SCALE and SCALING_K != BLOCK:
+        scale, zero = row_scales(k_scales, _at(page, small, 1, PAGE, HEADS), there, SCALING_K)
+        if SCALING_K == ROW_ZERO:
             x -= q_sum[:, None] * zero[None, :]
         elif KIND_K == INT8:
             x -= q_sum[:, None] * 128.0
         x *= scale[None, :]
+        if SCALING_K == ROW_MINIMUM:
+            x += q_sum[:, None] * zero[None, :]
     if SOFTCAP:
         # cap * tanh(y / cap) with tanh(z) = 1 - 2 / (exp(2 z) + 1); the factor becomes log2(e)
         x = cap * (1.0 - 2.0 / (tl.exp2(x * (factor * (2.0 * LOG2E / cap))[:, None]) + 1.0))
@@ -193,8 +181,10 @@ def _tile(
     fade = tl.exp2((top - new_top) * inner)
     den = den * fade + tl.sum(p, 1)
 
-    if SCALING_V == ROW or SCALING_V == ROW_ZERO:
-        scale, zero = _row_scales(v_scales, _at(page, small, 1, PAGE, HEADS), there, SCALING_V)
+    if SCALING_V != NO_SCALE and SCALING_V != BLOCK:
+        scale, zero = row_scales(v_scales, _at(page, small, 1, PAGE, HEADS), there, SCALING_V)
+        if SCALING_V == ROW_MINIMUM:
+            zeros = zeros * fade + tl.sum(p * zero[None, :], 1)
         if FIXED:
             # Each row's own, over what it sees: other queries of the block must not change its bits.
             if MASKED:
@@ -213,7 +203,7 @@ def _tile(
         fade *= ratio
         reference = new_reference
     p = _operand(p, KIND_V, FULL)
-    if KIND_V == UINT4:
+    if SCALING_V == ROW_ZERO:
         zeros = zeros * fade + tl.sum(p.to(tl.float32) * zero[None, :], 1)
     elif KIND_V == INT8:
         zeros = zeros * fade + tl.sum(p.to(tl.float32), 1) * 128.0
@@ -223,21 +213,10 @@ def _tile(
         )
     parts = _elements(v, block, KIND_V, FULL, PTX)
     f = fade[:, None]
-    if len(parts) == 1:
-        acc = (tl.dot(p, parts[0], acc[0] * f, input_precision="ieee"),)
-    elif len(parts) == 2:
-        acc = (
-            tl.dot(p, parts[0], acc[0] * f, input_precision="ieee"),
-            tl.dot(p, parts[1], acc[1] * f, input_precision="ieee"),
-        )
-    else:
-        acc = (
-            tl.dot(p, parts[0], acc[0] * f, input_precision="ieee"),
-            tl.dot(p, parts[1], acc[1] * f, input_precision="ieee"),
-            tl.dot(p, parts[2], acc[2] * f, input_precision="ieee"),
-            tl.dot(p, parts[3], acc[3] * f, input_precision="ieee"),
-        )
-    return acc, new_top, den, zeros, reference, next_page
+    sums = ()
+    for e in tl.static_range(len(parts)):
+        sums = sums + (tl.dot(p, parts[e], acc[e] * f, input_precision="ieee"),)
+    return sums, new_top, den, zeros, reference, next_page
 
 
 @triton.jit
@@ -312,7 +291,8 @@ _VARYING = ("max_pages", "num_seqs", "window", "target", "least", "num_tokens")
 
 @triton.jit(do_not_specialize=_VARYING)
 def paged_attention(
-    q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, k_outer, v_outer, sinks,
+    q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts,
+    k_outer, v_outer, sinks,
     out, partial, partial_lse,
     cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs, arrived, num_tokens,
     softmax_scale, cap, window, target, least,
@@ -333,7 +313,7 @@ def paged_attention(
 
     q: [T, HEADS * GROUP, HEAD_K] by its strides; out: [T, HEADS * GROUP, HEAD_V];
     partial: [items, HEADS, ROWS, HEAD_V] float32, each row divided by its sum;
-    partial_lse: [items, HEADS, ROWS] float32, base 2.
+    partial_lse: [items, HEADS, ROWS] float32, base 2. shifts: see `load_words`.
     K_OUTER, V_OUTER: 0 where there is no scale outside the
     pages, 1 for one float32, 2 for [HEADS]. FIXED: items are stretches of `least`
     tiles counted from token 0, whatever the batch. LISTED: items as `list_items` wrote them.
@@ -417,22 +397,15 @@ def paged_attention(
             norm = tl.maximum(norm, tl.max(tl.abs(raw.to(tl.float32)), 1))
         norm = tl.maximum(norm, 1.0e-30)
         inverse = 1.0 / norm
-    even = 16.0 if KIND_K == UINT4 else 1.0
-    q = (_query_part(q_row, there, jk, sign * even, inverse, ELEMENTS_K, 0, KIND_K, FULL, HEAD_K),)
-    q_sum = tl.sum(q[0].to(tl.float32), 1)
-    if ELEMENTS_K == 2:
-        q1 = _query_part(q_row, there, jk, sign, inverse, ELEMENTS_K, 1, KIND_K, FULL, HEAD_K)
-        q_sum += tl.sum(q1.to(tl.float32), 1)
-        q = (q[0], q1)
-    elif ELEMENTS_K == 4:
-        q1 = _query_part(q_row, there, jk, sign, inverse, ELEMENTS_K, 1, KIND_K, FULL, HEAD_K)
-        q2 = _query_part(
-            q_row, there, jk, sign * even, inverse, ELEMENTS_K, 2, KIND_K, FULL, HEAD_K
+    q = ()
+    q_sum = tl.zeros((ROWS,), tl.float32)
+    for e in tl.static_range(ELEMENTS_K):
+        by = times(KIND_K, e)
+        part = _query_part(
+            q_row, there, jk, sign * by, inverse, ELEMENTS_K, e, KIND_K, FULL, HEAD_K
         )
-        q3 = _query_part(q_row, there, jk, sign, inverse, ELEMENTS_K, 3, KIND_K, FULL, HEAD_K)
-        q_sum = (q_sum + tl.sum(q2.to(tl.float32), 1)) / even
-        q_sum += tl.sum(q1.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
-        q = (q[0], q1, q2, q3)
+        q = q + (part,)
+        q_sum += tl.sum(part.to(tl.float32), 1) / by
     q_sum = q_sum / FACTOR_K
     factor = norm * (tl.abs(softmax_scale) * FACTOR_K)
     if K_OUTER > 0:
@@ -441,20 +414,15 @@ def paged_attention(
         factor *= LOG2E
 
     z = tl.zeros((ROWS, PAD_V), tl.float32)
-    if ELEMENTS_V == 1:
-        acc = (z,)
-    elif ELEMENTS_V == 2:
-        acc = (z, z)
-    else:
-        acc = (z, z, z, z)
+    acc = ()
+    for _ in tl.static_range(ELEMENTS_V):
+        acc = acc + (z,)
     top = tl.full((ROWS,), LOWEST, tl.float32)
     den = tl.zeros((ROWS,), tl.float32)
     zeros = tl.zeros((ROWS,), tl.float32)
     reference = SMALL
     if FIXED:
         reference = tl.full((ROWS,), SMALL, tl.float32)
-    WORDS_K: tl.constexpr = HEAD_K // ELEMENTS_K
-    WORDS_V: tl.constexpr = HEAD_V // ELEMENTS_V
     pages = page_table + seq.to(tl.int64) * max_pages
     state = (acc, top, den, zeros, reference, _page_ids(pages, begin, end, TILE, PAGE))
     masked_from = begin
@@ -465,15 +433,15 @@ def paged_attention(
         for at in range(begin, masked_from, TILE):
             state = _tile(
                 state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
-                k_codes, k_scales, v_codes, v_scales, pages, head,
-                TILE, HEADS, PAGE, HEAD_K, HEAD_V, WORDS_K, WORDS_V, PAD_K, PAD_V,
+                k_codes, k_scales, v_codes, v_scales, shifts, pages, head,
+                TILE, HEADS, PAGE, HEAD_K, HEAD_V, ELEMENTS_K, ELEMENTS_V, PAD_K, PAD_V,
                 KIND_K, SCALING_K, KIND_V, SCALING_V, False, SOFTCAP, FULL, FIXED, PTX,
             )  # fmt: skip
     for at in tl.range(masked_from, end, TILE, num_stages=1):
         state = _tile(
             state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
-            k_codes, k_scales, v_codes, v_scales, pages, head,
-            TILE, HEADS, PAGE, HEAD_K, HEAD_V, WORDS_K, WORDS_V, PAD_K, PAD_V,
+            k_codes, k_scales, v_codes, v_scales, shifts, pages, head,
+            TILE, HEADS, PAGE, HEAD_K, HEAD_V, ELEMENTS_K, ELEMENTS_V, PAD_K, PAD_V,
             KIND_K, SCALING_K, KIND_V, SCALING_V, True, SOFTCAP, FULL, FIXED, PTX,
         )  # fmt: skip
     acc, top, den, zeros, reference, _ = state
@@ -491,24 +459,20 @@ def paged_attention(
     else:
         shrink = tl.full((ROWS,), 1.0, tl.float32)
     value = tl.where(den > 0, shrink / den, 0.0 * den)  # NaN stays NaN
-    if SCALING_V == ROW or SCALING_V == ROW_ZERO:
+    less = zeros * (-value)  # minima are added, and not in units of the largest scale
+    if SCALING_V != NO_SCALE and SCALING_V != BLOCK:
         value *= reference / HEADROOM
     if V_OUTER > 0:
         value *= tl.load(v_outer + head * (V_OUTER - 1))
-    v = value[:, None]
-    minus = (zeros * value)[:, None]
-    if ELEMENTS_V == 1:
-        o = acc[0] * v
-    elif ELEMENTS_V == 2:
-        f = v * FACTOR_V
-        o = tl.join(acc[0] * f - minus, acc[1] * f - minus)
-        o = tl.reshape(o, (ROWS, 2 * PAD_V))
-    else:
-        f = v * FACTOR_V
-        g = f * 16.0 if KIND_V == UINT4 else f
-        o = tl.join(tl.join(acc[0] * g - minus, acc[2] * g - minus),
-                    tl.join(acc[1] * f - minus, acc[3] * f - minus))  # fmt: skip
-        o = tl.reshape(o, (ROWS, 4 * PAD_V))
+    if SCALING_V != ROW_MINIMUM:
+        less = zeros * value
+    parts = ()
+    for e in tl.static_range(ELEMENTS_V):
+        part = acc[e] * (value * (FACTOR_V * times(KIND_V, e)))[:, None]
+        if ELEMENTS_V > 1:
+            part -= less[:, None]
+        parts = parts + (part,)
+    o = in_order(parts, ROWS, PAD_V)
     c = tl.arange(0, ELEMENTS_V * PAD_V)
     mask = there[:, None] & (c < HEAD_V)[None, :]
     if direct:

@@ -26,7 +26,7 @@ from kvant.attention.triton.codec import READING, Reading
 from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.info import INFO
 from kvant.attention.triton.join import join_rows
-from kvant.attention.triton.launch import has_ptx, outer, words
+from kvant.attention.triton.launch import has_ptx, outer, shifts, words
 from kvant.attention.triton.pack import pack_rows, unpack_rows
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.geometry import LayerGeometry
@@ -237,8 +237,9 @@ def decoded(
     out = torch.empty(count, tokens, g.num_kv_heads, head, dtype=dtype, device=planes[0].device)
     tile = 32
     gather_rows[(triton.cdiv(tokens, tile), g.num_kv_heads, count)](
-        *words(planes, reading), scale, step.page_table, step.page_table.stride(0),
-        step.seqlens_kv, first.sequence, skipped, out, tokens,
+        *words(planes, reading), shifts(planes[0].device, reading), scale,
+        step.page_table, step.page_table.stride(0), step.seqlens_kv, first.sequence, skipped, out,
+        tokens,
         HEADS=g.num_kv_heads, HEAD=head, PAGE=cache.page_size, TILE=tile,
         KIND=int(reading.kind), SCALING=int(reading.scaling), ELEMENTS=reading.elements,
         FACTOR=reading.factor, PAD=triton.next_power_of_2(head // reading.elements),

@@ -7,27 +7,56 @@ import triton.language as tl
 
 from kvant.attention.triton.codec import (
     BFLOAT16,
+    CODEBOOK3,
+    CODEBOOK4,
     E4M3,
     FLOAT16,
     FLOAT32,
     INT8,
     NO_SCALE,
-    UINT4,
+    ROW_MINIMUM,
+    ROW_ZERO,
+    UINT3,
 )
 from kvant.attention.triton.encode import (
+    LEAST,
     NAN_BITS,
+    NAN_HALF,
     bfloat16,
     bound,
+    codebook_codes,
     divide,
     float8_code,
     has_nan,
     nearest,
     nvfp4_codes,
     pack_nibbles,
+    pack_threes,
     row_scale,
+    smallest_first_codes,
     widen,
 )
 from kvant.attention.triton.rotation import hadamard
+
+
+@triton.jit
+def _store_packed(
+    codes, row, there, code, HEAD: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Codes [ROWS, PAD] of 4 or 3 bits into rows of HEAD of them."""
+    if BITS == 4:
+        packed = pack_nibbles(code, ROWS, PAD)
+        b = tl.arange(0, PAD // 2)
+        tl.store(codes + row[:, None] * (HEAD // 2) + b[None, :], packed.to(tl.uint8),
+                 mask=there[:, None] & (b < HEAD // 2)[None, :])  # fmt: skip
+    else:
+        packed = pack_threes(code, ROWS, PAD)
+        b = tl.arange(0, PAD // 8)
+        mask = there[:, None] & (b < HEAD // 8)[None, :]
+        at = codes + row[:, None] * (HEAD * 3 // 8) + 3 * b[None, :]
+        for i in tl.static_range(3):
+            tl.store(at + i, ((packed >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -54,7 +83,30 @@ def encode_rows(
         elif x.dtype != target and KIND == BFLOAT16:
             x = bfloat16(x.to(tl.float32))
         tl.store(codes + row[:, None] * HEAD + c[None, :], x.to(target), mask=mask)
-    elif KIND == UINT4:
+    elif KIND == CODEBOOK4 or KIND == CODEBOOK3:
+        bits: tl.constexpr = 4 if KIND == CODEBOOK4 else 3
+        broken = has_nan(x)
+        y = tl.where(broken[:, None], 0.0, widen(x))
+        unit = tl.max(tl.abs(y), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        unit = unit.to(tl.float32, bitcast=True)
+        unit = tl.where(unit < LEAST, LEAST, unit)
+        y = divide(y, unit[:, None] + 0.0 * tl.zeros_like(y), PTX)
+        y = hadamard(y, ROWS, PAD, ROTATION)
+        code, scale = codebook_codes(y, unit, HEAD, ROWS, PAD, bits, PTX)
+        code = tl.where(broken[:, None], 0, code)
+        _store_packed(codes, row, there, code, HEAD, ROWS, PAD, bits)
+        scale = tl.where(broken, NAN_HALF, scale.to(tl.int16, bitcast=True))
+        tl.store(scales + row, scale.to(tl.int16), mask=there)
+    elif SCALING == ROW_MINIMUM:
+        bits: tl.constexpr = 3 if KIND == UINT3 else 4
+        broken = has_nan(x)
+        y = tl.where(broken[:, None], 0.0, widen(x))
+        code, scale, low = smallest_first_codes(y, (c < HEAD)[None, :], bits, ROWS, PAD, PTX)
+        _store_packed(codes, row, there, code, HEAD, ROWS, PAD, bits)
+        scale = tl.where(broken, NAN_HALF, scale.to(tl.int16, bitcast=True))
+        tl.store(scales + 2 * row, scale.to(tl.int16), mask=there)
+        tl.store(scales + 2 * row + 1, low.to(tl.int16, bitcast=True), mask=there)
+    elif SCALING == ROW_ZERO:
         broken = has_nan(x)
         y = hadamard(tl.where(broken[:, None], 0.0, widen(x)), ROWS, PAD, ROTATION)
         low = tl.minimum(tl.min(y, 1), 0.0)
@@ -66,10 +118,7 @@ def encode_rows(
         steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
         code = bound(steps + zero[:, None], 0.0, 15.0).to(tl.int32)
         code = tl.where(broken[:, None], 0, code)
-        packed = pack_nibbles(code, ROWS, PAD)
-        b = tl.arange(0, PAD // 2)
-        tl.store(codes + row[:, None] * (HEAD // 2) + b[None, :], packed.to(tl.uint8),
-                 mask=there[:, None] & (b < HEAD // 2)[None, :])  # fmt: skip
+        _store_packed(codes, row, there, code, HEAD, ROWS, PAD, 4)
         tl.store(scales + row, tl.where(broken, NAN_BITS, bits | zero.to(tl.int32)), mask=there)
     elif SCALING == NO_SCALE or KIND == E4M3 or KIND == INT8:
         broken = has_nan(x)
@@ -98,10 +147,7 @@ def encode_rows(
         code, block = nvfp4_codes(
             widen(x), tl.reshape(outer, (ROWS * (PAD // 16),)), ROWS, PAD, PTX
         )
-        packed = pack_nibbles(code, ROWS, PAD)
-        b = tl.arange(0, PAD // 2)
-        tl.store(codes + row[:, None] * (HEAD // 2) + b[None, :], packed.to(tl.uint8),
-                 mask=there[:, None] & (b < HEAD // 2)[None, :])  # fmt: skip
+        _store_packed(codes, row, there, code, HEAD, ROWS, PAD, 4)
         s = tl.arange(0, PAD // 16)
         tl.store(scales + row[:, None] * (HEAD // 16) + s[None, :], block.to(tl.uint8),
                  mask=there[:, None] & (s < HEAD // 16)[None, :])  # fmt: skip

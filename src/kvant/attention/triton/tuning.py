@@ -51,7 +51,7 @@ def shape_for(
     """
     a, b = READING[k], READING[v]
     head_dim = max(head_dims)
-    if full or max(a.word.itemsize, b.word.itemsize) > 2:
+    if full or Kind.FLOAT32 in (a.kind, b.kind):
         return Shape(16, 16, 4, 2, 2)
     if rows <= 16:
         if head_dim > 256:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvant.attention.triton.codec import READING, Kind
+from kvant.attention.triton.codec import READING, Kind, Scaling
 from kvant.kv.dtype import KVDtype
 
 NEVER_SPLIT = 1 << 24
@@ -67,6 +67,8 @@ def shape_for(
         return Shape(16, 32, 1, 2, 8)
     if head_dim > 128:
         return Shape(32, 32, 4, 2, 2)
+    if {a.scaling, b.scaling} & {Scaling.ROW_HALF, Scaling.ROW_MINIMUM}:
+        return Shape(32, 32, 1, 2, 8)
     # Not 64 rows where a row of K or V is 32 words and less: Triton 3.6 then multiplies with wgmma,
     # whose operand of 32 columns it reads past the end of shared memory.
     narrow = min(head_dims[0] // a.elements, head_dims[1] // b.elements) <= 32

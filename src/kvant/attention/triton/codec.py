@@ -355,11 +355,14 @@ def load_words(
     compiler unpacks in the registers of a product only what comes from loads alone.
     """
     if ELEMENTS == 8:
-        first = (3 * j) >> 2
+        # Words first, rows second: neighbours in memory are loaded by neighbouring threads then, which
+        # the compiler cannot see in these numbers. It gives a warp the first dimension.
+        at = tl.trans(pointer) + ((3 * j) >> 2)[:, None]
         crosses = (j & 3) % 3 != 0  # words 1 and 2 of four
-        low = load_words(pointer, first, there, None, MASKED, 1, PTX)
-        high = tl.load(pointer + 1 + first[None, :], mask=there & crosses[None, :], other=0)
-        return _funnel(low, high, tl.load(shifts + (j & 3))[None, :], PTX)
+        inside = tl.trans(there)
+        low = tl.load(at, mask=inside, other=0) if MASKED else tl.load(at)
+        high = tl.load(at + 1, mask=inside & crosses[:, None], other=0)
+        return tl.trans(_funnel(low, high, tl.load(shifts + (j & 3))[:, None], PTX))
     elif MASKED:
         return tl.load(pointer + j[None, :], mask=there, other=0)
     else:

@@ -8,6 +8,7 @@ from tables import Cells, held, table
 
 FILE = "h200-attention.json"
 MANY_ROWS = "h200-many-rows.json"
+TURBOQUANT = "h200-turboquant.json"
 GRID = "h200-attention-grid.json"
 CUTS = "h200-attention-cuts.json"
 PROMPTS = "h200-attention-prompts.json"
@@ -20,14 +21,21 @@ GOALS: dict[str, tuple[float | None, float | None]] = {
     "int8_per_token_head": (300, 0.58),
     "int4_per_token_head": (None, 0.40),
     "nvfp4": (None, 0.50),
+    "turboquant_k4/turboquant_v4": (None, 0.50),
+    "turboquant_k3/turboquant_v3": (None, 0.70),
 }
 
 
 def _of(data: Any, case: str, *, causal: bool = True) -> dict[str, Any]:
-    """Rows of a case by format, K's name standing for both sides."""
-    return {r["k"]: r for r in data["rows"] if r["case"] == case and r["causal"] == causal}
+    """Rows of a case by format, one name standing for both sides where they agree."""
+    return {
+        r["k"] if r["k"] == r["v"] else f"{r['k']}/{r['v']}": r
+        for r in data["rows"]
+        if r["case"] == case and r["causal"] == causal
+    }
 
 
+@table("attention-turboquant", TURBOQUANT)
 @table("attention-one-query", FILE)
 def one_query(data: Any) -> Cells:
     rows = _of(data, "B64 L8192")

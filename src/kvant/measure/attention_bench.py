@@ -25,7 +25,7 @@ from torch import Tensor
 from kvant.attention.base import AttentionParams, Step
 from kvant.attention.triton.backend import TritonBackend
 from kvant.kv.codecs import codec_for
-from kvant.kv.dtype import KVDtype
+from kvant.kv.dtype import PAIR_NAMES, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.pool import LayerCache
 from kvant.kv.spec import Choice, LayerSpec, Scale, ScaleState, Source
@@ -217,7 +217,7 @@ GRID: dict[str, tuple[tuple[int, ...], int]] = {
     "B1 L1024": ((1024,), 1),
 }
 
-FORMATS = (
+_SAME = (
     KVDtype.BFLOAT16,
     KVDtype.FP8_E4M3,
     KVDtype.FP8_E5M2,
@@ -226,10 +226,15 @@ FORMATS = (
     KVDtype.INT4_PER_TOKEN_HEAD,
     KVDtype.NVFP4,
 )
+FORMATS = {**{str(dtype): (dtype, dtype) for dtype in _SAME}, **PAIR_NAMES}
+"""K and V by the name that `--format` takes."""
 
 
 def run(
-    formats: Sequence[KVDtype], names: Sequence[str], device: torch.device, bandwidth: float
+    formats: Sequence[tuple[KVDtype, KVDtype]],
+    names: Sequence[str],
+    device: torch.device,
+    bandwidth: float,
 ) -> list[Row]:
     """Times every format on every named case, formats in turn."""
     backend = TritonBackend()
@@ -237,8 +242,8 @@ def run(
     for name in names:
         lengths, queries = GRID[name]
         for causal in (True, False) if queries > 1 else (True,):
-            for dtype in formats:
-                case = Case(dtype, dtype, lengths, queries, causal)
+            for k, v in formats:
+                case = Case(k, v, lengths, queries, causal)
                 x = make_inputs(case, device)
                 small = kv_bytes(case) < 200e6
                 us = time_us(
@@ -249,7 +254,7 @@ def run(
                 gb = kv_bytes(case) / 1e9
                 speed = gb / median * 1e3
                 rows.append(
-                    Row(name, str(dtype), str(dtype), causal, queries, us, median, gb, speed,
+                    Row(name, str(k), str(v), causal, queries, us, median, gb, speed,
                         speed / bandwidth)
                 )  # fmt: skip
                 del x
@@ -257,10 +262,11 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'case':24} {'format':22} {'causal':7} {'us':>8} {'TB/s':>6} {'of read':>8}"]
+    lines = [f"{'case':24} {'format':28} {'causal':7} {'us':>8} {'TB/s':>6} {'of read':>8}"]
     for r in rows:
+        name = r.k if r.k == r.v else f"{r.k}/{r.v}"
         lines.append(
-            f"{r.case:24} {r.k:22} {r.causal!s:7} {r.median_us:8.1f} {r.tb_per_s:6.2f} "
+            f"{r.case:24} {name:28} {r.causal!s:7} {r.median_us:8.1f} {r.tb_per_s:6.2f} "
             f"{r.of_read_bandwidth:8.2f}"
         )
     return "\n".join(lines)
@@ -270,17 +276,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON result")
     parser.add_argument("--case", action="append", choices=sorted(GRID), default=[])
+    parser.add_argument("--format", action="append", choices=sorted(FORMATS), default=[])
     options = parser.parse_args(arguments)
     device = torch.device("cuda")
     bandwidth = read_bandwidth(device)
-    rows = run(FORMATS, options.case or list(GRID), device, bandwidth)
+    formats = [FORMATS[name] for name in options.format or FORMATS]
+    rows = run(formats, options.case or list(GRID), device, bandwidth)
     print(f"read bandwidth {bandwidth:.2f} TB/s")
     print(table(rows))
     if options.out is not None:
         command = "python -m kvant.measure.attention_bench --out result.json"
         facts = {
             **measurement_facts(
-                command + "".join(f' --case "{name}"' for name in options.case),
+                command
+                + "".join(f' --case "{name}"' for name in options.case)
+                + "".join(f" --format {name}" for name in options.format),
                 ("torch", "triton"),
             ),
             "read_tb_per_s": bandwidth,

@@ -90,7 +90,7 @@ __device__ __forceinline__ float write_queries(u8* to, Shared& shared, const Wor
     int lo, hi;
     bounds_of(w.bounds, row, lo, hi);
     shared.seen[row] = make_int2(max(lo, w.visible), min(hi, w.end));
-    shared.level[row] = LOWEST;
+    shared.level[row] = there ? LOWEST : 0.0f;  // a row of nobody scores 0: no reason to renew maxima
   }
   if (ROTATE_K) { hadamard<ROTATE_K ? ROTATE_K : 2>(x, half); factor *= 1.0f / (ROTATE_K ? ROTATE_K : 1); }
   float most = 0.0f;

@@ -278,6 +278,9 @@ LONG_KINDS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0},
     "head size 64": {"head_dims": (64, 64), "softcap": 3.0},
     "head size 256": {"head_dims": (256, 256)},
+    # rows whose first tiles lie before their window, at other factors of the softmax than 128's
+    "window, head size 64": {"window": 100, "head_dims": (64, 64)},
+    "window, both ways, head size 256": {"window": 100, "causal": False, "head_dims": (256, 256)},
 }
 
 

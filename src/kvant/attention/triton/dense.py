@@ -31,9 +31,14 @@ def _tiles(state, q, k, v, kv_head, base, start, end, row_lo, row_hi, scale, cap
         if MASKED:
             n = at + tl.arange(0, TILE)
             seen = (n[None, :] >= row_lo[:, None]) & (n[None, :] < row_hi[:, None])
-            x = tl.where(seen, x, LOWEST)
-        new_top = tl.maximum(top, tl.max(x, 1) * factor)
-        p = tl.exp2(x * factor - new_top[:, None])
+            # LOWEST is set behind the product: `LOWEST * factor - top` as one fused operation is the
+            # product's rounding error, and 2 to its power infinity, in rows that see nothing yet
+            y = tl.where(seen, x * factor, LOWEST)
+            new_top = tl.maximum(top, tl.max(y, 1))
+            p = tl.exp2(y - new_top[:, None])
+        else:
+            new_top = tl.maximum(top, tl.max(x, 1) * factor)
+            p = tl.exp2(x * factor - new_top[:, None])
         fade = tl.exp2(top - new_top)
         den = den * fade + tl.sum(p, 1)
         values = v.load([base + at, kv_head, 0]).reshape(TILE, HEAD)

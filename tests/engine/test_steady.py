@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from kvant.attention.base import Step
@@ -19,6 +23,7 @@ from kvant.engine.result import Result
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.engine.steady import Steady
+from kvant.engine.text import TextStream
 from kvant.kv.pages import CacheIdentity
 from tests.engine.fakes import EOS, VOCAB, RememberingRunner, answer, logits
 from tests.speculative.recorded import Again
@@ -75,12 +80,20 @@ class RecordedRunner(RememberingRunner):
         return torch.stack(rows)
 
 
-def make(num_pages: int, seqs: int = 6, longest: int = 60) -> tuple[Engine, RecordedRunner]:
+def make(
+    num_pages: int, seqs: int = 6, longest: int = 60, tokenizer: Tokenizer | None = None
+) -> tuple[Engine, RecordedRunner]:
     runner = RecordedRunner(num_pages, seqs, longest)
     limits = SchedulerLimits(seqs, 32, longest, PAGE, pages_ahead=True)
     identity = CacheIdentity("fake", None, "plan")
     engine = Engine(
-        runner, limits, num_pages, identity=identity, vocab_size=VOCAB, eos_token_ids=(EOS,)
+        runner,
+        limits,
+        num_pages,
+        identity=identity,
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        tokenizer=tokenizer,
     )
     return engine, runner
 
@@ -145,6 +158,115 @@ def test_answers_are_those_of_each_request_alone(
         assert list(result.token_ids) == expected == streamed[number]
         stopped = not params.ignore_eos and expected[-1] == EOS
         assert result.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    """Letters, some words, and the bytes of longer characters one by one."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {f"<{token}>": token for token in range(4)}
+    for letter in [*"abcdefghij", *(letter for letter in letters if ord(letter) > 0xA0)]:
+        if len(vocab) < VOCAB:
+            vocab[letter] = len(vocab)
+    assert len(vocab) == VOCAB
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<0>"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<{token}>" for token in range(4)])
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Want:
+    """A request: what it asks, and after which number of steps it comes and is cancelled."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    ignore_eos: bool
+    stop: tuple[str, ...]
+    comes: int
+    cancelled: int | None
+
+
+_wants = st.builds(
+    Want,
+    st.lists(st.integers(4, VOCAB - 1), min_size=1, max_size=9).map(tuple),
+    st.integers(1, 24),
+    st.booleans(),
+    st.sampled_from([(), (), (), ("a",), ("bc", "d")]),
+    st.integers(0, 30),
+    st.none() | st.integers(1, 40),
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(wants=st.lists(_wants, min_size=1, max_size=7), num_pages=st.sampled_from([16, 24, 100]))
+def test_text_is_that_of_each_request_alone(
+    words: Tokenizer, wants: list[Want], num_pages: int
+) -> None:
+    """Whoever comes, ends, is cancelled or preempted meanwhile; some have stop strings, which end them."""
+    engine, _ = make(num_pages, tokenizer=words)
+    numbers: dict[int, Want] = {}
+    results: dict[int, Result] = {}
+    shown: dict[int, str] = {}
+    count = 0
+    while engine.has_work or count <= max(want.comes for want in wants):
+        for want in wants:
+            if want.comes == count:
+                params = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=want.max_tokens,
+                    ignore_eos=want.ignore_eos,
+                    stop=want.stop,
+                )
+                numbers[engine.submit(want.prompt, params)] = want
+        for number, want in numbers.items():
+            if want.cancelled is not None and want.comes + want.cancelled == count:
+                result = engine.cancel(number)
+                if result is not None:
+                    results[number] = result
+        for piece in engine.step():
+            shown[piece.number] = shown.get(piece.number, "") + piece.text
+            if piece.result is not None:
+                results[piece.number] = piece.result
+        engine.audit()
+        count += 1
+    assert len(results) == len(wants)
+    for number, want in numbers.items():
+        result = results[number]
+        text = TextStream(words, want.prompt, skip_special_tokens=True, stops=want.stop)
+        tokens = []
+        pieces = ""
+        ends = None if want.ignore_eos else EOS
+        for token in answer(want.prompt, want.max_tokens, eos=ends):
+            if result.finish_reason is FinishReason.CANCELLED and len(tokens) == len(
+                result.token_ids
+            ):
+                break
+            tokens.append(token)
+            if token != ends:
+                pieces += text.push(token)
+            if text.stopped_by is not None:
+                break
+        assert list(result.token_ids) == tokens
+        whole = pieces + text.finish()
+        assert result.text == whole
+        is_cancelled = result.finish_reason is FinishReason.CANCELLED
+        assert shown.get(number, "") == (pieces if is_cancelled else whole)
+        assert result.stop_reason == text.stopped_by
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=["text alone", "a stop string"])
+def test_requests_with_text_go_on_as_they_are_unless_their_text_may_end_them(
+    words: Tokenizer, went_on: list[int], stop: tuple[str, ...]
+) -> None:
+    engine, _ = make(100, tokenizer=words)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    for prompt in ([5, 6, 7], [8, 9]):
+        engine.submit(prompt, params)
+    engine.submit([4], replace(params, max_tokens=20, stop=stop))
+    while engine.has_work:
+        engine.step()
+    assert len(went_on) == (0 if stop else 18)
 
 
 @pytest.mark.parametrize("num_pages", [16, 200], ids=["dry", "ample"])

@@ -337,7 +337,7 @@ class Engine:
             _log.warning("%s", saturation_warning(new))
 
     def _emit_all(self, ran: Ran, progress: list[Progress]) -> None:
-        """`_emit` for every chunk. Where a token is nothing but one more number, nobody is asked: at a
+        """`_emit` for every chunk. Where a token is nothing but one more, nobody is asked: at a
         thousand sequences this loop is most of what a step costs the host.
         """
         page_size, sound, likeliest = self.limits.page_size, ran.rows.sound, ran.rows.likeliest
@@ -360,7 +360,8 @@ class Engine:
                     self.scheduler.advance(sequence, known, followed=True)
                 token = likeliest[row]
                 tokens.append(token)
-                progress.append(one_token((request.number, (token,), "", None, (), None)))
+                text = "" if live.text is None else live.text.push(token)
+                progress.append(one_token((request.number, (token,), text, None, (), None)))
             else:
                 progress += self._emit(chunk, ran, row)
 

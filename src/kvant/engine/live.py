@@ -16,8 +16,8 @@ from kvant.errors import RequestError
 class Live:
     """text: None for a model without a tokenizer. error: why it was refused, if it was.
 
-    stop_tokens: those that end its answer. is_simple: its tokens are the likeliest ones, and nobody wants
-    to know anything else of them: no text, no stream, no log-probabilities.
+    stop_tokens: those that end its answer. is_simple: its tokens are the likeliest ones, nothing in its
+    text can end it, and nobody wants to know anything else of them: no stream, no log-probabilities.
     """
 
     sequence: Sequence
@@ -31,7 +31,9 @@ class Live:
     def __post_init__(self) -> None:
         sequence = self.sequence
         self.is_simple = (
-            self.text is None and sequence.is_plain and sequence.prompt_logprobs is None
+            (self.text is None or not self.text.may_end)
+            and sequence.is_plain
+            and sequence.prompt_logprobs is None
         )
 
     @property

@@ -8,8 +8,10 @@ they always are: as soon as anything else happens (`Scheduler.changes`) steps go
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -28,7 +30,9 @@ one_token = partial(tuple.__new__, Progress)
 
 
 class Steady:
-    """lives: all that run, in their order; every one is simple and has one token to run."""
+    """lives: all that run, in their order; every one is simple and has one token to run. Whether there
+    is text is the engine's to say, not theirs.
+    """
 
     def __init__(self, lives: Items[Live], scheduler: Scheduler) -> None:
         self.sequences = [live.sequence for live in lives]
@@ -36,6 +40,7 @@ class Steady:
         self._changes = scheduler.changes
         self._numbers = [live.number for live in lives]
         self._token_ids = [sequence.token_ids for sequence in self.sequences]
+        self._texts = [live.text for live in lives if live.text is not None]  # of all, or of none
         self._newest = np.array([tokens[-1] for tokens in self._token_ids], np.int64)
         self._starts = np.array([s.num_computed_tokens for s in self.sequences], np.int64)
         self._rows = np.array([s.row for s in self.sequences], np.int64)
@@ -87,10 +92,12 @@ class Steady:
         for place in np.flatnonzero(self._starts % scheduler.limits.page_size == 0).tolist():
             known = int(self._starts[place])
             scheduler.advance(self.sequences[place], known, followed=True)
-        numbers = self._numbers
+        texts: Iterable[str] = repeat("")
+        if self._texts:
+            texts = [text.push(token) for text, token in zip(self._texts, tokens, strict=True)]
         return [
-            one_token((number, (token,), "", None, (), None))
-            for number, token in zip(numbers, tokens, strict=True)
+            one_token((number, (token,), text, None, (), None))
+            for number, token, text in zip(self._numbers, tokens, texts, strict=False)
         ]
 
     def ran(self, found: Answered) -> Ran:

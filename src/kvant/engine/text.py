@@ -17,7 +17,7 @@ class TextStream:
     """One answer's text. Its pieces joined are the text of all its tokens, up to a stop string.
 
     prompt_token_ids: decoders that write a space before every word but the first need to know that
-    something stands before the answer.
+    something stands before the answer. may_end: whether there are stop strings to be found.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self.may_end = bool(stops)
         self._stops = StopStrings(stops, include=include_stop)
         self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._before = self._decode(self._context)

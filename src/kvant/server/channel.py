@@ -11,11 +11,13 @@ Event = Piece | Failure
 
 class Channel:
     """Events of the sequences of one request, in order. Bounded: `overflowed` once a slow reader lets
-    more than `most_bytes` of text wait; nothing is kept after that.
+    more than `most_bytes` of text wait; nothing is kept after that. Whoever reads closes it.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: list[Event] = []
+        self._came = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None
         self._most_bytes = most_bytes
         self._waiting = 0
         self.overflowed = False
@@ -25,20 +27,34 @@ class Channel:
         self.overflowed |= self._waiting + size > self._most_bytes
         if not self.overflowed or isinstance(event, Failure):
             self._waiting += size
-            self._events.put_nowait(event)
+            self._events.append(event)
+        self._came.set()
 
-    async def get(self) -> Event:
-        event = await self._events.get()
-        self._waiting -= _size(event)
-        return event
-
-    def get_waiting(self) -> list[Event]:
-        """What is there already, without waiting."""
-        found = []
-        while not self._events.empty():
-            found.append(self._events.get_nowait())
+    def take(self) -> list[Event]:
+        """All that wait, perhaps none."""
+        events, self._events = self._events, []
         self._waiting = 0
-        return found
+        self._came.clear()
+        return events
+
+    async def wait(self, until: float) -> None:
+        """Until something is put, or until then on `time.monotonic`'s clock, or a while less.
+
+        One alarm serves many waits, each of which ends no earlier than the one before: to set one and
+        to stop it again for each token would be a quarter of what a token costs.
+        """
+        if self._alarm is None:
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_at(until, self._ring)
+        await self._came.wait()
+
+    def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._came.set()
 
 
 _PIECE_BYTES = 64
@@ -50,6 +66,8 @@ def _size(event: Event) -> int:
     """About what an event takes while it waits."""
     if not isinstance(event, Piece):
         return 0
-    # Not those of the prompt: they come once, and have a limit of their own.
-    numbers = sum(1 + len(one.top) for one in event.logprobs)
-    return _PIECE_BYTES + _CHAR_BYTES * len(event.text) + _LOGPROB_BYTES * numbers
+    size = _PIECE_BYTES + _CHAR_BYTES * len(event.text)
+    if event.logprobs:
+        # Not those of the prompt: they come once, and have a limit of their own.
+        size += _LOGPROB_BYTES * sum(1 + len(one.top) for one in event.logprobs)
+    return size

@@ -50,10 +50,13 @@ class Metrics:
         label = ("model_name",)
 
         def counter(name: str, text: str, *more: str) -> Counter:
-            return Counter(name, text, (*label, *more), registry=self._registry)
+            """With a label of its own, else the one that is counted from the start."""
+            family = Counter(name, text, (*label, *more), registry=self._registry)
+            return family if more else family.labels(model)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, label, buckets=buckets, registry=self._registry)
+            family = Histogram(name, text, label, buckets=buckets, registry=self._registry)
+            return family.labels(model)
 
         both = ("kvant", "vllm")
         self._prompt_tokens = [counter(f"{p}:prompt_tokens", "Prompt tokens.") for p in both]
@@ -109,11 +112,6 @@ class Metrics:
         self._n = histogram("vllm:request_params_n", "n of a request.", _TOKENS[:8])
         self._max = histogram("vllm:request_params_max_tokens", "max_tokens asked.", _TOKENS)
         ProcessCollector(registry=self._registry)
-        for many in (
-            self._prompt_tokens, self._tokens, self._queries, self._hits, self._preemptions,
-        ):  # fmt: skip
-            for one in many:
-                one.labels(model)  # a counter is there from the start
         for success in self._success:
             for reason in ("stop", "length"):
                 success.labels(model, reason)
@@ -125,17 +123,6 @@ class Metrics:
             "shutting_down",
         ):
             self._failed.labels(model, kind)
-        for single in (
-            self._aborted,
-            self._corrupted,
-            self._unknown,
-            self._steps,
-            self._audits,
-            self._audit_faults,
-            self._scale_audits,
-            self._scale_faults,
-        ):
-            single.labels(model)
 
     def watch(self, supervisor: Supervisor, admission: Admission) -> None:
         """Show the engine's own numbers, as they are when somebody asks."""
@@ -145,55 +132,49 @@ class Metrics:
         return generate_latest(self._registry)
 
     def submitted(self, generation: Generation, prompt_tokens: list[int]) -> None:
-        self._n.labels(self._model).observe(generation.n)
+        self._n.observe(generation.n)
         if generation.max_tokens is not None:
-            self._max.labels(self._model).observe(generation.max_tokens)
-        self._unknown.labels(self._model).inc(len(generation.unknown))
+            self._max.observe(generation.max_tokens)
+        self._unknown.inc(len(generation.unknown))
         for count in prompt_tokens:
-            self._per_prompt.labels(self._model).observe(count)
+            self._per_prompt.observe(count)
 
     def first_token(self, seconds: float) -> None:
-        self._ttft.labels(self._model).observe(seconds)
+        self._ttft.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
-        self._itl.labels(self._model).observe(seconds)
+        self._itl.observe(seconds)
 
     def stepped(self, before: Report, report: Report) -> None:
         """What one report of the engine adds. A new engine counts from nothing."""
         if report.stats.num_steps < before.stats.num_steps:
             before = type(report)(type(report.stats)())
-        self._audits.labels(self._model).inc(report.num_audits - before.num_audits)
-        self._audit_faults.labels(self._model).inc(
-            report.num_audit_faults - before.num_audit_faults
-        )
-        self._scale_audits.labels(self._model).inc(
-            report.num_scale_audits - before.num_scale_audits
-        )
-        self._scale_faults.labels(self._model).inc(
-            report.num_scale_faults - before.num_scale_faults
-        )
+        self._audits.inc(report.num_audits - before.num_audits)
+        self._audit_faults.inc(report.num_audit_faults - before.num_audit_faults)
+        self._scale_audits.inc(report.num_scale_audits - before.num_scale_audits)
+        self._scale_faults.inc(report.num_scale_faults - before.num_scale_faults)
         self._count(before.stats, report.stats)
 
     def _count(self, before: Stats, after: Stats) -> None:
         if steps := after.num_steps - before.num_steps:
-            self._steps.labels(self._model).inc(steps)
+            self._steps.inc(steps)
             tokens = after.num_computed_tokens - before.num_computed_tokens
-            self._iteration.labels(self._model).observe(tokens / steps)
+            self._iteration.observe(tokens / steps)
         for one in self._preemptions:
-            one.labels(self._model).inc(after.num_preemptions - before.num_preemptions)
+            one.inc(after.num_preemptions - before.num_preemptions)
 
     def timed(self, times: Times, tokens: int) -> None:
         """Where the time of one sequence went."""
-        self._queue.labels(self._model).observe(times.queue)
-        self._prefill.labels(self._model).observe(times.prefill)
-        self._decode.labels(self._model).observe(times.decode)
-        self._inference.labels(self._model).observe(times.prefill + times.decode)
+        self._queue.observe(times.queue)
+        self._prefill.observe(times.prefill)
+        self._decode.observe(times.decode)
+        self._inference.observe(times.prefill + times.decode)
         if tokens > 1:
-            self._each.labels(self._model).observe(times.decode / (tokens - 1))
+            self._each.observe(times.decode / (tokens - 1))
 
     def answered_whole(self, longest: int) -> None:
         """All answers of one request have ended, the longest with so many tokens."""
-        self._longest.labels(self._model).observe(longest)
+        self._longest.observe(longest)
 
     def finished(
         self, reason: str, *, seconds: float, prompt_tokens: int, cached_tokens: int, tokens: int
@@ -207,17 +188,17 @@ class Metrics:
             (self._hits, cached_tokens),
         ):
             for one in family:
-                one.labels(self._model).inc(count)
-        self._e2e.labels(self._model).observe(seconds)
-        self._per_answer.labels(self._model).observe(tokens)
+                one.inc(count)
+        self._e2e.observe(seconds)
+        self._per_answer.observe(tokens)
 
     def aborted(self, count: int) -> None:
-        self._aborted.labels(self._model).inc(count)
+        self._aborted.inc(count)
 
     def failed(self, kind: str) -> None:
         self._failed.labels(self._model, kind).inc()
         if kind == "numerical_error":
-            self._corrupted.labels(self._model).inc()
+            self._corrupted.inc()
 
     def answered(self, route: str, status: int) -> None:
         known = route if route in ROUTES else "other"

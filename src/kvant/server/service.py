@@ -169,33 +169,37 @@ class Service:
         """Pieces as they come, several at once where they have waited; None where nothing came for so
         long that a client should be shown a sign of life. ApiError where a sequence fails.
         """
-        limits = self.config.limits
+        limits, channel = self.config.limits, running.channel
+        silent_until = time.monotonic() + limits.ping_seconds
         while running.open_ids:
-            wait = min(limits.ping_seconds, running.deadline - time.monotonic())
-            if running.channel.overflowed:
+            if channel.overflowed:
                 raise ApiError(
                     503, "the answer was not read", type="server_error", code="slow_reader"
                 )
-            try:
-                async with asyncio.timeout(max(0.0, wait)):
-                    first = await running.channel.get()
-            except TimeoutError:
-                if time.monotonic() >= running.deadline:
-                    raise ApiError(
-                        503,
-                        f"the request took longer than {limits.request_seconds:g} s",
-                        type="server_error",
-                        code="request_timeout",
-                    ) from None
+            events = channel.take()
+            now = time.monotonic()
+            if events:
+                yield [self._note(running, event, now) for event in events]
+            elif now >= running.deadline:
+                raise ApiError(
+                    503,
+                    f"the request took longer than {limits.request_seconds:g} s",
+                    type="server_error",
+                    code="request_timeout",
+                )
+            elif now >= silent_until:
                 yield None
+            else:
+                await channel.wait(min(silent_until, running.deadline))
                 continue
-            yield [self._note(running, event) for event in (first, *running.channel.get_waiting())]
+            silent_until = time.monotonic() + limits.ping_seconds
 
     def close(self, running: Running) -> None:
         """Cancel what still runs and free the places."""
         if running.open_ids:
             self.supervisor.cancel(running.open_ids)
             self.metrics.aborted(len(running.open_ids))
+        running.channel.close()
         self.admission.give_back(len(running.sequences))
         for sequence in running.sequences.values():
             self._left_queue(sequence)
@@ -283,14 +287,14 @@ class Service:
             set(ids),
         )
 
-    def _note(self, running: Running, event: Event) -> tuple[Sequence, Piece]:
+    def _note(self, running: Running, event: Event, now: float) -> tuple[Sequence, Piece]:
         sequence = running.sequences[event.id]
         if isinstance(event, Failure):
             running.open_ids.discard(event.id)
             self.metrics.failed(event.kind)
             raise of_failure(event)
-        now = time.monotonic()
-        self._left_queue(sequence)
+        if sequence.queued_tokens:
+            self._left_queue(sequence)
         if sequence.num_tokens == 0:
             self.metrics.first_token(now - running.started)
         else:

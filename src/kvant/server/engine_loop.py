@@ -43,10 +43,9 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._numbers: dict[int, int] = {}  # by id
-        self._ids: dict[int, int] = {}  # by the engine's number
+        self._asked: dict[int, _Asked] = {}  # by the engine's number
         self._failures: list[Failure] = []
         self._failed_steps = 0
-        self._clocks: dict[int, _Clock] = {}  # by the engine's number
         self._queued: set[int] = set()  # of them, those that have not run yet
         self._speed = 0.0
         self._audits = IdleAudits(engine)
@@ -118,11 +117,18 @@ class EngineLoop:
             ran = self._queued.intersection((*running, *(progress.number for progress in done)))
             self._queued -= ran
             for number in ran:
-                self._clocks[number].started = started
+                self._asked[number].started = started
         for progress in done:
-            if (clock := self._clocks.get(progress.number)) is not None:
-                clock.first = clock.first or ended
-            self._take(progress, pieces)
+            number, tokens, text, result, logprobs, prompt_logprobs = progress
+            asked = self._asked.get(number)
+            if asked is None:
+                continue
+            if not asked.first:
+                asked.first = ended
+            if result is None and not logprobs and prompt_logprobs is None:
+                pieces.append(Piece(asked.id, text, len(tokens)))  # nearly every one
+            else:
+                self._take(asked, progress, pieces)
 
     def _submit(self, message: Submit) -> None:
         if message.id in self._numbers:
@@ -140,14 +146,10 @@ class EngineLoop:
             self._failures.append(Failure(message.id, "engine_fault", _OURS))
             return
         self._numbers[message.id] = number
-        self._ids[number] = message.id
-        self._clocks[number] = _Clock(time.monotonic())
+        self._asked[number] = _Asked(message.id, time.monotonic())
         self._queued.add(number)
 
-    def _take(self, progress: Progress, pieces: list[Piece]) -> None:
-        id = self._ids.get(progress.number)
-        if id is None:
-            return
+    def _take(self, asked: _Asked, progress: Progress, pieces: list[Piece]) -> None:
         result = progress.result
         if result is not None and result.error is not None:
             self._fail(progress.number, "refused", str(result.error), result.error.param)
@@ -157,7 +159,7 @@ class EngineLoop:
             return
         prompt_logprobs = progress.prompt_logprobs
         piece = Piece(
-            id,
+            asked.id,
             progress.text,
             len(progress.token_ids),
             tuple(_logprobs(one) for one in progress.logprobs),
@@ -166,7 +168,7 @@ class EngineLoop:
             else tuple(map(_logprobs, filter(None, prompt_logprobs))),
         )
         if result is not None:
-            times = self._clocks[progress.number].read()
+            times = asked.times()
             self._forget(progress.number)
             piece = msgspec.structs.replace(
                 piece,
@@ -182,7 +184,7 @@ class EngineLoop:
         self._failed_steps += 1
         _log.exception("a step failed")
         left = self.engine.numbers
-        for number in [number for number in self._ids if number not in left]:
+        for number in [number for number in self._asked if number not in left]:
             self._fail(number, "engine_fault", _OURS)
         self.engine.audit()
         if self._failed_steps >= MOST_FAILED_STEPS:
@@ -197,20 +199,20 @@ class EngineLoop:
         return id
 
     def _drop(self, number: int) -> int:
-        del self._clocks[number]
         self._queued.discard(number)
-        return self._ids.pop(number)
+        return self._asked.pop(number).id
 
 
 @dataclass(slots=True)
-class _Clock:
-    """When one sequence came, first ran, and had its first token; 0.0 where it has not."""
+class _Asked:
+    """One sequence's id, and when it came, first ran, and had its first token; 0.0 where it has not."""
 
+    id: int
     submitted: float
     started: float = 0.0
     first: float = 0.0
 
-    def read(self) -> Times:
+    def times(self) -> Times:
         """At its end."""
         first = self.first
         return Times(self.started - self.submitted, first - self.started, time.monotonic() - first)

@@ -15,7 +15,7 @@ from kvant.engine.llm_options import LLMOptions
 from kvant.engine.result import Progress, as_metrics
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.tokenizing import Message
-from kvant.engine.worker import Mailbox, Submit, Worker
+from kvant.engine.worker import Mailbox, Submit, Worker, post
 from kvant.errors import EngineFault, KvantError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
@@ -186,9 +186,10 @@ class AsyncLLM:
             try:
                 worker.submit(Submit(mailbox, encode(), chosen, salt))
             except KvantError as fault:
-                mailbox.put_from_anywhere(fault)
+                post(mailbox.loop, [(mailbox, fault)])
             except Exception as fault:
-                mailbox.put_from_anywhere(EngineFault(f"the prompt could not be read: {fault!r}"))
+                unread = EngineFault(f"the prompt could not be read: {fault!r}")
+                post(mailbox.loop, [(mailbox, unread)])
 
         # Tokenising a long text takes a while, in which the loop must go on.
         mailbox.loop.run_in_executor(None, submit)

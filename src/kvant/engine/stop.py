@@ -20,8 +20,6 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """What may be shown now. After a find: everything up to it, and nothing ever again."""
-        if not self._stops:
-            return text
         if self.found is not None:
             return ""
         text = self._held + text

@@ -57,7 +57,10 @@ class TextStream:
         if piece is None:
             return ""
         self._num_decoded_chars += len(piece)
-        return self._show(self._stops.push(piece) if may_stop else piece)
+        if self.may_end and may_stop:
+            piece = self._stops.push(piece)
+        self.text += piece
+        return piece
 
     def finish(self) -> str:
         """The end: what was held back, and U+FFFD for a character that stayed incomplete."""
@@ -67,11 +70,9 @@ class TextStream:
         if self._waits:
             whole = self._decode(self._context + self._token_ids)
             rest = self._stops.push(whole[len(self._before) + self._num_decoded_chars :])
-        return self._show(rest + self._stops.release())
-
-    def _show(self, piece: str) -> str:
-        self.text += piece
-        return piece
+        rest += self._stops.release()
+        self.text += rest
+        return rest
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

@@ -24,28 +24,23 @@ from kvant.errors import EngineFault, KvantError, RequestError
 _log = logging.getLogger(__name__)
 
 
+News = Progress | KvantError
+
+
 class Mailbox:
     """What one request has to say. Filled by the worker, read in one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.cancelled = False
-        self._news: deque[Progress | KvantError] = deque()
+        self._news: deque[News] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, news: Progress | KvantError) -> None:
+    def put(self, news: News) -> None:
         """In the reader's loop only."""
         self._news.append(news)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def put_from_anywhere(self, news: Progress | KvantError) -> bool:
-        """In any thread. False if the reader's loop is closed: nobody listens any more."""
-        try:
-            self.loop.call_soon_threadsafe(self.put, news)
-        except RuntimeError:
-            return False
-        return True
 
     async def get(self) -> Progress:
         """The next piece; raises what went wrong instead."""
@@ -56,6 +51,26 @@ class Mailbox:
         if isinstance(news, Progress):
             return news
         raise news
+
+
+Letters = list[tuple[Mailbox, News]]
+
+
+def _put_all(letters: Letters) -> None:
+    for mailbox, news in letters:
+        mailbox.put(news)
+
+
+def post(loop: asyncio.AbstractEventLoop, letters: Letters) -> bool:
+    """To mailboxes of one loop, from any thread. False if it is closed: nobody listens any more.
+
+    All at once: to wake a loop is a system call.
+    """
+    try:
+        loop.call_soon_threadsafe(_put_all, letters)
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +190,7 @@ class Worker:
             if isinstance(command, Submit):
                 waiting.append(command.mailbox)
         for mailbox in waiting:
-            mailbox.put_from_anywhere(EngineFault(f"the engine has ended: {fault}"))
+            post(mailbox.loop, [(mailbox, EngineFault(f"the engine has ended: {fault}"))])
         self._mailboxes.clear()
         self._numbers.clear()
 
@@ -203,15 +218,18 @@ class Worker:
             self._tell(mailbox, Progress(number, (), "", result))
 
     def _deliver(self, pieces: list[Progress]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, Letters] = {}
         for piece in pieces:
             mailbox = self._mailboxes.get(piece.number)
             if mailbox is None:
                 continue
-            if piece.result is None:
-                self._tell(mailbox, piece)
-            else:
+            news: News = piece
+            if piece.result is not None:
                 self._forget(piece.number)
-                self._tell(mailbox, piece.result.error or piece)
+                news = piece.result.error or piece
+            by_loop.setdefault(mailbox.loop, []).append((mailbox, news))
+        for loop, letters in by_loop.items():
+            self._tell_all(loop, letters)
 
     def _survive(self) -> None:
         """A step failed, and the engine has cancelled those who took part: tell them, check, go on."""
@@ -229,11 +247,17 @@ class Worker:
         del self._numbers[mailbox]
         return mailbox
 
-    def _tell(self, mailbox: Mailbox, news: Progress | KvantError) -> None:
-        number = self._numbers.get(mailbox)
-        if not mailbox.put_from_anywhere(news) and number is not None:
-            self._engine.cancel(number)
-            self._forget(number)
+    def _tell(self, mailbox: Mailbox, news: News) -> None:
+        self._tell_all(mailbox.loop, [(mailbox, news)])
+
+    def _tell_all(self, loop: asyncio.AbstractEventLoop, letters: Letters) -> None:
+        if post(loop, letters):
+            return
+        for mailbox, _ in letters:
+            number = self._numbers.get(mailbox)
+            if number is not None:
+                self._engine.cancel(number)
+                self._forget(number)
 
 
 def _ours(fault: Exception) -> EngineFault:

@@ -76,16 +76,16 @@ def attention(
     beside = [_peer(name, fa3, device) for name in peers or ()]
     bandwidth = read_bandwidth(device)
     sys.stderr.write(f"read bandwidth {bandwidth:.2f} TB/s\n")
+    facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "triton"])
     found = []
     for one in measure_grid(
         stored, batches or BATCHES, lengths or LENGTHS, beside, sizes, device, repeats=repeats
     ):
         found.append(one)
+        if out is not None:  # at every row, so that what was measured is kept
+            document = {**facts, "read_tb_per_s": bandwidth, "rows": [asdict(r) for r in found]}
+            out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(table(found) + "\n")
-    if out is not None:
-        facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "triton"])
-        document = {**facts, "read_tb_per_s": bandwidth, "rows": [asdict(one) for one in found]}
-        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def _parse(name: str) -> KVDtype:

@@ -17,12 +17,6 @@ from kvant.measure.support import Device, Place, cells, dump, failures, recorded
 DOCS = Path(__file__).parents[3] / "docs"
 DOCUMENT: dict[str, Any] = json.loads((DOCS / "support.json").read_text(encoding="utf-8"))
 RECORDED = [(run, info) for run in DOCUMENT["runs"] for info in BACKENDS]
-# Not run since their launch shape changed; the page says so, and the check at start guards them.
-PENDING = {
-    ("triton", "fp8_per_token_head", 64),
-    ("triton", "int8_per_token_head", 64),
-    ("triton", "bfloat16/fp8_e4m3", 64),
-}
 HELP = "run `kvant verify --record docs/support.json` on that device"
 
 
@@ -54,8 +48,7 @@ def test_a_cell_is_claimed_if_and_only_if_it_is_not_refused_today(
             found = said.pop(Place(row.name, row.head_dim, str(mask)), None)
             if found is None:
                 need = need_of(row, mask, device.facts, device.compute)
-                known = mask in no or (info.name, row.name, row.head_dim) in PENDING
-                assert known or by_name_only(need, info), f"{row} was never verified: {HELP}"
+                assert mask in no or by_name_only(need, info), f"{row} was never verified: {HELP}"
             elif mask in no:
                 assert found == no[mask], f"{row} {mask}: {HELP}"
             else:
@@ -69,12 +62,6 @@ def test_a_cell_is_claimed_if_and_only_if_it_is_not_refused_today(
 )
 def test_no_served_cell_failed_where_it_was_recorded(run: dict[str, Any], info: Any) -> None:
     assert failures(run["backends"].get(info.name, {"formats": {}})["formats"]) == []
-
-
-def test_what_waits_to_be_verified_is_named_on_the_page() -> None:
-    page = (DOCS / "support.md").read_text(encoding="utf-8")
-    for _, name, head_dim in PENDING:
-        assert f"`{name}` at {head_dim}" in page, "no longer pending: take it out"
 
 
 def test_a_new_record_of_a_backend_takes_the_place_of_its_old_one(tmp_path: Path) -> None:

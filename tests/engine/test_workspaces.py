@@ -7,15 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from kvant.attention.base import Step
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.engine.budget import choose_kv_bytes
+from kvant.engine.graphs import StepGraphs
 from kvant.engine.plan_json import plan_json
 from kvant.engine.planning import PlanRequest, make_plan
+from kvant.engine.speculative_config import parse_speculative_config
 from kvant.engine.workspaces import StepSize, workspaces
 from kvant.errors import DoesNotFit
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry import read_geometry
+from tests.speculative.recorded import Again
 
 CONFIG = Path(__file__).parents[1] / "configs" / "qwen3-8b.json"
 H200 = DeviceFacts(DeviceKind.CUDA, "sm_90")
@@ -39,6 +44,40 @@ def test_the_count_is_within_two_per_cent_of_an_h200s_memory(
         read_geometry(config), config, ComputeDtype.BFLOAT16, StepSize(seqs, 8192), longest
     )
     assert measured * GIB < found.total < measured * GIB + 0.02 * TOTAL
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_logits_of_every_recorded_step_with_drafts_are_counted(
+    request_: PlanRequest, *, adaptive: bool
+) -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 15, "adaptive": adaptive}
+    step = StepSize(256, 8448)
+    plain = make_plan(replace(request_, step=step))
+    plan = make_plan(replace(request_, step=step, speculative=parse_speculative_config(given)))
+    assert plan.draft_counts == ([15, 7, 3] if adaptive else [15])
+
+    def recorded(num_drafts: list[int]) -> list[int]:
+        """Rows of logits of every step."""
+        rows: list[int] = []
+
+        def forward(ids: torch.Tensor, step: Step, logits_index: torch.Tensor) -> torch.Tensor:
+            rows.append(len(logits_index))
+            return torch.zeros(len(logits_index), 2)
+
+        graphs = StepGraphs(
+            forward, step.seqs, page_size=16, max_model_len=64, device=torch.device("cpu"),
+            recorder=Again(), draft=lambda tokens, _: tokens, num_drafts=num_drafts,
+        )  # fmt: skip
+        graphs.capture()
+        return rows
+
+    with_drafts, without = recorded(plan.draft_counts), recorded([])
+    more = sum(with_drafts) - sum(without)
+    wider = max(with_drafts) - max(without)
+    assert plan.workspaces is not None
+    assert plain.workspaces is not None
+    vocab = plan.target.geometry.vocab_size
+    assert plan.workspaces.logits - plain.workspaces.logits == vocab * (4 * more + 12 * wider)
 
 
 def test_parts_add_up_to_the_share_that_was_asked(request_: PlanRequest) -> None:

@@ -19,6 +19,16 @@ def batch_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
+def draft_counts(most: int, *, adaptive: bool) -> list[int]:
+    """Numbers of drafts that steps are recorded for: all; adaptive: also half as many, while that is
+    3 or more.
+    """
+    counts = [most] if most else []
+    while adaptive and counts and counts[-1] // 2 >= 3:
+        counts.append(counts[-1] // 2)
+    return counts
+
+
 def draft_sizes(num_drafts: int, most: int) -> list[int]:
     """The same for steps with drafts, whose rows count."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]

@@ -96,7 +96,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             config.max_num_seqs,
             config.max_num_batched_tokens,
             max_model_len,
-            _draft_counts(planned),
+            planned.draft_counts,
         )
     except NotServable as fault:
         warnings = (*warnings, f"{fault.what} ({fault.why})")
@@ -207,18 +207,6 @@ def load_proposer(
     )
     runner.teach(proposer)
     return proposer
-
-
-def _draft_counts(planned: Plan) -> list[int]:
-    """Numbers of drafts that steps are recorded for: all, and half as many, while that is 3 or more."""
-    asked = planned.request.speculative
-    most = planned.num_speculative_tokens
-    if asked is None or not asked.adaptive:
-        return [most] if most else []
-    counts = [most]
-    while counts[-1] // 2 >= 3:
-        counts.append(counts[-1] // 2)
-    return counts
 
 
 def make_speculation(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.attention.select import allow, device_encodings, select, slow_layers
+from kvant.engine.batch_sizes import draft_counts
 from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.engine.workspaces import StepSize, Workspaces, default_step, workspaces
 from kvant.errors import BadCheckpoint, BadValue, WayOut
@@ -98,6 +99,11 @@ class Plan:
         return _num_drafts(self.request.speculative, self.draft_facts)
 
     @property
+    def draft_counts(self) -> list[int]:
+        """Numbers of drafts for which steps are recorded, the largest first."""
+        return _draft_counts(self.request.speculative, self.num_speculative_tokens)
+
+    @property
     def weights_bytes(self) -> int | None:
         """Of target and drafter; None where the target's are not known."""
         draft = 0 if self.draft is None else self.draft.weights.bytes or 0
@@ -151,7 +157,7 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
         )
     beside = None
     if request.device.kind is not DeviceKind.CPU:
-        beside = _workspaces(request, target, step, num_drafts)
+        beside = _workspaces(request, target, step, _draft_counts(request.speculative, num_drafts))
     memory = plan_memory(
         request.memory_bytes,
         target.weights.bytes,
@@ -166,11 +172,15 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
 
 
 def _workspaces(
-    request: PlanRequest, target: PlannedModel, step: StepSize, num_drafts: int
+    request: PlanRequest, target: PlannedModel, step: StepSize, num_drafts: Sequence[int]
 ) -> Workspaces:
     longest = request.max_model_len or target.geometry.max_model_len or step.tokens
     geometry, compute = target.geometry, target.kv.compute_dtype
     return workspaces(geometry, target.config, compute, step, longest, num_drafts)
+
+
+def _draft_counts(asked: SpeculativeConfig | None, most: int) -> list[int]:
+    return draft_counts(most, adaptive=asked is not None and asked.adaptive)
 
 
 def _num_drafts(asked: SpeculativeConfig | None, facts: DraftFacts | None) -> int:

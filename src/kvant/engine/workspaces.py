@@ -6,7 +6,7 @@ No allocator is asked: every number follows from the model's shape and from the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +68,11 @@ def workspaces(
     compute: ComputeDtype,
     step: StepSize,
     max_model_len: int,
-    num_drafts: int = 0,
+    num_drafts: Sequence[int] = (),
 ) -> Workspaces:
     """Of a GPU. config: the model's config.json. max_model_len: the longest sequence that is served.
 
-    num_drafts: tokens that each sequence may have drafted in a step.
+    num_drafts: numbers of drafts of each sequence for which steps are recorded.
     """
     element = _ELEMENT_BYTES[compute]
     layers = [layer for layer in geometry.layers if layer.num_q_heads]
@@ -83,12 +83,12 @@ def workspaces(
     wide = 3 * geometry.hidden_size + 2 * (q + kv) + q + 3 * _intermediate(config, geometry)
     # Recorded steps with pieces of prompts have their own.
     activations = (step.tokens + min(step.tokens, MOST_PIECES)) * wide * element
-    # The model's logits and their float32 copy; graphs of answering sequences keep theirs, because each
-    # is replayed, those with pieces of prompts share one.
-    recorded = sum(batch_sizes(step.seqs))
-    if num_drafts:
-        recorded += (1 + num_drafts) * sum(draft_sizes(num_drafts, step.seqs))
-    rows = step.seqs * (2 * element + 4 + 4) + 4 * recorded
+    # The model's logits and their float32 copy, of the step with most rows; graphs of answering
+    # sequences keep theirs, because each is replayed, those with pieces of prompts share one.
+    recorded = batch_sizes(step.seqs)
+    for count in num_drafts:
+        recorded += [(1 + count) * size for size in draft_sizes(count, step.seqs)]
+    rows = max(recorded) * (2 * element + 4 + 4) + 4 * sum(recorded)
     # Decoded once for a prompt; queries, their padded copy and the product, then parts in float32.
     decoded = max_model_len * kv * element
     parts = step.tokens * q * (3 * element + 2 * 4)

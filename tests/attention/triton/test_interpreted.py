@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.attention.base import LongQuery
 from kvant.attention.long import list_long
-from kvant.attention.triton import backend, prefill
+from kvant.attention.triton import backend, dense_prefill, prefill
 from kvant.attention.triton.backend import TritonBackend, attend
 from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.info import SERVED
@@ -238,6 +238,23 @@ def test_prompts_of_several_sequences_share_a_launch(asked: dict[str, Any]) -> N
     found = torch.zeros_like(x.q)
     attend_dense(x.cache, x.q, found, replace(x.step, long=long), x.params)
     assert case.error(found[1:], x.expected()[1:]) < 2e-3
+
+
+@pytest.mark.parametrize("asked", list(PROMPTS.values()), ids=list(PROMPTS))
+@pytest.mark.parametrize("head", [64, 128, 256])
+def test_devices_whose_programs_have_too_little_memory_keep_to_the_kernel_for_pages(
+    head: int, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = case.prepare(KVDtype.FP8_E4M3, head_dims=(head, head), **asked)
+    monkeypatch.setattr(dense_prefill, "has_ptx", lambda device: True)
+    served = []
+    for capability, kib in (((9, 0), 227), ((10, 0), 227), ((12, 0), 99)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        monkeypatch.setattr(
+            dense_prefill, "shared_memory_of_a_program", lambda _, kib=kib: kib * 1024
+        )
+        served.append(dense_prefill.serves(x.cache, x.q, x.params, causal=x.step.causal))
+    assert served == [True, True, False]
 
 
 def test_an_empty_sequence_gets_zeros_and_harms_no_other() -> None:

@@ -297,7 +297,7 @@ def test_long_prompts_of_every_kind_read_what_is_stored(
     lengths = np.array([new for _, new in sequences])
     step = list_long(x.step, lengths, np.array([length for length, _ in sequences]))
     assert not prefill.serves(x.cache, x.q, x.params, causal=step.causal)
-    assert dense_prefill.serves(x.cache, x.q, x.params)
+    assert dense_prefill.serves(x.cache, x.q, x.params, causal=step.causal)
     check(replace(x, step=step))
 
 

@@ -135,7 +135,7 @@ class TritonBackend:
         if not step.long or self.batch_invariant:
             return self._attend(cache, q, step, params)
         by_cudnn = prefill.serves(cache, q, params, causal=step.causal)
-        if not by_cudnn and not dense_prefill.serves(cache, q, params):
+        if not by_cudnn and not dense_prefill.serves(cache, q, params, causal=step.causal):
             return self._attend(cache, q, step, params)
         out = q.new_empty(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
         if step.rest is not None:

@@ -15,17 +15,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvant.attention.base import AttentionParams, LongQuery, Step
 from kvant.attention.triton.dense import dense_attention
-from kvant.attention.triton.launch import has_ptx
+from kvant.attention.triton.launch import has_ptx, shared_memory_of_a_program
 from kvant.attention.triton.prefill import decoded
-from kvant.attention.triton.tuning import dense_shape
+from kvant.attention.triton.tuning import dense_bytes, dense_shape
 from kvant.kv.pool import LayerCache
 
 AT_ONCE = 16384
 """Keys that are decoded at once, if they are of more than one sequence."""
 
 
-def serves(cache: LayerCache, q: Tensor, params: AttentionParams) -> bool:
-    """Whether the kernel computes what this layer means, here."""
+def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: bool) -> bool:
+    """Whether the kernel computes what this layer means, here: Blackwell for desktops has bulk copies
+    as well, but less than half of the shared memory.
+    """
     g = cache.spec.geometry
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -34,6 +36,7 @@ def serves(cache: LayerCache, q: Tensor, params: AttentionParams) -> bool:
         and params.scale > 0
         and has_ptx(q.device)
         and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        and dense_bytes(g.head_dim_k, causal=causal) <= shared_memory_of_a_program(q.device)
     )
 
 

@@ -114,6 +114,12 @@ def dense_shape(head_dim: int, *, causal: bool) -> Shape:
     return Shape(64, 64, 4, 3, 2) if causal else Shape(128, 128, 8, 3, 1)
 
 
+def dense_bytes(head_dim: int, *, causal: bool) -> int:
+    """Shared memory of one of its programs: queries, and keys and values of the tiles in flight."""
+    shape = dense_shape(head_dim, causal=causal)
+    return 2 * head_dim * (shape.rows + 2 * shape.stages * shape.tile)
+
+
 def heads_joined_at_once(tokens: int, query_heads: int) -> int:
     """Query heads of one program of `combine`. Each program reads all lengths: not too many of them."""
     heads = 1

@@ -41,14 +41,17 @@ def step_lengths(
     """Query tokens of each sequence, for steps that are launched in kernels compiled apart.
 
     Rows of a sequence and KV head, tokens of a step, and rows of logits are rounded up to powers of two
-    there; many sequences are joined by another kernel than few. Those of one token each are recorded
-    later, but where that cannot be, they are launched like all others.
+    there; few sequences run in larger programs than some, and parts of few, of some and of many are
+    joined by other kernels. Those of one token each are recorded later, but between the sizes that are,
+    and where that cannot be, they are launched like all others: beside a long prompt, for one.
     """
     long = min(300, max_num_batched_tokens, max_model_len)
     many = min(64, max_num_seqs)
     found: list[tuple[int, ...]] = [(1, 5), (long,), (1, long), (5, long), (long, long)]
     found += [(n,) for n in (1, 2, 4, 8, 16, 32, 64)]
     found += [(1,) * min(32, many), *((n,) * many for n in (1, 2, 4, 8, 16))]
+    found += [(1,) * seqs for seqs in (3, 5, 6, 9, 129)]
+    found += [(n,) * seqs for seqs in (2, 3, 4, 5) for n in (2, 3, 6, 17)]
     return [
         lengths
         for lengths in dict.fromkeys(found)

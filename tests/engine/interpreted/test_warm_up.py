@@ -39,12 +39,14 @@ class Spy:
         return launch
 
 
+KERNELS = ("paged_attention", "list_items", "combine")
+
+
 @pytest.fixture
-def spies(monkeypatch: pytest.MonkeyPatch) -> tuple[Spy, Spy]:
-    found = Spy(), Spy()
-    monkeypatch.setattr(backend, "paged_attention", found[0])
-    monkeypatch.setattr(backend, "list_items", found[1])
-    monkeypatch.setattr(backend, "combine", Spy())
+def spies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spy]:
+    found = {name: Spy() for name in KERNELS}
+    for name, spy in found.items():
+        monkeypatch.setattr(backend, name, spy)
     monkeypatch.setattr(backend, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(backend, "rotate", _rotated)
     return found
@@ -62,18 +64,30 @@ def attend(steps: Iterable[tuple[int, ...]], x: case.Case) -> None:
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (9, 3), (14, 2), (8, 8), (64, 8), (16, 1)], ids=str)
-@pytest.mark.parametrize("name", [KVDtype.FP8_E4M3, KVDtype.INT4_PER_TOKEN_HEAD], ids=str)
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        (KVDtype.BFLOAT16, KVDtype.BFLOAT16),
+        (KVDtype.FP8_E4M3, KVDtype.FP8_E4M3),
+        (KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD),
+        (KVDtype.TURBOQUANT_K8, KVDtype.TURBOQUANT_V4),
+    ],
+    ids=str,
+)
 def test_no_step_launches_attention_that_was_not_warm(
-    name: KVDtype, heads: tuple[int, int], spies: tuple[Spy, Spy]
+    k: KVDtype, v: KVDtype, heads: tuple[int, int], spies: dict[str, Spy]
 ) -> None:
     given: dict[str, Any] = {"heads": heads, "sequences": ((1, 1),)}
-    x = case.prepare(name, head_dims=(128, 128), **given)
+    x = case.prepare(k, v, head_dims=(128, 128), **given)
     attend(LENGTHS, x)
     attend(((1,) * count for count in batch_sizes(MOST_SEQS)), x)  # recorded
-    warm = [set(spy.seen) for spy in spies]
-    counts = (1, 2, 5, 9, 24, 64, 65, 128, 129, 256)
-    attend(((*(1,) * (count - 1), n) for count in counts for n in range(1, 70)), x)
-    assert [spy.seen for spy in spies] == warm
+    warm = {name: set(spy.seen) for name, spy in spies.items()}
+    counts = (1, 2, 3, 5, 6, 9, 20, 24, 33, 64, 65, 128, 129, 256)
+    attend(((1,) * count for count in range(1, 40)), x)
+    attend(((*(1,) * (count - 1), n) for count in counts for n in (*range(2, 34), 43, 65)), x)
+    attend(((n,) * count for count in counts for n in (2, 3, 4, 6, 17, 43) if n * count < 2000), x)
+    for name, spy in spies.items():
+        assert spy.seen <= warm[name], name
 
 
 def test_products_of_few_rows_are_warm_for_every_number_of_tokens_and_of_wanted_rows() -> None:

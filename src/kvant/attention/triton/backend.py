@@ -287,8 +287,9 @@ def attend(
         at_once, warps = (8, 1) if fixed else parts_joined_at_once(items, blocks)
         combine[(q_heads * tokens // per_program,)](
             partial, partial_lse, params.sinks, out, *work, token_list, num_seqs, window, target, least,
+            per_program,
             GROUP=group, HEADS=heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
-            ROWS=shape.rows, TILE=shape.tile, AT_ONCE=at_once, PER_PROGRAM=per_program,
+            ROWS=shape.rows, TILE=shape.tile, AT_ONCE=at_once,
             CAUSAL=causal, WINDOW=window > 0, SINKS=params.sinks is not None,
             DIRECT=direct, FIXED=fixed, SEARCH=not wide, LISTED=is_listed, ROTATION=rotation,
             num_warps=warps,

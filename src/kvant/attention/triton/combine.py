@@ -11,24 +11,25 @@ from kvant.attention.triton.workmap import find_token, listed, tiles_per_split
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=("num_seqs", "window", "target", "least"))
+@triton.jit(do_not_specialize=("num_seqs", "window", "target", "least", "per_program"))
 def combine(
     partial, partial_lse, sinks, out, cu_seqlens_q, seqlens_kv, tokens, num_seqs, window, target, least,
+    per_program,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, PER_PROGRAM: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     DIRECT: tl.constexpr, FIXED: tl.constexpr, SEARCH: tl.constexpr, LISTED: tl.constexpr,
     ROTATION: tl.constexpr,
 ):  # fmt: skip
-    """Program: PER_PROGRAM query heads of a token, which looks for its items once for all of them.
+    """Program: per_program query heads of a token, which looks for its items once for all of them.
 
     See `paged_attention` for the shapes. Items are joined AT_ONCE at a time, in order. DIRECT: rows of
     one item were already written. SEARCH: whether who made the items searched. LISTED: tokens as
     `list_items` wrote them. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no sequence
     get zeros.
     """
-    first_head = tl.program_id(0) * PER_PROGRAM % (HEADS * GROUP)
-    token = tl.program_id(0) * PER_PROGRAM // (HEADS * GROUP)
+    first_head = tl.program_id(0) * per_program % (HEADS * GROUP)
+    token = tl.program_id(0) * per_program // (HEADS * GROUP)
     if LISTED:
         seq, first_item, splits = listed(tokens, token)
     else:
@@ -41,14 +42,14 @@ def combine(
     c = tl.arange(0, PAD)
     first_out = (token.to(tl.int64) * (HEADS * GROUP) + first_head) * HEAD_V
     if seq < 0:
-        for i in range(PER_PROGRAM):
+        for i in range(per_program):
             at = first_out + i * HEAD_V + c
             tl.store(out + at, tl.zeros((PAD,), out.dtype.element_ty), mask=c < HEAD_V)
         return
     if DIRECT and splits == 1:
         return
     place = token - tl.load(cu_seqlens_q + seq)
-    for i in range(PER_PROGRAM):
+    for i in range(per_program):
         query_head = first_head + i
         head = query_head // GROUP
         row = place * GROUP + query_head % GROUP

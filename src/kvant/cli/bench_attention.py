@@ -48,6 +48,10 @@ def attention(
         list[int] | None,
         typer.Option("--peer-page-size", help="Of the peers; 16 without.", show_default=False),
     ] = None,
+    own_pages: Annotated[
+        list[int] | None,
+        typer.Option("--page-size", "--block-size", help="Of Kvant; 16 without."),
+    ] = None,
     fa3: Annotated[
         Path | None,
         typer.Option("--fa3-library", help="_vllm_fa3_C*.so; without, the installed vLLM's."),
@@ -64,23 +68,28 @@ def attention(
     from dataclasses import asdict
 
     from kvant.measure.attention_bench import read_bandwidth
-    from kvant.measure.attention_grid import BATCHES, LENGTHS, measure_grid, table
+    from kvant.measure.attention_grid import BATCHES, LENGTHS, SMALL_PAGE, measure_grid, table
     from kvant.measure.facts import measurement_facts
 
     device = torch.device("cuda")
     stored = [_parse(name) for name in formats or map(str, _FORMATS)]
-    sizes = peer_pages or [16]
+    sizes, own_sizes = peer_pages or [SMALL_PAGE], own_pages or [SMALL_PAGE]
+    largest = max(*sizes, *own_sizes)
     for n in lengths or ():
-        if n < 1 or n % max(*sizes, 16):
-            raise BadValue(f"--length {n}", why=f"lengths are multiples of {max(*sizes, 16)} here")
+        if n < 1 or n % largest:
+            raise BadValue(f"--length {n}", why=f"lengths are multiples of {largest} here")
+    for n in (*sizes, *own_sizes):
+        if n < 1 or n % SMALL_PAGE:
+            raise BadValue(f"pages of {n} tokens", why=f"they are multiples of {SMALL_PAGE} here")
     beside = [_peer(name, fa3, device) for name in peers or ()]
     bandwidth = read_bandwidth(device)
     sys.stderr.write(f"read bandwidth {bandwidth:.2f} TB/s\n")
     facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "triton"])
     found = []
     for one in measure_grid(
-        stored, batches or BATCHES, lengths or LENGTHS, beside, sizes, device, repeats=repeats
-    ):
+        stored, batches or BATCHES, lengths or LENGTHS, beside, sizes, device,
+        repeats=repeats, own_page_sizes=own_sizes,
+    ):  # fmt: skip
         found.append(one)
         if out is not None:  # at every row, so that what was measured is kept
             document = {**facts, "read_tb_per_s": bandwidth, "rows": [asdict(r) for r in found]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from kvant.measure.attention_peers import READ_BY_PEERS, Peer
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = tuple(1024 << i for i in range(8))
 OWN = "kvant"
+SMALL_PAGE = 16
 _AIM_US = 4000.0
 _ROUGH_TB_PER_S = 3.0
 _SHARE = 0.8  # of free memory
@@ -58,8 +60,9 @@ def measure_grid(
     device: torch.device,
     *,
     repeats: int = 5,
+    own_page_sizes: Sequence[int] = (SMALL_PAGE,),
 ) -> Iterator[Timed]:
-    """Every point that fits into memory. page_sizes: those of the peers; Kvant's is 16."""
+    """Every point that fits into memory. page_sizes: those of the peers."""
     for dtype in formats:
         cases = [Case(dtype, dtype, (n,) * batch) for batch in batches for n in lengths]
         free, _ = torch.cuda.mem_get_info(device)
@@ -68,7 +71,9 @@ def measure_grid(
         cache = make_cache(cases[0], most // cases[0].page_size, device)
         served = [peer for peer in peers if dtype in READ_BY_PEERS]
         for case in cases:
-            yield from _measure_point(case, cache, served, page_sizes, device, repeats)
+            yield from _measure_point(
+                case, cache, served, page_sizes, own_page_sizes, device, repeats
+            )
         del cache
         torch.cuda.empty_cache()
 
@@ -78,6 +83,7 @@ def _measure_point(
     cache: LayerCache,
     peers: Sequence[Peer],
     page_sizes: Sequence[int],
+    own_page_sizes: Sequence[int],
     device: torch.device,
     repeats: int,
 ) -> Iterator[Timed]:
@@ -87,14 +93,16 @@ def _measure_point(
     def own(x: Inputs) -> torch.Tensor:
         return backend.attend(x.cache, x.q, x.step, x.params)
 
-    runs: dict[tuple[str, int], Callable[[], torch.Tensor]] = {
-        (OWN, case.page_size): lambda: own(mine)
-    }
-    differences = {(OWN, case.page_size): 0.0}
-    for size in page_sizes:
+    runs: dict[tuple[str, int], Callable[[], torch.Tensor]] = {}
+    differences: dict[tuple[str, int], float] = {}
+    for size in sorted({*page_sizes, *own_page_sizes}):
         same, theirs = (mine, mine) if size == case.page_size else _paged(mine, size)
         expected = own(same).double()
-        for peer in peers:
+        if size in own_page_sizes:
+            runs[OWN, size] = partial(own, theirs)
+            off = float((runs[OWN, size]().double() - expected).norm() / expected.norm())
+            differences[OWN, size] = round(off, 5)
+        for peer in peers if size in page_sizes else ():
             run = peer.prepare(theirs)
             off = float((run().double() - expected).norm() / expected.norm())
             if not off < _NONSENSE:
@@ -140,17 +148,19 @@ def _paged(x: Inputs, size: int) -> tuple[Inputs, Inputs]:
 
 
 def table(rows: Sequence[Timed]) -> str:
-    """A line for every point: Kvant's time, every other's, and Kvant's over the best of them."""
-    others = list(dict.fromkeys((r.who, r.page_size) for r in rows if r.who != OWN))
-    names = "".join(f"{f'{who} p{size}':>22}" for who, size in others)
-    lines = [f"{'format':22} {'batch':>5} {'length':>7} {OWN:>10}{names}  over best"]
+    """A line for every point: everybody's times, and Kvant's best over the best of the others."""
+    everyone = list(dict.fromkeys((r.who, r.page_size) for r in rows))
+    names = "".join(f"{f'{who} p{size}':>22}" for who, size in everyone)
+    lines = [f"{'format':22} {'batch':>5} {'length':>7}{names}  over best"]
     points: dict[tuple[str, int, int], dict[tuple[str, int], float]] = {}
     for r in rows:
-        who = (r.who, 0) if r.who == OWN else (r.who, r.page_size)
-        points.setdefault((r.format, r.batch, r.length), {})[who] = r.median_us
+        at = points.setdefault((r.format, r.batch, r.length), {})
+        at[r.who, r.page_size] = r.median_us
     for (name, batch, length), us in points.items():
-        mine = us.pop((OWN, 0))
-        cells = "".join(f"{us.get(key, float('nan')):22.1f}" for key in others)
-        ratio = f"{mine / min(us.values()):.2f}" if us else "-"
-        lines.append(f"{name:22} {batch:5} {length:7} {mine:10.1f}{cells}  {ratio}")
+        cells = "".join(f"{us.get(key, float('nan')):22.1f}" for key in everyone)
+        mine, theirs = (
+            [t for (who, _), t in us.items() if (who == OWN) is it] for it in (True, False)
+        )
+        ratio = f"{min(mine) / min(theirs):.2f}" if theirs else "-"
+        lines.append(f"{name:22} {batch:5} {length:7}{cells}  {ratio}")
     return "\n".join(lines)

@@ -224,25 +224,103 @@ def test_a_captured_graph_follows_the_lengths() -> None:
         assert case.error(found, x.expected()) < 5e-3
 
 
-def test_rows_beyond_int32_elements_are_reached() -> None:
+@pytest.mark.parametrize("sequences", [((600, 1),), VERIFY, ((900, 300),)], ids=str)
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        (KVDtype.BFLOAT16, KVDtype.BFLOAT16),
+        (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.FP8_E4M3),
+        (KVDtype.NVFP4, KVDtype.INT4_PER_TOKEN_HEAD),
+        (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3),
+    ],
+    ids=str,
+)
+def test_rows_beyond_int32_words_are_written_and_reached(
+    k: KVDtype, v: KVDtype, sequences: Any
+) -> None:
     x = case.prepare(
-        KVDtype.FP8_E5M2, heads=(4, 4), head_dims=(128, 128), sequences=((600, 1),),
-        dtype=torch.bfloat16, device="cuda",
+        k, v, heads=(8, 4), head_dims=(128, 128), sequences=sequences, dtype=torch.bfloat16,
+        device="cuda",
+    )  # fmt: skip
+    lengths, new = (np.array(numbers) for numbers in zip(*sequences, strict=True))
+    near = list_long(x.step, new, lengths)
+    codes = ((x.cache.k[0], k), (x.cache.v[0], v))
+    least = min(plane[0].view(READING[name].word).numel() for plane, name in codes)
+    skipped = 2**31 // least + 1
+    far = []
+    for planes in (x.cache.k, x.cache.v):
+        far.append([])
+        for plane in planes:
+            big = torch.empty(
+                (skipped + len(plane), *plane.shape[1:]), dtype=plane.dtype, device="cuda"
+            )
+            big.view(torch.uint8).fill_(0xFF)
+            big[skipped:] = plane
+            far[-1].append(big)
+    cache = replace(x.cache, k=tuple(far[0]), v=tuple(far[1]))
+    moved = list_long(
+        replace(
+            x.step,
+            page_table=x.step.page_table + skipped,
+            slot_mapping=x.step.slot_mapping + skipped * x.cache.page_size,
+        ),
+        new,
+        lengths,
+    )
+    backend = TritonBackend()
+    backend.write(x.cache, x.k, x.v, near)
+    backend.write(cache, x.k, x.v, moved)
+    for planes, bigs in ((x.cache.k, cache.k), (x.cache.v, cache.v)):
+        assert case.same_bytes(planes, [big[skipped:] for big in bigs])
+    found = backend.attend(cache, x.q, moved, x.params)
+    assert torch.equal(found, backend.attend(x.cache, x.q, near, x.params))
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": 100}], ids=str)
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+def test_a_recorded_step_with_pieces_of_prompts_follows_what_it_is_given(
+    name: KVDtype, options: dict[str, Any]
+) -> None:
+    """Padded with tokens of no sequence and sequences without tokens, of NaN and pages of anybody."""
+    tokens, seqs = 192, 8
+    x = case.prepare(
+        name, heads=(8, 2), head_dims=(128, 128), sequences=((700, 90), (33, 33), (1500, 60), (40, 1)),
+        dtype=torch.bfloat16, device="cuda", **options,
     )  # fmt: skip
     backend = TritonBackend()
     backend.write(x.cache, x.k, x.v, x.step)
-    pages = 2**31 // (16 * 4 * 128) + x.cache.k[0].shape[0]
-    far = []
-    for planes in (x.cache.k, x.cache.v):
-        (plane,) = planes
-        big = torch.full((pages, *plane.shape[1:]), 0xFF, dtype=torch.uint8, device="cuda")
-        big[-plane.shape[0] :] = plane
-        far.append((big,))
-    cache = replace(x.cache, k=far[0], v=far[1])
-    step = replace(x.step, page_table=x.step.page_table + (pages - x.cache.k[0].shape[0]))
-    assert torch.equal(
-        backend.attend(cache, x.q, step, x.params), backend.attend(x.cache, x.q, x.step, x.params)
-    )
+    given = len(x.q)
+    q = torch.full((tokens, *x.q.shape[1:]), torch.nan, dtype=torch.bfloat16, device="cuda")
+    q[:given] = x.q
+    ends = torch.zeros(seqs + 1, dtype=torch.int32, device="cuda")
+    lengths = torch.zeros(seqs, dtype=torch.int32, device="cuda")
+    table = torch.full((seqs, 128), 1, dtype=torch.int32, device="cuda")
+    table[:4, : x.step.page_table.shape[1]] = x.step.page_table
+
+    def attend() -> torch.Tensor:
+        step = replace(
+            x.step, cu_seqlens_q=ends, seqlens_kv=lengths, page_table=table,
+            max_seqlen_q=tokens, max_seqlen_kv=2048,
+        )  # fmt: skip
+        return backend.attend(x.cache, q, step, x.params)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend()
+    for news in ((90, 33, 60, 1), (1, 1, 1, 1), (70, 33, 1, 1), (90, 1, 60, 1)):
+        cu = torch.tensor([0, *np.cumsum(news)], dtype=torch.int32, device="cuda")
+        ends[:] = cu[-1]
+        ends[:5] = cu
+        lengths[:4] = x.step.seqlens_kv
+        q[:] = torch.nan
+        q[: sum(news)] = x.q[: sum(news)]
+        found.fill_(torch.nan)
+        graph.replay()
+        step = replace(x.step, cu_seqlens_q=cu, max_seqlen_q=max(news))
+        right = case.EXACT.attend(x.cache, q[: sum(news)].double(), step, x.params)
+        assert case.error(found[: sum(news)], right) < 5e-3, news
+        assert not found[sum(news) :].any()
 
 
 LONG_STEPS = {

@@ -16,10 +16,11 @@ Page `SCRATCH` takes the writes of padding and belongs to nobody.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from struct import Struct
 
 SCRATCH = 0
 """Same page as `kvant.kv.pool.SCRATCH_PAGE`, which cannot be imported here (it brings torch)."""
@@ -52,7 +53,13 @@ def root_hash(identity: CacheIdentity, *, salt: str = "") -> bytes:
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Hash of one full page: SHA-256 over the hash of the page before it and its own tokens."""
-    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+    return hashlib.sha256(parent + _packer(len(tokens))(*tokens)).digest()
+
+
+@cache
+def _packer(count: int) -> Callable[..., bytes]:
+    """So many int64 behind each other, as the machine writes them."""
+    return Struct(f"={count}q").pack
 
 
 class PageAllocator:

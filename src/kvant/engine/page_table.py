@@ -40,7 +40,10 @@ class PageTable:
     def write(self, row: int, start: int, pages: Items[int]) -> None:
         """Set a row's last entries, from `start` on."""
         end = start + len(pages)
-        self._table[row, start:end] = pages
+        if len(pages) == 1:
+            self._table[row, start] = pages[0]  # in a tenth of the time
+        else:
+            self._table[row, start:end] = pages
         self._num_pages[row] = end
 
     def give_back_row(self, row: int, num_pages: int) -> None:

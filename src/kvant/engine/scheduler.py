@@ -400,10 +400,7 @@ class Scheduler:
             after < sequence.request.max_total_tokens - 1
             and after == len(sequence.pages) * self.limits.page_size
         ):
-            pages = self.allocator.allocate(1)
-            if pages is not None:
-                self.page_table.write(sequence.row, len(sequence.pages), pages)
-                sequence.pages += pages
+            self._extend(sequence, 1)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue without pages; its tokens are computed again later."""

@@ -194,7 +194,7 @@ class Engine:
         if self._steady is not None:
             if self._steady.goes_on:
                 return progress + self._go_on(self._steady)
-            self._steady = None
+            self._end_steady()
         speculation, changes = self.speculation, self.scheduler.changes
         most = 0
         if speculation is not None:
@@ -232,6 +232,11 @@ class Engine:
             return None
         return Steady(lives, self.scheduler)
 
+    def _end_steady(self) -> None:
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
+
     def _go_on(self, steady: Steady) -> list[Progress]:
         try:
             found = steady.run(self.runner)
@@ -255,7 +260,7 @@ class Engine:
         live = self._live[number]
         stream = TokenStream(self.step, lambda: self._drop(number))
         live.stream, live.is_simple = weakref.ref(stream), False
-        self._steady = None
+        self._end_steady()
         return stream
 
     def _drop(self, number: int) -> None:

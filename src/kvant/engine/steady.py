@@ -2,8 +2,11 @@
 
 While nobody arrives or ends, a step of plain answering sequences is known before it begins: the same
 ones, each a token further. What the loop asks of every sequence in other steps lies in arrays here, so
-such a step costs the host little more than handing on its tokens. The sequences themselves are kept as
-they always are: as soon as anything else happens (`Scheduler.changes`) steps go the usual way.
+such a step costs the host little more than handing on its tokens. As soon as anything else happens
+(`Scheduler.changes`) steps go the usual way.
+
+The sequences' tokens are kept as they always are. How many of them were computed is told to them when a
+page is full and when such steps end (`Steady.settle`): until then it is all but the newest one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from kvant.engine.decodes import make_decodes
 from kvant.engine.graphs import Answered
 from kvant.engine.live import Live
+from kvant.engine.request import Status
 from kvant.engine.result import Progress
 from kvant.engine.runner import Runner
 from kvant.engine.sampler import Rows
@@ -39,9 +43,9 @@ class Steady:
         self._scheduler = scheduler
         self._changes = scheduler.changes
         self._numbers = [live.number for live in lives]
-        self._token_ids = [sequence.token_ids for sequence in self.sequences]
+        self._appends = [sequence.token_ids.append for sequence in self.sequences]
         self._texts = [live.text for live in lives if live.text is not None]  # of all, or of none
-        self._newest = np.array([tokens[-1] for tokens in self._token_ids], np.int64)
+        self._newest = np.array([s.token_ids[-1] for s in self.sequences], np.int64)
         self._starts = np.array([s.num_computed_tokens for s in self.sequences], np.int64)
         self._rows = np.array([s.row for s in self.sequences], np.int64)
         self._most = np.array([s.request.max_total_tokens for s in self.sequences], np.int64)
@@ -84,9 +88,8 @@ class Steady:
     def take(self, tokens: list[int]) -> list[Progress]:
         """Append what `plain_tokens` found."""
         scheduler = self._scheduler
-        for sequence, token_ids, token in zip(self.sequences, self._token_ids, tokens, strict=True):
-            sequence.num_computed_tokens += 1
-            token_ids.append(token)
+        for append, token in zip(self._appends, tokens, strict=True):
+            append(token)
         self._newest = np.array(tokens, np.int64)
         self._starts = self._starts + 1
         for place in np.flatnonzero(self._starts % scheduler.limits.page_size == 0).tolist():
@@ -99,6 +102,12 @@ class Steady:
             one_token((number, (token,), text, None, (), None))
             for number, token, text in zip(self._numbers, tokens, texts, strict=False)
         ]
+
+    def settle(self) -> None:
+        """Tell the sequences that still run how far they are; there is no step after this."""
+        for sequence, known in zip(self.sequences, self._starts.tolist(), strict=True):
+            if sequence.status is Status.RUNNING:
+                sequence.num_computed_tokens = known
 
     def ran(self, found: Answered) -> Ran:
         """The step as any other. Its logits are gone: nobody here asks for more than is known."""

@@ -75,6 +75,48 @@ def test_sampled_answers_do_not_depend_on_the_batch(path: Path) -> None:
     assert together == alone
 
 
+WISHES: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {"temperature": 1.5, "min_p": 0.02},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
+    path: Path, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And while steps are launched, nobody waits for the device."""
+    from kvant.engine import stepping
+    from kvant.engine.graphs import StepGraphs
+
+    params = [
+        SamplingParams(seed=i, max_tokens=20 + 7 * i, ignore_eos=True, **WISHES[i % 5])  # type: ignore[arg-type]
+        for i in range(len(PROMPTS))
+    ]
+    llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=16,
+              batch_invariant=invariant, enable_prefix_caching=False)  # fmt: skip
+    drawn, launch = [], StepGraphs._launch
+
+    def watched(self: StepGraphs, *given: object) -> object:
+        drawn.append(given[-2] is not None and given[-1] is not None)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(self, *given)  # type: ignore[arg-type]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepGraphs, "_launch", watched)
+        found = [r.token_ids for r in llm.generate(PROMPTS, params)]
+    assert drawn.count(True) > 50
+    monkeypatch.setattr(stepping, "_can_go_ahead", lambda *_: False)
+    assert [r.token_ids for r in llm.generate(PROMPTS, params)] == found
+    if invariant:
+        alone = [llm.generate([p], [one])[0] for p, one in zip(PROMPTS, params, strict=True)]
+        assert [r.token_ids for r in alone] == found
+    llm.engine.audit()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
 def test_families_run_on_a_gpu_as_on_a_cpu(family: str, tmp_path: Path) -> None:
     built = tiny.build(family, tmp_path)

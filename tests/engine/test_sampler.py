@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvant.engine.drawing import uniform
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import Request, Sequence
-from kvant.engine.sampler import Sampled, uniform
+from kvant.engine.sampler import Sampled
 from kvant.engine.sampling_params import SamplingParams
 from tests.engine.fakes import make_engine
 from tests.engine.sampling import sample

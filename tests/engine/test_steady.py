@@ -1,10 +1,15 @@
-"""Steps that go on as they are: the same answers as any other steps give, whatever happens between them."""
+"""Steps that go on as they are: the same answers as any other steps give, whatever happens between them.
+
+So do steps that are launched before the tokens of the step before are read, drawn ones among them.
+"""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +30,7 @@ from kvant.engine.scheduler import SchedulerLimits
 from kvant.engine.steady import Steady
 from kvant.engine.text import TextStream
 from kvant.kv.pages import CacheIdentity
-from tests.engine.fakes import EOS, VOCAB, RememberingRunner, answer, logits
+from tests.engine.fakes import EOS, VOCAB, RememberingRunner, answer, logits, make_engine
 from tests.speculative.recorded import Again
 
 PAGE = 4
@@ -87,15 +92,53 @@ def make(
     limits = SchedulerLimits(seqs, 32, longest, PAGE, pages_ahead=True)
     identity = CacheIdentity("fake", None, "plan")
     engine = Engine(
-        runner,
-        limits,
-        num_pages,
-        identity=identity,
-        vocab_size=VOCAB,
-        eos_token_ids=(EOS,),
+        runner, limits, num_pages, identity=identity, vocab_size=VOCAB, eos_token_ids=(EOS,),
         tokenizer=tokenizer,
-    )
+    )  # fmt: skip
     return engine, runner
+
+
+WISHES: tuple[dict[str, Any], ...] = (
+    {}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.8}, {"min_p": 0.05, "top_k": 20},
+)  # fmt: skip
+
+
+def some_params(numbers: random.Random) -> SamplingParams:
+    """Greedy and drawn ones of all kinds; few whose steps cannot be launched ahead."""
+    given: dict[str, Any] = {"temperature": 0.0}
+    if numbers.random() < 0.6:
+        heat = numbers.choice((0.3, 1.0, 2.0))
+        given = {"temperature": heat, "seed": numbers.randrange(50), **numbers.choice(WISHES)}
+    if numbers.random() < 0.04:
+        given |= numbers.choice(({"logprobs": 1}, {"presence_penalty": 1.0}, {"min_tokens": 9}))
+    ignored = numbers.random() < 0.7
+    tokens = (
+        numbers.choice((10, 11, 30)) if "min_tokens" in given else numbers.choice((1, 2, 11, 30))
+    )
+    return SamplingParams(max_tokens=tokens, ignore_eos=ignored, **given)
+
+
+def alone(prompt: list[int], params: SamplingParams) -> Result:
+    """Step by step, each of which is read before the next begins."""
+    engine, _ = make_engine()
+    engine.submit(prompt, params)
+    (result,) = [p.result for _ in range(params.max_tokens or 0) for p in engine.step() if p.result]
+    return result
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of recorded steps: those launched ahead, those among them that draw, and those that were not ahead."""
+    found: Counter[str] = Counter()
+    launch = StepGraphs._launch
+
+    def count(self: StepGraphs, *given: Any) -> object:
+        found["ahead" if given[-1] is not None else "read"] += 1
+        found["drawn"] += given[-1] is not None and given[-2] is not None
+        return launch(self, *given)
+
+    monkeypatch.setattr(StepGraphs, "_launch", count)
+    return found
 
 
 @pytest.fixture
@@ -115,9 +158,11 @@ def went_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("num_pages", [16, 30, 200], ids=["dry", "short", "ample"])
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_are_those_of_each_request_alone(
-    seed: int, num_pages: int, went_on: list[int]
+    seed: int, num_pages: int, went_on: list[int], launches: Counter[str]
 ) -> None:
-    """Arrivals, ends of every kind, cancelled ones, some that ask for log-probabilities, dry pools."""
+    """Greedy ones beside drawn ones; arrivals, ends of every kind, cancelled ones, some whose steps
+    cannot be launched ahead, dry pools.
+    """
     numbers = random.Random(seed)
     engine, _ = make(num_pages)
     asked: dict[int, tuple[list[int], SamplingParams]] = {}
@@ -132,12 +177,7 @@ def test_answers_are_those_of_each_request_alone(
                 prompt = prompt + [
                     numbers.randrange(4, VOCAB) for _ in range(numbers.randint(1, 9))
                 ]
-                params = SamplingParams(
-                    temperature=0.0,
-                    max_tokens=numbers.choice((1, 2, 11, 30)),
-                    ignore_eos=numbers.random() < 0.7,
-                    logprobs=1 if numbers.random() < 0.1 else None,
-                )
+                params = some_params(numbers)
                 asked[engine.submit(prompt, params)] = prompt, params
                 left -= 1
         if numbers.random() < 0.02 and engine.has_work:
@@ -153,11 +193,15 @@ def test_answers_are_those_of_each_request_alone(
     assert len(results) > 60
     for number, result in results.items():
         prompt, params = asked[number]
-        assert params.max_tokens is not None
-        expected = answer(prompt, params.max_tokens, eos=None if params.ignore_eos else EOS)
-        assert list(result.token_ids) == expected == streamed[number]
-        stopped = not params.ignore_eos and expected[-1] == EOS
-        assert result.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        expected = alone(prompt, params)
+        assert list(result.token_ids) == list(expected.token_ids) == streamed[number]
+        assert result.finish_reason is expected.finish_reason
+        assert result.logprobs == expected.logprobs
+        if params.is_greedy and not params.presence_penalty and not params.min_tokens:
+            assert params.max_tokens is not None
+            eos = None if params.ignore_eos else EOS
+            assert list(result.token_ids) == answer(prompt, params.max_tokens, eos=eos)
+    assert launches["drawn"] > (5 if num_pages == 16 else 60)
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +334,8 @@ def test_the_device_is_asked_for_exactly_what_other_steps_ask_for(
         def note_decodes(step: Decodes) -> Tensor:
             parts = step.ids, step.starts, step.ends, step.limits, step.table
             values = [None if part is None else part.tolist() for part in parts]
+            if step.draws is not None:
+                values += [step.draws.numbers(later).tolist() for later in (0, 1)]
             calls.append(("decodes", step.numbers, step.num_drafts, *values))
             return run_decodes(step)
 
@@ -302,8 +348,10 @@ def test_the_device_is_asked_for_exactly_what_other_steps_ask_for(
             for _ in range(12):
                 for _ in range(numbers.randint(0, 3)):
                     prompt = [numbers.randrange(4, VOCAB) for _ in range(numbers.randint(1, 20))]
-                    tokens = numbers.randint(1, 40)
-                    engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=tokens))
+                    tokens, heat = numbers.randint(1, 40), numbers.choice((0.0, 1.0))
+                    engine.submit(
+                        prompt, SamplingParams(temperature=heat, max_tokens=tokens, seed=1)
+                    )
                 for _ in range(numbers.randint(1, 20)):
                     engine.step()
             while engine.has_work:
@@ -313,6 +361,22 @@ def test_the_device_is_asked_for_exactly_what_other_steps_ask_for(
     found = asked(steady=True)
     assert len(found) > 100
     assert found == asked(steady=False)
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_steps_whose_text_is_streamed_or_searched_for_stop_strings_are_launched_ahead(
+    words: Tokenizer, heat: float, launches: Counter[str]
+) -> None:
+    params = SamplingParams(temperature=heat, seed=5, max_tokens=40, ignore_eos=True)
+    free = alone([5, 6, 7], params)
+    tokens = [token for token in free.token_ids[8:20] if 4 <= token < 14]
+    ended = replace(params, stop=words.id_to_token(tokens[0]))
+    engine, _ = make(200, tokenizer=words)
+    numbers = [engine.submit([5, 6, 7], one) for one in (params, ended, params)]
+    streamed = [piece for piece in engine.stream(numbers[2]) for piece in piece.token_ids]
+    assert streamed == list(free.token_ids)
+    assert (launches["ahead"], launches["read"]) == (39, 1), "what ended was only left out"
+    assert launches["drawn"] == (39 if heat else 0)
 
 
 def test_counts_and_cached_pages_are_those_of_other_steps(went_on: list[int]) -> None:

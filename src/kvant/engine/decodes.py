@@ -11,9 +11,48 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvant.engine.drawing import uniform, wishes
 from kvant.engine.page_table import PageTable
 from kvant.engine.request import Sequence
 from kvant.engine.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How each sequence's tokens are drawn, while each gets one token a step.
+
+    table: [n, 4] float64, `wishes`. seeds: None for sequences that take the likeliest token. places: of
+    the token that this step finds, in its answer.
+    """
+
+    table: NDArray[np.float64]
+    seeds: list[int | None]
+    places: NDArray[np.int64]
+
+    def numbers(self, later: int) -> NDArray[np.float64]:
+        """[n, 5], as `Draw.numbers`, of the step that is so many later."""
+        places = (self.places + later).tolist()
+        shares = [
+            0.0 if seed is None else uniform(seed, place)
+            for seed, place in zip(self.seeds, places, strict=True)
+        ]
+        return np.column_stack([self.table, np.array(shares, np.float64)])
+
+    def after(self) -> Draws:
+        """Those of the next step."""
+        return Draws(self.table, self.seeds, self.places + 1)
+
+
+def list_draws(sequences: Items[Sequence]) -> Draws | None:
+    """None where every one of them takes the likeliest token."""
+    requests = [sequence.request for sequence in sequences]
+    if all([request.params.is_greedy for request in requests]):
+        return None
+    return Draws(
+        np.array([wishes(request.params) for request in requests]),
+        [None if request.params.is_greedy else request.seed for request in requests],
+        np.array([sequence.num_output_tokens for sequence in sequences], np.int64),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +62,8 @@ class Decodes:
     numbers: the sequences' own. num_drafts: of one sequence at most. ids, starts: [n] int64, the newest
     tokens and where they stand. ends: [n] int64, where the tokens of this step must end. limits: [n]
     int64, where those of any step must end, with the pages there are; None where nobody asks what
-    follows. table: [n, pages] int32, pages up to the furthest end.
+    follows. table: [n, pages] int32, pages up to the furthest end. draws: how tokens are drawn on the
+    device; None where the likeliest are taken, or nobody asks what follows.
     """
 
     sequences: list[Sequence]
@@ -34,6 +74,7 @@ class Decodes:
     ends: NDArray[np.int64]
     limits: NDArray[np.int64] | None
     table: NDArray[np.int32]
+    draws: Draws | None = None
 
 
 def list_decodes(
@@ -49,7 +90,7 @@ def list_decodes(
     numbers = [s.request.number for s in sequences]
     return make_decodes(
         list(sequences), numbers, ids, starts, ends, rows, page_table, page_size, num_drafts,
-        ahead=ahead,
+        ahead=ahead, draws=list_draws(sequences) if ahead else None,
     )  # fmt: skip
 
 
@@ -65,6 +106,7 @@ def make_decodes(
     num_drafts: int,
     *,
     ahead: bool,
+    draws: Draws | None,
 ) -> Decodes:
     """Of sequences with these rows of the page table. ahead: also what the next step may use."""
     limits = None
@@ -74,4 +116,4 @@ def make_decodes(
         furthest = max(furthest, min(int(limits.max()), furthest + 1 + num_drafts))
     columns = min(-(-furthest // page_size), page_table.max_pages)
     table = page_table.rows(rows, columns)
-    return Decodes(sequences, numbers, num_drafts, ids, starts, ends, limits, table)
+    return Decodes(sequences, numbers, num_drafts, ids, starts, ends, limits, table, draws)

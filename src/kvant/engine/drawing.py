@@ -1,33 +1,43 @@
 """Tokens drawn from many rows at once, none of them depending on the rows beside it.
 
-A library may sum in another order for another number of rows. So sums over a whole vocabulary run in a
-kernel of our own, one program for each row (on a CPU row by row), and sums over the likeliest tokens in
-blocks of a fixed number of rows, padded. Selecting, sorting and functions of single numbers are the same
-for a row wherever it stands.
+Everything random about a token is one number, a hash of the request's seed and the token's place in the
+answer. Of what the filters leave, the token is drawn in which that share of all weights falls, in the
+order of ids.
 
-Where a distribution is so flat that its likeliest tokens do not settle the filters, the whole row is
-sorted: the one case that needs a second look of the host.
+A library may sum in another order for another number of rows. So on a GPU kernels of our own look at
+each row by itself (`kvant.engine.triton_draw`), and on a CPU rows are drawn one by one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvant.engine.sampling_params import SamplingParams
 
 HEAD = 1024
 """Tokens that are sorted at first; only a flat distribution or a large top_k needs the whole row."""
 
-_BLOCK = 64
-"""Rows of likeliest tokens that are worked on together."""
 
-_WHOLE_BLOCK = 8
-"""Rows that are sorted together."""
+def uniform(seed: int, place: int) -> float:
+    """The number in [0, 1) with 53 random bits that belongs to a place in a seed's answer."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, place), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def wishes(params: SamplingParams) -> tuple[float, float, float, float]:
+    """temperature, top_k (infinity for none), top_p, min_p. All is left where the temperature is 0."""
+    if params.is_greedy:
+        return 0.0, torch.inf, 1.0, 0.0
+    top_k = float(params.top_k) if params.top_k > 0 else torch.inf
+    return params.temperature, top_k, params.top_p, params.min_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +48,79 @@ class Draw:
     u: float
 
     @property
-    def filters(self) -> bool:
-        params = self.params
-        return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-    @property
     def numbers(self) -> tuple[float, ...]:
-        """temperature, top_k (infinity for none), top_p, min_p, u."""
-        params = self.params
-        top_k = float(params.top_k) if params.top_k > 0 else torch.inf
-        return params.temperature, top_k, params.top_p, params.min_p, self.u
+        """`wishes`, then u."""
+        return *wishes(self.params), self.u
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParts:
+    """A draw in parts, each of which can be recorded: the first two only where such a filter is asked for.
+
+    by_count, by_share: find what top_k, and after that top_p, leave. choose: put drawn tokens into the
+    place of the likeliest.
+    """
+
+    by_count: Callable[[], None]
+    by_share: Callable[[], None]
+    choose: Callable[[], None]
+
+    def of(self, *, by_count: bool, by_share: bool) -> list[Callable[[], None]]:
+        """Those that are needed, in order."""
+        found = [self.by_count] if by_count else []
+        return [*found, self.by_share, self.choose] if by_share else [*found, self.choose]
+
+
+class Drawer:
+    """Draws from up to `most` rows of logits at a time, without waiting for the device."""
+
+    def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
+        self._space = None
+        if device.type != "cpu":
+            from kvant.engine.triton_draw import make_space
+
+            self._space = make_space(most, vocab_size, device)
+
+    def parts(self, logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor) -> DrawParts:
+        """Of rows [n] int64 of logits [.., vocab] float32, by `Draw.numbers` [n, 5] float64.
+
+        tokens: [n] int64, the likeliest of each row, changed by `choose`: a row keeps it where its
+        temperature is 0 or its largest logit is no finite number.
+        """
+        given = logits, rows, numbers, tokens
+        if self._space is None:
+            return DrawParts(_nothing, _nothing, partial(_draw_each, *given))
+        from kvant.engine.triton_draw import choose, narrow
+
+        return DrawParts(
+            partial(narrow, *given, self._space, by_share=False),
+            partial(narrow, *given, self._space, by_share=True),
+            partial(choose, *given, self._space),
+        )
 
 
 def draw(logits: Tensor, index: Items[int], draws: Items[Draw]) -> list[int]:
     """A token of each of some rows of logits [n, vocab] whose largest is a finite number."""
-    tokens = [0] * len(draws)
-    for filters in (False, True):
-        places = [place for place, one in enumerate(draws) if one.filters is filters]
-        if not places:
-            continue
-        rows = to_device(torch.tensor([index[place] for place in places]), logits.device)
-        table = torch.tensor([draws[place].numbers for place in places], dtype=torch.float64)
-        numbers = to_device(table, logits.device)
-        if filters:
-            # Only these ask for the sum of all weights; the host knows them without looking there.
-            by_share_alone = (table[:, 1] == torch.inf) & (table[:, 2] < 1) & (table[:, 3] <= 0)
-            found = _filtered(logits, rows, numbers, by_share_alone=bool(by_share_alone.any()))
-        else:
-            found = draw_from_whole(logits, rows, numbers[:, 0], numbers[:, 4])[0].tolist()
-        for place, token in zip(places, found, strict=True):
-            tokens[place] = token
-    return tokens
+    if not draws:
+        return []
+    table = torch.tensor([one.numbers for one in draws], dtype=torch.float64)
+    rows = to_device(torch.tensor(index), logits.device)
+    # The device's own: what the host knows of it came from there too, but not for rows with rules.
+    tokens = logits.argmax(-1)[rows]
+    drawer = Drawer(len(draws), logits.shape[1], logits.device)
+    parts = drawer.parts(logits, rows, to_device(table, logits.device), tokens)
+    for run in parts.of(**filters(table)):
+        run()
+    found: list[int] = tokens.tolist()
+    return found
+
+
+def filters(numbers: Tensor) -> dict[str, bool]:
+    """Which parts of a draw these `Draw.numbers` [n, 5], on the host, need: for `DrawParts.of`."""
+    return {
+        "by_count": bool((numbers[:, 1] < torch.inf).any()),
+        "by_share": bool((numbers[:, 2] < 1).any()),
+    }
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
@@ -78,117 +130,69 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-def draw_from_whole(
-    logits: Tensor, rows: Tensor, temperature: Tensor, u: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Of some rows the token in which the share u of all weights falls, in the order of ids, and their
-    sum: [n] int64, [n] float64. The weights are exp((x - max) / temperature).
-    """
-    if logits.device.type != "cpu":
-        from kvant.engine.triton_draw import draw_rows
-
-        return draw_rows(logits, rows, temperature, u)
-    tokens, totals = [], []
-    for row, heat, share in zip(rows.tolist(), temperature, u, strict=True):
-        mass = _weights(logits[row], logits[row].max(), heat).cumsum(0)
-        token = torch.searchsorted(mass, share * mass[-1], right=True)
-        tokens.append(token.clamp_(max=len(mass) - 1))
-        totals.append(mass[-1])
-    return torch.stack(tokens), torch.stack(totals)
+def _nothing() -> None: ...
 
 
-def _filtered(logits: Tensor, rows: Tensor, numbers: Tensor, *, by_share_alone: bool) -> list[int]:
-    """From what the filters leave, likeliest first, smaller ids first among equals.
-
-    by_share_alone: whether any row has no other filter than top_p.
-    """
-    if by_share_alone:
-        _, totals = draw_from_whole(logits, rows, numbers[:, 0], numbers[:, 4])
-    else:
-        totals = numbers.new_zeros(len(rows))
-    found = []
-    for start in range(0, len(rows), _BLOCK):
-        some = slice(start, start + _BLOCK)
-        found.append(torch.stack(_from_likeliest(logits[rows[some]], numbers[some], totals[some])))
-    tokens: list[int]
-    tokens, settled = torch.cat(found, 1).tolist()
-    lacking = [place for place, is_settled in enumerate(settled) if not is_settled]
-    for start in range(0, len(lacking), _WHOLE_BLOCK):
-        places = lacking[start : start + _WHOLE_BLOCK]
-        part = to_device(torch.tensor(places), logits.device)
-        whole = _from_all(logits[rows[part]], numbers[part])
-        for place, token in zip(places, whole.tolist(), strict=True):
-            tokens[place] = token
-    return tokens
+def _draw_each(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor) -> None:
+    """`Drawer.parts` on a CPU, all of it."""
+    for place, (row, wish) in enumerate(zip(rows.tolist(), numbers.tolist(), strict=True)):
+        x = logits[row]
+        best = x[tokens[place]]
+        if wish[0] > 0 and bool(torch.isfinite(best)):
+            tokens[place] = _draw_row(x, best, *wish)
 
 
-def _from_likeliest(x: Tensor, numbers: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens, and whether they are settled, of rows [n, vocab]; HEAD of each are sorted.
-
-    Those as unlikely as the last of them do not count: their equals may be missing.
-    """
-    count, size = x.shape
-    if size <= HEAD:
-        return _from_all(x, numbers), torch.ones(count, dtype=torch.bool, device=x.device)
-    best, ids = x.topk(HEAD)  # the weights' order, in a narrower dtype
-    ids, order = ids.sort(-1)
-    best = best.gather(1, order)
-    values = _weights(best, best.amax(-1, keepdim=True), numbers[:, :1])
-    complete = (values > values.amin(-1, keepdim=True)).sum(-1, keepdim=True)
-    values, order = values.sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)
-    return _choose(values, ids, complete, size, totals, numbers, _BLOCK)
+def _draw_row(
+    x: Tensor, best: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, u: float
+) -> Tensor:
+    """A token of one row [vocab] whose largest is `best`."""
+    ids = None
+    if top_k < torch.inf or top_p < 1 or min_p > 0:
+        for size in (HEAD, len(x)):
+            ids = _kept(x, best, temperature, top_k, top_p, min_p, min(size, len(x)))
+            if ids is not None:
+                break
+    mass = _weights(x if ids is None else x[ids], best, temperature).cumsum(0)
+    place = torch.searchsorted(mass, u * mass[-1], right=True).clamp_(max=len(mass) - 1)
+    return place if ids is None else ids[place]
 
 
-def _from_all(x: Tensor, numbers: Tensor) -> Tensor:
-    """The same with every token sorted, which settles everything."""
-    values = _weights(x, x.amax(-1, keepdim=True), numbers[:, :1])
-    values, ids = values.sort(dim=-1, descending=True, stable=True)
-    complete = torch.full_like(ids[:, :1], x.shape[1])
-    totals = numbers.new_zeros(len(x))  # of all tokens: not asked for, `complete` are all
-    return _choose(values, ids, complete, x.shape[1], totals, numbers, _WHOLE_BLOCK)[0]
-
-
-def _choose(
-    values: Tensor,
-    ids: Tensor,
-    complete: Tensor,
+def _kept(
+    x: Tensor,
+    best: Tensor,
+    temperature: float,
+    top_k: float,
+    top_p: float,
+    min_p: float,
     size: int,
-    totals: Tensor,
-    numbers: Tensor,
-    block: int,
-) -> tuple[Tensor, Tensor]:
-    """Each filter keeps a beginning of the order, so the shortest one decides.
+) -> Tensor | None:
+    """Tokens that the filters leave, in order, if the `size` likeliest tell; all of them always do.
 
-    values: sorted weights, [n, h] float64, of tokens `ids`; the first `complete` [n, 1] of them are
-    those of the whole order of `size`. totals: of all weights, where `complete` are not all.
+    Each filter keeps a beginning of the tokens, likeliest first, smaller ids first among equals, so the
+    shortest one decides.
     """
-    count, width = values.shape
-    _, top_k, top_p, min_p, u = (part[:, None] for part in numbers.unbind(1))
-    place = torch.arange(width, device=values.device)
-    likely = ((values >= min_p * values[:, :1]) & (place < complete)).sum(-1, keepdim=True)
-    settled = (complete == size) | (likely < complete) | (top_k <= likely)
-    kept = torch.minimum(likely.to(torch.float64), top_k).to(torch.int64)
-    cut = (min_p > 0) | torch.isfinite(top_k) | (complete == size)
-
-    mass = torch.where(place < kept, values, 0.0)
-    if values.device.type != "cpu":
-        mass = F.pad(mass, (0, 0, 0, block - count))
-    mass = mass.cumsum(-1)[:count]
-    # With top_p alone the total is that of all tokens: the head is enough where it has that share.
-    total = torch.where(cut, mass[:, -1:], totals[:, None])
-    needed = (mass < top_p * total).sum(-1, keepdim=True) + 1
-    by_share = (top_p < 1) & (needed <= kept) & (settled | ~cut)
-    settled |= by_share
-    kept = torch.where(by_share, needed, kept)
-
-    last = mass.gather(1, (kept - 1).clamp_(min=0))
-    chosen = torch.searchsorted(mass, u * last, right=True)
-    token = ids.gather(1, torch.minimum(chosen, kept - 1).clamp_(min=0))
-    return token[:, 0], (settled & (complete > 0))[:, 0]
+    is_all = size == len(x)
+    ids = torch.arange(size) if is_all else x.topk(size).indices.sort().values
+    values, order = _weights(x[ids], best, temperature).sort(descending=True, stable=True)
+    # Those as unlikely as the last do not count: their equals may be missing.
+    known = size if is_all else int((values > values[-1]).sum())
+    likely = int((values[:known] >= min_p * values[0]).sum())
+    kept = int(min(likely, top_k))
+    is_settled = is_all or likely < known or top_k <= likely
+    if not is_settled and (top_p >= 1 or min_p > 0 or top_k < torch.inf):
+        return None
+    if top_p < 1:
+        mass = values[:kept].cumsum(0)
+        # With top_p alone the total is that of all tokens: the head is enough where it has that share.
+        total = mass[-1] if is_settled else _weights(x, best, temperature).cumsum(0)[-1]
+        needed = int((mass < top_p * total).sum()) + 1
+        if needed > kept:
+            return None
+        kept = needed
+    return ids[order[:kept]].sort().values
 
 
-def _weights(x: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+def _weights(x: Tensor, best: Tensor, temperature: float) -> Tensor:
     """exp((x - best) / temperature) in float64."""
     wide = x.to(torch.float64)
     return ((wide - best.to(torch.float64)) / temperature).exp_()

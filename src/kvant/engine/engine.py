@@ -346,7 +346,7 @@ class Engine:
         thousand sequences this loop is most of what a step costs the host.
         """
         page_size, sound, likeliest = self.limits.page_size, ran.rows.sound, ran.rows.likeliest
-        lives = self._live
+        is_final, lives = ran.rows.is_final, self._live
         for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
             sequence, start, num_tokens, _, _ = chunk
             known = start + num_tokens
@@ -354,6 +354,7 @@ class Engine:
             live = lives[request.number]
             if (
                 live.is_simple
+                and (is_final or sequence.is_plain)
                 and known == len(tokens)
                 and known + 1 < request.max_total_tokens
                 and sound[row]

@@ -6,8 +6,9 @@ of it: the drafter fills its blocks, the target verifies them, the drafter learn
 and each sequence's newest token and its place are found. Nothing is read by the host meanwhile: a few
 numbers of each sequence go in, tokens come out.
 
-While nothing but the likeliest tokens is asked for, the next step is known before its tokens are: the
-same sequences, from where this one ends. It is launched at once and reads tokens and places where the
+While nothing is asked of tokens but to be the likeliest or to be drawn, the next step is known before its
+tokens are: the same sequences, from where this one ends. Tokens are drawn on the device, by numbers that
+the host knows in advance; the next step is launched at once and reads tokens and places where the
 step before left them on the device, so the device does not wait while the host deals with results. If
 the next step turns out to be another one, what was launched is forgotten: it wrote behind the ends of
 its sequences, where whoever comes next writes again.
@@ -26,6 +27,7 @@ from torch import Tensor
 from kvant.attention.base import Step
 from kvant.engine.batch_sizes import batch_sizes, draft_sizes
 from kvant.engine.decodes import Decodes
+from kvant.engine.drawing import Drawer, DrawParts, filters
 from kvant.engine.layout import lay_out, what_follows
 from kvant.engine.recorder import Mark, Recorder
 from kvant.engine.sampler import Greedy
@@ -56,12 +58,14 @@ class _Graph:
     found: int64, [3, T] numbers behind each other: tokens that were run, whether the largest of each row
     of logits is a finite number, and which token that is; then `next`, [3, n]: newest tokens, where
     they stand, and how many tokens each sequence had in this step.
+    draw: of steps without drafts; changes which tokens were found, and the newest ones with them.
     """
 
     replay: Callable[[], None]
     logits: Tensor
     found: Tensor
     next: Tensor
+    draw: DrawParts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,8 @@ class _Guess:
 
 
 class _Staging:
-    """Memory for one step's numbers and results. Rows of numbers: ids, starts, ends, sources.
+    """Memory for one step's numbers and results. Rows of numbers: ids, starts, ends, sources. draws:
+    `Draw.numbers`.
 
     found: as the graph's, one piece: what is copied from the device must lie in one piece on the host
     too, else the copy goes through memory that makes the host wait for it.
@@ -106,6 +111,7 @@ class _Staging:
     def __init__(self, recorder: Recorder, most: int, most_rows: int, max_pages: int) -> None:
         self.numbers = recorder.host_buffer(4, most, dtype=torch.int64)
         self.table = recorder.host_buffer(most * max_pages, dtype=torch.int32)
+        self.draws = recorder.host_buffer(most, 5, dtype=torch.float64)
         self.found = recorder.host_buffer(3 * (most_rows + most), dtype=torch.int64)
         self.done = recorder.mark()
 
@@ -141,6 +147,8 @@ class StepGraphs:
         max_pages = -(-max_model_len // page_size)
         self._inputs = torch.zeros(4, most, dtype=torch.int64, device=device)
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, device=device)
+        self._draws = torch.zeros(most, 5, dtype=torch.float64, device=device)
+        self._drawer: Drawer | None = None
         # Three, as two steps can be on their way while the numbers of a third are written.
         self._staging = [_Staging(recorder, most, most_rows, max_pages) for _ in range(3)]
         self._turn = 0
@@ -155,7 +163,9 @@ class StepGraphs:
         for size, k in sorted(wanted, key=lambda one: -one[0] * (1 + one[1])):
             replay, made = self._recorder.record(lambda size=size, k=k: self._run(size, k))  # type: ignore[misc]
             logits, found = made
-            self._graphs[size, k] = _Graph(replay, logits, found, found[-3 * size :].view(3, size))
+            newest = found[-3 * size :].view(3, size)
+            draw = None if k else self._record_draw(logits, found[2 * size : 3 * size], newest[0])
+            self._graphs[size, k] = _Graph(replay, logits, found, newest, draw)
 
     def num_drafts(self, num_sequences: int) -> list[int]:
         """Numbers of drafts that so many sequences can have in a recorded step; empty for none."""
@@ -175,7 +185,8 @@ class StepGraphs:
         guess, self._guess = self._guess, None
         places = None if guess is None else _places_in(guess, step, numbers)
         if guess is None or places is None:
-            launched = self._launch(step, numbers, step.ends, None)
+            draws = None if step.draws is None else step.draws.numbers(0)
+            launched = self._launch(step, numbers, step.ends, draws, None)
             places = np.arange(len(numbers))
         else:
             launched = guess.launched
@@ -184,7 +195,9 @@ class StepGraphs:
         if step.limits is None:
             return logits
         after = (launched, places)
-        self._guess = _Guess(self._launch(step, numbers, step.limits, after), launched, places)
+        draws = None if step.draws is None else step.draws.numbers(1)
+        following = self._launch(step, numbers, step.limits, draws, after)
+        self._guess = _Guess(following, launched, places)
         return logits[:, :0]
 
     def read(self) -> Answered:
@@ -212,10 +225,13 @@ class StepGraphs:
         step: Decodes,
         numbers: list[int],
         ends: NDArray[np.int64],
+        draws: NDArray[np.float64] | None,
         after: tuple[_Launched, NDArray[np.int64]] | None,
     ) -> _Launched:
-        """Replay a graph. after: the step before and where its sequences stand there, to go on from;
-        without it the step's own ids and starts.
+        """Replay a graph. draws: `Draw.numbers` of its sequences, None for the likeliest tokens.
+
+        after: the step before and where its sequences stand there, to go on from; without it the step's
+        own ids and starts.
         """
         count = len(numbers)
         size = next(size for size in self._sizes[step.num_drafts] if size >= count)
@@ -241,11 +257,40 @@ class StepGraphs:
             self._inputs[:2, :size].copy_(before.index_select(1, self._inputs[3, :size]))
         graph = self._graphs[size, step.num_drafts]
         graph.replay()
+        if draws is not None:
+            self._draw(graph, staging.draws[:size], draws)
         found = staging.found[: graph.found.shape[0]]
         found.copy_(graph.found, non_blocking=True)
         staging.done.record()
         results, following = found[: -3 * size].view(3, -1), found[-3 * size :].view(3, size)
         return _Launched(numbers, step.num_drafts, ends, graph, results, following, staging.done)
+
+    def _record_draw(self, logits: Tensor, chosen: Tensor, newest: Tensor) -> DrawParts:
+        """Drawing from the logits of a step, each of whose rows has the token `chosen`; `newest` too."""
+        size, record = len(chosen), self._recorder.record
+        if self._drawer is None:  # the largest step comes first
+            self._drawer = Drawer(size, logits.shape[1], logits.device)
+        parts = self._drawer.parts(logits, self._rows[:size], self._draws[:size], chosen)
+
+        def choose() -> tuple[Tensor, ...]:
+            parts.choose()
+            newest.copy_(chosen)
+            return ()
+
+        by_count, by_share = (
+            record(lambda part=part: (part(), ())[1])[0]  # type: ignore[misc]
+            for part in (parts.by_count, parts.by_share)
+        )
+        return DrawParts(by_count, by_share, record(choose)[0])
+
+    def _draw(self, graph: _Graph, staging: Tensor, draws: NDArray[np.float64]) -> None:
+        """Launch what finds a step's tokens behind the step. Padding has no temperature."""
+        assert graph.draw is not None, "drafts are verified by the likeliest tokens"
+        staging.zero_()
+        staging.numpy()[: len(draws)] = draws
+        self._draws[: len(staging)].copy_(staging, non_blocking=True)
+        for launch in graph.draw.of(**filters(staging[: len(draws)])):
+            launch()
 
     def _run(self, size: int, num_drafts: int) -> tuple[Tensor, Tensor]:
         """What is recorded: logits, and what `_Graph` has found."""

@@ -16,7 +16,7 @@ from kvant.errors import RequestError
 class Live:
     """text: None for a model without a tokenizer. error: why it was refused, if it was.
 
-    stop_tokens: those that end its answer. is_simple: its tokens are the likeliest ones, nothing in its
+    stop_tokens: those that end its answer. is_simple: its tokens follow from logits alone, nothing in its
     text can end it, and nobody wants to know anything else of them: no stream, no log-probabilities.
     """
 
@@ -32,7 +32,7 @@ class Live:
         sequence = self.sequence
         self.is_simple = (
             (self.text is None or not self.text.may_end)
-            and sequence.is_plain
+            and sequence.is_drawn_alone
             and sequence.prompt_logprobs is None
         )
 

@@ -106,6 +106,11 @@ class Sequence:
         return self._wants_likeliest and self.rules is None
 
     @property
+    def is_drawn_alone(self) -> bool:
+        """Whether its next token needs nothing but logits and its place: the likeliest, or drawn."""
+        return self.rules is None and self.request.params.logprobs is None
+
+    @property
     def number(self) -> int:
         return self.request.number
 

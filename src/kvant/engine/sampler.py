@@ -11,8 +11,6 @@ for rows behind drafts of requests with rules, whose turn comes when those draft
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvant.engine.drawing import Draw, draw, to_device
+from kvant.engine.drawing import Draw, draw, to_device, uniform
 from kvant.engine.logit_rules import Edits, edited, nothing_left
 from kvant.engine.request import Sequence, TokenLogprobs
 from kvant.errors import RequestError
@@ -60,13 +58,19 @@ class Rows:
 
     wanted: rows whose turn may come, whose they are, and how many drafts stand before them.
     known: what `greedy` says of all rows, where somebody knows it already; `sound` and `likeliest`
-    afterwards.
+    afterwards. is_final: what is known are everybody's own tokens, drawn ones too.
     """
 
     def __init__(
-        self, logits: Tensor, wanted: Items[tuple[int, Sequence, int]], known: Greedy | None = None
+        self,
+        logits: Tensor,
+        wanted: Items[tuple[int, Sequence, int]],
+        known: Greedy | None = None,
+        *,
+        is_final: bool = False,
     ) -> None:
         self._logits = logits
+        self.is_final = is_final
         self.sound, self.likeliest = known or greedy(logits)
         together = [
             (row, sequence, ahead)
@@ -83,18 +87,12 @@ class Rows:
         """The token that follows what the sequence has now."""
         if not self.sound[row]:
             return Sampled(None)
-        if sequence.is_plain:
+        if self.is_final or sequence.is_plain:
             return Sampled(self.likeliest[row])
         found = self._found.get(row)
         if found is None:  # behind drafts, which stand: its rules are known now
             (found,) = _sample_together(self._logits, [row], [sequence], [0], self.likeliest)
         return found
-
-
-def uniform(seed: int, place: int) -> float:
-    """The number in [0, 1) with 53 random bits that belongs to a place in a seed's answer."""
-    digest = hashlib.blake2b(struct.pack("<qq", seed, place), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def max_prompt_logprobs(vocab_size: int) -> int:

@@ -19,7 +19,7 @@ from itertools import repeat
 import numpy as np
 import torch
 
-from kvant.engine.decodes import make_decodes
+from kvant.engine.decodes import list_draws, make_decodes
 from kvant.engine.graphs import Answered
 from kvant.engine.live import Live
 from kvant.engine.request import Status
@@ -49,6 +49,7 @@ class Steady:
         self._starts = np.array([s.num_computed_tokens for s in self.sequences], np.int64)
         self._rows = np.array([s.row for s in self.sequences], np.int64)
         self._most = np.array([s.request.max_total_tokens for s in self.sequences], np.int64)
+        self._draws = list_draws(self.sequences)
         self._no_logits = torch.empty(0)
         self._stop_tokens = frozenset().union(*(live.stop_tokens for live in lives))
 
@@ -73,7 +74,7 @@ class Steady:
         self._no_logits = runner.run_decodes(
             make_decodes(
                 self.sequences, self._numbers, self._newest, self._starts, ends, self._rows,
-                scheduler.page_table, page_size, 0, ahead=True,
+                scheduler.page_table, page_size, 0, ahead=True, draws=self._draws,
             )
         )  # fmt: skip
         return runner.read_decodes()
@@ -92,6 +93,8 @@ class Steady:
             append(token)
         self._newest = np.array(tokens, np.int64)
         self._starts = self._starts + 1
+        if self._draws is not None:
+            self._draws = self._draws.after()
         for place in np.flatnonzero(self._starts % scheduler.limits.page_size == 0).tolist():
             known = int(self._starts[place])
             scheduler.advance(self.sequences[place], known, followed=True)
@@ -111,7 +114,7 @@ class Steady:
 
     def ran(self, found: Answered) -> Ran:
         """The step as any other. Its logits are gone: nobody here asks for more than is known."""
-        rows = Rows(self._no_logits, [], found.known)
+        rows = Rows(self._no_logits, [], found.known, is_final=True)
         starts = self._starts.tolist()
         chunks = [Chunk(s, start, 1) for s, start in zip(self.sequences, starts, strict=True)]
         return Ran(chunks, rows, found.first_rows, [])

@@ -53,7 +53,7 @@ def run_step(
             runner.looks_ahead
             and not scheduler.num_waiting
             and (speculation is None or speculation.goes_on())
-            and all([chunk.sequence.is_plain for chunk in chunks])
+            and _can_go_ahead(chunks, num_drafts)
         )
         return _run_recorded(runner, scheduler, chunks, num_drafts, ahead=ahead)
     if speculation is not None:
@@ -86,7 +86,7 @@ def _run_recorded(
             for chunk, drafts in zip(chunks, found.drafts, strict=True)
         ]
     wanted = [] if ahead else _rows_of(chunks, found.first_rows)
-    rows = Rows(logits, wanted, found.known)
+    rows = Rows(logits, wanted, found.known, is_final=ahead)
     return Ran(chunks, rows, found.first_rows, [], went_ahead=ahead)
 
 
@@ -117,6 +117,13 @@ def _rows_of(chunks: list[Chunk], first_rows: list[int]) -> list[tuple[int, Sequ
         for chunk, first in zip(chunks, first_rows, strict=True)
         for place in range(chunk.num_rows)
     ]
+
+
+def _can_go_ahead(chunks: list[Chunk], num_drafts: int) -> bool:
+    """Whether the device finds every token by itself. Whether drafts stand it knows of the likeliest."""
+    if num_drafts:
+        return all([chunk.sequence.is_plain for chunk in chunks])
+    return all([chunk.sequence.is_drawn_alone for chunk in chunks])
 
 
 def _is_decode(chunk: Chunk) -> bool:

@@ -27,10 +27,9 @@ def warm_up(
         logits = forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
     # Triton is there where there is a GPU.
     from kvant.attention.triton.prefill import prepare
-    from kvant.engine.triton_draw import draw_rows
+    from kvant.engine.triton_draw import draw_once
 
-    heat = torch.ones(1, dtype=torch.float64, device=model.device)
-    draw_rows(logits, torch.zeros_like(heat, dtype=torch.int64), heat, 0.5 * heat)
+    draw_once(logits)
     prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
     torch.cuda.synchronize(model.device)
 

@@ -56,6 +56,8 @@ class _Nothing:
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         made = run()
+        if not made:  # what draws
+            return (lambda: None), made
         starts, places = self._starts, made[1].view(6, -1)[4]
         return lambda: (torch.add(starts, 1, out=places), None)[1], made
 

@@ -1,32 +1,121 @@
-"""The GPU's kernel for drawing, under Triton's interpreter where there is no GPU."""
+"""The GPU's kernels for drawing, under Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvant.engine.drawing import draw_from_whole
-from kvant.engine.triton_draw import draw_rows
+from kvant.engine.drawing import Drawer, filters
+from kvant.engine.triton_draw import choose, make_space, narrow
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NO_K = torch.inf
 
 
-@pytest.mark.parametrize("size", [5, 4096, 9000])
-def test_it_draws_what_is_drawn_row_by_row_on_a_cpu(size: int) -> None:
+def both_ways(logits: Tensor, rows: list[int], wishes: list[list[float]]) -> list[list[int]]:
+    """Tokens by the kernels, and row by row on a CPU."""
+    numbers = torch.tensor(wishes, dtype=torch.float64)
+    index = torch.tensor(rows)
+    likeliest = logits.argmax(-1)[index]
+    space = make_space(len(rows) + 3, logits.shape[1], DEVICE)
+    for part in (space.state, space.parts, space.sums):
+        part.fill_(torch.nan)  # what nobody asks for is nobody's
+    tokens = likeliest.to(DEVICE)
+    given = logits.to(DEVICE), index.to(DEVICE), numbers.to(DEVICE), tokens, space
+    narrow(*given, by_share=False)
+    narrow(*given, by_share=True)
+    choose(*given)
+    expected = likeliest.clone()
+    drawer = Drawer(len(rows), logits.shape[1], torch.device("cpu"))
+    for run in drawer.parts(logits, index, numbers, expected).of(**filters(numbers)):
+        run()
+    return [tokens.tolist(), expected.tolist()]
+
+
+def some_logits(size: int) -> Tensor:
     generator = torch.Generator().manual_seed(size)
     logits = torch.randn(12, size, generator=generator) * 3
     logits[3, ::2] = -torch.inf
     logits[4, 1:] = -torch.inf
     logits[5] = 0.25
     logits[6, size // 2 :] = -torch.inf
-    rows = torch.tensor([3, 4, 5, 6, 11, 0, 0, 7])
-    temperature = torch.tensor([1.0, 1.0, 1.0, 0.7, 2.0, 0.1, 1.0, 1.0], dtype=torch.float64)
-    for u in (0.0, 0.3, 0.999, 1 - 2**-53):
-        shares = torch.full((8,), u, dtype=torch.float64)
-        wanted, totals = draw_from_whole(logits, rows, temperature, shares)
-        given = (part.to(DEVICE) for part in (logits, rows, temperature, shares))
-        found, sums = draw_rows(*given)
-        torch.testing.assert_close(sums.cpu(), totals, rtol=1e-12, atol=0)
-        assert found.tolist() == wanted.tolist()
+    logits[7] = (logits[7] * 2).round() / 2  # many equals, zeros of both signs among them
+    logits[8] -= 100.0
+    return logits
+
+
+KEPT = (
+    (NO_K, 1.0, 0.0), (NO_K, 0.9, 0.0), (7.0, 1.0, 0.0), (NO_K, 1.0, 0.05), (50.0, 0.8, 0.0),
+    (2000.0, 0.95, 0.001), (1.0, 1.0, 0.0), (20.0, 0.001, 1.0), (1e9, 0.999, 0.0),
+)  # fmt: skip
+ROWS = (3, 4, 5, 6, 7, 7, 8, 11, 0, 0)
+HEATS = (1.0, 1.0, 1.0, 0.7, 1.0, 0.3, 2.0, 2.0, 0.1, 1e-300)
+SHARES = (0.0, 0.3, 0.62, 0.999)
+
+
+@pytest.mark.parametrize("size", [5, 5000])
+def test_they_draw_what_is_drawn_row_by_row_on_a_cpu(size: int) -> None:
+    """Every filter on some rows, every row with some filters."""
+    wishes = [[HEATS[i % 10], *KEPT[i % 9], SHARES[i % 4]] for i in range(18)]
+    found, expected = both_ways(some_logits(size), [ROWS[i % 10] for i in range(18)], wishes)
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [5, 9000])
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_so_do_all_rows_with_all_filters(size: int, kept: tuple[float, float, float]) -> None:
+    wishes = [[heat, *kept, u] for u in SHARES for heat in HEATS]
+    found, expected = both_ways(some_logits(size), list(ROWS * 4), wishes)
+    assert found == expected
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes in the interpreter")
+@pytest.mark.parametrize("spread", [0.3, 1.3, 4.0])
+def test_so_do_rows_of_a_large_vocabulary(spread: float) -> None:
+    logits = torch.randn(16, 151_936, generator=torch.Generator().manual_seed(1)) * spread
+    shares = torch.rand(9 * 16, generator=torch.Generator().manual_seed(2)).tolist()
+    wishes = [[(0.6, 1.0, 1.7)[i % 3], *KEPT[i // 16], shares[i]] for i in range(9 * 16)]
+    found, expected = both_ways(logits, list(range(16)) * 9, wishes)
+    assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
+
+
+def test_rows_ask_for_different_things_beside_each_other() -> None:
+    logits = some_logits(9000)
+    wishes = [
+        [0.0, NO_K, 1.0, 0.0, 0.4], [1.0, NO_K, 1.0, 0.0, 0.4], [0.8, 3.0, 0.95, 0.0, 0.4],
+        [0.8, NO_K, 0.95, 0.0, 0.4], [1.3, 40.0, 1.0, 0.1, 0.4], [0.0, NO_K, 1.0, 0.0, 0.4],
+    ]  # fmt: skip
+    rows = [9, 10, 11, 0, 1, 2]
+    found, expected = both_ways(logits, rows, wishes)
+    assert found == expected
+    assert found[0] == int(logits[9].argmax())
+    for row, wish, token in zip(rows, wishes, found, strict=True):
+        alone, _ = both_ways(logits, [row], [wish])
+        assert alone == [token]
+
+
+def test_rows_that_are_no_numbers_keep_what_they_have() -> None:
+    logits = some_logits(5000)
+    logits[0, 7] = torch.nan
+    logits[1, 4999] = torch.inf
+    logits[2] = -torch.inf
+    found, expected = both_ways(logits, [0, 1, 2, 9], [[1.0, 30.0, 0.9, 0.01, 0.99]] * 4)
+    assert found == expected
+    assert found[:3] == logits.argmax(-1)[:3].tolist()
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
+def test_of_equals_at_the_edge_the_smaller_ids_are_kept(top_p: float) -> None:
+    """So that a token that is kept is drawn, and the one behind it is not."""
+    size = 10_000
+    logits = torch.zeros(1, size)
+    last = round(top_p * size) - 1
+    found, expected = both_ways(logits, [0, 0], [[1.0, NO_K, top_p, 0.0, 1 - 2**-53]] * 2)
+    assert found == expected == [last, last]
+    found, _ = both_ways(logits, [0], [[1.0, 4500.0, 1.0, 0.0, 1 - 2**-53]])
+    assert found == [4499]

@@ -99,13 +99,14 @@ def test_products_of_few_rows_are_warm_for_every_number_of_tokens_and_of_wanted_
 
 
 def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    spy, ran = Spy(), []
+    spies, ran = [Spy(), Spy(), Spy()], []
 
     def forward(ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
         ran.append(tuple(step.cu_seqlens_q.diff().tolist()))
         return torch.zeros(len(logits_index), 9000)
 
-    monkeypatch.setattr(triton_draw, "_draw", spy)
+    for name, spy in zip(("_narrow", "_weigh", "_choose"), spies, strict=True):
+        monkeypatch.setattr(triton_draw, name, spy)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=torch.device("cpu"))
     model: Any = SimpleNamespace(
@@ -113,10 +114,15 @@ def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     warm_up(model, pool, forward, 4, 600, 500)
     assert ran == step_lengths(4, 600, 500)
-    warm = set(spy.seen)
+    warm = [set(spy.seen) for spy in spies]
+    assert all(warm)
     table = torch.tensor([[1.0, 50.0, 0.9, 0.0, 0.3]] * 3, dtype=torch.float64)
-    triton_draw.draw_rows(torch.zeros(3, 9000), torch.arange(3), table[:, 0], table[:, 4])
-    assert spy.seen == warm
+    space = triton_draw.make_space(3, 9000, pool.device)
+    given = torch.zeros(3, 9000), torch.arange(3), table, torch.zeros(3, dtype=torch.int64), space
+    triton_draw.narrow(*given, by_share=False)
+    triton_draw.narrow(*given, by_share=True)
+    triton_draw.choose(*given)
+    assert [spy.seen for spy in spies] == warm
 
 
 def test_a_small_engine_is_asked_for_no_step_that_it_could_not_run() -> None:

@@ -1,7 +1,8 @@
-"""Long stretches of queries by our own kernel: whatever cuDNN does not compute, and many short prompts.
+"""Long stretches of queries by our own kernel: whatever cuDNN does not compute.
 
-Keys and values are decoded once, as for cuDNN, but all sequences of a step share one launch: bidirectional
-attention, windows, sinks, soft caps and head sizes of 256 are arguments of it.
+Keys and values are decoded once, as for cuDNN, but several sequences share a launch, whatever their
+lengths are: bidirectional attention, sinks, soft caps and head sizes of 256 are arguments of it, and so
+are windows, with which each sequence has a launch of its own.
 """
 
 from __future__ import annotations

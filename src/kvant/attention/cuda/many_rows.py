@@ -93,7 +93,10 @@ def items_aimed_at(blocks: int, heads: int, processors: int) -> int:
         """In units of one program without splits; joining the parts costs about 3 % for each."""
         return math.ceil(each * splits / slots) / splits * (1 + 0.03 * splits)
 
-    return blocks * max(slots // each, min(range(1, 9), key=time))
+    splits = max(slots // each, min(range(1, 9), key=time))
+    # Where blocks fill the device by themselves, only what is longer than a program's fair share is cut.
+    # A recorded step has fewer blocks than it has room for; cut into so many, each would be halved.
+    return blocks * splits if splits > 1 else max(1, slots // heads)
 
 
 def _row_bytes(reading: Reading) -> int:

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 _STRETCH = 4096
-_CHUNK = 1024
+_CHUNK = 256
+_WARPS = 8
 _PASSES = 8
 
 
@@ -63,7 +64,7 @@ def narrow(
             logits, logits.stride(0), logits.shape[1], rows, numbers, tokens, space.state,
             space.state.shape[2], space.parts, space.arrived, stretches, BY_SHARE=int(by_share),
             FIRST=place == 0, STRETCH=_STRETCH, CHUNK=_CHUNK,
-            PAD=triton.next_power_of_2(stretches), num_warps=8,
+            PAD=triton.next_power_of_2(stretches), num_warps=_WARPS,
         )  # fmt: skip
 
 

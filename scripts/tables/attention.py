@@ -7,10 +7,7 @@ from typing import Any
 from tables import Cells, held, table
 
 FILE = "h200-attention.json"
-MANY_ROWS = "h200-many-rows.json"
-TURBOQUANT = "h200-turboquant.json"
-GRID = "h200-attention-grid.json"
-CUTS = "h200-attention-cuts.json"
+GENERAL = "h200-attention-general.json"
 PROMPTS = "h200-attention-prompts.json"
 MOST_OVER_PEER = 1.03
 # Of one query: microseconds, and share of the time of bfloat16.
@@ -35,7 +32,6 @@ def _of(data: Any, case: str, *, causal: bool = True) -> dict[str, Any]:
     }
 
 
-@table("attention-turboquant", TURBOQUANT)
 @table("attention-one-query", FILE)
 def one_query(data: Any) -> Cells:
     rows = _of(data, "B64 L8192")
@@ -56,8 +52,8 @@ def one_query(data: Any) -> Cells:
     return lines
 
 
-@table("attention-16-queries-general", FILE)
-@table("attention-16-queries", MANY_ROWS)
+@table("attention-16-queries-general", GENERAL)
+@table("attention-16-queries", FILE)
 def sixteen_queries(data: Any) -> Cells:
     one = _of(data, "B64 L8192")
     causal = _of(data, "B64 L8192 16 queries")
@@ -90,50 +86,28 @@ def other_batches(data: Any) -> Cells:
     return lines
 
 
-@table("attention-grid", GRID)
+@table("attention-grid-bfloat16", "h200-attention-grid-bfloat16.json")
+@table("attention-grid-fp8", "h200-attention-grid-fp8.json")
 def grid(data: Any) -> Cells:
-    """Each peer at its better page size."""
-    points: dict[tuple[str, int, int], dict[str, float]] = {}
+    """Everybody at the better page size: Kvant's microseconds, and its time over the best peer's."""
+    points: dict[tuple[int, int], dict[str, float]] = {}
     for r in data["rows"]:
-        at = points.setdefault((r["format"], r["batch"], r["length"]), {})
+        at = points.setdefault((r["batch"], r["length"]), {})
         at[r["who"]] = min(r["median_us"], at.get(r["who"], float("inf")))
-    peers = [who for who in dict.fromkeys(r["who"] for r in data["rows"]) if who != "kvant"]
-    head = ["format", "batch", "tokens", "kvant us", *(f"{who} us" for who in peers)]
-    lines = [[*head, "over the best peer", "goal"]]
-    for (name, batch, length), us in points.items():
-        ratio = us["kvant"] / min(us[who] for who in peers)
-        lines.append(
-            [name, str(batch), str(length), f"{us['kvant']:.1f}", *(f"{us[who]:.1f}" for who in peers),
-             f"{ratio:.2f}", held(ratio, MOST_OVER_PEER, shown=f"{MOST_OVER_PEER}")]
-        )  # fmt: skip
-    return lines
-
-
-@table("attention-skew", CUTS)
-def skew(data: Any) -> Cells:
-    lines = [
-        ["format", "one of 128k and 31 of 4k us", "32 of 8064 us (same tokens)", "skew", "goal"]
-    ]
-    for r in data["skew"]:
-        ratio = r["skewed_us"] / r["uniform_us"]
-        lines.append(
-            [r["format"], f"{r['skewed_us']}", f"{r['uniform_us']}", f"{ratio:.2f}",
-             held(ratio, 1.15, shown="1.15")]
-        )  # fmt: skip
-    return lines
-
-
-@table("attention-cuts", CUTS)
-def cuts(data: Any) -> Cells:
-    lines = [["format", "batch", "tokens", "joined 8 at once us", "best cut of these programs us",
-              "best cut of larger programs us"]]  # fmt: skip
-    for r in data["cuts"]:
-        if r["batch"] <= 4:
-            own, large = r["best_of_these_programs"], r["best_of_larger_programs"]
-            lines.append(
-                [r["format"], str(r["batch"]), str(r["length"]), f"{r['joined_8_at_once_us']:.1f}",
-                 f"{own['us']:.1f}", f"{large['us']:.1f}"]
-            )  # fmt: skip
+    lengths = sorted({length for _, length in points})
+    lines = [["sequences", *(f"{length // 1024}k" for length in lengths)]]
+    for batch in sorted({batch for batch, _ in points}):
+        cells = []
+        for length in lengths:
+            us = dict(points.get((batch, length), {}))
+            mine = us.pop("kvant", None)
+            if mine is None:
+                cells.append("does not fit")
+                continue
+            ratio = mine / min(us.values())
+            shown = f"{mine:.1f} ({ratio:.3f})"
+            cells.append(f"**{shown}**" if ratio > MOST_OVER_PEER else shown)
+        lines.append([str(batch), *cells])
     return lines
 
 

@@ -9,25 +9,7 @@ from tables import Cells, held, percent, table
 START_GOALS = (60, 30)
 
 
-@table("serving", "h200-serving.json")
-def serving(data: Any) -> Cells:
-    lines = [
-        ["requests/s", "answered, failed", "out tok/s", "TTFT p50, ms", "p90", "p99",
-         "ITL p50, ms", "p90", "p99", "whole answer p50, ms"]
-    ]  # fmt: skip
-    for one in data["rounds"]:
-        times = [
-            f"{1e3 * one[what][at]:.1f}" for what in ("ttft", "itl") for at in ("p50", "p90", "p99")
-        ]
-        outcomes = one["outcomes"]
-        lines.append(
-            [f"{one['load']['rate']:g}", f"{outcomes['completed']}, {outcomes['failed']}",
-             f"{one['output_tokens_per_second']:.0f}", *times, f"{1e3 * one['e2e']['p50']:.0f}"]
-        )  # fmt: skip
-    return lines
-
-
-@table("serving-starts", "h200-serving.json")
+@table("serving-starts", "h200-servers.json")
 def starts(data: Any) -> Cells:
     lines = [["start", "kernels", "seconds to ready", "goal"]]
     for number, (one, goal) in enumerate(zip(data["starts"], START_GOALS, strict=True)):

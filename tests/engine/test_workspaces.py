@@ -80,6 +80,20 @@ def test_the_logits_of_every_recorded_step_with_drafts_are_counted(
     assert plan.workspaces.logits - plain.workspaces.logits == vocab * (4 * more + 12 * wider)
 
 
+@pytest.mark.parametrize("longest", [2048, 40960])
+def test_parts_of_batch_invariant_attention_are_counted_up_to_what_a_launch_takes(
+    request_: PlanRequest, longest: int
+) -> None:
+    asked = replace(request_, max_model_len=longest, step=StepSize(64, 8256))
+    plans = [make_plan(replace(asked, batch_invariant=on)) for on in (False, True)]
+    without, counted = (plan.memory.workspace_bytes for plan in plans)
+    item = 8 * 16 * 129 * 4  # KV heads, rows, a row's numbers and their sum
+    splits = longest // 1024
+    launched, recorded = (8256 * 4 // 16 + 64) * splits * item, 64 * splits * item
+    wanted = 1.25 * (min(GIB, launched) + recorded)
+    assert 0 <= wanted - (counted - without) < 2
+
+
 def test_parts_add_up_to_the_share_that_was_asked(request_: PlanRequest) -> None:
     for share in (0.5, 0.9):
         asked = replace(request_, memory_bytes=TOTAL, memory_utilization=share)

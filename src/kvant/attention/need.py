@@ -20,6 +20,12 @@ LONG_STRIDE = 1024
 """Where a prompt that takes several steps is best cut: at multiples of so many tokens, long stretches
 need few shapes and little padding."""
 
+FIXED_SPLIT = 1024
+"""Keys of a part of a query's attention on a GPU in batch-invariant mode, wherever the query stands."""
+
+MOST_PARTS = 1 << 30
+"""Bytes of such parts at once: queries that have more of them are attended to one after the other."""
+
 
 class DeviceKind(Enum):
     CPU = "cpu"

@@ -176,7 +176,10 @@ def _workspaces(
 ) -> Workspaces:
     longest = request.max_model_len or target.geometry.max_model_len or step.tokens
     geometry, compute = target.geometry, target.kv.compute_dtype
-    return workspaces(geometry, target.config, compute, step, longest, num_drafts)
+    return workspaces(
+        geometry, target.config, compute, step, longest, num_drafts,
+        batch_invariant=request.batch_invariant,
+    )  # fmt: skip
 
 
 def _draft_counts(asked: SpeculativeConfig | None, most: int) -> list[int]:

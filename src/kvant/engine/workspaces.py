@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.need import FIXED_SPLIT, MOST_PARTS, DeviceFacts, DeviceKind
 from kvant.engine.batch_sizes import MOST_PIECES, batch_sizes, draft_sizes
 from kvant.kv.dtype import ComputeDtype
-from kvant.kv.geometry import ModelGeometry
+from kvant.kv.geometry import LayerGeometry, ModelGeometry
 
 RUNTIME_BYTES = 1024 * 2**20
 """The driver's context, the kernels of libraries and of Kvant, and the libraries' own workspaces."""
@@ -69,6 +69,8 @@ def workspaces(
     step: StepSize,
     max_model_len: int,
     num_drafts: Sequence[int] = (),
+    *,
+    batch_invariant: bool = False,
 ) -> Workspaces:
     """Of a GPU. config: the model's config.json. max_model_len: the longest sequence that is served.
 
@@ -92,12 +94,23 @@ def workspaces(
     # Decoded once for a prompt; queries, their padded copy and the product, then parts in float32.
     decoded = max_model_len * kv * element
     parts = step.tokens * q * (3 * element + 2 * 4)
+    if batch_invariant:
+        parts += max((_fixed_parts(layer, step, max_model_len) for layer in layers), default=0)
     return Workspaces(
         runtime=RUNTIME_BYTES,
         step=int(FRAGMENTS * activations),
         logits=geometry.vocab_size * rows,
         prompts=int(FRAGMENTS * (decoded + parts)),
     )
+
+
+def _fixed_parts(layer: LayerGeometry, step: StepSize, max_model_len: int) -> int:
+    """Bytes of parts of one layer in batch-invariant mode, of a launched step and of recorded ones."""
+    rows, group = 16, layer.num_q_heads // layer.num_kv_heads
+    splits = -(-max_model_len // FIXED_SPLIT)
+    block = 4 * splits * layer.num_kv_heads * rows * (layer.head_dim_v + 1)
+    blocks = step.tokens * group // rows + step.seqs, step.seqs * -(-group // rows)
+    return sum(min(MOST_PARTS, count * block) for count in blocks)
 
 
 def _intermediate(config: Mapping[str, Any], geometry: ModelGeometry) -> int:

@@ -281,6 +281,39 @@ def test_in_batch_invariant_mode_a_query_has_the_same_bits_alone_and_among_other
         assert torch.equal(one[0], found[last])
 
 
+@pytest.mark.parametrize(
+    "asked", [{"causal": False}, {"window": 20, "padding": 3}, {"sinks": True}], ids=str
+)
+def test_in_batch_invariant_mode_parts_take_no_more_memory_than_is_planned_for(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = case.prepare(
+        KVDtype.INT4_PER_TOKEN_HEAD, heads=(2, 1), head_dims=(32, 32),
+        sequences=((37, 7), (40, 3)), **asked,
+    )  # fmt: skip
+    monkeypatch.setattr(backend, "FIXED_SPLIT", 32)
+    invariant = TritonBackend(batch_invariant=True)
+    invariant.write(x.cache, x.k, x.v, x.step)
+    whole = invariant.attend(x.cache, x.q, x.step, x.params)
+    most = 2**14
+    monkeypatch.setattr(backend, "MOST_PARTS", most)
+    launched, taken = backend.combine, []
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*given: Any, **options: Any) -> None:
+                taken.append(sum(part.numel() * part.element_size() for part in given[:2]))
+                launched[grid](*given, **options)
+
+            return launch
+
+    monkeypatch.setattr(backend, "combine", Watched())
+    for _ in range(2):  # as two layers
+        assert torch.equal(invariant.attend(x.cache, x.q, x.step, x.params), whole)
+    assert len(taken) == 4, "the second sequence is cut"
+    assert max(taken) <= most
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_rows_of_zeros_are_read_as_zeros(fixed: bool) -> None:
     """Their scales are the smallest there are: nothing made of them may overflow."""

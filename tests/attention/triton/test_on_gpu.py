@@ -157,7 +157,7 @@ def test_scores_and_values_may_grow_along_the_keys(name: KVDtype, causal: bool) 
 
 @pytest.mark.parametrize("name", FORMATS, ids=str)
 def test_in_batch_invariant_mode_a_query_has_the_same_bits_however_it_is_asked(
-    name: KVDtype,
+    name: KVDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = TritonBackend(batch_invariant=True)
     x = case.prepare(
@@ -177,6 +177,8 @@ def test_in_batch_invariant_mode_a_query_has_the_same_bits_however_it_is_asked(
         )
         alone = backend.attend(x.cache, x.q[last : last + 1], one, x.params)
         assert torch.equal(alone[0], found[last])
+    monkeypatch.setattr(backend_module, "MOST_PARTS", 2**19)  # of 28 queries
+    assert torch.equal(backend.attend(x.cache, x.q, x.step, x.params), found)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 256, 512])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, HeadRotation, Step
 from kvant.attention.cuda import many_rows
+from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
 from kvant.attention.triton import dense_prefill, prefill
 from kvant.attention.triton.codec import READING
 from kvant.attention.triton.combine import combine
@@ -47,9 +48,6 @@ FEWEST_JOINED = 64
 """Sequences times KV heads from which it does. With fewer a long one is cut into over a hundred items,
 and many programs join those sooner than one.
 """
-
-FIXED_SPLIT = 1024
-"""Keys of an item in batch-invariant mode."""
 
 MOST_SCANNED = 128
 """Sequences among which every program finds its work itself."""
@@ -161,7 +159,9 @@ class TritonBackend:
         if not self.batch_invariant:
             crowd = step.seqlens_kv.shape[0] * g.num_kv_heads / multiprocessors(q.device)
         shape = shape_for(k, v, (g.head_dim_k, g.head_dim_v), rows, full=full, crowd=crowd)
-        return attend(cache, q, step, params, shape, fixed=self.batch_invariant)
+        if self.batch_invariant:
+            return attend_fixed(cache, q, step, params, shape)
+        return attend(cache, q, step, params, shape)
 
 
 def _counted(cache: LayerCache) -> tuple[Tensor | None, float, float]:
@@ -175,6 +175,52 @@ def _counted(cache: LayerCache) -> tuple[Tensor | None, float, float]:
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
     """The backend as the engine uses it."""
     return TritonBackend(batch_invariant=batch_invariant)
+
+
+def attend_fixed(
+    cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, shape: Shape
+) -> Tensor:
+    """`attend` with items at fixed places, in launches whose parts are `MOST_PARTS` bytes at most.
+
+    Lengths are the device's knowledge, so a launch has room for every item of every query.
+    """
+    g = cache.spec.geometry
+    tokens, num_seqs = q.shape[0], step.seqlens_kv.shape[0]
+    group = g.num_q_heads // g.num_kv_heads
+    splits = -(-step.max_seqlen_kv // FIXED_SPLIT)
+    blocks = MOST_PARTS // (4 * splits * g.num_kv_heads * shape.rows * (g.head_dim_v + 1))
+    at_once = max(1, blocks // -(-group // shape.rows), (blocks - num_seqs) * shape.rows // group)
+    if tokens <= at_once or (params.window is not None and not step.causal):
+        return attend(cache, q, step, params, shape, fixed=True)
+    out = q.new_empty(tokens, g.num_q_heads, g.head_dim_v)
+    for start in range(0, tokens, at_once):
+        end = min(tokens, start + at_once)
+        some = _queries(step, start, end)
+        out[start:end] = attend(cache, q[start:end], some, params, shape, fixed=True)
+    return out
+
+
+def _queries(step: Step, start: int, end: int) -> Step:
+    """The step of its tokens from start to end. Not of a bidirectional window: it is measured from the
+    end of a sequence's queries.
+    """
+    ends, lengths = (step.lists.get((start, end, name)) for name in ("ends", "lengths"))
+    if ends is None or lengths is None:
+        ends = step.cu_seqlens_q.clamp(start, end) - start
+        lengths = step.seqlens_kv
+        if step.causal:
+            lengths = (lengths - (step.cu_seqlens_q[1:] - end).clamp(min=0)).clamp(min=0)
+        step.lists[start, end, "ends"], step.lists[start, end, "lengths"] = ends, lengths
+    return Step(
+        cu_seqlens_q=ends,
+        seqlens_kv=lengths,
+        page_table=step.page_table,
+        slot_mapping=step.slot_mapping[start:end],
+        positions=step.positions[start:end],
+        max_seqlen_q=min(step.max_seqlen_q, end - start),
+        max_seqlen_kv=step.max_seqlen_kv,
+        causal=step.causal,
+    )
 
 
 def attend(
@@ -214,7 +260,8 @@ def attend(
 
     blocks = min(
         num_seqs * -(-step.max_seqlen_q * group // shape.rows),
-        tokens * group // shape.rows + num_seqs,
+        tokens * group // shape.rows + min(num_seqs, tokens),
+        tokens * -(-group // shape.rows),
     )
     processors = multiprocessors(q.device)
     if wide:

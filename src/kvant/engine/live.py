@@ -33,6 +33,7 @@ class Live:
         self.is_simple = (
             (self.text is None or not self.text.may_end)
             and sequence.is_drawn_alone
+            and sequence.request.params.structured_outputs is None  # its rules come once compiled
             and sequence.prompt_logprobs is None
         )
 

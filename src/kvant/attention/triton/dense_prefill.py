@@ -37,7 +37,7 @@ def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: boo
         and params.scale > 0
         and has_ptx(q.device)
         and torch.cuda.get_device_capability(q.device) >= (9, 0)
-        and dense_bytes(g.head_dim_k, causal=causal) <= shared_memory_of_a_program(q.device)
+        and dense_bytes(g.head_dim_k, causal=causal) + 1024 <= shared_memory_of_a_program(q.device)
     )
 
 

@@ -115,7 +115,9 @@ def dense_shape(head_dim: int, *, causal: bool) -> Shape:
 
 
 def dense_bytes(head_dim: int, *, causal: bool) -> int:
-    """Shared memory of one of its programs: queries, and keys and values of the tiles in flight."""
+    """Shared memory of one of its programs on Hopper, but for 1 KiB at most: queries, and keys and values of
+    the tiles in flight. Elsewhere it is less.
+    """
     shape = dense_shape(head_dim, causal=causal)
     return 2 * head_dim * (shape.rows + 2 * shape.stages * shape.tile)
 

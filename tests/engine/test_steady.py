@@ -313,6 +313,37 @@ def test_requests_with_text_go_on_as_they_are_unless_their_text_may_end_them(
     assert len(went_on) == (0 if stop else 18)
 
 
+def test_a_request_that_arrives_lets_the_step_that_runs_be_told(launches: Counter[str]) -> None:
+    """The device runs the answers' next step already: its tokens are not thrown away for a prompt."""
+    engine, _ = make(200)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    told: list[int] = []
+    for _ in range(3):
+        engine.submit([5, 6, 7], params)
+        for _ in range(5):
+            told.append(len([piece for piece in engine.step() if piece.token_ids]))
+    # Its prompt, two recorded steps of which the second runs ahead, two that go on; from the second
+    # request on, the step that runs comes first.
+    assert told == [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3]
+    while engine.has_work:
+        engine.step()
+    # Three steps had a prompt; one launch was behind the end of everybody.
+    assert sum(launches.values()) == engine.stats.num_steps - 3 + 1
+
+
+def test_steps_are_launched_ahead_while_those_who_wait_have_no_room(
+    launches: Counter[str], went_on: list[int]
+) -> None:
+    engine, _ = make(200, seqs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    for _ in range(6):
+        engine.submit([5, 6, 7], params)
+    while engine.has_work:
+        engine.step()
+    assert len(went_on) == 3 * 18
+    assert launches["read"] == 3
+
+
 @pytest.mark.parametrize("num_pages", [16, 200], ids=["dry", "ample"])
 def test_the_device_is_asked_for_exactly_what_other_steps_ask_for(
     num_pages: int, monkeypatch: pytest.MonkeyPatch

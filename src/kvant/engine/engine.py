@@ -90,6 +90,10 @@ class Engine:
         self._num_computed_tokens = 0
         self._num_preemptions = 0
         self._steady: Steady | None = None
+        # `Scheduler.changes` when the device was given the answers' next step already, if it was. A
+        # prompt that has arrived since comes behind it either way; in one step with it, what runs would
+        # be thrown away.
+        self._ahead_since: int | None = None
         self._saturated: tuple[Saturated, ...] = ()
 
     @property
@@ -199,12 +203,16 @@ class Engine:
         most = 0
         if speculation is not None:
             most = speculation.num_draft_tokens(self.scheduler.num_running)
-        schedule = self.scheduler.schedule(most)
+        runs_already = self._ahead_since not in (None, changes)
+        schedule = self.scheduler.schedule(most, answers_first=runs_already)
+        launched = self.scheduler.changes
+        self._ahead_since = None
         if not schedule.chunks:
             return progress
         self._num_preemptions += len(schedule.preempted)
         try:
             ran = run_step(self.runner, self.scheduler, speculation, schedule, most)
+            self._ahead_since = launched if ran.went_ahead else None
             self._num_steps += 1
             self._num_computed_tokens += sum([c.num_tokens + len(c.drafts) for c in ran.chunks])
             if speculation is None:

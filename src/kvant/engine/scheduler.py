@@ -86,12 +86,14 @@ class Schedule(NamedTuple):
 
     pages_to_zero: cleared before anything is written. preempted: those that lost their pages for it.
     num_prefills: of the chunks, at their end; those before them are one token each that samples.
+    has_everyone: nobody waits, or nobody for whom there is room.
     """
 
     chunks: list[Chunk]
     pages_to_zero: list[int]
     preempted: list[Sequence]
     num_prefills: int
+    has_everyone: bool = True
 
 
 class Scheduler:
@@ -136,19 +138,21 @@ class Scheduler:
         self._next_order += 1
         self._waiting.append(sequence)
 
-    def schedule(self, num_draft_tokens: int = 0) -> Schedule:
+    def schedule(self, num_draft_tokens: int = 0, *, answers_first: bool = False) -> Schedule:
         """Choose the next step. Empty chunks only if nothing is waiting or running.
 
         num_draft_tokens: room for so many drafts behind each next token, where tokens and pages are
-        to spare: drafts take nobody's place.
+        to spare: drafts take nobody's place. answers_first: whoever waits waits for another step, if
+        anybody is answered in this one.
         """
         self._logprobs_left = self.limits.max_prompt_logprobs
         chunks, prefilling, preempted = self._schedule_decodes()
+        is_open = not preempted and not (answers_first and chunks and not prefilling)
         budget = self.limits.max_num_batched_tokens - len(chunks)
         # With less room than a stride nothing could be cut there, and nobody would get on.
         self._stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
         prefills = self._schedule_prefills(prefilling, budget)
-        if not preempted:  # whoever was just sent away would come straight back
+        if is_open:  # whoever was just sent away would come straight back
             left = budget - sum(chunk.num_tokens for chunk in prefills)
             self._admit(prefills, prefilling, left)
         if num_draft_tokens:  # last: before prompts, drafts of a full batch would keep them waiting
@@ -157,7 +161,7 @@ class Scheduler:
         prefills.sort(key=_for_backends)
         chunks += prefills
         zero = self.allocator.take_pages_to_zero()
-        return Schedule(chunks, zero, preempted, len(prefills))
+        return Schedule(chunks, zero, preempted, len(prefills), is_open or not self._waiting)
 
     def advance(self, sequence: Sequence, num_computed_tokens: int, *, followed: bool) -> None:
         """K and V of its first tokens are in its pages.

@@ -51,7 +51,7 @@ def run_step(
     if num_drafts in recorded:
         ahead = (
             runner.looks_ahead
-            and not scheduler.num_waiting
+            and schedule.has_everyone
             and (speculation is None or speculation.goes_on())
             and _can_go_ahead(chunks, num_drafts)
         )

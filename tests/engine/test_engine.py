@@ -166,6 +166,37 @@ def test_answers_too_are_found_by_the_next_turn() -> None:
     assert list(second.token_ids) == answer(follow_up, 8)
 
 
+def test_while_one_answers_others_find_its_prompt_and_afterwards_its_answer() -> None:
+    engine, _ = make_engine()
+    talk = [*prompt_of(8), *answer(prompt_of(8), 12), 5]
+    first = engine.submit(prompt_of(8), greedy(20))
+    for _ in range(14):
+        engine.step()
+    second = engine.submit(talk, greedy(1))
+    results = run(engine)
+    third = generate(engine, [talk], greedy(1))[0]
+    assert list(results[first].token_ids) == answer(prompt_of(8), 20)
+    assert (results[second].num_cached_tokens, third.num_cached_tokens) == (8, 20)
+    assert list(results[second].token_ids) == list(third.token_ids) == answer(talk, 1)
+
+
+def test_whoever_is_preempted_finds_the_pages_of_its_own_answer_again() -> None:
+    engine, runner = make_engine(num_pages=14)
+    prompts = [prompt_of(4), prompt_of(4, 1)]
+    older, younger = (engine.submit(prompt, greedy(40)) for prompt in prompts)
+    while not engine.stats.num_preemptions:
+        engine.step()
+    (waiting,) = [s for s in engine.scheduler.sequences() if s.number == younger]
+    known, begun = waiting.num_tokens, len(runner.steps)
+    assert waiting.num_computed_tokens == 0
+    assert known >= 20
+    results = run(engine)
+    assert max(map(max, runner.steps[begun:])) <= known - 8, "its answer was computed again"
+    assert engine.stats.num_preemptions == 1
+    for number, prompt in zip((older, younger), prompts, strict=True):
+        assert list(results[number].token_ids) == answer(prompt, 40)
+
+
 def test_a_request_beside_its_twin_shares_the_pages_that_are_ready() -> None:
     engine, _ = make_engine(max_num_batched_tokens=16)
     first = engine.submit(prompt_of(30), greedy())

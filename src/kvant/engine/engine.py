@@ -353,7 +353,7 @@ class Engine:
         """`_emit` for every chunk. Where a token is nothing but one more, nobody is asked: at a
         thousand sequences this loop is most of what a step costs the host.
         """
-        page_size, sound, likeliest = self.limits.page_size, ran.rows.sound, ran.rows.likeliest
+        sound, likeliest = ran.rows.sound, ran.rows.likeliest
         is_final, lives = ran.rows.is_final, self._live
         for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
             sequence, start, num_tokens, _, _ = chunk
@@ -368,8 +368,8 @@ class Engine:
                 and sound[row]
                 and likeliest[row] not in live.stop_tokens
             ):
-                if known % page_size and num_tokens == 1:
-                    sequence.num_computed_tokens = known  # no page is full
+                if num_tokens == 1 and sequence.is_followed:
+                    sequence.num_computed_tokens = known  # its prompt can be found
                 else:
                     self.scheduler.advance(sequence, known, followed=True)
                 token = likeliest[row]

@@ -65,7 +65,8 @@ class Sequence:
     `pages`; the rest is still to be run. num_cached_tokens: prompt tokens that came from the prefix
     cache when it first ran. prefix_hashes: root hash, then one hash for each full page known so far.
     num_remembered_pages: its first pages that were offered to the prefix cache, or came from there.
-    own_hashes: of the pages that it brought into the cache itself. row: its row in the page table, -1
+    own_hashes: of the pages that it brought into the cache itself. is_followed: whether a token followed
+    all that was computed, so that its pages are known to hold numbers. row: its row in the page table, -1
     without. order: of arrival at the scheduler. rules: what it changes in its logits. prompt_logprobs:
     of the prompt's second token and all after it, as far as they are known; None if nobody asked.
     """
@@ -80,6 +81,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     own_hashes: list[bytes] = field(default_factory=list)
     num_remembered_pages: int = 0
+    is_followed: bool = False
     row: int = -1
     order: int = -1
     rules: LogitRules | None = None

@@ -167,13 +167,13 @@ class Scheduler:
         """K and V of its first tokens are in its pages.
 
         followed: whether a token followed them. Only then are full pages found by others: before, nobody
-        knows that what they hold are numbers.
+        knows that what they hold are numbers. Those of its prompt are found from then on, those of its
+        answer once it has ended or lost them.
         """
         sequence.num_computed_tokens = num_computed_tokens
-        full = sequence.num_computed_tokens // self.limits.page_size
-        findable = followed and self.limits.prefix_caching
-        if findable and full > sequence.num_remembered_pages:
-            self._remember(sequence, full)
+        sequence.is_followed = followed
+        if sequence.num_remembered_pages < sequence.num_prompt_tokens // self.limits.page_size:
+            self._remember(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence, running or waiting; all its pages come back.
@@ -189,6 +189,8 @@ class Scheduler:
             for digest in sequence.own_hashes:
                 self.allocator.forget(self.allocator.match((digest,)))
         if sequence.status is Status.RUNNING:
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._remember(sequence)
             self._running.remove(sequence)
             self._take_pages(sequence)
         else:
@@ -331,7 +333,7 @@ class Scheduler:
         """Whether most of what it has to run is being run for another one now, in full pages.
 
         known: pages of its beginning that can be found. others: those that are running their prompts;
-        what an answering one has can be found already.
+        the prompts of those that answer can be found already.
         """
         if not others or not self.limits.prefix_caching or sequence.lacks_prompt_logprobs:
             return False
@@ -411,6 +413,7 @@ class Scheduler:
         assert self._running[-1] is sequence
         self.changes += 1
         self._running.pop()
+        self._remember(sequence)
         self._take_pages(sequence)
         self._waiting.appendleft(sequence)
         sequence.status = Status.WAITING
@@ -423,9 +426,13 @@ class Scheduler:
         sequence.row = -1
         sequence.num_computed_tokens = 0
         sequence.num_remembered_pages = 0
+        sequence.is_followed = False
 
-    def _remember(self, sequence: Sequence, full: int) -> None:
-        """Offer its newly filled pages to the prefix cache."""
+    def _remember(self, sequence: Sequence) -> None:
+        """Offer its full pages to the prefix cache, unless nobody knows that they hold numbers."""
+        if not sequence.is_followed or not self.limits.prefix_caching:
+            return
+        full = sequence.num_computed_tokens // self.limits.page_size
         self._hash_pages(sequence, full)
         for index in range(sequence.num_remembered_pages, full):
             digest = sequence.prefix_hashes[index + 1]

@@ -5,8 +5,8 @@ ones, each a token further. What the loop asks of every sequence in other steps 
 such a step costs the host little more than handing on its tokens. As soon as anything else happens
 (`Scheduler.changes`) steps go the usual way.
 
-The sequences' tokens are kept as they always are. How many of them were computed is told to them when a
-page is full and when such steps end (`Steady.settle`): until then it is all but the newest one.
+The sequences' tokens are kept as they always are. How many of them were computed is told to them when
+such steps end (`Steady.settle`): until then it is all but the newest one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import repeat
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvant.engine.decodes import list_draws, make_decodes
 from kvant.engine.graphs import Answered
@@ -48,6 +49,7 @@ class Steady:
         self._newest = np.array([s.token_ids[-1] for s in self.sequences], np.int64)
         self._starts = np.array([s.num_computed_tokens for s in self.sequences], np.int64)
         self._rows = np.array([s.row for s in self.sequences], np.int64)
+        self._room = self._find_room()
         self._most = np.array([s.request.max_total_tokens for s in self.sequences], np.int64)
         self._draws = list_draws(self.sequences)
         self._no_logits = torch.empty(0)
@@ -56,18 +58,17 @@ class Steady:
     @property
     def goes_on(self) -> bool:
         """Whether the next step is another of these: nothing has happened, and no page is missing."""
-        if self._changes != self._scheduler.changes:
-            return False
-        room = self._scheduler.page_table.room(self._rows, self._scheduler.limits.page_size)
-        return bool((self._starts < room).all())
+        return self._changes == self._scheduler.changes and bool((self._starts < self._room).all())
 
     def run(self, runner: Runner) -> Answered:
         """The step, with pages for the one after it where there are any."""
         scheduler, page_size = self._scheduler, self._scheduler.limits.page_size
         ends = self._starts + 1
-        room = scheduler.page_table.room(self._rows, page_size)
-        for place in np.flatnonzero((ends == room) & (ends < self._most - 1)).tolist():
+        growing = np.flatnonzero((ends == self._room) & (ends < self._most - 1)).tolist()
+        for place in growing:
             scheduler.grow_early(self.sequences[place])
+        if growing:
+            self._room = self._find_room()
         pages = scheduler.allocator.take_pages_to_zero()
         if pages:
             runner.zero(pages)
@@ -88,23 +89,23 @@ class Steady:
 
     def take(self, tokens: list[int]) -> list[Progress]:
         """Append what `plain_tokens` found."""
-        scheduler = self._scheduler
         for append, token in zip(self._appends, tokens, strict=True):
             append(token)
         self._newest = np.array(tokens, np.int64)
         self._starts = self._starts + 1
         if self._draws is not None:
             self._draws = self._draws.after()
-        for place in np.flatnonzero(self._starts % scheduler.limits.page_size == 0).tolist():
-            known = int(self._starts[place])
-            scheduler.advance(self.sequences[place], known, followed=True)
         texts: Iterable[str] = repeat("")
         if self._texts:
             texts = [text.push(token) for text, token in zip(self._texts, tokens, strict=True)]
-        return [
-            one_token((number, (token,), text, None, (), None))
-            for number, token, text in zip(self._numbers, tokens, texts, strict=False)
-        ]
+        each = zip(
+            self._numbers, zip(tokens), texts, repeat(None), repeat(()), repeat(None), strict=False
+        )
+        return list(map(one_token, each))
+
+    def _find_room(self) -> NDArray[np.int64]:
+        """Tokens that each can store: nobody else gives these sequences pages, or takes them away."""
+        return self._scheduler.page_table.room(self._rows, self._scheduler.limits.page_size)
 
     def settle(self) -> None:
         """Tell the sequences that still run how far they are; there is no step after this."""

@@ -77,11 +77,15 @@ class Load:
             sequence.token_ids.append(self._random.randrange(_TOKENS))
         return scheduled - begin, built - scheduled, ended - built, len(batch.input_ids)
 
-    def turn_over(self) -> None:
-        """End some sequences at random places; as many arrive."""
+    def turn_over(self) -> float:
+        """End some sequences at random places, as many arrive; seconds that it took to end them."""
+        taken = 0.0
         for ending in self._random.sample(self.scheduler.sequences(), self._turnover):
+            begin = time.perf_counter()
             self.scheduler.finish(ending, FinishReason.STOP)
+            taken += time.perf_counter() - begin
             self._arrive()
+        return taken
 
     def _arrive(self) -> None:
         length = self._random.randint(*PROMPT_TOKENS)
@@ -103,8 +107,9 @@ def measure(load: str, sequences: int, steps: int) -> Row:
     gc.collect()
     gc.freeze()
     for _ in range(steps):
-        running.turn_over()
-        taken.append(running.step())
+        ending = running.turn_over()
+        schedule, build, advance, tokens = running.step()
+        taken.append((schedule, build, advance + ending, tokens))
     gc.unfreeze()
     totals = sorted(sum(step[:3]) for step in taken)
 

@@ -109,7 +109,7 @@ def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
         patch.setattr(StepGraphs, "_launch", watched)
         found = [r.token_ids for r in llm.generate(PROMPTS, params)]
     assert drawn.count(True) > 50
-    monkeypatch.setattr(stepping, "_can_go_ahead", lambda *_: False)
+    monkeypatch.setattr(stepping, "_are_found_there", lambda *_: False)
     assert [r.token_ids for r in llm.generate(PROMPTS, params)] == found
     if invariant:
         alone = [llm.generate([p], [one])[0] for p, one in zip(PROMPTS, params, strict=True)]

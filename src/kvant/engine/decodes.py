@@ -63,7 +63,7 @@ class Decodes:
     tokens and where they stand. ends: [n] int64, where the tokens of this step must end. limits: [n]
     int64, where those of any step must end, with the pages there are; None where nobody asks what
     follows. table: [n, pages] int32, pages up to the furthest end. draws: how tokens are drawn on the
-    device; None where the likeliest are taken, or nobody asks what follows.
+    device; None where the likeliest are taken, or the host draws.
     """
 
     sequences: list[Sequence]
@@ -78,9 +78,15 @@ class Decodes:
 
 
 def list_decodes(
-    chunks: Items[Chunk], page_table: PageTable, page_size: int, num_drafts: int, *, ahead: bool
+    chunks: Items[Chunk],
+    page_table: PageTable,
+    page_size: int,
+    num_drafts: int,
+    *,
+    ahead: bool,
+    draws: bool,
 ) -> Decodes:
-    """Of chunks that are one token each. ahead: also what the next step may use."""
+    """Of chunks that are one token each. ahead: also what the next step may use. draws: on the device."""
     sequences, firsts, _, drafts, _ = zip(*chunks, strict=True)
     starts = np.array(firsts, np.int64)
     ends = starts + 1 + np.array(drafts, np.int64) if num_drafts else starts + 1
@@ -90,7 +96,7 @@ def list_decodes(
     numbers = [s.request.number for s in sequences]
     return make_decodes(
         list(sequences), numbers, ids, starts, ends, rows, page_table, page_size, num_drafts,
-        ahead=ahead, draws=list_draws(sequences) if ahead else None,
+        ahead=ahead, draws=list_draws(sequences) if draws else None,
     )  # fmt: skip
 
 

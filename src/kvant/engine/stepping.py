@@ -53,7 +53,6 @@ def run_step(
             runner.looks_ahead
             and schedule.has_everyone
             and (speculation is None or speculation.goes_on())
-            and _can_go_ahead(chunks, num_drafts)
         )
         return _run_recorded(runner, scheduler, chunks, num_drafts, ahead=ahead)
     if speculation is not None:
@@ -73,11 +72,16 @@ def _run_recorded(
 ) -> Ran:
     """A step that is one launch, drafts and all.
 
-    ahead: the next step is its continuation if nothing ends or arrives, so launch that too.
+    ahead: the next step is its continuation if nothing ends or arrives, so launch that too, if the
+    device can find its tokens.
     """
+    is_final = _are_found_there(chunks, num_drafts)
+    ahead = ahead and is_final
     page_size = scheduler.limits.page_size
     logits = runner.run_decodes(
-        list_decodes(chunks, scheduler.page_table, page_size, num_drafts, ahead=ahead)
+        list_decodes(
+            chunks, scheduler.page_table, page_size, num_drafts, ahead=ahead, draws=is_final
+        )
     )
     found = runner.read_decodes()
     if num_drafts:
@@ -85,8 +89,8 @@ def _run_recorded(
             chunk._replace(drafts=drafts)
             for chunk, drafts in zip(chunks, found.drafts, strict=True)
         ]
-    wanted = [] if ahead else _rows_of(chunks, found.first_rows)
-    rows = Rows(logits, wanted, found.known, is_final=ahead)
+    wanted = [] if is_final else _rows_of(chunks, found.first_rows)
+    rows = Rows(logits, wanted, found.known, is_final=is_final)
     return Ran(chunks, rows, found.first_rows, [], went_ahead=ahead)
 
 
@@ -119,8 +123,8 @@ def _rows_of(chunks: list[Chunk], first_rows: list[int]) -> list[tuple[int, Sequ
     ]
 
 
-def _can_go_ahead(chunks: list[Chunk], num_drafts: int) -> bool:
-    """Whether the device finds every token by itself. Whether drafts stand it knows of the likeliest."""
+def _are_found_there(chunks: list[Chunk], num_drafts: int) -> bool:
+    """Whether the device finds every token by itself. Whether drafts stand it tells by the likeliest."""
     if num_drafts:
         return all([chunk.sequence.is_plain for chunk in chunks])
     return all([chunk.sequence.is_drawn_alone for chunk in chunks])

@@ -410,6 +410,21 @@ def test_steps_whose_text_is_streamed_or_searched_for_stop_strings_are_launched_
     assert launches["drawn"] == (39 if heat else 0)
 
 
+def test_logits_of_all_recorded_steps_lie_in_one_place() -> None:
+    def forward(ids: Tensor, step: Step, index: Tensor) -> Tensor:
+        return torch.ones(len(index), 7, dtype=torch.bfloat16)
+
+    graphs = StepGraphs(
+        forward, 20, page_size=PAGE, max_model_len=64, device=torch.device("cpu"),
+        recorder=Again(), draft=lambda tokens, _: tokens, num_drafts=[3],
+    )  # fmt: skip
+    graphs.capture()
+    made = [graph.logits for graph in graphs._graphs.values()]
+    assert {len(logits) for logits in made} >= {1, 4, 16, 20, 80}
+    assert {logits.data_ptr() for logits in made} == {made[0].data_ptr()}
+    assert {logits.dtype for logits in made} == {torch.float32}
+
+
 def test_counts_and_cached_pages_are_those_of_other_steps(went_on: list[int]) -> None:
     engine, _ = make(60)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

@@ -23,6 +23,7 @@ from kvant.engine.batch import Batch
 from kvant.engine.batch_sizes import piece_sizes
 from kvant.engine.graphs import Forward
 from kvant.engine.recorder import Recorder
+from kvant.models.loaded import widened
 
 MOST_CONTEXT = 8192
 """Stored tokens of a sequence: longer ones are multiplied faster as they lie in `Step.long`."""
@@ -164,6 +165,6 @@ class BatchGraphs:
         )
         logits = self._forward(numbers.ids, step, numbers.wanted)
         if self._logits is None:  # before anything is recorded, so no graph owns it
-            self._logits = torch.empty_like(logits)
+            self._logits = torch.empty_like(logits, dtype=widened(logits.dtype))
         # Graphs share their memory, and of all they compute only this is looked at.
         return (self._logits[:seqs].copy_(logits),)

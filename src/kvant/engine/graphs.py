@@ -31,9 +31,10 @@ from kvant.engine.drawing import Drawer, DrawParts, filters
 from kvant.engine.layout import lay_out, what_follows
 from kvant.engine.recorder import Mark, Recorder
 from kvant.engine.sampler import Greedy
+from kvant.models.loaded import widened
 
 Forward = Callable[[Tensor, Step, Tensor], Tensor]
-"""input_ids [T], step, logits_index [n] -> logits [n, vocab_size]."""
+"""input_ids [T], step, logits_index [n] -> logits [n, vocab_size] as computed, in any dtype."""
 
 Draft = Callable[[Tensor, Step], Tensor]
 """As `DeviceProposer.draft`."""
@@ -149,6 +150,8 @@ class StepGraphs:
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, device=device)
         self._draws = torch.zeros(most, 5, dtype=torch.float64, device=device)
         self._drawer: Drawer | None = None
+        # Of all steps, as one's are overwritten by the next; made with the first that runs, the largest.
+        self._logits: Tensor | None = None
         # Three, as two steps can be on their way while the numbers of a third are written.
         self._staging = [_Staging(recorder, most, most_rows, max_pages) for _ in range(3)]
         self._turn = 0
@@ -301,7 +304,7 @@ class StepGraphs:
             step = plain_step(
                 starts, ends, self._table[:size], self._page_size, self._max_model_len
             )
-            logits = self._forward(ids, step, self._rows[:size])
+            logits = self._shared(self._forward(ids, step, self._rows[:size]))
             return logits, likeliest(logits, ids, starts)
         layout = lay_out(
             starts, ends, self._table[:size], num_drafts, self._page_size, self._max_model_len
@@ -311,11 +314,17 @@ class StepGraphs:
             assert self._draft is not None
             tokens = torch.where(layout.is_first, ids[layout.owners], -1)
             tokens = torch.where(layout.is_first, tokens, self._draft(tokens, layout.step))
-        logits = self._forward(tokens, layout.step, self._rows[: tokens.shape[0]])
+        logits = self._shared(self._forward(tokens, layout.step, self._rows[: tokens.shape[0]]))
         best, chosen = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
         newest, places = what_follows(layout, starts, tokens, chosen)
         sound = torch.isfinite(best).to(torch.int64)
         return logits, torch.cat([tokens, sound, chosen, newest, places, layout.counts])
+
+    def _shared(self, logits: Tensor) -> Tensor:
+        """The same numbers in float32, where those of every step lie."""
+        if self._logits is None:  # before anything is recorded, so no graph owns it
+            self._logits = torch.empty_like(logits, dtype=widened(logits.dtype))
+        return self._logits[: len(logits)].copy_(logits)
 
 
 def _places_in(guess: _Guess, step: Decodes, numbers: list[int]) -> NDArray[np.int64] | None:

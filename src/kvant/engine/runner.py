@@ -21,7 +21,7 @@ from kvant.errors import NotServable
 from kvant.kv.pool import KVPool
 from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
-from kvant.models.loaded import LoadedModel
+from kvant.models.loaded import LoadedModel, widened
 from kvant.speculative.base import DeviceProposer, Proposer
 
 
@@ -113,8 +113,10 @@ class ModelRunner:
             if logits is not None:
                 return logits
         if self.device.type == "cpu":
-            return self._forward(batch.input_ids, batch.step, batch.logits_index)
-        return self._forward(*_there(batch, self.device))
+            logits = self._forward(batch.input_ids, batch.step, batch.logits_index)
+        else:
+            logits = self._forward(*_there(batch, self.device))
+        return logits.to(widened(logits.dtype))
 
     @property
     def looks_ahead(self) -> bool:
@@ -215,6 +217,7 @@ class ModelRunner:
             self._pieces = pieces
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
+        """Logits as they were computed."""
         call = StepCall(step, self.pool, self._backends)
         logits, hidden = self.model.forward_with_hidden(input_ids, call, logits_index, self._taps)
         if self._proposer is not None and self._taps:

@@ -9,7 +9,7 @@ from kvant.attention.base import Step
 from kvant.attention.long import list_long
 from kvant.engine.graphs import Forward
 from kvant.kv.pool import KVPool
-from kvant.models.loaded import LoadedModel
+from kvant.models.loaded import LoadedModel, widened
 
 
 def warm_up(
@@ -29,7 +29,7 @@ def warm_up(
     from kvant.attention.triton.prefill import prepare
     from kvant.engine.triton_draw import draw_once
 
-    draw_once(logits)
+    draw_once(logits.to(widened(logits.dtype)))
     prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
     torch.cuda.synchronize(model.device)
 

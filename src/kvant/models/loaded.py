@@ -104,13 +104,14 @@ class LoadedModel:
         in T. Writes the step's keys and values into the pool. Raises EngineFault at the first
         forward if a planned layer does not attend through the pool.
         """
-        return self.forward_with_hidden(input_ids, call, logits_index, ())[0]
+        logits, _ = self.forward_with_hidden(input_ids, call, logits_index, ())
+        return logits.to(widened(logits.dtype))
 
     @torch.no_grad()
     def forward_with_hidden(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`forward`, and what these decoder layers hand on: [T, hidden_size] each, as computed."""
+        """`forward`, and what these decoder layers hand on: [T, hidden_size] each; all as computed."""
         if self._proved:
             return self._run(input_ids, call, logits_index, layers)
         watched, backends = watch(call)
@@ -187,7 +188,12 @@ class LoadedModel:
                     **{ATTENTION_NAME: call},
                 )
             logits, taken = out.logits[0], tuple(taps[index] for index in layers)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)), taken
+        return logits, taken
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits that tokens are chosen by: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _tensors(module: PreTrainedModel) -> dict[str, Tensor]:

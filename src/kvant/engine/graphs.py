@@ -150,7 +150,7 @@ class StepGraphs:
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, device=device)
         self._draws = torch.zeros(most, 5, dtype=torch.float64, device=device)
         self._drawer: Drawer | None = None
-        # Of all steps, as one's are overwritten by the next; made with the first that runs, the largest.
+        # Of all steps, as the next one overwrites them: made with the first that is recorded, the largest.
         self._logits: Tensor | None = None
         # Three, as two steps can be on their way while the numbers of a third are written.
         self._staging = [_Staging(recorder, most, most_rows, max_pages) for _ in range(3)]

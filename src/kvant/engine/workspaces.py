@@ -85,8 +85,8 @@ def workspaces(
     wide = 3 * geometry.hidden_size + 2 * (q + kv) + q + 3 * _intermediate(config, geometry)
     # Recorded steps with pieces of prompts have their own.
     activations = (step.tokens + min(step.tokens, MOST_PIECES)) * wide * element
-    # The model's logits and their float32 copy, of the step with most rows; graphs of answering
-    # sequences keep theirs, because each is replayed, those with pieces of prompts share one.
+    # The model's logits and their float32 copy, of the step with most rows; those of graphs with pieces of
+    # prompts; and for graphs of answering sequences one each, as in what was measured: they share one now.
     recorded = batch_sizes(step.seqs)
     for count in num_drafts:
         recorded += [(1 + count) * size for size in draft_sizes(count, step.seqs)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvant.engine.drawing import uniform
+from kvant.engine.drawing import uniform, uniforms
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import Request, Sequence
 from kvant.engine.sampler import Sampled
@@ -77,6 +77,8 @@ def test_the_numbers_drawn_are_uniform_and_differ_by_seed_and_place() -> None:
     buckets = Counter(int(u * 20) for u in draws)
     assert sum((buckets[i] - 500) ** 2 / 500 for i in range(20)) < 50
     assert uniform(2**63 - 1, 5) != uniform(-(2**63), 5)
+    assert uniform(-3, 77) == 0.7735703475409463
+    assert uniforms([-50, 3], [0, 9]).tolist() == [uniform(-50, 0), uniform(3, 9)]
 
 
 def kept_by_definition(row: Tensor, params: SamplingParams) -> set[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvant.engine.drawing import uniform, wishes
+from kvant.engine.drawing import uniforms, wishes
 from kvant.engine.page_table import PageTable
 from kvant.engine.request import Sequence
 from kvant.engine.scheduler import Chunk
@@ -21,37 +21,36 @@ from kvant.engine.scheduler import Chunk
 class Draws:
     """How each sequence's tokens are drawn, while each gets one token a step.
 
-    table: [n, 4] float64, `wishes`. seeds: None for sequences that take the likeliest token. places: of
-    the token that this step finds, in its answer.
+    table: [n, 5] float64, `Draw.numbers` but for u. drawn: [m] int64, those that do not take the likeliest
+    token. seeds: theirs. places: [m] int64, of the token that this step finds, in its answer.
     """
 
     table: NDArray[np.float64]
-    seeds: list[int | None]
+    drawn: NDArray[np.int64]
+    seeds: list[int]
     places: NDArray[np.int64]
 
     def numbers(self, later: int) -> NDArray[np.float64]:
         """[n, 5], as `Draw.numbers`, of the step that is so many later."""
-        places = (self.places + later).tolist()
-        shares = [
-            0.0 if seed is None else uniform(seed, place)
-            for seed, place in zip(self.seeds, places, strict=True)
-        ]
-        return np.column_stack([self.table, np.array(shares, np.float64)])
+        found = self.table.copy()
+        found[self.drawn, 4] = uniforms(self.seeds, (self.places + later).tolist())
+        return found
 
     def after(self) -> Draws:
         """Those of the next step."""
-        return Draws(self.table, self.seeds, self.places + 1)
+        return Draws(self.table, self.drawn, self.seeds, self.places + 1)
 
 
 def list_draws(sequences: Items[Sequence]) -> Draws | None:
     """None where every one of them takes the likeliest token."""
-    requests = [sequence.request for sequence in sequences]
-    if all([request.params.is_greedy for request in requests]):
+    drawn = [place for place, s in enumerate(sequences) if not s.request.params.is_greedy]
+    if not drawn:
         return None
     return Draws(
-        np.array([wishes(request.params) for request in requests]),
-        [None if request.params.is_greedy else request.seed for request in requests],
-        np.array([sequence.num_output_tokens for sequence in sequences], np.int64),
+        np.array([(*wishes(sequence.request.params), 0.0) for sequence in sequences]),
+        np.array(drawn, np.int64),
+        [sequences[place].request.seed for place in drawn],
+        np.array([sequences[place].num_output_tokens for place in drawn], np.int64),
     )
 
 

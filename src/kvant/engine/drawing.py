@@ -10,17 +10,21 @@ each row by itself (`kvant.engine.triton_draw`), and on a CPU rows are drawn one
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
+from struct import Struct
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.engine.sampling_params import SamplingParams
+
+_two_words = Struct("<qq").pack
 
 HEAD = 1024
 """Tokens that are sorted at first; only a flat distribution or a large top_k needs the whole row."""
@@ -28,8 +32,17 @@ HEAD = 1024
 
 def uniform(seed: int, place: int) -> float:
     """The number in [0, 1) with 53 random bits that belongs to a place in a seed's answer."""
-    digest = hashlib.blake2b(struct.pack("<qq", seed, place), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
+    return float(uniforms([seed], [place])[0])
+
+
+def uniforms(seeds: Items[int], places: Items[int]) -> NDArray[np.float64]:
+    """`uniform` of each: [n]."""
+    digests = [
+        blake2b(_two_words(seed, place), digest_size=8).digest()
+        for seed, place in zip(seeds, places, strict=True)
+    ]
+    found: NDArray[np.float64] = (np.frombuffer(b"".join(digests), "<u8") >> 11) / 2**53
+    return found
 
 
 def wishes(params: SamplingParams) -> tuple[float, float, float, float]:

@@ -205,6 +205,23 @@ def test_steps_that_cannot_be_recorded_are_a_warning_of_a_running_engine(
     assert llm.generate("a", GREEDY)
 
 
+@pytest.mark.parametrize("part", ["runner.KVPool", "runner.ModelRunner.capture"])
+def test_memory_that_is_not_there_any_more_is_told_in_words_and_the_way_out_works(
+    path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nA trace.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"kvant.engine.{part}", fail)
+        with pytest.raises(DoesNotFit) as refused:
+            make(path)
+    assert refused.value.why == "CUDA out of memory. Tried to allocate 2 GiB."
+    flag, size = refused.value.ways_out[0].arguments
+    assert flag == "--kv-cache-memory"
+    assert make(path, kv_cache_memory=size).generate("a", GREEDY)
+
+
 def test_an_unset_context_becomes_what_fits_and_says_so(path: Path) -> None:
     page_bytes = 16 * 4 * 2 * 2 * 16 * 4  # 16 tokens, 4 layers, K and V, 2 heads of 16 float32
     tight = make(path, kv_cache_memory=9 * page_bytes, max_model_len=None)

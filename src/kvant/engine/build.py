@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +17,7 @@ from kvant.engine.planning import Plan, make_plan
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.engine.threads import wait_without_spinning
 from kvant.engine.tokenizing import Tokenizing, open_tokenizer
-from kvant.errors import NotServable
+from kvant.errors import DoesNotFit, NotServable, WayOut
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.spec import KVPlan
 from kvant.models.local import Progress
@@ -88,18 +90,19 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     notes = (*notes, *_unused(model, target.checkpoint))
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages
-    runner = ModelRunner(model, num_pages)
-    proposer = load_proposer(planned, runner, max_model_len, dummy_weights=config.dummy_weights)
     warnings = planned.warnings
-    try:
-        runner.capture(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            max_model_len,
-            planned.draft_counts,
-        )
-    except NotServable as fault:
-        warnings = (*warnings, f"{fault.what} ({fault.why})")
+    with _memory_for(planned):
+        runner = ModelRunner(model, num_pages)
+        proposer = load_proposer(planned, runner, max_model_len, dummy_weights=config.dummy_weights)
+        try:
+            runner.capture(
+                config.max_num_seqs,
+                config.max_num_batched_tokens,
+                max_model_len,
+                planned.draft_counts,
+            )
+        except NotServable as fault:
+            warnings = (*warnings, f"{fault.what} ({fault.why})")
     engine = Engine(
         runner,
         SchedulerLimits(
@@ -123,6 +126,25 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         compile_limits=config.compile_limits,
     )
     return BuiltEngine(engine, planned, tokenizing, notes, warnings)
+
+
+@contextmanager
+def _memory_for(planned: Plan) -> Iterator[None]:
+    """DoesNotFit where what was planned is not there: others have taken memory since it was looked at."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as fault:
+        less = str((planned.memory.kv_bytes or 0) // 2)
+        raise DoesNotFit(
+            f"{planned.target.local.name} does not fit on this device beside its pages and steps",
+            why=str(fault).splitlines()[0],
+            ways_out=(
+                WayOut("give the pages less", ("--kv-cache-memory", less)),
+                WayOut("take smaller steps: --max-num-batched-tokens, --max-num-seqs"),
+            ),
+        ) from fault
 
 
 def plan_engine(

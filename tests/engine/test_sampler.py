@@ -144,6 +144,7 @@ def test_sorting_the_head_alone_gives_the_tokens_of_sorting_everything(
         fast = tokens(row, params, 40)
         with monkeypatch.context() as patch:
             patch.setattr("kvant.engine.drawing.HEAD", 10_000)
+            patch.setattr("kvant.engine.drawing.FEW", 0)
             assert tokens(row, params, 40) == fast
 
 

@@ -29,6 +29,9 @@ _two_words = Struct("<qq").pack
 HEAD = 1024
 """Tokens that are sorted at first; only a flat distribution or a large top_k needs the whole row."""
 
+FEW = 64
+"""The same where top_k keeps fewer."""
+
 
 def uniform(seed: int, place: int) -> float:
     """The number in [0, 1) with 53 random bits that belongs to a place in a seed's answer."""
@@ -161,7 +164,7 @@ def _draw_row(
     """A token of one row [vocab] whose largest is `best`."""
     ids = None
     if top_k < torch.inf or top_p < 1 or min_p > 0:
-        for size in (HEAD, len(x)):
+        for size in (*((FEW,) if top_k < FEW else ()), HEAD, len(x)):
             ids = _kept(x, best, temperature, top_k, top_p, min_p, min(size, len(x)))
             if ids is not None:
                 break

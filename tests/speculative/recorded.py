@@ -24,13 +24,18 @@ class Done:
 
 
 class Again:
-    """A `Recorder` that remembers functions. num_runs: of all of them."""
+    """A `Recorder` that remembers functions. num_runs: of all of them.
+
+    As on a device, what a recording made holds nothing that means anything until it is replayed.
+    """
 
     def __init__(self) -> None:
         self.num_runs = 0
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
         made: Any = run()
+        for tensor in made:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 40)
 
         def replay() -> None:
             self.num_runs += 1

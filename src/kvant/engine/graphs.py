@@ -271,6 +271,8 @@ class StepGraphs:
     def _record_draw(self, logits: Tensor, chosen: Tensor, newest: Tensor) -> DrawParts:
         """Drawing from the logits of a step, each of whose rows has the token `chosen`; `newest` too."""
         size, record = len(chosen), self._recorder.record
+        # What is recorded runs once before: nothing has been found yet, and tokens are places in a row.
+        chosen.zero_()
         if self._drawer is None:  # the largest step comes first
             self._drawer = Drawer(size, logits.shape[1], logits.device)
         parts = self._drawer.parts(logits, self._rows[:size], self._draws[:size], chosen)

@@ -197,6 +197,25 @@ def test_whoever_is_preempted_finds_the_pages_of_its_own_answer_again() -> None:
         assert list(results[number].token_ids) == answer(prompt, 40)
 
 
+def test_whoever_is_preempted_within_its_prompt_leaves_nothing_to_find() -> None:
+    """No token has followed yet: nobody knows that its pages hold numbers."""
+    engine, _ = make_engine(num_pages=8, max_num_batched_tokens=2)
+    older = engine.submit(prompt_of(4), greedy(20))
+    while engine.scheduler.sequences()[0].num_output_tokens == 0:
+        engine.step()
+    younger = engine.submit(prompt_of(16, 1), greedy(4))
+    computed = 0
+    while not engine.stats.num_preemptions:
+        computed = engine.scheduler.sequences()[-1].num_computed_tokens
+        engine.step()
+    assert 8 <= computed < 16
+    assert engine.stats.num_idle_pages == 0
+    results = run(engine)
+    assert results[younger].num_preemptions > 0
+    assert list(results[older].token_ids) == answer(prompt_of(4), 20)
+    assert list(results[younger].token_ids) == answer(prompt_of(16, 1), 4)
+
+
 def test_a_request_beside_its_twin_shares_the_pages_that_are_ready() -> None:
     engine, _ = make_engine(max_num_batched_tokens=16)
     first = engine.submit(prompt_of(30), greedy())

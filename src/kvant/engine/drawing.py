@@ -92,7 +92,7 @@ class Drawer:
 
     def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
         self._space = None
-        if device.type != "cpu":
+        if has_kernels(device):
             from kvant.engine.triton_draw import make_space
 
             self._space = make_space(most, vocab_size, device)
@@ -137,6 +137,11 @@ def filters(numbers: Tensor) -> dict[str, bool]:
         "by_count": bool((numbers[:, 1] < torch.inf).any()),
         "by_share": bool((numbers[:, 2] < 1).any()),
     }
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run there."""
+    return device.type != "cpu"
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:

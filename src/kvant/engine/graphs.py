@@ -27,7 +27,7 @@ from torch import Tensor
 from kvant.attention.base import Step
 from kvant.engine.batch_sizes import batch_sizes, draft_sizes
 from kvant.engine.decodes import Decodes
-from kvant.engine.drawing import Drawer, DrawParts, filters
+from kvant.engine.drawing import Drawer, DrawParts, filters, has_kernels
 from kvant.engine.layout import lay_out, what_follows
 from kvant.engine.recorder import Mark, Recorder
 from kvant.engine.sampler import Greedy
@@ -300,7 +300,7 @@ class StepGraphs:
     def _run(self, size: int, num_drafts: int) -> tuple[Tensor, Tensor]:
         """What is recorded: logits, and what `_Graph` has found."""
         ids, starts, ends = self._inputs[:3, :size]
-        if not num_drafts and ids.device.type != "cpu":
+        if not num_drafts and has_kernels(ids.device):
             from kvant.engine.triton_step import likeliest, plain_step
 
             step = plain_step(

@@ -6,10 +6,11 @@ from typing import Any
 
 from tables import Cells, table
 
+FILE = "scheduler.json"
 PARTS = ("schedule_us", "build_us", "advance_us", "total_us", "p99_us")
 
 
-@table("scheduler", "scheduler.json")
+@table("scheduler", FILE)
 def scheduler(data: Any) -> Cells:
     lines = [
         ["load", "sequences", "tokens a step", "schedule", "build", "advance", "step", "p99",
@@ -22,7 +23,7 @@ def scheduler(data: Any) -> Cells:
     return lines
 
 
-@table("scheduler-whole", "scheduler.json")
+@table("scheduler-whole", FILE)
 def whole(data: Any) -> Cells:
     lines = [["sequences", "step", "p99", "us a sequence"]]
     for r in data["whole"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tables import Cells, held, percent, table
@@ -85,11 +85,11 @@ def steady_decode(data: Any) -> Cells:
     lines = [
         ["KV cache", "bytes a token", "ms a step", "fastest and slowest", "times as fast", "goal"]
     ]
-    uniform = _uniform(data)
+    step = uniform(data)
     for r in data["rows"]:
         if ";" in r["stored"]:
             continue
-        times, speed = r["timing"]["milliseconds"], uniform["bfloat16"] / r["median_ms"]
+        times, speed = r["timing"]["milliseconds"], step["bfloat16"] / r["median_ms"]
         goal = STEADY_GOALS.get(r["stored"])
         lines.append(
             [r["stored"], f"{r['bytes_per_token']:,}", f"{r['median_ms']:.2f}",
@@ -101,23 +101,33 @@ def steady_decode(data: Any) -> Cells:
 
 @table("h200-mixed-decode", "h200-decode.json")
 def mixed_decode(data: Any) -> Cells:
-    """Each layer is expected to take its share of a step in which all layers are like it."""
-    uniform = _uniform(data)
-    size = {r["stored"]: r["bytes_per_token"] for r in data["rows"]}
     lines = [["KV cache", "layers in bfloat16", "ms a step", "sum over layers", "of that", "goal"]]
-    for r in data["rows"]:
-        if ";" not in r["stored"]:
-            continue
-        other = r["stored"].split(";")[0]
-        share = (r["bytes_per_token"] - size[other]) / (size["bfloat16"] - size[other])
-        expected = share * uniform["bfloat16"] + (1 - share) * uniform[other]
-        ratio = r["median_ms"] / expected
+    for other, share, ms, expected in _mixed(data):
+        ratio = ms / expected
         lines.append(
-            [other, percent(share), f"{r['median_ms']:.2f}", f"{expected:.2f}", f"{ratio:.3f}x",
+            [other, percent(share), f"{ms:.2f}", f"{expected:.2f}", f"{ratio:.3f}x",
              held(ratio, MIXED_GOAL)]
         )  # fmt: skip
     return lines
 
 
-def _uniform(data: Any) -> dict[str, float]:
+def mixed_ratios(data: Any) -> list[float]:
+    return [ms / expected for _, _, ms, expected in _mixed(data)]
+
+
+def _mixed(data: Any) -> Iterator[tuple[str, float, float, float]]:
+    """The other format, the share of bfloat16, milliseconds, and those expected: each layer takes its
+    share of a step in which all layers are like it.
+    """
+    step = uniform(data)
+    size = {r["stored"]: r["bytes_per_token"] for r in data["rows"]}
+    for r in data["rows"]:
+        if ";" in r["stored"]:
+            other = r["stored"].split(";")[0]
+            share = (r["bytes_per_token"] - size[other]) / (size["bfloat16"] - size[other])
+            expected = share * step["bfloat16"] + (1 - share) * step[other]
+            yield other, share, r["median_ms"], expected
+
+
+def uniform(data: Any) -> dict[str, float]:
     return {r["stored"]: r["median_ms"] for r in data["rows"] if ";" not in r["stored"]}

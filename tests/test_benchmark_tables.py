@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -47,6 +48,17 @@ def test_new_json_makes_the_tables_stale(copy: Path) -> None:
     text = re.sub(r'"total_us": \d+', '"total_us": 9', data.read_text(), count=1)
     data.write_text(text)
     assert check(copy).returncode == 1
+
+
+def test_a_worse_figure_turns_a_goal_into_a_miss_with_its_size(copy: Path) -> None:
+    data = copy / "docs" / "benchmarks" / "h200-servers.json"
+    found = json.loads(data.read_text())
+    found["starts"][0]["seconds"] = 90
+    data.write_text(json.dumps(found))
+    subprocess.run([sys.executable, str(SCRIPT), "--root", str(copy)], check=True, timeout=60)
+    goals = (copy / "docs" / "benchmarks" / "README.md").read_text()
+    assert "| a server's first start | at most 60 s | 90.0 s | **missed by 50 %** |" in goals
+    assert "a server's first start, by 50 %" in goals
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda path: path.name)

@@ -1,5 +1,5 @@
 # Each target sets up .venv on its own when needed; a second run installs nothing.
-.PHONY: demo test setup
+.PHONY: demo test kernels setup
 
 setup:
 	@python3 scripts/setup.py
@@ -9,3 +9,6 @@ demo: setup
 
 test: setup
 	@.venv/bin/python scripts/test.py
+
+kernels: setup
+	@.venv/bin/python scripts/test_kernels.py

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 TOKENS = [1, 2, 20] if not ON_GPU else [1, 2, 16, 17, 33, 64]
 # hidden, intermediate, rows of the product of q, k and v; the last with columns in several parts.
-WIDTHS = [(64, 96, 70), (192, 320, 128)]
+# Interpreted those take half a minute for one token, a program a row.
+WIDTHS = [(64, 96, 70), pytest.param((192, 320, 128), marks=() if ON_GPU else pytest.mark.slow)]
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:

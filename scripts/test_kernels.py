@@ -1,0 +1,35 @@
+"""`make kernels`: GPU kernels on a machine without a GPU, under Triton's interpreter.
+
+Triton stays beside the environment, not in it: 280 MB to fetch and a gigabyte on disk that nothing else
+here needs, and what is tested otherwise is an installation without it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TRITON = "triton==3.9.*"  # older interpreters do not know numpy 2.4
+BESIDE = ROOT / ".venv" / "kernels"
+TESTS = ("tests/attention/triton", "tests/engine/interpreted", "tests/models/interpreted")
+
+
+def main() -> int:
+    if not list(BESIDE.glob("triton-3.9.*.dist-info")):
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        subprocess.run([*pip, str(BESIDE), TRITON], check=True)
+    workers = str(max(1, os.cpu_count() or 1))
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(BESIDE), os.environ.get("PYTHONPATH", "")]),
+        "TRITON_INTERPRET": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-n", workers, *(sys.argv[1:] or TESTS)]
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

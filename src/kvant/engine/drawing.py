@@ -98,7 +98,7 @@ class Drawer:
             self._space = make_space(most, vocab_size, device)
 
     def parts(self, logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor) -> DrawParts:
-        """Of rows [n] int64 of logits [.., vocab] float32, by `Draw.numbers` [n, 5] float64.
+        """Of rows [n] int64 of logits [.., vocab] float32 or wider, by `Draw.numbers` [n, 5] float64.
 
         tokens: [n] int64, the likeliest of each row, changed by `choose`: a row keeps it where its
         temperature is 0 or its largest logit is no finite number.

@@ -5,7 +5,8 @@ and the first few of what equals it. The edge is searched for: a pass adds up wh
 numbers between its bounds, which brings them 16 times closer; float32 has 2**32 numbers, so 8 passes find
 it. Sums over stretches run in one order, so a row's token depends on nothing beside it.
 
-The filters weigh in float32, in sums of a few numbers; what they leave is weighed in float64.
+The filters weigh in float32, in sums of a few numbers; what they leave is weighed in float64. Logits in
+float64 are rounded to float32.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def narrow(
 ) -> None:
     """Find the edge of top_k or, after that, the one of top_p, of those rows that have such a filter.
 
-    logits: [.., vocab] float32. rows: [n] int64. numbers: [n, 5] float64, as `Draw.numbers`. tokens:
-    [n] int64, the likeliest of each row.
+    logits: [.., vocab] float32 or float64. rows: [n] int64. numbers: [n, 5] float64, as `Draw.numbers`.
+    tokens: [n] int64, the likeliest of each row.
     """
     count, stretches = len(rows), space.sums.shape[1]
     for place in range(_PASSES):
@@ -160,7 +161,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
     program = tl.program_id(0)
     stretch = tl.program_id(1)
     row = logits + tl.load(rows + program).to(tl.int64) * stride
-    best = tl.load(row + tl.load(tokens + program))
+    best = tl.load(row + tl.load(tokens + program)).to(tl.float32)
     temperature = tl.load(numbers + program * 5)
     top_k = tl.load(numbers + program * 5 + 1)
     top_p = tl.load(numbers + program * 5 + 2)
@@ -194,7 +195,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
         sums = tl.zeros((CHUNK, 16), tl.float32)
         end = tl.minimum(size, (stretch + 1) * STRETCH)
         ids = stretch * STRETCH + c
-        x = tl.load(row + ids, mask=ids < end, other=float("-inf"))
+        x = tl.load(row + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
         for _ in range(0, STRETCH, CHUNK):
             following = tl.load(row + ids + CHUNK, mask=ids + CHUNK < end, other=float("-inf"))
             place = _ordered(x)
@@ -206,7 +207,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
             weights = tl.where((ids < end) & (x.to(tl.float64) >= least), weights, 0.0)
             reaches = place[:, None] >= marks.to(tl.int32)[None, :]
             sums += tl.where(reaches, weights[:, None], 0.0)
-            x = following
+            x = following.to(tl.float32)
             ids += CHUNK
         tl.store(parts + (program * stretches + stretch) * 16 + j, tl.sum(sums, 0))
         tl.debug_barrier()
@@ -245,13 +246,13 @@ def _weigh(logits, stride, size, rows, numbers, tokens, state, most, sums, ties,
     stretch = tl.program_id(1)
     temperature = tl.load(numbers + program * 5)
     row = logits + tl.load(rows + program).to(tl.int64) * stride
-    best = tl.load(row + tl.load(tokens + program))
+    best = tl.load(row + tl.load(tokens + program)).to(tl.float32)
     if (temperature > 0.0) & (best > float("-inf")) & (best < float("inf")):
         top_k = tl.load(numbers + program * 5 + 1)
         top_p = tl.load(numbers + program * 5 + 2)
         edge, _ = _edge(state, most, program, best, temperature, top_k, top_p)
         ids = stretch * STRETCH + tl.arange(0, STRETCH)
-        x = tl.load(row + ids, mask=ids < size, other=float("-inf"))
+        x = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
         least = _least(best, temperature, tl.load(numbers + program * 5 + 3))
         there = (ids < size) & (x.to(tl.float64) >= least)
         place = _ordered(x)
@@ -268,7 +269,7 @@ def _choose(logits, stride, size, rows, numbers, tokens, state, most, sums, ties
     program = tl.program_id(0)
     temperature = tl.load(numbers + program * 5)
     row = logits + tl.load(rows + program).to(tl.int64) * stride
-    best = tl.load(row + tl.load(tokens + program))
+    best = tl.load(row + tl.load(tokens + program)).to(tl.float32)
     if (temperature > 0.0) & (best > float("-inf")) & (best < float("inf")):
         top_k = tl.load(numbers + program * 5 + 1)
         top_p = tl.load(numbers + program * 5 + 2)
@@ -290,7 +291,7 @@ def _choose(logits, stride, size, rows, numbers, tokens, state, most, sums, ties
         kept_here = tl.sum(tl.where(s == stretch, kept, 0.0), 0)
         c = tl.arange(0, STRETCH)
         ids = stretch * STRETCH + c
-        x = tl.load(row + ids, mask=ids < size, other=float("-inf"))
+        x = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
         least = _least(best, temperature, tl.load(numbers + program * 5 + 3))
         there = (ids < size) & (x.to(tl.float64) >= least)
         place = _ordered(x)

@@ -65,6 +65,13 @@ def test_they_draw_what_is_drawn_row_by_row_on_a_cpu(size: int) -> None:
     assert found == expected
 
 
+def test_logits_in_float64_are_drawn_from_as_well() -> None:
+    """Models in float64 run on GPUs too, on the reference backend."""
+    wishes = [[HEATS[i % 10], *KEPT[i % 9], SHARES[i % 4]] for i in range(9)]
+    found, expected = both_ways(some_logits(300).double(), [ROWS[i] for i in range(9)], wishes)
+    assert found == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 def test_so_do_all_rows_with_all_filters(kept: tuple[float, float, float]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +25,8 @@ from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
 from kvant.engine.graphs import Answered, StepGraphs
-from kvant.engine.request import FinishReason
-from kvant.engine.result import Result
+from kvant.engine.request import FinishReason, Status
+from kvant.engine.result import Progress, Result
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.engine.steady import Steady
@@ -482,3 +484,64 @@ def test_a_failing_device_cancels_what_ran_and_leaves_the_engine_sound(
     pieces = [piece for _ in range(20) for piece in engine.step()]
     assert [token for piece in pieces for token in piece.token_ids] == answer([8, 9], 20)
     assert {piece.number for piece in pieces} == {number}
+
+
+class Admissions:
+    """Who would be begun in the next step if nobody waited for the step that runs already."""
+
+    def __init__(self) -> None:
+        self.missed: Counter[int] = Counter()
+        self.most = 0
+
+    def step(self, engine: Engine) -> list[Progress]:
+        """A step; `most` is how often in a row anybody was not begun in one who could have been."""
+        steady, scheduler = deepcopy((engine._steady, engine.scheduler))
+        if steady is not None:
+            steady.settle()
+        waited = [s for s in scheduler.sequences() if s.status is Status.WAITING]
+        scheduler.schedule()
+        begun = {s.number for s in waited if s.status is Status.RUNNING}
+        try:
+            return engine.step()
+        finally:
+            still = {s.number for s in engine.scheduler.sequences() if s.status is Status.WAITING}
+            for number in {s.number for s in waited}:
+                self.missed[number] = self.missed[number] + 1 if number in begun & still else 0
+                self.most = max(self.most, self.missed[number])
+
+
+@pytest.mark.parametrize("num_pages", [16, 24, 200], ids=["dry", "short", "ample"])
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_there_is_room_for_waits_for_one_step_at_most(
+    seed: int, num_pages: int, went_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind steps that fail, streams that begin or are left, requests that are cancelled."""
+    numbers = random.Random(seed)
+    engine, runner = make(num_pages)
+    run_decodes = runner.run_decodes
+
+    def run_or_fail(step: Decodes) -> Tensor:
+        if numbers.random() < 0.01:
+            raise RuntimeError("the device is gone")
+        return run_decodes(step)
+
+    monkeypatch.setattr(runner, "run_decodes", run_or_fail)
+    admissions = Admissions()
+    left, streams = 60, []
+    while left or engine.has_work:
+        if left and (not engine.has_work or numbers.random() < 0.15):
+            for _ in range(min(left, numbers.choice((1, 1, 2, 5)))):
+                prompt = [numbers.randrange(4, 8) for _ in range(numbers.choice((1, 2, 9, 20)))]
+                number = engine.submit(prompt, some_params(numbers))
+                left -= 1
+                if numbers.random() < 0.1:
+                    streams.append(engine.stream(number))
+        if numbers.random() < 0.02:
+            streams.clear()  # nobody has them any more: their requests are cancelled
+        if numbers.random() < 0.03 and engine.has_work:
+            engine.cancel(numbers.choice(sorted(engine.numbers)))
+        with suppress(RuntimeError):
+            admissions.step(engine)
+        engine.audit()
+    assert admissions.most == 1
+    assert len(went_on) > 10

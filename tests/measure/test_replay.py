@@ -23,15 +23,17 @@ def test_counts_have_the_mean_that_is_asked_for(mean: float) -> None:
     assert counts.max() <= 15
 
 
-def test_the_likeliest_token_is_the_draft_as_long_as_it_is_to_stand() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_likeliest_token_is_the_draft_as_long_as_it_is_to_stand(dtype: torch.dtype) -> None:
     ids = torch.tensor([9, 1, 2, 3, 8, 4, 5, 6])
     lengths = torch.tensor([0, 4, 8], dtype=torch.int32)
     positions = torch.tensor([0, 1, 2, 3, 50, 51, 52, 53])
     table_ = torch.zeros(2, 1, dtype=torch.int32)
     step = Step(lengths, lengths[1:], table_, positions, positions, 4, 60)
     for stands in range(4):
-        logits = torch.randn(8, 12)
+        logits = torch.randn(8, 12).to(dtype)
         decide(logits, ids, step, torch.tensor([stands]))
+        assert logits.float().isfinite().all()
         same = logits.argmax(-1)[:-1] == ids[1:]
         assert same[:3].tolist() == same[4:].tolist() == [place < stands for place in range(3)]
 

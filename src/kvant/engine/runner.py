@@ -18,7 +18,7 @@ from kvant.engine.graphs import Answered, StepGraphs
 from kvant.engine.recorder import CudaRecorder, Recorder
 from kvant.engine.warm_up import warm_up
 from kvant.errors import NotServable
-from kvant.kv.pool import KVPool
+from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel, widened
@@ -151,6 +151,7 @@ class ModelRunner:
         """
         if self.device.type == "cpu":
             return
+        self.zero([SCRATCH_PAGE])  # the first request's pages would wait for the kernel otherwise
         warm_up(
             self.model,
             self.pool,

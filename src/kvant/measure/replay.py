@@ -89,4 +89,4 @@ def decide(logits: Tensor, input_ids: Tensor, step: Step, entries: Tensor) -> No
     stands = rows - first < entries[entry]
     draft = input_ids.roll(-1)
     token = torch.where(stands, draft, (draft + 1) % logits.shape[1])
-    logits.scatter_(1, token[:, None], 1e9)
+    logits.scatter_(1, token[:, None], torch.finfo(logits.dtype).max)

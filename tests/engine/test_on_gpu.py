@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvant import LLM, SamplingParams
+from kvant.engine.decodes import Decodes
 from tests.models import tiny
 
 pytestmark = pytest.mark.gpu
@@ -49,9 +51,9 @@ def test_what_is_launched_ahead_is_used_and_forgotten_where_it_must_be(
     launched: list[bool] = []
     launch = graphs.StepGraphs._launch
 
-    def count(self: graphs.StepGraphs, *given: object) -> object:
-        launched.append(given[-1] is not None)
-        return launch(self, *given)  # type: ignore[arg-type]
+    def count(self: graphs.StepGraphs, step: Decodes, after: Any) -> object:
+        launched.append(after is not None)
+        return launch(self, step, after)
 
     monkeypatch.setattr(graphs.StepGraphs, "_launch", count)
     assert answers(path, "cuda", kv_cache_memory="2MiB", max_num_seqs=4) == expected
@@ -97,11 +99,11 @@ def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
               batch_invariant=invariant, enable_prefix_caching=False)  # fmt: skip
     drawn, launch = [], StepGraphs._launch
 
-    def watched(self: StepGraphs, *given: object) -> object:
-        drawn.append(given[-2] is not None and given[-1] is not None)
+    def watched(self: StepGraphs, step: Decodes, after: Any) -> object:
+        drawn.append(step.draws is not None and after is not None)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(self, *given)  # type: ignore[arg-type]
+            return launch(self, step, after)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

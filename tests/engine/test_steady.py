@@ -134,10 +134,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
     launch = StepGraphs._launch
 
-    def count(self: StepGraphs, *given: Any) -> object:
-        found["ahead" if given[-1] is not None else "read"] += 1
-        found["drawn"] += given[-1] is not None and given[-2] is not None
-        return launch(self, *given)
+    def count(self: StepGraphs, step: Decodes, after: Any) -> object:
+        found["ahead" if after is not None else "read"] += 1
+        found["drawn"] += after is not None and step.draws is not None
+        return launch(self, step, after)
 
     monkeypatch.setattr(StepGraphs, "_launch", count)
     return found

@@ -184,22 +184,18 @@ class StepGraphs:
         Logits [T, vocab_size], valid until the next step. If the step has `limits`, what follows it is
         launched too, and the width of the logits is 0: they are already being overwritten.
         """
-        numbers = step.numbers
         guess, self._guess = self._guess, None
-        places = None if guess is None else _places_in(guess, step, numbers)
+        places = None if guess is None else _places_in(guess, step)
         if guess is None or places is None:
-            draws = None if step.draws is None else step.draws.numbers(0)
-            launched = self._launch(step, numbers, step.ends, draws, None)
-            places = np.arange(len(numbers))
+            launched = self._launch(step, None)
+            places = np.arange(len(step.numbers))
         else:
             launched = guess.launched
         self._current = (launched, places)
         logits = launched.graph.logits
         if step.limits is None:
             return logits
-        after = (launched, places)
-        draws = None if step.draws is None else step.draws.numbers(1)
-        following = self._launch(step, numbers, step.limits, draws, after)
+        following = self._launch(step, self._current)
         self._guess = _Guess(following, launched, places)
         return logits[:, :0]
 
@@ -224,19 +220,15 @@ class StepGraphs:
         return Answered(((sound != 0).tolist(), chosen.tolist()), first_rows, drafts)
 
     def _launch(
-        self,
-        step: Decodes,
-        numbers: list[int],
-        ends: NDArray[np.int64],
-        draws: NDArray[np.float64] | None,
-        after: tuple[_Launched, NDArray[np.int64]] | None,
+        self, step: Decodes, after: tuple[_Launched, NDArray[np.int64]] | None
     ) -> _Launched:
-        """Replay a graph. draws: `Draw.numbers` of its sequences, None for the likeliest tokens.
+        """Replay a graph for a step; or, with `after`, for what follows it if nothing ends or arrives.
 
-        after: the step before and where its sequences stand there, to go on from; without it the step's
-        own ids and starts.
+        after: the step as it was launched, and where its sequences stand there, to go on from.
         """
-        count = len(numbers)
+        ends = step.ends if after is None else step.limits
+        assert ends is not None
+        count = len(step.numbers)
         size = next(size for size in self._sizes[step.num_drafts] if size >= count)
         self._turn = (self._turn + 1) % len(self._staging)
         staging = self._staging[self._turn]
@@ -260,13 +252,15 @@ class StepGraphs:
             self._inputs[:2, :size].copy_(before.index_select(1, self._inputs[3, :size]))
         graph = self._graphs[size, step.num_drafts]
         graph.replay()
-        if draws is not None:
-            self._draw(graph, staging.draws[:size], draws)
+        if step.draws is not None:  # random numbers are made while the model runs
+            self._draw(graph, staging.draws[:size], step.draws.numbers(int(after is not None)))
         found = staging.found[: graph.found.shape[0]]
         found.copy_(graph.found, non_blocking=True)
         staging.done.record()
         results, following = found[: -3 * size].view(3, -1), found[-3 * size :].view(3, size)
-        return _Launched(numbers, step.num_drafts, ends, graph, results, following, staging.done)
+        return _Launched(
+            step.numbers, step.num_drafts, ends, graph, results, following, staging.done
+        )
 
     def _record_draw(self, logits: Tensor, chosen: Tensor, newest: Tensor) -> DrawParts:
         """Drawing from the logits of a step, each of whose rows has the token `chosen`; `newest` too."""
@@ -329,9 +323,9 @@ class StepGraphs:
         return self._logits[: len(logits)].copy_(logits)
 
 
-def _places_in(guess: _Guess, step: Decodes, numbers: list[int]) -> NDArray[np.int64] | None:
+def _places_in(guess: _Guess, step: Decodes) -> NDArray[np.int64] | None:
     """Where a step's sequences stand in one that was launched; None if it was another one."""
-    launched = guess.launched
+    launched, numbers = guess.launched, step.numbers
     if launched.num_drafts != step.num_drafts:
         return None
     if launched.numbers == numbers:

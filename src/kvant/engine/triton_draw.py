@@ -80,9 +80,9 @@ def choose(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space:
         logits, logits.stride(0), logits.shape[1], rows, numbers, tokens, space.state,
         space.state.shape[2], space.sums, space.ties, stretches,
     )  # fmt: skip
-    _weigh[(count, stretches)](*given, STRETCH=_STRETCH, num_warps=8)
+    _weigh[(count, stretches)](*given, STRETCH=_STRETCH, num_warps=_WARPS)
     pad = triton.next_power_of_2(stretches)
-    _choose[(count,)](*given, STRETCH=_STRETCH, PAD=pad, num_warps=8)
+    _choose[(count,)](*given, STRETCH=_STRETCH, PAD=pad, num_warps=_WARPS)
 
 
 def draw_once(logits: Tensor) -> None:

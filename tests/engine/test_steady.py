@@ -112,11 +112,15 @@ def some_params(numbers: random.Random) -> SamplingParams:
         heat = numbers.choice((0.3, 1.0, 2.0))
         given = {"temperature": heat, "seed": numbers.randrange(50), **numbers.choice(WISHES)}
     if numbers.random() < 0.04:
-        given |= numbers.choice(({"logprobs": 1}, {"presence_penalty": 1.0}, {"min_tokens": 9}))
+        given |= numbers.choice(
+            ({"logprobs": 1}, {"presence_penalty": 1.0}, {"min_tokens": 9}, {"prompt_logprobs": 2})
+        )
     ignored = numbers.random() < 0.7
     tokens = (
         numbers.choice((10, 11, 30)) if "min_tokens" in given else numbers.choice((1, 2, 11, 30))
     )
+    if "prompt_logprobs" in given:
+        tokens = numbers.choice((0, 1, 11))
     return SamplingParams(max_tokens=tokens, ignore_eos=ignored, **given)
 
 
@@ -124,7 +128,7 @@ def alone(prompt: list[int], params: SamplingParams) -> Result:
     """Step by step, each of which is read before the next begins."""
     engine, _ = make_engine()
     engine.submit(prompt, params)
-    (result,) = [p.result for _ in range(params.max_tokens or 0) for p in engine.step() if p.result]
+    (result,) = [p.result for _ in range(params.max_tokens or 1) for p in engine.step() if p.result]
     return result
 
 
@@ -199,6 +203,7 @@ def test_answers_are_those_of_each_request_alone(
         assert list(result.token_ids) == list(expected.token_ids) == streamed[number]
         assert result.finish_reason is expected.finish_reason
         assert result.logprobs == expected.logprobs
+        assert result.prompt_logprobs == expected.prompt_logprobs
         if params.is_greedy and not params.presence_penalty and not params.min_tokens:
             assert params.max_tokens is not None
             eos = None if params.ignore_eos else EOS

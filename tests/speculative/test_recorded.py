@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from kvant import LLM, SamplingParams
 from kvant.engine.layout import lay_out, what_follows
+from tests.engine.test_steady import Admissions
 from tests.speculative.engines import make_llm
 from tests.speculative.pair import BLOCK, Pair
 from tests.speculative.recorded import record
@@ -84,6 +87,24 @@ def test_sampled_answers_are_the_same_with_recorded_steps(pair: Pair) -> None:
     llm = make_llm(pair, attention_backend="reference")
     record(llm, (BLOCK - 1,))
     assert [result.token_ids for result in llm.generate(prompts, params)] == wanted
+
+
+@pytest.mark.parametrize("memory", ["150KB", "4MB"], ids=["dry", "ample"])
+def test_whoever_there_is_room_for_waits_for_one_step_at_most(pair: Pair, memory: str) -> None:
+    llm = make_llm(
+        pair, attention_backend="reference", max_num_seqs=4, page_size=4, kv_cache_memory=memory
+    )
+    record(llm, (BLOCK - 1,))
+    numbers, admissions, engine = random.Random(1), Admissions(), llm.engine
+    left = 24
+    while left or engine.has_work:
+        if left and (not engine.has_work or numbers.random() < 0.25):
+            params = replace(numbers.choice(PARAMS), temperature=numbers.choice((0.0, 0.0, 1.0)))
+            engine.submit(numbers.choice(pair.prompts), params)
+            left -= 1
+        admissions.step(engine)
+        engine.audit()
+    assert admissions.most == 1
 
 
 def test_a_layout_packs_sequences_of_different_room() -> None:

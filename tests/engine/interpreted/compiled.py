@@ -1,0 +1,95 @@
+"""Run as a program without `TRITON_INTERPRET`: compiles for an H200, on a machine without a GPU, what the
+engine launches around the model, or with names of formats for K and V what attention launches over them,
+and prints what it compiled.
+
+The interpreter knows no types: what it runs may still be refused by the compiler.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kvant.attention.base import HeadRotation
+from kvant.attention.triton import backend
+from kvant.attention.triton.backend import TritonBackend
+from kvant.attention.triton.zero import clear_pages
+from kvant.engine.triton_draw import draw_once
+from kvant.engine.triton_step import likeliest, plain_step
+from kvant.kv.dtype import KVDtype
+from tests.attention.triton import case
+
+H200 = GPUTarget("cuda", 90, 32)
+_TYPES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8",
+}  # fmt: skip
+_compiled: set[object] = set()
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + _TYPES[value.dtype]
+    if value is None:
+        return "constexpr"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
+    """In the place of a launch."""
+    names = [parameter.name for parameter in kernel.params]
+    arguments = dict(zip(names, given, strict=False))
+    arguments |= {name: options.pop(name) for name in names if name in options}
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    constant |= {name for name, value in arguments.items() if value is None}
+    types = {n: "constexpr" if n in constant else _type_of(arguments[n]) for n in names}
+    constants = {name: arguments[name] for name in constant}
+    asked = {key: options[key] for key in ("num_warps", "num_stages", "maxnreg") if key in options}
+    key = kernel.fn.__name__, *types.items(), *sorted(constants.items()), *asked.items()
+    if key not in _compiled:
+        _compiled.add(key)
+        made = triton.compile(ASTSource(kernel, types, constants), target=H200, options=asked)
+        assert made.asm["cubin"]
+        print(kernel.fn.__name__, flush=True)
+
+
+def _attention(k: KVDtype, v: KVDtype) -> None:
+    """Writing and reading rows, for one query and for many."""
+    module: Any = backend
+    module.has_ptx = module.is_nvidia = lambda device: True
+    module.multiprocessors = lambda device: 132
+    for new in (1, 40):
+        x = case.prepare(
+            k, v, head_dims=(128, 128), dtype=torch.bfloat16, sequences=((99, new), (new, new))
+        )
+        TritonBackend().write(x.cache, x.k, x.v, x.step)
+        TritonBackend().attend(x.cache, x.q, x.step, x.params)
+    angles = torch.zeros(99, 64, dtype=torch.bfloat16)
+    norm = torch.ones(128, dtype=torch.bfloat16)
+    qkv = torch.cat([part.flatten(1) for part in (x.q, x.k, x.v)], 1)
+    rotation = HeadRotation(angles, angles, True, norm, norm, 1e-6)
+    TritonBackend().write_rotated(x.cache, qkv, rotation, x.step)
+
+
+def _engine() -> None:
+    for dtype in (torch.float32, torch.float64):
+        logits = torch.zeros(3, 9000, dtype=dtype)
+        draw_once(logits)
+        tokens = torch.zeros(3, dtype=torch.int64)
+        likeliest(logits, tokens, tokens)
+    plain_step(tokens, tokens, torch.zeros(3, 4, dtype=torch.int32), 16, 64)
+    clear_pages[(1,)](tokens, tokens, tokens, BLOCK=1024, num_warps=4)
+
+
+if __name__ == "__main__":
+    JITFunction.run = _compile  # type: ignore[method-assign,assignment]
+    if sys.argv[1:]:
+        _attention(*(KVDtype[name] for name in sys.argv[1:]))
+    else:
+        _engine()

@@ -1,0 +1,53 @@
+"""Kernels are compiled for an H200: what the interpreter runs may still have types that do not fit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches compile them there")
+ROOT = Path(__file__).parents[3]
+MORE = [
+    ("BFLOAT16", "FLOAT16"), ("FP8_E4M3", "FP8_E5M2"),
+    ("FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD"), ("NVFP4", "INT4_PER_TOKEN_HEAD"),
+    ("TURBOQUANT_K3", "TURBOQUANT_V3"), ("TURBOQUANT_K4", "TURBOQUANT_V4"),
+]  # fmt: skip
+
+
+def compiled(cache: Path, *names: str) -> Counter[str]:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.engine.interpreted.compiled", *names]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return Counter(done.stdout.split())
+
+
+def test_what_a_gpu_draws_with_compiles(tmp_path: Path) -> None:
+    """Logits in float32 and in float64; each search of a filter begins and goes on."""
+    expected = {"_narrow": 8, "_weigh": 2, "_choose": 2, "_likeliest": 2, "_lay_out": 1}
+    assert compiled(tmp_path) == {**expected, "clear_pages": 1}
+
+
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        ("TURBOQUANT_K3", "NVFP4"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE),
+    ],
+)
+def test_so_does_what_writes_and_reads_pages(k: str, v: str, tmp_path: Path) -> None:
+    found = compiled(tmp_path, k, v)
+    assert found["store_rows"] == found["rotate_and_store"] == 1
+    assert found["paged_attention"] == 2
+    assert found["combine"] >= 1

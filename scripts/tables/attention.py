@@ -106,36 +106,44 @@ def _points(data: Any, page_size: int | None = None) -> dict[tuple[int, int], di
     return points
 
 
-def over_best_peer(data: Any, page_size: int | None = None) -> list[float]:
-    """Kvant's time over the best peer's, at every point that fits."""
-    ratios = []
-    for at in _points(data, page_size).values():
+def _beside_best_peer(
+    data: Any, page_size: int | None = None
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Kvant's microseconds and its time over the best peer's, at every point that fits."""
+    found = {}
+    for place, at in _points(data, page_size).items():
         mine = at.pop("kvant", None)
         if mine is not None:
-            ratios.append(mine / min(at.values()))
-    return ratios
+            found[place] = mine, mine / min(at.values())
+    return found
+
+
+def over_best_peer(data: Any, page_size: int | None = None) -> list[float]:
+    """Kvant's time over the best peer's, at every point that fits."""
+    return [ratio for _, ratio in _beside_best_peer(data, page_size).values()]
 
 
 @table("attention-grid-bfloat16", "h200-attention-grid-bfloat16.json")
 @table("attention-grid-fp8", "h200-attention-grid-fp8.json")
 def grid(data: Any) -> Cells:
     """Everybody at the better page size: Kvant's microseconds, and its time over the best peer's."""
-    points = _points(data)
+    points = _beside_best_peer(data)
     lengths = sorted({length for _, length in points})
-    lines = [["sequences", *(f"{length // 1024}k" for length in lengths)]]
-    for batch in sorted({batch for batch, _ in points}):
-        cells = []
-        for length in lengths:
-            us = dict(points.get((batch, length), {}))
-            mine = us.pop("kvant", None)
-            if mine is None:
-                cells.append("does not fit")
-                continue
-            ratio = mine / min(us.values())
-            shown = f"{mine:.1f} ({ratio:.3f})"
-            cells.append(f"**{shown}**" if ratio > MOST_OVER_PEER else shown)
-        lines.append([str(batch), *cells])
-    return lines
+
+    def cell(place: tuple[int, int]) -> str:
+        if place not in points:
+            return "does not fit"
+        mine, ratio = points[place]
+        shown = f"{mine:.1f} ({ratio:.3f})"
+        return f"**{shown}**" if ratio > MOST_OVER_PEER else shown
+
+    return [
+        ["sequences", *(f"{length // 1024}k" for length in lengths)],
+        *(
+            [str(batch), *(cell((batch, length)) for length in lengths)]
+            for batch in sorted({batch for batch, _ in points})
+        ),
+    ]
 
 
 def bits(name: str) -> int:

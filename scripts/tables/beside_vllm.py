@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tables import Cells, percent, table
-from tables.throughput import LONG, output_tokens_per_second
+from tables.throughput import measured, rounds
 
 KVANT = ("h200-throughput-bfloat16.json", "h200-throughput-fp8.json")
 VLLM = ("h200-vllm-bfloat16.json", "h200-vllm-fp8.json")
@@ -13,40 +14,29 @@ PEER = {"bfloat16": "bfloat16", "fp8_e4m3": "fp8"}
 SERVERS = "h200-servers.json"
 
 
-def _rate(row: Any) -> float:
-    return output_tokens_per_second(row["load"], row["seconds"])
-
-
 @table("beside-vllm", *KVANT, *VLLM)
 def throughput(*files: Any) -> Cells:
     """Of the fastest repeat; a ratio above 1 is in Kvant's favour."""
-    both = [{(r["load"], r["stored"]): r for data in some for r in data["rounds"]}
-            for some in (files[:2], files[2:])]  # fmt: skip
-    ours, theirs = both
-    lines = [["requests x input/output"]]
-    for stored, peer in PEER.items():
-        lines[0] += [f"vLLM {peer}", f"Kvant {stored}", "over vLLM"]
-    for load in dict.fromkeys(load for load, _ in ours):
-        cells = []
-        for stored, peer in PEER.items():
-            pair = theirs[load, peer], ours[load, stored]
-            rates = [_rate(r) for r in pair]
-            shown = [f"{min(r['seconds']):.1f} s" for r in pair] if load in LONG else [
-                f"{rate:.0f} tok/s" for rate in rates]  # fmt: skip
-            cells += [*shown, f"{rates[1] / rates[0]:.2f}"]
-        lines.append([load.replace("x", " x "), *cells])
-    for what, key, unit in (
-        ("the pool holds", "capacity_tokens", ",d"),
-        ("until ready", "start_seconds", ".1f"),
-    ):
-        cells = []
-        for stored, peer in PEER.items():
-            load = next(iter(ours))[0]
-            pair = theirs[load, peer][key], ours[load, stored][key]
-            end = " tokens" if key == "capacity_tokens" else " s"
-            cells += [*(format(n, unit) + end for n in pair), ""]
-        lines.append([what, *cells])
-    return lines
+    ours, theirs = rounds(*files[:2]), rounds(*files[2:])
+    loads = list(dict.fromkeys(load for load, _ in ours))
+
+    def line(what: str, load: str, cells: Callable[[Any, Any], list[str]]) -> list[str]:
+        pairs = [(theirs[load, peer], ours[load, stored]) for stored, peer in PEER.items()]
+        return [what, *(cell for pair in pairs for cell in cells(*pair))]
+
+    def speeds(one: Any, other: Any) -> list[str]:
+        shown = [measured(r["load"], r["seconds"])[1] for r in (one, other)]
+        return [*shown, f"{min(one['seconds']) / min(other['seconds']):.2f}"]
+
+    return [
+        line("requests x input/output", loads[0],
+             lambda one, other: [f"vLLM {one['stored']}", f"Kvant {other['stored']}", "over vLLM"]),
+        *(line(load.replace("x", " x "), load, speeds) for load in loads),
+        line("the pool holds", loads[0],
+             lambda *pair: [*(f"{r['capacity_tokens']:,d} tokens" for r in pair), ""]),
+        line("until ready", loads[0],
+             lambda *pair: [*(f"{r['start_seconds']:.1f} s" for r in pair), ""]),
+    ]  # fmt: skip
 
 
 @table("servers", SERVERS)

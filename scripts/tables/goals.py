@@ -197,15 +197,14 @@ def _loads(data: dict[str, Any]) -> Iterator[Goal]:
         run = data["fp8" if stored == "fp8_e4m3" else stored]
         seconds = next(r["seconds"] for r in run["rounds"] if r["load"] == load)
         long = load in throughput.LONG
-        value = min(seconds) if long else throughput.output_tokens_per_second(load, seconds)
+        value, _ = throughput.measured(load, seconds)
         yield Goal(
             f"{load.replace('x', ' x ')}, {stored}", value, bound, " s" if long else " tok/s",
             "throughput", run, least=not long, digits=1 if long else 0,
         )  # fmt: skip
     pool = {name: data[name]["rounds"][0]["capacity_tokens"] for name in ("bfloat16", *CAPACITY)}
     for name, least in CAPACITY.items():
-        # Two places, cut: 2.00 in a pool of whole pages is 2.
-        times = round(pool[name] / pool["bfloat16"], 2)
+        times = pool[name] / pool["bfloat16"]
         what = f"tokens in the pool, {data[name]['rounds'][0]['stored']} over bfloat16"
         yield Goal(what, times, least, "x", "throughput", data[name], least=True)
     decode = data["decode"]

@@ -20,13 +20,22 @@ GOALS: dict[tuple[str, str], float] = {
 }
 
 
+def measured(load: str, seconds: Iterable[float]) -> tuple[float, str]:
+    """Of the fastest repeat, and in words: seconds of long loads, else output tokens a second."""
+    if load in LONG:
+        value = min(seconds)
+        return value, f"{value:.1f} s"
+    value = output_tokens_per_second(load, seconds)
+    return value, f"{value:.0f} tok/s"
+
+
 def output_tokens_per_second(load: str, seconds: Iterable[float]) -> float:
     """Of the fastest repeat: whatever disturbs only slows."""
     requests, _, output = map(int, re.split("[x/]", load))
     return requests * output / min(seconds)
 
 
-def _rounds(*files: Any) -> dict[tuple[str, str], Any]:
+def rounds(*files: Any) -> dict[tuple[str, str], Any]:
     """By load and stored format."""
     return {(r["load"], r["stored"]): r for data in files for r in data["rounds"]}
 
@@ -39,19 +48,17 @@ def _rounds(*files: Any) -> dict[tuple[str, str], Any]:
     "h200-throughput-int4.json",
 )
 def throughput(*files: Any) -> Cells:
-    found = _rounds(*files)
+    found = rounds(*files)
     formats = list(dict.fromkeys(stored for _, stored in found))
     lines = [["requests x input/output", *(cell for f in formats for cell in (f, "goal"))]]
     for load in dict.fromkeys(load for load, _ in found):
         cells = []
         for stored in formats:
             seconds = found[load, stored]["seconds"]
-            goal, long = GOALS.get((load, stored)), load in LONG
-            value = min(seconds) if long else output_tokens_per_second(load, seconds)
-            cells.append(f"{value:.1f} s" if long else f"{value:.0f} tok/s")
-            cells.append(
-                "" if goal is None else held(value, goal, least=not long, shown=f"{goal:g}")
-            )
+            goal, least = GOALS.get((load, stored)), load not in LONG
+            value, shown = measured(load, seconds)
+            cells.append(shown)
+            cells.append("" if goal is None else held(value, goal, least=least, shown=f"{goal:g}"))
         lines.append([load.replace("x", " x "), *cells])
     held_by = {stored: r for (_, stored), r in found.items()}
     lines.append(
@@ -62,12 +69,10 @@ def throughput(*files: Any) -> Cells:
 
 @table("h200-invariance", "h200-invariance.json")
 def invariance(on: Any) -> Cells:
-    plain = _rounds(on["off"])
+    plain = rounds(on["off"])
     lines = [["load", "KV format", "off, out tok/s", "on", "difference"]]
-    for (load, stored), r in sorted(_rounds(on).items()):
-        rates = [
-            output_tokens_per_second(load, rounds["seconds"]) for rounds in (plain[load, stored], r)
-        ]
+    for (load, stored), r in sorted(rounds(on).items()):
+        rates = [output_tokens_per_second(load, one["seconds"]) for one in (plain[load, stored], r)]
         lines.append(
             [load.replace("x", " x "), stored, *(f"{rate:.0f}" for rate in rates),
              percent(rates[1] / rates[0] - 1, sign=True)]

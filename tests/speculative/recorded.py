@@ -33,13 +33,13 @@ class Again:
         self.num_runs = 0
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        made: Any = run()
+        made: Any = run() or ()
         for tensor in made:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 40)
 
         def replay() -> None:
             self.num_runs += 1
-            again: Any = run()
+            again: Any = run() or ()
             for old, new in zip(made, again, strict=True):
                 old.copy_(new)
 

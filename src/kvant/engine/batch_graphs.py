@@ -23,7 +23,7 @@ from kvant.engine.batch import Batch
 from kvant.engine.batch_sizes import piece_sizes
 from kvant.engine.graphs import Forward
 from kvant.engine.recorder import Recorder
-from kvant.models.loaded import widened
+from kvant.engine.shared_logits import SharedLogits
 
 MOST_CONTEXT = 8192
 """Stored tokens of a sequence: longer ones are multiplied faster as they lie in `Step.long`."""
@@ -92,15 +92,16 @@ class BatchGraphs:
         # Two: the device may not have read the numbers of a step that nobody waited for.
         self._staging = [_Staging(recorder, room, seqs * most_pages) for _ in range(2)]
         self._turn = 0
-        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
-        self._logits: Tensor | None = None
+        self._graphs: dict[tuple[int, int], tuple[Callable[[], None], Tensor]] = {}
+        self._logits = SharedLogits()
 
     def capture(self) -> None:
         """Record every graph. Nothing is written to the pool: every token is padding meanwhile."""
         for tokens, seqs in reversed(self._sizes):
             _Numbers.of(self._memory, tokens, seqs).slots.fill_(-1)
             run = partial(self._run, tokens, seqs)
-            self._replays[tokens, seqs], _ = self._recorder.record(run)
+            replay, (logits,) = self._recorder.record(run)
+            self._graphs[tokens, seqs] = replay, logits
             self._memory.zero_()
 
     def run(self, batch: Batch) -> Tensor | None:
@@ -115,9 +116,9 @@ class BatchGraphs:
         staging.copied.synchronize()
         self._write(staging, batch, *size)
         staging.copied.record()
-        self._replays[size]()
-        assert self._logits is not None
-        return self._logits[: batch.logits_index.shape[0]]
+        replay, logits = self._graphs[size]
+        replay()
+        return logits[: batch.logits_index.shape[0]]
 
     def _size_for(self, batch: Batch) -> tuple[int, int] | None:
         step = batch.step
@@ -163,8 +164,5 @@ class BatchGraphs:
             max_seqlen_q=tokens,
             max_seqlen_kv=self._max_context,
         )
-        logits = self._forward(numbers.ids, step, numbers.wanted)
-        if self._logits is None:  # before anything is recorded, so no graph owns it
-            self._logits = torch.empty_like(logits, dtype=widened(logits.dtype))
         # Graphs share their memory, and of all they compute only this is looked at.
-        return (self._logits[:seqs].copy_(logits),)
+        return (self._logits.keep(self._forward(numbers.ids, step, numbers.wanted)),)

@@ -31,7 +31,7 @@ from kvant.engine.drawing import Drawer, DrawParts, filters, has_kernels
 from kvant.engine.layout import lay_out, what_follows
 from kvant.engine.recorder import Mark, Recorder
 from kvant.engine.sampler import Greedy
-from kvant.models.loaded import widened
+from kvant.engine.shared_logits import SharedLogits
 
 Forward = Callable[[Tensor, Step, Tensor], Tensor]
 """input_ids [T], step, logits_index [n] -> logits [n, vocab_size] as computed, in any dtype."""
@@ -150,8 +150,7 @@ class StepGraphs:
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, device=device)
         self._draws = torch.zeros(most, 5, dtype=torch.float64, device=device)
         self._drawer: Drawer | None = None
-        # Of all steps, as the next one overwrites them: made with the first that is recorded, the largest.
-        self._logits: Tensor | None = None
+        self._logits = SharedLogits()
         # Three, as two steps can be on their way while the numbers of a third are written.
         self._staging = [_Staging(recorder, most, most_rows, max_pages) for _ in range(3)]
         self._turn = 0
@@ -271,16 +270,11 @@ class StepGraphs:
             self._drawer = Drawer(size, logits.shape[1], logits.device)
         parts = self._drawer.parts(logits, self._rows[:size], self._draws[:size], chosen)
 
-        def choose() -> tuple[Tensor, ...]:
+        def choose() -> None:
             parts.choose()
             newest.copy_(chosen)
-            return ()
 
-        by_count, by_share = (
-            record(lambda part=part: (part(), ())[1])[0]  # type: ignore[misc]
-            for part in (parts.by_count, parts.by_share)
-        )
-        return DrawParts(by_count, by_share, record(choose)[0])
+        return DrawParts(*(record(run)[0] for run in (parts.by_count, parts.by_share, choose)))
 
     def _draw(self, graph: _Graph, staging: Tensor, draws: NDArray[np.float64]) -> None:
         """Launch what finds a step's tokens behind the step. Padding has no temperature."""
@@ -300,7 +294,7 @@ class StepGraphs:
             step = plain_step(
                 starts, ends, self._table[:size], self._page_size, self._max_model_len
             )
-            logits = self._shared(self._forward(ids, step, self._rows[:size]))
+            logits = self._logits.keep(self._forward(ids, step, self._rows[:size]))
             return logits, likeliest(logits, ids, starts)
         layout = lay_out(
             starts, ends, self._table[:size], num_drafts, self._page_size, self._max_model_len
@@ -310,17 +304,12 @@ class StepGraphs:
             assert self._draft is not None
             tokens = torch.where(layout.is_first, ids[layout.owners], -1)
             tokens = torch.where(layout.is_first, tokens, self._draft(tokens, layout.step))
-        logits = self._shared(self._forward(tokens, layout.step, self._rows[: tokens.shape[0]]))
+        rows = self._rows[: tokens.shape[0]]
+        logits = self._logits.keep(self._forward(tokens, layout.step, rows))
         best, chosen = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
         newest, places = what_follows(layout, starts, tokens, chosen)
         sound = torch.isfinite(best).to(torch.int64)
         return logits, torch.cat([tokens, sound, chosen, newest, places, layout.counts])
-
-    def _shared(self, logits: Tensor) -> Tensor:
-        """The same numbers in float32, where those of every step lie."""
-        if self._logits is None:  # before anything is recorded, so no graph owns it
-            self._logits = torch.empty_like(logits, dtype=widened(logits.dtype))
-        return self._logits[: len(logits)].copy_(logits)
 
 
 def _places_in(guess: _Guess, step: Decodes) -> NDArray[np.int64] | None:

@@ -48,6 +48,7 @@ class Step:
     layer whose other rows nobody looks at; None where nobody listed them, or where all are wanted.
     lists: what a backend has worked out of the lengths in one layer, for the layers after it: a step whose
     lengths are to change in place, as between replays of a graph, is made anew where it is recorded.
+    slices: likewise, the steps of some of its queries, by the first and the end of their tokens.
     """
 
     cu_seqlens_q: Tensor
@@ -62,6 +63,9 @@ class Step:
     rest: Step | None = None
     wanted: Step | None = None
     lists: dict[Hashable, Tensor] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    slices: dict[tuple[int, int], Step] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
 

@@ -204,23 +204,22 @@ def _queries(step: Step, start: int, end: int) -> Step:
     """The step of its tokens from start to end. Not of a bidirectional window: it is measured from the
     end of a sequence's queries.
     """
-    ends, lengths = (step.lists.get((start, end, name)) for name in ("ends", "lengths"))
-    if ends is None or lengths is None:
-        ends = step.cu_seqlens_q.clamp(start, end) - start
+    found = step.slices.get((start, end))
+    if found is None:
         lengths = step.seqlens_kv
         if step.causal:
             lengths = (lengths - (step.cu_seqlens_q[1:] - end).clamp(min=0)).clamp(min=0)
-        step.lists[start, end, "ends"], step.lists[start, end, "lengths"] = ends, lengths
-    return Step(
-        cu_seqlens_q=ends,
-        seqlens_kv=lengths,
-        page_table=step.page_table,
-        slot_mapping=step.slot_mapping[start:end],
-        positions=step.positions[start:end],
-        max_seqlen_q=min(step.max_seqlen_q, end - start),
-        max_seqlen_kv=step.max_seqlen_kv,
-        causal=step.causal,
-    )
+        found = step.slices[start, end] = Step(
+            cu_seqlens_q=step.cu_seqlens_q.clamp(start, end) - start,
+            seqlens_kv=lengths,
+            page_table=step.page_table,
+            slot_mapping=step.slot_mapping[start:end],
+            positions=step.positions[start:end],
+            max_seqlen_q=min(step.max_seqlen_q, end - start),
+            max_seqlen_kv=step.max_seqlen_kv,
+            causal=step.causal,
+        )
+    return found
 
 
 def attend(

@@ -129,6 +129,20 @@ def _least(best, temperature, min_p):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _row_of(logits, stride, rows, numbers, tokens, program):  # type: ignore[no-untyped-def]
+    """A program's row, its largest logit, its temperature, and whether its token is drawn."""
+    row = logits + tl.load(rows + program).to(tl.int64) * stride
+    best = tl.load(row + tl.load(tokens + program)).to(tl.float32)
+    temperature = tl.load(numbers + program * 5)
+    return (
+        row,
+        best,
+        temperature,
+        (temperature > 0.0) & (best > float("-inf")) & (best < float("inf")),
+    )
+
+
+@triton.jit
 def _edge(state, most, program, best, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
     """What the filters found: the edge, as an ordered integer, and how many of its equals are kept."""
     has_k = top_k < float("inf")
@@ -160,13 +174,10 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
     """
     program = tl.program_id(0)
     stretch = tl.program_id(1)
-    row = logits + tl.load(rows + program).to(tl.int64) * stride
-    best = tl.load(row + tl.load(tokens + program)).to(tl.float32)
-    temperature = tl.load(numbers + program * 5)
+    row, best, temperature, wanted = _row_of(logits, stride, rows, numbers, tokens, program)
     top_k = tl.load(numbers + program * 5 + 1)
     top_p = tl.load(numbers + program * 5 + 2)
     least = _least(best, temperature, tl.load(numbers + program * 5 + 3))
-    wanted = (temperature > 0.0) & (best > float("-inf")) & (best < float("inf"))
     own = state + BY_SHARE * 4 * most + program
     # Of the equals of top_k's edge some may be left out: they are added up apart.
     edge = tl.full((), -2147483648, tl.int64)
@@ -244,10 +255,8 @@ def _weigh(logits, stride, size, rows, numbers, tokens, state, most, sums, ties,
     """Program: a stretch of a row; what lies above the edge there, and how many equal it."""
     program = tl.program_id(0)
     stretch = tl.program_id(1)
-    temperature = tl.load(numbers + program * 5)
-    row = logits + tl.load(rows + program).to(tl.int64) * stride
-    best = tl.load(row + tl.load(tokens + program)).to(tl.float32)
-    if (temperature > 0.0) & (best > float("-inf")) & (best < float("inf")):
+    row, best, temperature, is_drawn = _row_of(logits, stride, rows, numbers, tokens, program)
+    if is_drawn:
         top_k = tl.load(numbers + program * 5 + 1)
         top_p = tl.load(numbers + program * 5 + 2)
         edge, _ = _edge(state, most, program, best, temperature, top_k, top_p)
@@ -267,10 +276,8 @@ def _choose(logits, stride, size, rows, numbers, tokens, state, most, sums, ties
             STRETCH: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
     """Program: a row. The stretch in which the share falls, then the token."""
     program = tl.program_id(0)
-    temperature = tl.load(numbers + program * 5)
-    row = logits + tl.load(rows + program).to(tl.int64) * stride
-    best = tl.load(row + tl.load(tokens + program)).to(tl.float32)
-    if (temperature > 0.0) & (best > float("-inf")) & (best < float("inf")):
+    row, best, temperature, is_drawn = _row_of(logits, stride, rows, numbers, tokens, program)
+    if is_drawn:
         top_k = tl.load(numbers + program * 5 + 1)
         top_p = tl.load(numbers + program * 5 + 2)
         edge, equals = _edge(state, most, program, best, temperature, top_k, top_p)

@@ -98,17 +98,17 @@ def _measure_point(
     for size in sorted({*page_sizes, *own_page_sizes}):
         same, theirs = (mine, mine) if size == case.page_size else _paged(mine, size)
         expected = own(same).double()
+        contestants: list[tuple[str, Callable[[], torch.Tensor]]] = []
         if size in own_page_sizes:
-            runs[OWN, size] = partial(own, theirs)
-            off = float((runs[OWN, size]().double() - expected).norm() / expected.norm())
-            differences[OWN, size] = round(off, 5)
-        for peer in peers if size in page_sizes else ():
-            run = peer.prepare(theirs)
+            contestants.append((OWN, partial(own, theirs)))
+        if size in page_sizes:
+            contestants += [(peer.name, peer.prepare(theirs)) for peer in peers]
+        for name, run in contestants:
             off = float((run().double() - expected).norm() / expected.norm())
             if not off < _NONSENSE:
-                raise EngineFault(f"{peer.name} is {off:.2g} away from Kvant on {case}")
-            runs[peer.name, size] = run
-            differences[peer.name, size] = round(off, 5)
+                raise EngineFault(f"{name} is {off:.2g} away from Kvant on {case}")
+            runs[name, size] = run
+            differences[name, size] = round(off, 5)
     inner = int(_AIM_US / (kv_bytes(case) / _ROUGH_TB_PER_S / 1e6 + 8))
     inner = min(max(inner, 1), 100)
     graphs = {key: captured(run, inner) for key, run in runs.items()}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 _STRETCH = 4096
 _CHUNK = 256
-_WARPS = 8
+_WARPS = 4
 _PASSES = 8
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
+
 from kvant import LLM
+from kvant.measure import cpu_decode_bench, device_idle
 from kvant.measure.cpu_decode_bench import WARM_UP_STEPS, Case, time_engine
+from kvant.measure.device_idle import Idle
 from tests.models import tiny
 
 
@@ -20,4 +26,25 @@ def test_every_timed_decode_step_brings_each_sequence_a_token(tmp_path: Path) ->
     assert decode.tokens_per_second == 3000 / decode.median_ms
     # 120 prompt tokens, then the timed steps; twice 80 prompt tokens: a step holds 16
     assert llm.engine.stats.num_steps >= 8 + WARM_UP_STEPS + 5 + 2 * 5
+    assert not llm.engine.has_work
+
+
+def test_profiled_steps_decode_every_sequence_behind_the_timed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(tiny.build("llama", tmp_path), max_num_seqs=3, max_model_len=96)
+    found = Idle(7, 0.01, 0.0, 2.0, 10.0, 11.0, 100)
+    steps: list[int] = []
+
+    def profiled(device: torch.device, step: Callable[[], None], number: int) -> Idle:
+        before = llm.engine.stats.num_computed_tokens
+        for _ in range(device_idle.WARM_UP_STEPS + number):
+            step()
+        steps.append(llm.engine.stats.num_computed_tokens - before)
+        return found
+
+    monkeypatch.setattr(cpu_decode_bench, "measure_idle", profiled)
+    (timing,) = time_engine(llm.engine, [Case(True, 3, 40)], repeats=5, profiled=7)
+    assert (len(timing.milliseconds), timing.idle) == (5, found)
+    assert steps == [3 * (device_idle.WARM_UP_STEPS + 7)]
     assert not llm.engine.has_work

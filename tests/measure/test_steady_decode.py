@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from kvant import LLM
 from kvant.engine.runner import ModelRunner
 from kvant.errors import ConfigError
+from kvant.measure.device_idle import Idle, NotProfiled
 from kvant.measure.steady_decode import parse_stored, steady_decode, table
+from tests.cli.command import kvant
 from tests.models import tiny
 from tests.speculative.recorded import Again
 
@@ -42,3 +46,30 @@ def test_recorded_steps_are_what_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
     (one,) = steady_decode(llm, ["fp8_per_token_head"], batch=3, context=100, steps=4)
     assert len(one.timing.milliseconds) == 4
     assert again.num_runs >= 4
+
+
+def test_what_was_not_profiled_is_not_shown_as_a_figure(tmp_path: Path) -> None:
+    llm = LLM(tiny.build("llama", tmp_path), dtype="float32", max_model_len=64, device="cpu")
+    (one,) = steady_decode(llm, ["float32"], batch=3, context=600, steps=4, profiled=5)
+    assert len(one.timing.milliseconds) == 4
+    assert one.timing.idle == NotProfiled("steps run on the CPU")
+    assert "| float32 | not measured | - |" in table([one])
+    assert "device idle" not in table([replace(one, timing=replace(one.timing, idle=None))])
+    found = Idle(5, 0.0123, 0.004, 55.5, 10.0, 12.5, 900)
+    shown = table([replace(one, timing=replace(one.timing, idle=found))])
+    assert "| float32 | 1.23 % | 0.40 % | 55.5 | 10.000 | 12.500 |" in shown
+
+
+def test_the_command_says_that_it_could_not_profile(tmp_path: Path) -> None:
+    out = tmp_path / "decode.json"
+    ran = kvant(
+        "bench", "decode", "-m", tiny.build("llama", tmp_path / "model"), "--device", "cpu",
+        "--dtype", "float32", "--kv-format", "float32", "--batch", "2", "--context", "40",
+        "--steps", "3", "--profile-steps", "2", "--out", out,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "float32: idle time not measured: steps run on the CPU" in ran.err
+    assert "| float32 | not measured |" in ran.out
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["timing"]["idle"] == {"why": "steps run on the CPU"}
+    assert len(row["timing"]["milliseconds"]) == 3

@@ -37,10 +37,19 @@ def decode(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 32,
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens of each.")] = 16384,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed.")] = 50,
+    profile_steps: Annotated[
+        int,
+        typer.Option(
+            "--profile-steps",
+            min=0,
+            help="Further steps under torch's profiler, for the share of time in which a GPU idles.",
+        ),
+    ] = 0,
     out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
 ) -> None:
     """Milliseconds a decode step of long sequences, without computing their prompts."""
     from kvant.engine.llm import LLM
+    from kvant.measure.device_idle import NotProfiled
     from kvant.measure.facts import measurement_facts
     from kvant.measure.steady_decode import parse_stored, steady_decode, table
 
@@ -55,9 +64,13 @@ def decode(
     plan = replace(config.plan, max_model_len=128, kv_cache_bytes=64 * 2**20)
     llm = LLM.from_config(replace(config, plan=plan, prefix_caching=False, seed=0))
     found = []
-    for one in steady_decode(llm, wanted, batch=batch, context=context, steps=steps):
+    for one in steady_decode(
+        llm, wanted, batch=batch, context=context, steps=steps, profiled=profile_steps
+    ):
         found.append(one)
         sys.stderr.write(f"{one.stored}: {one.timing.median_ms:.3f} ms a step\n")
+        if isinstance(one.timing.idle, NotProfiled):
+            sys.stderr.write(f"{one.stored}: idle time not measured: {one.timing.idle.why}\n")
     sys.stdout.write(table(found) + "\n")
     if out is not None:
         facts = measurement_facts(

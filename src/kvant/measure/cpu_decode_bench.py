@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from kvant.engine.engine import Engine
 from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
+from kvant.measure import device_idle
+from kvant.measure.device_idle import Idle, NotProfiled, measure_idle
 
 WARM_UP_STEPS = 3
 
@@ -39,13 +41,14 @@ class Timing:
     """milliseconds: of each step (decode), or of each whole prompt (prefill). tokens: that each brought.
 
     python_share: of the decode steps' time, what was not spent in compiled code; None where that is
-    not known.
+    not known. idle: of the device in further decode steps, None where nobody asked.
     """
 
     case: Case
     tokens: int
     milliseconds: tuple[float, ...]
     python_share: float | None = None
+    idle: Idle | NotProfiled | None = None
 
     @property
     def median_ms(self) -> float:
@@ -57,43 +60,60 @@ class Timing:
         return 1000 * self.tokens / self.median_ms
 
 
-def time_engine(engine: Engine, cases: Iterable[Case], *, repeats: int = 20) -> Iterator[Timing]:
+def time_engine(
+    engine: Engine, cases: Iterable[Case], *, repeats: int = 20, profiled: int = 0
+) -> Iterator[Timing]:
     """Time each case on an engine that has nothing else to do.
 
-    repeats: decode steps, or a fifth as many prompts. The engine must admit the batch and the
-    context (`max_num_seqs`, `max_model_len`), and stays usable.
+    repeats: decode steps, or a fifth as many prompts. profiled: decode steps after them, for
+    `Timing.idle`. The engine must admit the batch and the context (`max_num_seqs`, `max_model_len`,
+    with `steps_of` decode steps), and stays usable.
     """
     for seed, case in enumerate(cases):
         numbers = random.Random(seed)
         if case.decode:
-            yield _decode(engine, case, repeats, numbers)
+            yield _decode(engine, case, repeats, profiled, numbers)
         else:
             runs = [_prefill(engine, case, numbers) for _ in range(1 + max(1, repeats // 5))]
             yield Timing(case, case.batch * case.context, tuple(runs[1:]))
 
 
-def _decode(engine: Engine, case: Case, repeats: int, numbers: random.Random) -> Timing:
-    new = WARM_UP_STEPS + repeats + 1
+def steps_of(repeats: int, profiled: int) -> int:
+    """Decode steps of one case."""
+    return WARM_UP_STEPS + repeats + (device_idle.WARM_UP_STEPS + profiled if profiled else 0)
+
+
+def _decode(
+    engine: Engine, case: Case, repeats: int, profiled: int, numbers: random.Random
+) -> Timing:
+    new = steps_of(repeats, profiled) + 1
     started = _submit(engine, case, new, numbers)
     waiting = set(started)
     while waiting:  # prompts, in chunks
         waiting -= {piece.number for piece in engine.step()}
+
+    def step() -> None:
+        pieces = engine.step()
+        assert len(pieces) == case.batch, "every sequence goes on by one token"
+
     times: list[float] = []
     compiled: float | None = None
     for number in range(WARM_UP_STEPS + repeats):
         if number == WARM_UP_STEPS:
             compiled = _compiled_seconds(engine)
         begin = time.perf_counter()
-        pieces = engine.step()
+        step()
         times.append(1000 * (time.perf_counter() - begin))
-        assert len(pieces) == case.batch, "every sequence goes on by one token"
-    for number in started:
-        engine.cancel(number)
     timed = times[WARM_UP_STEPS:]
     share = None
     if compiled is not None:
         share = 1 - 1000 * ((_compiled_seconds(engine) or 0) - compiled) / sum(timed)
-    return Timing(case, case.batch, tuple(timed), share)
+    idle: Idle | NotProfiled | None = None
+    if profiled:
+        idle = measure_idle(engine.runner.device, step, profiled)
+    for number in started:
+        engine.cancel(number)
+    return Timing(case, case.batch, tuple(timed), share, idle)
 
 
 def _compiled_seconds(engine: Engine) -> float | None:

@@ -17,15 +17,16 @@ from kvant.engine.runner import ModelRunner
 from kvant.kv.names import parse_format
 from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, KVRequest, parse_rule
-from kvant.measure.cpu_decode_bench import Case, Timing, time_engine
+from kvant.measure.cpu_decode_bench import Case, Timing, steps_of, time_engine
+from kvant.measure.device_idle import LONG_GAP_US, Idle
 from kvant.measure.own_engine import engine_over
-from kvant.measure.peers.filled import FilledRunner, compute_sample
+from kvant.measure.peers.filled import SAMPLE_TOKENS, FilledRunner, compute_sample
 from kvant.measure.throughput import free_memory
 
 _STEP_TOKENS = 65536
 _WARM_UP_TOKENS = 64
 """Prompts are never run beyond this: larger shapes need not be prepared."""
-_MARGIN_TOKENS = 512
+_MARGIN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,18 @@ def parse_stored(text: str) -> KVRequest:
 
 
 def steady_decode(
-    llm: LLM, stored: Sequence[str], *, batch: int, context: int, steps: int
+    llm: LLM, stored: Sequence[str], *, batch: int, context: int, steps: int, profiled: int = 0
 ) -> Iterator[Steady]:
-    """Each format on a pool of its own over the weights of `llm`."""
+    """Each format on a pool of its own over the weights of `llm`.
+
+    profiled: steps after those that are timed, see `measure_idle`.
+    """
+    # Those that are admitted first go on by a token a step while the others are.
+    tokens = context + -(-batch * context // _STEP_TOKENS) + steps_of(steps, profiled)
     for text in stored:
-        engine, made = _engine(llm, parse_stored(text), batch, context + steps)
-        (timing,) = time_engine(engine, [Case(True, batch, context)], repeats=steps)
+        engine, made = _engine(llm, parse_stored(text), batch, max(tokens, SAMPLE_TOKENS))
+        case = Case(True, batch, context)
+        (timing,) = time_engine(engine, [case], repeats=steps, profiled=profiled)
         plan = made.pool.plan
         backends = {layer.backend for layer in plan.layers if layer.backend is not None}
         found = Steady(text, plan.bytes_per_token, tuple(sorted(backends)), timing)
@@ -99,4 +106,24 @@ def table(found: Sequence[Steady]) -> str:
             f"| {timing.median_ms:.3f} | {timing.tokens_per_second:.0f} "
             f"| {found[0].timing.median_ms / timing.median_ms:.2f} |"
         )
+    if any(one.timing.idle is not None for one in found):
+        lines += ["", *_idle_lines(found)]
     return "\n".join(lines)
+
+
+def _idle_lines(found: Sequence[Steady]) -> list[str]:
+    lines = [
+        f"| KV cache | device idle | of all, in gaps from {LONG_GAP_US:g} us | longest gap, us "
+        "| ms a step, busy | profiled | not profiled |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        idle = one.timing.idle
+        cells = ["not measured", "-", "-", "-", "-"]
+        if isinstance(idle, Idle):
+            cells = [
+                f"{100 * idle.share:.2f} %", f"{100 * idle.long_share:.2f} %",
+                f"{idle.longest_gap_us:.1f}", f"{idle.busy_ms:.3f}", f"{idle.wall_ms:.3f}",
+            ]  # fmt: skip
+        lines.append(f"| {one.stored} | {' | '.join(cells)} | {one.timing.median_ms:.3f} |")
+    return lines

@@ -24,7 +24,7 @@ from kvant.kv.pages import SCRATCH
 from kvant.kv.saturation import Saturated
 from kvant.measure.own_engine import engine_over, plan_storing
 
-_SAMPLE_TOKENS = 512
+SAMPLE_TOKENS = 512
 _STEP_TOKENS = 2048
 _MARGIN_TOKENS = 128  # for the tokens that are decoded
 
@@ -109,7 +109,7 @@ def engine_with(
 def compute_sample(engine: Engine) -> None:
     """Have a short prompt computed, for `FilledRunner.fill`; nothing of it is left in the engine."""
     numbers = random.Random(0)
-    prompt = [numbers.randrange(engine.vocab_size) for _ in range(_SAMPLE_TOKENS)]
+    prompt = [numbers.randrange(engine.vocab_size) for _ in range(SAMPLE_TOKENS)]
     number = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
     while not engine.step():
         pass

@@ -6,6 +6,7 @@ Numbers are from the H200; docs/benchmarks/attention.md has the log.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from kvant.attention.triton.codec import READING, Kind, Scaling
 from kvant.kv.dtype import KVDtype
@@ -58,13 +59,15 @@ def shape_for(
             return Shape(16, 32, 4, 2, 2)
         if head_dim > 128:
             return Shape(16, 32, 2, 2, 4)
-        if a.elements == b.elements == 1 and crowd <= 1 / 4:
-            return Shape(16, 64, 4, 2, 3)
+        if a.elements == b.elements == 1:
+            return _native_row(crowd)
         if a.kind is b.kind is Kind.E4M3 and crowd <= 1 / 16:
             return Shape(16, 128, 4, 2, 3)
+        # Of a byte each: what else six lose is more than a little of their advantage.
+        programs = _six_or_eight(crowd, 1.2) if a.elements == b.elements == 2 else 8
         if a.elements == b.elements == 4 or Kind.E4M3 in (a.kind, b.kind):
-            return Shape(16, 64, 1, 2, 8)
-        return Shape(16, 32, 1, 2, 8)
+            return Shape(16, 64, 1, 2, programs)
+        return Shape(16, 32, 1, 2, programs)
     if head_dim > 128:
         return Shape(32, 32, 4, 2, 2)
     if {a.scaling, b.scaling} & {Scaling.ROW_HALF, Scaling.ROW_MINIMUM}:
@@ -81,6 +84,29 @@ def shape_for(
         return Shape(32, 64, 2, 3, 4)
     native = a.elements == b.elements == 1
     return Shape(64, 64, 4, 3, 2) if native else Shape(64, 128, 4, 2, 1)
+
+
+def _native_row(crowd: float) -> Shape:
+    """The shape for 16-bit caches and up to 16 rows. crowd: as in `shape_for`."""
+    if crowd <= 0.1:  # parts are long: joining them is most of it
+        return Shape(16, 64, 4, 2, 3)
+    if crowd <= 0.15:
+        return Shape(16, 32, 1, 4, 4)
+    if 1.6 <= crowd <= 2:  # two programs a multiprocessor, with a whole sequence each
+        return Shape(16, 128, 4, 2, 2)
+    # Eight that are as busy as six wait for memory a little longer.
+    return Shape(16, 32, 1, 2, _six_or_eight(crowd, 0.965))
+
+
+def _six_or_eight(crowd: float, gain: float) -> int:
+    """Programs a multiprocessor: six where that keeps them `gain` times as busy as eight."""
+
+    def busy(programs: int) -> float:
+        """The share of the time, if equal sequences are cut into equal parts, at least one each."""
+        parts = max(1, programs // crowd)
+        return parts * crowd / (programs * max(1, ceil(crowd / programs)))
+
+    return 6 if crowd <= 6 and busy(6) >= gain * busy(8) else 8
 
 
 def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) -> int:

@@ -22,15 +22,15 @@ def starts(data: Any) -> Cells:
 def gpu_memory(data: Any) -> Cells:
     lines = [
         ["max_num_seqs", "max_model_len", "weights and pages, GiB", "used at the peak, GiB",
-         "beside weights and pages, GiB", "of the device"]
+         "beside weights and pages, GiB", "counted, GiB", "counted too much, of the device"]
     ]  # fmt: skip
     for row in data["rows"]:
-        used = max(load["used"] for load in row["loads"])
-        beside = used - row["weights_and_pages_gib"]
+        stored, used = row["weights_gib"] + row["pages_gib"], max(row["used_gib"])
+        counted = row["counted_beside_gib"]
         lines.append(
-            [str(row["max_num_seqs"]), str(row["max_model_len"]),
-             f"{row['weights_and_pages_gib']:.2f}", f"{used:.2f}", f"{beside:.2f}",
-             percent(beside / data["total_gib"], digits=1)]
+            [str(row["max_num_seqs"]), str(row["max_model_len"]), f"{stored:.2f}", f"{used:.2f}",
+             f"{used - stored:.2f}", f"{counted:.2f}",
+             percent((counted - used + stored) / row["device_gib"], digits=1)]
         )  # fmt: skip
     return lines
 

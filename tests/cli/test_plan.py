@@ -135,10 +135,35 @@ def test_a_plot_is_a_picture(plain: Path, tmp_path: Path, suffix: str) -> None:
     assert start.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in start
 
 
-def test_the_table_says_who_decided_and_the_lines_that_run_it(plain: Path) -> None:
-    ran = kvant("plan", plain, "--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0",
+def test_the_table_says_who_decided_and_the_lines_that_run_it(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "whole", config(), tensors={"a.weight": (1.0,)})
+    ran = kvant("plan", model, "--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0",
                 "--memory", "1GiB", "--dtype", "bfloat16")  # fmt: skip
     assert "skip: --kv-cache-dtype-skip-layers 0" in ran.out
     assert "explicit: --kv-cache-dtype fp8" in ran.out
     command = "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 --dtype bfloat16"
-    assert f"kvant serve {plain} {command}" in ran.out.replace("'", "")
+    assert f"kvant serve {model} {command}" in ran.out.replace("'", "")
+
+
+def test_what_cannot_run_is_planned_without_lines_that_run_it(plain: Path, tmp_path: Path) -> None:
+    whole = write_model(tmp_path / "whole", config(), tensors={"a.weight": (1.0,)})
+    for ran in (kvant("plan", plain), kvant("plan", whole, "--kv-cache-memory", "1KiB")):
+        assert ran.code == 0
+        assert "warning: " in ran.out
+        assert "kvant serve" not in ran.out
+
+
+@pytest.mark.parametrize(
+    ("format", "says"),
+    [
+        ("float32", "2.00x larger than 16 bit"),
+        ("bfloat16", "in all, as 16 bit"),
+        ("fp8", "2.00x smaller than 16 bit"),
+    ],
+)
+def test_what_is_larger_than_16_bit_is_not_called_smaller(
+    plain: Path, format: str, says: str
+) -> None:
+    ran = kvant("plan", plain, "--kv-cache-dtype", format, "--kv-cache-memory", "8MiB")
+    assert says in ran.out
+    assert "tokens in 8.00 MiB" in ran.out  # all formats are compared in the same bytes

@@ -398,6 +398,7 @@ def test_dummy_weights_need_no_weight_files_and_say_so(tmp_path: Path) -> None:
     def answer() -> tuple[int, ...]:
         llm = LLM(bare, max_model_len=64, device="cpu", load_format="dummy")
         assert any("--load-format dummy" in note for note in llm.notes)
+        assert not [line for line in llm.warnings if "not loaded" in line]
         return llm.generate([[3, 17, 5]], params)[0].token_ids
 
     assert answer() == answer()

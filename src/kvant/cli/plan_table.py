@@ -12,7 +12,7 @@ from rich.text import Text
 from kvant.engine.planning import Plan, PlannedModel
 from kvant.engine.what_if import what_if
 from kvant.kv.memory import format_size
-from kvant.kv.spec import Choice, LayerSpec, ScaleState
+from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
 
 _BAR_WIDTH = 60
 
@@ -37,7 +37,7 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
     _print_alternatives(plan, console)
     for line in plan.warnings:
         console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
-    if command:
+    if command and plan.can_run:
         line = " ".join(command)
         console.print(
             f"chat with it:  kvant chat {line}", soft_wrap=True, markup=False, highlight=False
@@ -67,10 +67,15 @@ def print_layers(model: PlannedModel, console: Console) -> None:
             reason = Text(_indent(widths) + _reason(layers[0]), style="dim")
             console.print(reason, soft_wrap=True)
     kv = model.kv
-    ratio = ""
-    if kv.bytes_per_token:
-        ratio = f", {kv.bytes_per_token_16bit / kv.bytes_per_token:.2f}x smaller than 16 bit"
-    console.print(Text(f"{kv.bytes_per_token:,} bytes a token in all{ratio}"))
+    console.print(Text(f"{kv.bytes_per_token:,} bytes a token in all{_beside_16bit(kv)}"))
+
+
+def _beside_16bit(kv: KVPlan) -> str:
+    if kv.bytes_per_token in (0, kv.bytes_per_token_16bit):
+        return ", as 16 bit" if kv.bytes_per_token else ""
+    ratio = kv.bytes_per_token_16bit / kv.bytes_per_token
+    size = f"{ratio:.2f}x smaller" if ratio > 1 else f"{1 / ratio:.2f}x larger"
+    return f", {size} than 16 bit"
 
 
 def _print_line(
@@ -188,7 +193,9 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
     rules = plan.request.requests.target
     kept = " (rules and skips kept)" if rules.rules or rules.skips else ""
     table.add_column(f"if --kv-cache-dtype were{kept}")
-    for title in ("B/token", "tokens a GiB", "capacity", "vs 16 bit"):
+    given = plan.memory.num_pages and plan.memory.num_pages * plan.page_bytes
+    capacity = f"tokens in {format_size(given)}" if given else "capacity"
+    for title in ("B/token", "tokens a GiB", capacity, "vs 16 bit"):
         table.add_column(title, justify="right")
     for other in what_if(plan):
         if other.bytes_per_token is None or other.refused is not None:

@@ -90,7 +90,8 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     notes = (*notes, *_unused(model, target.checkpoint))
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages
-    warnings = planned.warnings
+    # Random weights are made also where there are none to load.
+    warnings = tuple(line for line in planned.warnings if line not in planned.obstacles)
     with _memory_for(planned):
         runner = ModelRunner(model, num_pages)
         proposer = load_proposer(planned, runner, max_model_len, dummy_weights=config.dummy_weights)

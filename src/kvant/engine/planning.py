@@ -115,16 +115,28 @@ class Plan:
         return self.target.kv.page_bytes + (0 if self.draft is None else self.draft.kv.page_bytes)
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """Everything a reader must be told, the drafter's lines marked as such."""
-        lines = [*self.target.local.notes, *self.target.kv.warnings]
+    def obstacles(self) -> tuple[str, ...]:
+        """Why it can be planned and not run, memory aside."""
+        lines = [*self.target.local.notes]
         if self.target.geometry.not_runnable:
             lines.append(f"planned, but not runnable yet: {self.target.geometry.not_runnable}")
+        if self.draft is not None:
+            lines += [f"draft: {line}" for line in self.draft.local.notes]
+        return tuple(lines)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether nothing that is known speaks against running it."""
+        return not self.obstacles and not _memory_warnings(self)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Everything a reader must be told, the drafter's lines marked as such."""
+        lines = [*self.obstacles, *self.target.kv.warnings]
         if self.request.device.kind is DeviceKind.CPU and self.request.backend is None:
             lines += slow_layers(self.target.kv)
         if self.draft is not None:
-            notes = self.draft.local.notes, self.draft.kv.warnings
-            lines += [f"draft: {line}" for said in notes for line in said]
+            lines += [f"draft: {line}" for line in self.draft.kv.warnings]
         return (*lines, *_memory_warnings(self))
 
 

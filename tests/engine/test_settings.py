@@ -173,6 +173,14 @@ def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
         read(cuont=1)
 
 
+def test_all_faults_of_a_file_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(BadValue) as caught:
+        read(written(tmp_path, "cuont: 1\ncount: many\nswitch: maybe\nswitch: true\n"))
+    said = caught.value.what.splitlines()
+    assert [line.partition("kvant.yaml:")[2][0] for line in said] == ["1", "2", "3", "4"], said
+    assert "did you mean count" in said[0]
+
+
 def test_other_peoples_variables_are_left_alone() -> None:
     mine = {"KVANT_COUNT": "1", "KVANT_NUMBER": "1", "KVANT_CACHE": "/x", "KVANT_CONFIG": "y"}
     links = {"KVANT_SERVICE_HOST": "10.0.0.1", "KVANT_SERVICE_PORT_HTTP": "80",

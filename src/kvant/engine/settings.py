@@ -155,10 +155,13 @@ def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
     found: dict[str, Said] = {}
     seen: set[str] = set()
     faults: list[str] = []
+    unknown: UnknownName | None = None
     for key, line, raw in _entries(path):
         name = key.replace("-", "_")
         if name not in options:
-            raise UnknownName("key", key, _shown(known), asked_by=f"{path}:{line}")
+            unknown = UnknownName("key", key, _shown(known), asked_by=f"{path}:{line}")
+            faults.append(unknown.what)
+            continue
         option = options[name]
         by = f"{path}:{line}: {option.name}"
         if option.name in seen:
@@ -169,6 +172,8 @@ def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
             except ConfigError as fault:
                 faults.append(f"{fault.what}; {fault.why}")
         seen.add(option.name)
+    if unknown is not None and len(faults) == 1:
+        raise unknown  # which lists all keys
     if faults:
         raise BadValue("\n".join(faults), why=f"{path} is read before anything is started")
     return found

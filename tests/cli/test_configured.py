@@ -104,6 +104,14 @@ def test_what_makes_no_sense_ends_with_one_block_before_anything_heavy(
     assert ran.heavy == ()
 
 
+def test_help_keeps_no_indentation_of_the_source() -> None:
+    for command in ("generate", "chat", "bench spec"):
+        said = kvant(*command.split(), "--help", env={"COLUMNS": "400"}).out
+        assert "  Every option can also" in said
+        paragraphs = said.partition("Options:")[0].partition("Arguments:")[0].splitlines()[1:]
+        assert all("    " not in line.strip() for line in paragraphs), paragraphs
+
+
 def test_a_switch_that_a_file_turned_on_can_be_turned_off(tmp_path: Path) -> None:
     path = tmp_path / "kvant.yaml"
     path.write_text("strict: true\nenable_prefix_caching: false\n")

@@ -81,7 +81,7 @@ def configured(
             [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *parameters)]
         )
         run.__name__ = command.__name__
-        run.__doc__ = f"{command.__doc__ or ''}\n\n{_ENDING}"
+        run.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{_ENDING}"
         return run
 
     return wrap

@@ -162,6 +162,13 @@ def test_refusals_and_cut_answers_are_told_apart() -> None:
     assert cut.failures
 
 
+def test_a_server_that_is_not_there_is_the_users_to_mend() -> None:
+    ran = kvant("bench", "serve", "http://127.0.0.1:1", "--seconds", "0.1")
+    assert ran.code == 2
+    assert ran.err.startswith("kvant: error: 127.0.0.1:1 names no model")
+    assert "Traceback" not in ran.err
+
+
 def test_what_is_no_url_is_refused_by_name() -> None:
     with pytest.raises(BadValue, match="127\\.0\\.0\\.1 is no server"):
         parse_target("127.0.0.1")

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvant.errors import NotServable, WayOut
 from kvant.measure.http_stream import Cut, Refused, Target, fetch, stream
 
 AUDIT_SECONDS = 3.0
@@ -95,9 +96,16 @@ class Round:
 
 
 async def model_of(target: Target) -> str:
-    """The first model that a server names."""
-    found: dict[str, Any] = json.loads(await fetch(target, "/v1/models"))
-    return str(found["data"][0]["id"])
+    """The first model that a server names. NotServable where nobody answers, or not so."""
+    try:
+        found: dict[str, Any] = json.loads(await fetch(target, "/v1/models"))
+        return str(found["data"][0]["id"])
+    except (Refused, Cut, OSError, ValueError, LookupError, TypeError) as fault:
+        raise NotServable(
+            f"{target.authority} names no model",
+            why=f"GET {target.base}/v1/models: {fault or type(fault).__name__}",
+            ways_out=(WayOut("start the server, or name the model with --model"),),
+        ) from None
 
 
 async def warm_up(

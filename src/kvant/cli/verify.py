@@ -75,7 +75,7 @@ def verify(
     from kvant.kv.dtype import KVDtype
     from kvant.kv.names import parse_compute_dtype, parse_format
     from kvant.measure.facts import measurement_facts
-    from kvant.measure.support import dump, failures, recorded, render
+    from kvant.measure.support import dump, failures, recorded, render, summary
     from kvant.measure.verify import Choice, device_here
     from kvant.measure.verify import verify as run
 
@@ -111,7 +111,7 @@ def verify(
     made = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch"])
     trees = {name: {"facts": made, "formats": tree} for name, tree in found.items()}
     document = recorded(Path(os.devnull) / "none", here, trees)
-    sys.stdout.write(dump(document) if format is Format.JSON else render(document))
+    sys.stdout.write(dump(document) if format is Format.JSON else summary(document))
     if record is not None:
         kept = recorded(record, here, trees)
         record.write_text(dump(kept), encoding="utf-8")

@@ -31,6 +31,10 @@ attention was compared with its definition in float64 over the stored bytes, wit
 sequence. A window is one of {WINDOW} tokens. Numbers are the worst error of any row of output, relative to
 its length, over all head sizes and numbers of queries. When an engine starts, it repeats this for the cells
 that it is about to use, in its model's shapes."""
+_SUMMARY = f"""\
+Bytes are compared with the format's definition, attention over them with its definition in float64.
+Numbers are the worst error of any row of output, relative to its length, over {_COUNTS} queries a
+sequence and all head sizes asked for. A window is one of {WINDOW} tokens."""
 _REFUSED = "refused"
 
 Tree = dict[str, Any]
@@ -142,14 +146,22 @@ def dump(document: Mapping[str, Any]) -> str:
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """docs/support.md."""
+    """docs/support.md: everything that was recorded, and what is missing there."""
     lines = [_TITLE]
     for run in document["runs"]:
-        lines += _of_device(run)
+        lines += _of_device(run, page=True)
     return "\n".join(lines) + "\n"
 
 
-def _of_device(run: Mapping[str, Any]) -> list[str]:
+def summary(document: Mapping[str, Any]) -> str:
+    """The same tables of a part of the matrix, for who asked for that part."""
+    lines = [_SUMMARY]
+    for run in document["runs"]:
+        lines += _of_device(run, page=False)
+    return "\n".join(lines) + "\n"
+
+
+def _of_device(run: Mapping[str, Any], *, page: bool) -> list[str]:
     lines = ["", f"## {run['name']}, computing in {run['compute']}"]
     for backend, found in run["backends"].items():
         facts = ", ".join(f"{key} {value}" for key, value in found["facts"].items())
@@ -175,11 +187,11 @@ def _of_device(run: Mapping[str, Any]) -> list[str]:
             lines += [f"- FAILED: {line}" for line in failed]
             if failed:
                 lines.append("")
-        missing = missing_rows(formats)
-        if missing:
+        if page:
+            missing = missing_rows(formats)
             unverified = ", ".join(f"`{row.name}` at {row.head_dim}" for row in missing)
-            lines += [f"Not verified yet: {unverified}.", ""]
-        lines.append(f"Recorded: {facts}.")
+            lines += [f"Not verified yet: {unverified}.", ""] if missing else []
+            lines.append(f"Recorded: {facts}.")
     return lines
 
 

@@ -129,6 +129,7 @@ def test_models_tell_root_length_and_what_is_stored(server: Server) -> None:
     assert found["root"] == str(server.model)
     assert found["max_model_len"] == MODEL_LEN
     assert "fp8_per_token_head" in found["kv_cache"]["stored_as"]
+    assert "plan" not in found["kv_cache"]  # clients ask often; /v1/kv/plan has all of it
     assert server.get(f"/v1/models/{found['id']}").json == found
     missing = server.get("/v1/models/another")
     assert missing.status == 404

@@ -220,7 +220,6 @@ def _model(service: Service, name: str) -> dict[str, Any]:
             "bytes_per_token": ready.bytes_per_token,
             "capacity_tokens": ready.capacity_tokens,
             "page_size": ready.page_size,
-            "plan": msgspec.Raw(ready.plan),
         },
     }
 

@@ -120,7 +120,6 @@ ANSWERS: dict[str, _Schema] = {
             bytes_per_token=_COUNT,
             capacity_tokens=_COUNT,
             page_size=_COUNT,
-            plan=_ref("Plan"),
         ),
     ),
     "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),

@@ -5,7 +5,11 @@ from __future__ import annotations
 MOST_ROWS = 1024
 """Rows of a step with drafts: at more, products are bound by arithmetic, and drafts do not pay."""
 
-MOST_PIECES = 896
+_PIECES = (
+    *(64, 128, 160, 256, 320, 384, 480, 512, 544, 576, 608, 640),
+    *range(768, 1665, 128),
+)
+MOST_PIECES = _PIECES[-1]
 """Tokens of a recorded step with pieces of prompts: with more, the device takes longer over a step
 than Python takes to launch it.
 """
@@ -39,9 +43,9 @@ def draft_sizes(num_drafts: int, most: int) -> list[int]:
 def piece_sizes(most_seqs: int, most_tokens: int) -> list[tuple[int, int]]:
     """(tokens, sequences) of steps with pieces of prompts that get a graph, the smaller first.
 
-    Where there are few sequences, few rows of logits are computed. Close enough that padding costs
-    little: a step of 640 tokens takes a third longer than one of 512.
+    Where there are few sequences, few rows of logits are computed. Close where padding costs much: a step
+    of 640 tokens takes a third longer than one of 512, but products of 192 or 224 rows are no faster than of
+    256.
     """
-    tokens = [*range(32, 640, 32), *range(640, MOST_PIECES + 1, 64)]
-    tokens = [*(size for size in tokens if size < most_tokens), min(most_tokens, MOST_PIECES)]
+    tokens = [*(size for size in _PIECES if size < most_tokens), min(most_tokens, MOST_PIECES)]
     return sorted({(t, min(n, most_seqs, t)) for t in tokens for n in (_FEW, most_seqs)})

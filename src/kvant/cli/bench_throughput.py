@@ -34,20 +34,32 @@ def throughput(
         list[str] | None,
         typer.Option("--kv-format", help="KV cache format; may be repeated.", show_default=False),
     ] = None,
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sampling",
+            metavar="JSON",
+            help='How tokens are drawn, such as {"temperature":0.6,"top_k":20,"top_p":0.95}; may be '
+            "repeated.",
+            show_default="greedy",
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 2,
     out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
 ) -> None:
-    """Output tokens a second of the engine, without a server; no prefix cache, greedy."""
+    """Output tokens a second of the engine, without a server; no prefix cache."""
     from kvant.measure.facts import measurement_facts
-    from kvant.measure.throughput import measure, parse_load, table
+    from kvant.measure.throughput import GREEDY, measure, parse_load, parse_sampling, table
 
     config = replace(engine_config(settings), prefix_caching=False, seed=0)
     loads = [parse_load(text) for text in load or ["8x128/64"]]
+    samplings = {text: parse_sampling(text) for text in sampling or []} or GREEDY
     rounds = []
-    for found in measure(config, formats or ["auto"], loads, repeats):
+    for found in measure(config, formats or ["auto"], loads, repeats, samplings):
         rounds.append(found)
         sys.stderr.write(
-            f"{found.load} {found.stored}: {found.output_tokens_per_second:.0f} out tok/s\n"
+            f"{found.load} {found.stored}, {found.sampling}: "
+            f"{found.output_tokens_per_second:.0f} out tok/s\n"
         )
     sys.stdout.write(table(rounds) + "\n")
     if out is not None:

@@ -1,16 +1,21 @@
 """Tokens a second of the engine itself, without a server: so many requests, so long, all at once.
 
-Every request brings random tokens of its own and answers exactly as many as asked.
+Every request brings random tokens of its own and answers exactly as many as asked, whatever tokens end
+answers elsewhere.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from itertools import product
+from types import MappingProxyType
 
 from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM
@@ -18,6 +23,9 @@ from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import BadValue
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
+
+GREEDY: Mapping[str, SamplingParams] = MappingProxyType({"greedy": SamplingParams(temperature=0.0)})
+"""What is measured where nobody asks for another way to sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +44,13 @@ class Load:
 class Round:
     """One format under one load. seconds: of every repeat. steps: of the last one.
 
-    capacity_tokens: what the pool holds. start_seconds: until the engine was ready.
+    capacity_tokens: what the pool holds. start_seconds: until the engine was ready. sampling: as it was
+    asked, "greedy" where it was not.
     """
 
     stored: str
     load: Load
+    sampling: str
     seconds: tuple[float, ...]
     steps: int
     preemptions: int
@@ -69,10 +79,33 @@ def parse_load(text: str) -> Load:
     return load
 
 
+def parse_sampling(text: str) -> SamplingParams:
+    """`{"temperature":0.6,"top_p":0.95}`. BadValue for what is no JSON object or names no parameter;
+    RequestError for a value that a request could not have.
+    """
+    try:
+        asked = json.loads(text)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict):
+        raise BadValue(
+            f"--sampling {text} is no JSON object",
+            why='it names sampling parameters, such as {"temperature":0.6,"top_k":20,"top_p":0.95}',
+        )
+    unknown = asked.keys() - {field.name for field in dataclass_fields(SamplingParams)}
+    if unknown:
+        raise BadValue(f"--sampling {text}: no such parameter: {', '.join(sorted(unknown))}")
+    return SamplingParams(**asked)
+
+
 def measure(
-    config: EngineConfig, formats: list[str], loads: list[Load], repeats: int
+    config: EngineConfig,
+    formats: list[str],
+    loads: list[Load],
+    repeats: int,
+    samplings: Mapping[str, SamplingParams] = GREEDY,
 ) -> Iterator[Round]:
-    """Each format on an engine of its own, every load `repeats` times."""
+    """Each format on an engine of its own, every load `repeats` times with each sampling, by its name."""
     for name in formats:
         asked = Asked(parse_format(name, asked_by="--kv-format"), f"--kv-format {name}")
         requests = config.plan.requests
@@ -81,14 +114,14 @@ def measure(
         llm = LLM.from_config(replace(config, plan=replace(config.plan, requests=wanted)))
         ready = time.perf_counter() - start
         capacity = llm.engine.stats.num_usable_pages * llm.plan.page_size
-        for load in loads:
-            run_load(
-                llm, replace(load, requests=min(load.requests, 8), output=4), seed=0
-            )  # warm-up
-            runs = [run_load(llm, load, seed=repeat + 1) for repeat in range(repeats)]
+        for load, (sampling, params) in product(loads, samplings.items()):
+            warm_up = replace(load, requests=min(load.requests, 8), output=4)
+            run_load(llm, warm_up, params, seed=0)
+            runs = [run_load(llm, load, params, seed=repeat + 1) for repeat in range(repeats)]
             yield Round(
                 ", ".join(llm.plan.formats),
                 load,
+                sampling,
                 tuple(run[0] for run in runs),
                 runs[-1][1],
                 runs[-1][2],
@@ -107,11 +140,13 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def run_load(llm: LLM, load: Load, *, seed: int) -> tuple[float, int, int]:
-    """Submit everything, step until nothing is left: seconds, steps, preemptions."""
+def run_load(llm: LLM, load: Load, params: SamplingParams, *, seed: int) -> tuple[float, int, int]:
+    """Submit everything, step until nothing is left: seconds, steps, preemptions. params: but for how
+    much is answered.
+    """
     engine = llm.engine
     numbers = random.Random(seed)
-    params = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
+    params = replace(params, max_tokens=load.output, ignore_eos=True)
     prompts = [
         [numbers.randrange(engine.vocab_size) for _ in range(load.input)]
         for _ in range(load.requests)
@@ -137,13 +172,13 @@ def run_load(llm: LLM, load: Load, *, seed: int) -> tuple[float, int, int]:
 def table(rounds: list[Round]) -> str:
     """Markdown; tokens a second of the fastest repeat."""
     lines = [
-        "| load | KV cache | out tok/s | seconds | all repeats | capacity, tokens | ready in |",
-        "|---|---|---|---|---|---|---|",
+        "| load | sampling | KV cache | out tok/s | seconds | all repeats | capacity, tokens | ready in |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for found in sorted(rounds, key=lambda r: (r.load.input, r.load.requests)):
         repeats = ", ".join(f"{seconds:.2f}" for seconds in found.seconds)
         lines.append(
-            f"| {found.load} | {found.stored} | {found.output_tokens_per_second:.0f} "
+            f"| {found.load} | {found.sampling} | {found.stored} | {found.output_tokens_per_second:.0f} "
             f"| {min(found.seconds):.2f} | {repeats} | {found.capacity_tokens} "
             f"| {found.start_seconds:.1f} s |"
         )

@@ -1,0 +1,47 @@
+"""`kvant bench throughput`: every request is drawn as asked, and answers as much as asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvant.errors import BadValue, RequestError
+from kvant.measure.throughput import Load, parse_load, parse_sampling
+from tests.cli.command import kvant
+from tests.models import tiny
+
+
+def test_each_load_is_measured_with_each_sampling(tmp_path: Path) -> None:
+    model, out = tiny.build("llama", tmp_path), tmp_path / "found.json"
+    drawn = '{"temperature":0.6,"top_k":20,"top_p":0.95}'
+    shown = kvant(
+        "bench", "throughput", "-m", str(model), "--dtype", "float32", "--max-model-len", "64",
+        "--load", "2x8/4", "--load", "1x4/2", "--repeats", "1",
+        "--sampling", '{"temperature":0}', "--sampling", drawn, "--out", str(out),
+    )  # fmt: skip
+    assert shown.code == 0, shown.err
+    rounds = json.loads(out.read_text())["rounds"]
+    found = [(one["load"], one["sampling"]) for one in rounds]
+    assert found == [
+        (load, how) for load in ("2x8/4", "1x4/2") for how in ('{"temperature":0}', drawn)
+    ]
+    assert all(one["steps"] > 0 and min(one["seconds"]) > 0 for one in rounds)
+    assert drawn in shown.out
+
+
+def test_a_sampling_is_what_a_request_could_ask() -> None:
+    assert parse_sampling('{"top_p":0.9}').top_p == 0.9
+    for wrong in ("[]", "0.6", "{", '{"temprature":1}'):
+        with pytest.raises(BadValue):
+            parse_sampling(wrong)
+    with pytest.raises(RequestError, match="top_p"):
+        parse_sampling('{"top_p":7}')
+
+
+def test_a_load_is_three_whole_numbers() -> None:
+    assert parse_load("32x128/256") == Load(32, 128, 256)
+    for wrong in ("", "32", "32x128", "0x1/1", "ax1/1"):
+        with pytest.raises(BadValue):
+            parse_load(wrong)

@@ -10,6 +10,7 @@ import torch
 from kvant.attention.base import Step
 from kvant.engine.llm_options import config_of
 from kvant.engine.speculative_config import parse_speculative_config
+from kvant.errors import DoesNotFit
 from kvant.measure.replay import accepted_counts, decide
 from kvant.measure.replay_bench import Load, measure, table
 from tests.speculative.pair import BLOCK, Pair, build_pair
@@ -64,3 +65,18 @@ def test_a_load_is_timed_with_and_without_drafts(pair: Pair, written: bool) -> N
     assert drafting.mean_length == pytest.approx(3.0, abs=0.5)
     assert drafting.repeats[0].steps < plain.repeats[0].steps
     assert len(table(found).splitlines()) == 4
+
+
+def test_a_load_that_does_not_fit_a_sequence_is_the_users_to_mend(pair: Pair) -> None:
+    config = config_of(
+        pair.target,
+        {"dtype": "float32", "kv_cache_memory": "4MB", "max_model_len": 64,
+         "attention_backend": "reference"},
+    )  # fmt: skip
+    asked = parse_speculative_config({"method": "dflash", "model": str(pair.draft)})
+    asked = replace(asked, options={"hundredths_of_mean": 300, "seed": 1})
+    rounds = measure(
+        config, asked, ["float32"], [Load(1, 30, 40, 4)], 1, plain=False, written=False
+    )
+    with pytest.raises(DoesNotFit, match="ended before"):
+        next(rounds)

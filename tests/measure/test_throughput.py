@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvant.engine.llm import LLM
+from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import BadValue, RequestError
-from kvant.measure.throughput import Load, parse_load, parse_sampling
+from kvant.measure.throughput import Load, parse_load, parse_sampling, run_load
 from tests.cli.command import kvant
 from tests.models import tiny
 
@@ -29,6 +31,15 @@ def test_each_load_is_measured_with_each_sampling(tmp_path: Path) -> None:
     ]
     assert all(one["steps"] > 0 and min(one["seconds"]) > 0 for one in rounds)
     assert drawn in shown.out
+
+
+def test_a_load_longer_than_a_sequence_may_be_is_refused_before_it_runs(tmp_path: Path) -> None:
+    llm = LLM(tiny.build("qwen3", tmp_path), max_model_len=48, kv_cache_memory="4MB", device="cpu")
+    run_load(llm, Load(1, 40, 8), SamplingParams(), seed=1)
+    with pytest.raises(BadValue, match=r"--load 1x40/9 is longer") as caught:
+        run_load(llm, Load(1, 40, 9), SamplingParams(), seed=1)
+    assert "48 tokens" in caught.value.why
+    assert not llm.engine.has_work
 
 
 def test_a_sampling_is_what_a_request_could_ask() -> None:

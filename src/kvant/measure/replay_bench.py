@@ -18,6 +18,7 @@ from kvant.engine.llm import LLM
 from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.speculative_config import SpeculativeConfig
+from kvant.errors import DoesNotFit, WayOut
 from kvant.kv.names import parse_format
 from kvant.kv.pool import KVPool
 from kvant.kv.request import Asked
@@ -170,10 +171,15 @@ def _run(llm: LLM, load: Load, *, seed: int, written: bool) -> Timed:
 
 
 def _step_until(llm: LLM, counts: dict[int, int], least: int) -> None:
-    """Step until each request has so many tokens."""
+    """Step until each request has so many tokens. DoesNotFit where one has to end before."""
     while min(counts.values()) < least:
         for piece in llm.engine.step():
-            assert piece.result is None, "max_model_len leaves too little room for this load"
+            if piece.result is not None:
+                raise DoesNotFit(
+                    "a request ended before all had the tokens that are timed",
+                    why=f"a sequence may have {llm.engine.limits.max_model_len} tokens here",
+                    ways_out=(WayOut("take a larger --max-model-len, or a smaller --output"),),
+                )
             counts[piece.number] += len(piece.token_ids)
 
 

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM
 from kvant.engine.sampling_params import SamplingParams
-from kvant.errors import BadValue
+from kvant.errors import BadValue, WayOut
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
 
@@ -143,8 +143,17 @@ def free_memory() -> None:
 def run_load(llm: LLM, load: Load, params: SamplingParams, *, seed: int) -> tuple[float, int, int]:
     """Submit everything, step until nothing is left: seconds, steps, preemptions. params: but for how
     much is answered.
+
+    BadValue for a load whose answers cannot be as long as it says.
     """
     engine = llm.engine
+    longest = engine.limits.max_model_len
+    if load.input + load.output > longest:
+        raise BadValue(
+            f"--load {load.requests}x{load.input}/{load.output} is longer than a sequence may be here",
+            why=f"that is {longest} tokens (--max-model-len, and what the pool holds)",
+            ways_out=(WayOut(f"take loads of at most {longest} tokens, or more memory for them"),),
+        )
     numbers = random.Random(seed)
     params = replace(params, max_tokens=load.output, ignore_eos=True)
     prompts = [

@@ -114,6 +114,16 @@ def test_turboquant_leaves_the_first_and_last_two_layers_wide_and_says_so() -> N
         assert any(rung.startswith("format-default") for rung in layer.k.considered)
 
 
+def test_a_format_that_ends_up_in_no_layer_of_a_small_model_is_told() -> None:
+    request = KVRequest(explicit=(asks(TURBO[0], KVDtype.FP8_E5M2),))
+    four, five = (resolve(request, CheckpointKV(), deep(n), around()) for n in (4, 5))
+    said = "keys are in no layer stored as asked: turboquant_k4"
+    (line,) = [line for line in four.warnings if "in no layer" in line]
+    assert line.startswith(said)
+    assert "--kv-format-defaults off" in line
+    assert not [line for line in five.warnings if "in no layer" in line]
+
+
 @pytest.mark.case("A25")
 def test_format_defaults_can_be_left_out() -> None:
     request = KVRequest(explicit=(asks(*TURBO),), format_defaults=False)

@@ -38,7 +38,20 @@ def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
             )
     lines = [f"{text} ({_span(layers, len(plan.layers))})" for text, layers in found.items()]
     strays = unclaimed(checkpoint, (layer.geometry for layer in plan.layers))
-    return (*lines, *checkpoint.notes, *strays)
+    return (*lines, *_stored_nowhere(plan), *checkpoint.notes, *strays)
+
+
+def _stored_nowhere(plan: KVPlan) -> list[str]:
+    """Formats that were asked for and leave every layer of a small model wide."""
+    sides = {
+        "keys": [layer.k for layer in plan.layers if layer.k is not None],
+        "values": [layer.v for layer in plan.layers if layer.v is not None],
+    }
+    return [
+        f"{side} are in no layer stored as asked: {choices[0].because}"
+        for side, choices in sides.items()
+        if choices and all(choice.source is Source.FORMAT_DEFAULT for choice in choices)
+    ]
 
 
 def _of_choice(choice: Choice) -> list[str]:

@@ -331,12 +331,18 @@ def read_defaults(path: Path) -> Mapping[str, float | int]:
         _log.warning("generation_config.json cannot be read and is left out: %s", fault)
         return {}
     if not isinstance(found, dict):
+        _log.warning("generation_config.json is no JSON object and is left out")
         return {}
+    if found.get("do_sample") is False:
+        return {"temperature": 0}
     defaults: dict[str, float | int] = {}
     for name, (low, high) in _DEFAULTS.items():
         value = found.get(name)
-        if isinstance(value, int | float) and low <= value <= high and (value or name != "top_p"):
+        if value is None:
+            continue
+        is_number = type(value) is int or (type(value) is float and name != "top_k")
+        if is_number and low <= value <= high and (value or name != "top_p"):
             defaults[name] = value
-    if found.get("do_sample") is False:
-        defaults = {"temperature": 0}
+        else:
+            _log.warning("generation_config.json: %s %r cannot be and is left out", name, value)
     return defaults

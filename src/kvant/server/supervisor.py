@@ -187,6 +187,8 @@ class Supervisor:
             sys.executable, *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         self._process = process
+        if self._stopping.is_set():  # while it was being started
+            self._kill()
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
         reader = asyncio.create_task(self._read(socket))
@@ -216,14 +218,15 @@ class Supervisor:
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         """Messages until the engine reports a fault. One that is none ends the engine, not this process."""
+        try:
+            await self._take_messages(socket)
+        except Exception:
+            _log.exception("what the engine said could not be taken")
+            self._kill()
+
+    async def _take_messages(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            data = await socket.recv()
-            try:
-                message = read_from_engine(data)
-            except msgspec.MsgspecError:
-                _log.exception("the engine said what no engine says")
-                self._kill()
-                return
+            message = read_from_engine(await socket.recv())
             self._last_report = time.monotonic()
             match message:
                 case Loading():

@@ -46,6 +46,12 @@ class PageTable:
             self._table[row, start:end] = pages
         self._num_pages[row] = end
 
+    def append(self, rows: Items[int], pages: Items[int]) -> None:
+        """A page each behind the last one of rows."""
+        at = np.array(rows, np.int64)
+        self._table[at, self._num_pages[at]] = pages
+        self._num_pages[at] += 1
+
     def give_back_row(self, row: int, num_pages: int) -> None:
         """The row's first `num_pages` entries are cleared: no later owner can see them."""
         self._table[row, :num_pages] = SCRATCH

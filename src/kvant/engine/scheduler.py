@@ -14,6 +14,7 @@ pages: several answers to one prompt, or requests with the same long beginning, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -407,6 +408,17 @@ class Scheduler:
             and after == len(sequence.pages) * self.limits.page_size
         ):
             self._extend(sequence, 1)
+
+    def grow_all_early(self, sequences: Items[Sequence]) -> None:
+        """`grow_early` of sequences each of which needs a page."""
+        pages = self.allocator.allocate(len(sequences))
+        if pages is None:  # who comes first has them
+            for sequence in sequences:
+                self.grow_early(sequence)
+            return
+        for sequence, page in zip(sequences, pages, strict=True):
+            sequence.pages.append(page)
+        self.page_table.append([sequence.row for sequence in sequences], pages)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue without pages; its tokens are computed again later."""

@@ -65,9 +65,8 @@ class Steady:
         scheduler, page_size = self._scheduler, self._scheduler.limits.page_size
         ends = self._starts + 1
         growing = np.flatnonzero((ends == self._room) & (ends < self._most - 1)).tolist()
-        for place in growing:
-            scheduler.grow_early(self.sequences[place])
         if growing:
+            scheduler.grow_all_early([self.sequences[place] for place in growing])
             self._room = self._find_room()
         pages = scheduler.allocator.take_pages_to_zero()
         if pages:

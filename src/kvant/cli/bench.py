@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvant.cli import (
     bench_throughput,
 )
 from kvant.cli.configured import configured
+from kvant.cli.out_file import OutFile, write_json
 from kvant.engine.config import EngineOptions, engine_config
 from kvant.engine.settings import Settings
 
@@ -78,7 +78,7 @@ def spec(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=2, help="New tokens at most, for each prompt.")
     ] = 128,
-    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+    out: OutFile = None,
 ) -> None:
     """Tokens a second with and without drafts, and how many of these stand, by position.
 
@@ -111,4 +111,4 @@ def spec(
             "threads": torch.get_num_threads(),
             "rows": [row.as_json() for row in rows],
         }
-        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_json(out, facts)

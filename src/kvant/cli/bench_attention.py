@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvant.cli.out_file import OutFile, write_json
 from kvant.errors import BadValue, NotServable, UnknownName
 from kvant.kv.dtype import KVDtype
 
@@ -57,7 +57,7 @@ def attention(
         typer.Option("--fa3-library", help="_vllm_fa3_C*.so; without, the installed vLLM's."),
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 5,
-    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+    out: OutFile = None,
 ) -> None:
     """Microseconds of one query against batches of equal lengths; points that do not fit are left out."""
     import torch
@@ -93,7 +93,7 @@ def attention(
         found.append(one)
         if out is not None:  # at every row, so that what was measured is kept
             document = {**facts, "read_tb_per_s": bandwidth, "rows": [asdict(r) for r in found]}
-            out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            write_json(out, document)
     sys.stdout.write(table(found) + "\n")
 
 

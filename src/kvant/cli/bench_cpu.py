@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -12,13 +11,12 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from kvant.cli.out_file import OutFile, write_json
 from kvant.errors import UnknownName
 
 
 def cpu(
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write every repetition as JSON.")
-    ] = None,
+    out: OutFile = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads; torch's number if not given.")
     ] = None,
@@ -85,7 +83,7 @@ def cpu(
         command = shlex.join(("kvant", *sys.argv[1:]))
         facts = measurement_facts(command, ("torch", "transformers", "numba"))
         facts |= {"threads": torch.get_num_threads(), **versions, **found}
-        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_json(out, facts)
 
 
 _Named = TypeVar("_Named", bound=Enum)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvant.cli.configured import configured
+from kvant.cli.out_file import OutFile, write_json
 from kvant.engine.config import EngineOptions, engine_config
 from kvant.engine.settings import Settings
 from kvant.kv.dtype import KVDtype
@@ -45,7 +44,7 @@ def decode(
             help="Further steps under torch's profiler, for the share of time in which a GPU idles.",
         ),
     ] = 0,
-    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+    out: OutFile = None,
 ) -> None:
     """Milliseconds a decode step of long sequences, without computing their prompts."""
     from kvant.engine.llm import LLM
@@ -77,4 +76,4 @@ def decode(
             shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers", "numpy"]
         )
         rows = [{**asdict(one), "median_ms": one.timing.median_ms} for one in found]
-        out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_json(out, {**facts, "rows": rows})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import sys
 from enum import Enum
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvant.cli.out_file import OutFile, write_json
 from kvant.engine.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def invariance(
     attention_backend: Annotated[
         str, typer.Option("--attention-backend", metavar="B", help="auto, or one by name.")
     ] = "auto",
-    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+    out: OutFile = None,
 ) -> None:
     """How often a format's likeliest token flips between batch shapes, and what --batch-invariant costs."""
     from rich.console import Console
@@ -135,7 +135,7 @@ def invariance(
         else:
             found["flips"] = [dataclasses.asdict(row) for row in flips]
             found["decode"] = [dataclasses.asdict(row) for row in speeds]
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(out, found)
 
 
 def _flips(llm: LLM, wanted: Sequence[FormatRequest], tokens: int) -> list[Flips]:

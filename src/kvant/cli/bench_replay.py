@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvant.cli.configured import configured
+from kvant.cli.out_file import OutFile, write_json
 from kvant.engine.config import EngineOptions, engine_config
 from kvant.engine.settings import Settings
 from kvant.errors import BadValue
@@ -45,7 +44,7 @@ def replay(
     written: Annotated[
         bool, typer.Option("--written", help="Do not run prompts: write random keys and values.")
     ] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+    out: OutFile = None,
 ) -> None:
     """Tokens a second of steady decoding with drafts that stand as often as --mean says, and without.
 
@@ -77,4 +76,4 @@ def replay(
     if out is not None:
         facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers"])
         body = {**facts, "mean": mean, "rows": [asdict(one) for one in found]}
-        out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        write_json(out, body)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvant.cli.out_file import OutFile, write_json
 
 if TYPE_CHECKING:
     from kvant.measure.scheduler_bench import Row
@@ -25,9 +25,7 @@ def scheduler(
         ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed.")] = 300,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")
-    ] = None,
+    out: OutFile = None,
 ) -> None:
     """What a step costs beside the model: scheduling and batch building, decodes alone and mixed with
     prefills, and the engine's whole loop over a device that costs nothing.
@@ -61,4 +59,4 @@ def scheduler(
         facts = measurement_facts(shlex.join(("kvant", *sys.argv[1:])), ("torch", "numpy"))
         facts["rows"] = [asdict(row) for row in rows]
         facts["whole"] = [asdict(one) for one in whole]
-        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_json(out, facts)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvant.cli.out_file import OutFile, write_json
 
 if TYPE_CHECKING:
     from kvant.measure.servers import Server
@@ -45,7 +45,7 @@ def serve(
     ] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY")] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+    out: OutFile = None,
 ) -> None:
     """Time to first token and between tokens over HTTP; requests arrive whether others are answered or
     not. Any server with OpenAI's API; with several, the first one's times are shown over the others'.
@@ -71,7 +71,7 @@ def serve(
         words = [word.replace(api_key, "..") if api_key else word for word in sys.argv[1:]]
         command = shlex.join(["kvant", *words])
         facts = {**measurement_facts(command, ["h11"]), **gpu_facts(), "servers": rounds_of(found)}
-        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_json(out, facts)
 
 
 async def _all(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvant.cli.out_file import OutFile, write_json
 
 
 def startup(
@@ -20,9 +20,7 @@ def startup(
             help="Begin in an empty cache: the model is converted and kernels compiled, 600 MB of disk."
         ),
     ] = True,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write every start as JSON.")
-    ] = None,
+    out: OutFile = None,
 ) -> None:
     """Seconds from starting `kvant chat` on the demo model to its first token, and where they go."""
     from kvant.measure.facts import measurement_facts
@@ -37,4 +35,4 @@ def startup(
         packages = ("torch", "transformers", "numba")
         facts = measurement_facts(shlex.join(("kvant", *sys.argv[1:])), packages)
         facts["starts"] = [asdict(start) for start in starts]
-        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_json(out, facts)

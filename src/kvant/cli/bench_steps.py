@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvant.cli.out_file import OutFile, write_json
 
 
 def steps(
@@ -39,9 +40,7 @@ def steps(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads; torch's number if not given.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write every step as JSON.")
-    ] = None,
+    out: OutFile = None,
 ) -> None:
     """Time decode steps and a prompt of the demo model, and how much of a step is Python's."""
     from kvant.engine.threads import wait_without_spinning
@@ -83,4 +82,4 @@ def steps(
         facts = measurement_facts(command, ("torch", "transformers", "numba"))
         facts |= {"threads": torch.get_num_threads(), "steps": [asdict(row) for row in rows]}
         facts |= {"quality": [asdict(found) for found in judged]}
-        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_json(out, facts)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvant.cli.configured import configured
+from kvant.cli.out_file import OutFile, write_json
 from kvant.engine.config import EngineOptions, engine_config
 from kvant.engine.settings import Settings
 
@@ -45,7 +44,7 @@ def throughput(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 2,
-    out: Annotated[Path | None, typer.Option("--out", help="File for the result as JSON.")] = None,
+    out: OutFile = None,
 ) -> None:
     """Output tokens a second of the engine, without a server; no prefix cache."""
     from kvant.measure.facts import measurement_facts
@@ -65,4 +64,4 @@ def throughput(
     if out is not None:
         facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers"])
         rows = [{**asdict(found), "load": str(found.load)} for found in rounds]
-        out.write_text(json.dumps({**facts, "rounds": rows}, indent=1) + "\n", encoding="utf-8")
+        write_json(out, {**facts, "rounds": rows})

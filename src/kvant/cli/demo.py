@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.table import Table
+
+from kvant.cli.out_file import OutFile, write_json
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
@@ -38,11 +39,7 @@ SPEED_STEPS = 16
 SPEED_ROUNDS = 2
 
 
-def demo(
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write what was measured as JSON.")
-    ] = None,
-) -> None:
+def demo(out: OutFile = None) -> None:
     """Plan a model, let it answer, and compare the KV cache formats; a minute or two on two cores."""
     from kvant.cli.progress import bars
     from kvant.engine.llm import LLM
@@ -81,7 +78,7 @@ def _write(out: Path, measured: dict[str, object]) -> None:
         shlex.join(("kvant", *sys.argv[1:])), ("torch", "transformers", "numba")
     )
     facts |= {"threads": torch.get_num_threads(), **measured}
-    out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_json(out, facts)
 
 
 def _plan(llm: LLM, console: Console) -> None:

@@ -15,6 +15,7 @@ import typer
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.cli.configured import configured
+from kvant.cli.out_file import writable
 from kvant.engine.config import PlanOptions, plan_request
 from kvant.engine.planning import Plan, PlanRequest, make_plan
 from kvant.engine.settings import Settings
@@ -42,7 +43,10 @@ def plan(
     ] = "cpu",
     output: Annotated[Format, typer.Option("--format", help="table or json.")] = Format.TABLE,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the plan as .svg or .png.")
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw the plan as .svg or .png.", callback=writable
+        ),
     ] = None,
 ) -> None:
     """Show what every layer would store and who decided it; loads no weights."""

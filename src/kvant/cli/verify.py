@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from kvant.cli.out_file import writable
 from kvant.errors import BadValue, WayOut
 
 
@@ -61,6 +62,7 @@ def verify(
             "--record",
             metavar="FILE",
             help="Put the result into this JSON file, and the page made of it beside it.",
+            callback=writable,
         ),
     ] = None,
 ) -> None:

@@ -18,6 +18,7 @@ that work. A way out carries the arguments that take it, so that tests can run i
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class WayOut:
     arguments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.text}: {' '.join(self.arguments)}" if self.arguments else self.text
+        return f"{self.text}: {shlex.join(self.arguments)}" if self.arguments else self.text
 
 
 class KvantError(Exception):

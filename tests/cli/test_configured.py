@@ -87,6 +87,8 @@ def test_a_plan_follows_file_and_variables_and_names_them(tmp_path: Path) -> Non
         (("serve", "x", "--generation-config", "vllm"), {}, "--generation-config"),
         (("serve", "x"), {"KVANT_MAX_N": "many"}, "KVANT_MAX_N is 'many'"),
         (("chat",), {"KVANT_MAX_MODEL_LENGTH": "1"}, "did you mean KVANT_MAX_MODEL_LEN"),
+        (("serve", "x", "--served-model-name", ""), {}, "--served-model-name is empty"),
+        (("serve", "x", "--allowed-origins", "x"), {}, "--allowed-origins '*'"),
         (("serve",), {}, "no model is named"),
         (("plan",), {}, "no model is named"),
         (("generate", "x", "--config", "/nowhere.yaml"), {}, "/nowhere.yaml cannot be read"),

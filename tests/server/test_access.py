@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvant.errors import BadValue
-from kvant.server.access import check_keys, check_origins, read_keys
+from kvant.server.access import check_keys, check_names, check_origins, read_keys
 
 
 def test_a_file_of_keys_has_one_a_line_and_comments(tmp_path: Path) -> None:
@@ -40,3 +40,10 @@ def test_what_is_no_origin_is_refused(origin: str) -> None:
     with pytest.raises(BadValue, match="origin"):
         check_origins((origin,))
     check_origins(("*", "https://app.example", "http://app.example:8080"))
+
+
+@pytest.mark.parametrize("names", [("",), ("good", "  ")])
+def test_a_model_without_a_name_is_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(BadValue, match="--served-model-name is empty"):
+        check_names(names)
+    check_names(("good", "two words"))

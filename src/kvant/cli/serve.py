@@ -19,7 +19,7 @@ from kvant.server.config import ServerConfig
 def serve(settings: Settings) -> None:
     """Serve a model over HTTP with OpenAI's API."""
     _require_packages()
-    from kvant.server.access import check_host, check_keys, check_origins, read_keys
+    from kvant.server.access import check_host, check_keys, check_names, check_origins, read_keys
     from kvant.server.serve import log_to_stderr
     from kvant.server.serve import serve as run
 
@@ -29,6 +29,7 @@ def serve(settings: Settings) -> None:
     if config.api_key_file is not None:
         keys = (*config.api_keys, *read_keys(Path(config.api_key_file)))
         config = replace(config, api_keys=keys)
+    check_names(config.served_names)
     check_keys(config.api_keys)
     check_origins(config.allowed_origins)
     check_host(config.host, has_key=bool(config.api_keys), insecure=config.insecure_no_auth)

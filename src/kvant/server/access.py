@@ -1,4 +1,4 @@
-"""Who may use a server: addresses, keys and origins, checked before anything is started."""
+"""Who may use a server, and under which names: checked before anything is started."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def check_host(host: str, *, has_key: bool, insecure: bool) -> None:
                 WayOut("stay on this machine", ("--host", "127.0.0.1")),
                 WayOut("really let everybody in", ("--insecure-no-auth",)),
             ),
+        )
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """BadValue for a name of the model that is none."""
+    if not all(name.strip() for name in names):
+        raise BadValue(
+            "--served-model-name is empty",
+            why="clients name the model in every request, and the server names itself so",
         )
 
 

@@ -10,7 +10,6 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.models.geometry import (
     DraftFacts,
-    DraftStyle,
     read_draft_geometry,
     read_geometry,
 )
@@ -72,7 +71,6 @@ def test_the_standard_drafter_looks_both_ways_without_a_window() -> None:
         block_size=16,
         target_layer_ids=(1, 9, 17, 25, 33),
         mask_token_id=151669,
-        style=DraftStyle.Z_LAB,
         draft_vocab_size=151936,
         target_vocab_size=151936,
     )
@@ -163,7 +161,6 @@ def test_the_speculators_drafter_is_causal_where_it_has_a_window() -> None:
     assert windows(geometry) == [2048] * 4 + [None]
     assert causal(geometry) == [True] * 4 + [False]
     assert geometry.layers[0].name == "layers.0.self_attn"
-    assert facts.style is DraftStyle.SPECULATORS
     assert facts.draft_vocab_size == geometry.vocab_size == 32000
     assert geometry.hidden_size == 4096
 

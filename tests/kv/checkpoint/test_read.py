@@ -110,7 +110,7 @@ def test_scales_carry_name_file_shape_and_dtype(tmp_path: Path) -> None:
     found = read.scales["model.layers.0.self_attn", Side.K]
     assert found.name == "model.layers.0.self_attn.k_scale"
     assert (found.file, found.shape, found.dtype) == ("model.safetensors", (2,), "BF16")
-    assert (found.inverse, found.both_sides, found.rivals) == (False, False, ())
+    assert (found.inverse, found.rivals) == (False, ())
     assert found.numel == 2
 
 

@@ -192,12 +192,11 @@ def test_a_vision_towers_scale_alone_is_not_the_text_layers(tmp_path: Path) -> N
     assert scale_for(checkpoint, layer(0), Side.K) is None
 
 
-def test_kv_scale_serves_both_sides_and_says_so(tmp_path: Path) -> None:
+def test_kv_scale_serves_both_sides(tmp_path: Path) -> None:
     checkpoint = read(tmp_path, scales(("kv_scale",)))
     for side in Side:
         found = scale_for(checkpoint, layer(0), side)
         assert found is not None
-        assert found.both_sides
         assert found.side is side
         assert found.name == "model.layers.0.self_attn.kv_scale"
 

@@ -65,8 +65,8 @@ class ScaleTensor:
 
     name: the tensor's name; file: the file that holds it; shape, dtype: as in the header ("F32").
     layer: name of the attention module it belongs to, such as "model.layers.0.self_attn".
-    inverse: it holds 1 / scale (compressed-tensors' global scales). both_sides: one tensor that
-    serves K and V (`kv_scale`). rivals: other tensors that claim to be the same scale.
+    inverse: it holds 1 / scale (compressed-tensors' global scales). rivals: other tensors that claim
+    to be the same scale. One tensor may stand for K and for V (`kv_scale`).
     """
 
     name: str
@@ -76,7 +76,6 @@ class ScaleTensor:
     layer: str
     side: Side
     inverse: bool = False
-    both_sides: bool = False
     rivals: tuple[str, ...] = ()
 
     @property

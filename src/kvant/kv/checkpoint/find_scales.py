@@ -61,5 +61,4 @@ def _tensor(file: str, entry: TensorEntry, name: ScaleName, side: Side) -> Scale
         layer=name.module,
         side=side,
         inverse=name.role is ScaleRole.GLOBAL_SCALE,
-        both_sides=len(name.sides) > 1,
     )

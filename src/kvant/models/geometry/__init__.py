@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvant.models.geometry.draft import DraftFacts, DraftStyle, read_draft_geometry
+from kvant.models.geometry.draft import DraftFacts, read_draft_geometry
 from kvant.models.geometry.read import read_geometry
 
-__all__ = ["DraftFacts", "DraftStyle", "read_draft_geometry", "read_geometry"]
+__all__ = ["DraftFacts", "read_draft_geometry", "read_geometry"]

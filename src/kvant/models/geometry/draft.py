@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from kvant.errors import BadCheckpoint, WayOut
@@ -41,13 +40,6 @@ _QWEN3_HEAD_DIM = 128  # Qwen3Config's default
 _RELATIVES = {"markov_rank": "DSpark", "selector_rank": "DFlash2"}
 
 
-class DraftStyle(Enum):
-    """Whose config format a drafter has."""
-
-    Z_LAB = "z-lab"
-    SPECULATORS = "speculators"
-
-
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
     """What running a drafter needs beside its geometry.
@@ -62,7 +54,6 @@ class DraftFacts:
     block_size: int
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
-    style: DraftStyle
     draft_vocab_size: int
     target_vocab_size: int
 
@@ -127,7 +118,6 @@ def _z_lab(top: Fields, target: ModelGeometry) -> tuple[ModelGeometry, DraftFact
             dflash, "target_layer_ids", ids or _evenly_spaced(dflash, target, len(layers)), target
         ),
         mask_token_id=_mask_token(dflash, target),
-        style=DraftStyle.Z_LAB,
         draft_vocab_size=vocab,
         target_vocab_size=vocab,
     )
@@ -202,7 +192,6 @@ def _speculators(top: Fields, target: ModelGeometry) -> tuple[ModelGeometry, Dra
         block_size=_SPECULATORS_BLOCK if block is None else block,
         target_layer_ids=_tapped(top, name, tuple(i - 1 for i in ids), target),
         mask_token_id=_mask_token(top, target),
-        style=DraftStyle.SPECULATORS,
         draft_vocab_size=draft_vocab,
         target_vocab_size=vocab,
     )

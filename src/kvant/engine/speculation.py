@@ -20,7 +20,6 @@ class Speculation:
 
     num_speculative_tokens: drafts of one sequence in one step at most. adaptive: draft fewer, or
     none, where that is faster. ways: what can be chosen from; all or nothing without.
-    clock: seconds, for tests.
     """
 
     def __init__(
@@ -31,14 +30,12 @@ class Speculation:
         *,
         adaptive: bool = True,
         ways: Ways | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._proposer = proposer
         self._most = num_speculative_tokens
         self._vocab_size = vocab_size
         self._adaptive = Adaptive() if adaptive else None
         self._ways = ways or (lambda num_running: (0, num_speculative_tokens))
-        self._clock = clock
         self._counts = Counts(num_speculative_tokens)
         self._started = 0.0
         self._num_running = 1
@@ -50,7 +47,7 @@ class Speculation:
 
     def num_draft_tokens(self, num_running: int) -> int:
         """How many drafts each answering sequence may have in the next step, which begins now."""
-        self._started = self._clock()
+        self._started = time.perf_counter()
         self._num_running = max(1, num_running)
         if self._adaptive is not None:
             ways = self._ways(self._num_running)
@@ -90,7 +87,7 @@ class Speculation:
         if not drafted:
             self._counts.num_plain_steps += 1
         if self._adaptive is not None:
-            seconds = self._clock() - self._started
+            seconds = time.perf_counter() - self._started
             num_drafts = self._chosen if drafted else 0
             self._adaptive.note([len(tokens) for tokens in emitted], seconds, num_drafts=num_drafts)
 

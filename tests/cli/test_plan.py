@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.engine.planning import PlanRequest, make_plan
 from tests.acceptance.models import LLAMA, config, write_model
 from tests.cli.command import kvant
 
@@ -167,3 +170,15 @@ def test_what_is_larger_than_16_bit_is_not_called_smaller(
     ran = kvant("plan", plain, "--kv-cache-dtype", format, "--kv-cache-memory", "8MiB")
     assert says in ran.out
     assert "tokens in 8.00 MiB" in ran.out  # all formats are compared in the same bytes
+
+
+def test_what_a_user_should_hear_is_no_obstacle(tmp_path: Path) -> None:
+    whole = write_model(tmp_path / "whole", config(), tensors={"a.weight": (1.0,)})
+    made = make_plan(PlanRequest(str(whole), DeviceFacts(DeviceKind.CPU), memory_bytes=2**30))
+    local = replace(made.target.local, notes=("the hub was not asked",))
+    told = replace(made, target=replace(made.target, local=local))
+    assert "the hub was not asked" in told.warnings
+    assert told.can_run
+    assert not replace(
+        told, target=replace(told.target, local=replace(local, obstacles=("it has no weights",)))
+    ).can_run

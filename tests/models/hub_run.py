@@ -25,6 +25,7 @@ def main() -> None:
         answer["revision"] = model.revision
         answer["source"] = model.source.value
         answer["notes"] = model.notes
+        answer["obstacles"] = model.obstacles
         answer["files"] = sorted(file.name for file in model.path.iterdir())
     except KvantError as error:
         answer["error"] = type(error).__name__

@@ -281,7 +281,7 @@ def test_remote_code_is_refused_before_any_weights_arrive(run: Run) -> None:
     assert failed["error"] == "BadCheckpoint"
     assert "auto_map" in failed["message"]
     assert not {"model.safetensors", "modeling_x.py"} & set(hub.fetched())
-    assert "can be planned, not loaded" in planned["notes"][0]
+    assert "can be planned, not loaded" in planned["obstacles"][0]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def directory(path: Path, *, weights: str | None = "model.safetensors", **config
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     found = locate(str(directory(tmp_path / "m")))
     assert (found.path, found.source) == (tmp_path / "m", ModelSource.DIRECTORY)
-    assert (found.revision, found.notes) == (None, ())
+    assert (found.revision, found.notes, found.obstacles) == (None, (), ())
 
 
 def test_a_directory_that_looks_like_a_hub_id_is_a_directory(
@@ -56,7 +56,7 @@ def test_a_config_alone_can_be_planned_and_not_loaded(tmp_path: Path) -> None:
     path = directory(tmp_path / "m", weights=None)
     planned = locate(str(path), weights=False)
     assert planned.path == path
-    assert "no .safetensors files" in planned.notes[0]
+    assert "no .safetensors files" in planned.obstacles[0]
     with pytest.raises(BadCheckpoint, match=r"no \.safetensors files"):
         locate(str(path))
 
@@ -141,7 +141,7 @@ def test_weights_kvant_does_not_load_are_refused_and_planned_with_a_note(
     with pytest.raises(BadCheckpoint, match=expected) as caught:
         locate(str(path))
     assert caught.value.exit_code == 2
-    assert caught.value.what in locate(str(path), weights=False).notes[0]
+    assert caught.value.what in locate(str(path), weights=False).obstacles[0]
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,12 @@ def test_remote_code_is_refused_and_planned_with_a_note(
     path = directory(tmp_path / "m", model_type=model_type, auto_map=auto_map)
     with pytest.raises(BadCheckpoint, match="its own Python code"):
         locate(str(path))
-    assert "its own Python code" in locate(str(path), weights=False).notes[0]
+    assert "its own Python code" in locate(str(path), weights=False).obstacles[0]
 
 
 def test_a_family_that_transformers_adopted_needs_no_remote_code(tmp_path: Path) -> None:
     path = directory(tmp_path / "m", model_type="phi3", auto_map=PHI3)
-    assert locate(str(path)).notes == ()
+    assert locate(str(path)).obstacles == ()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_the_way_out_of_pickled_weights_works(tmp_path: Path) -> None:
     (way,) = caught.value.ways_out
     program = way.text.split('python -c "')[1].split('"')[0]
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
-    assert locate(str(tmp_path / "OUT")).notes == ()
+    assert locate(str(tmp_path / "OUT")).obstacles == ()
 
 
 def test_a_shipped_drafter_has_a_name() -> None:

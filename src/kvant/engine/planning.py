@@ -117,11 +117,11 @@ class Plan:
     @property
     def obstacles(self) -> tuple[str, ...]:
         """Why it can be planned and not run, memory aside."""
-        lines = [*self.target.local.notes]
+        lines = [*self.target.local.obstacles]
         if self.target.geometry.not_runnable:
             lines.append(f"planned, but not runnable yet: {self.target.geometry.not_runnable}")
         if self.draft is not None:
-            lines += [f"draft: {line}" for line in self.draft.local.notes]
+            lines += [f"draft: {line}" for line in self.draft.local.obstacles]
         return tuple(lines)
 
     @property
@@ -132,11 +132,12 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Everything a reader must be told, the drafter's lines marked as such."""
-        lines = [*self.obstacles, *self.target.kv.warnings]
+        lines = [*self.obstacles, *self.target.local.notes, *self.target.kv.warnings]
         if self.request.device.kind is DeviceKind.CPU and self.request.backend is None:
             lines += slow_layers(self.target.kv)
         if self.draft is not None:
-            lines += [f"draft: {line}" for line in self.draft.kv.warnings]
+            notes = self.draft.local.notes, self.draft.kv.warnings
+            lines += [f"draft: {line}" for said in notes for line in said]
         return (*lines, *_memory_warnings(self))
 
 

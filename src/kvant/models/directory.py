@@ -82,7 +82,7 @@ def _adopted(model_type: str, auto_map: Mapping[str, Any]) -> bool:
     return prefix is not None and theirs == ours and "AutoTokenizer" not in auto_map
 
 
-def as_note(refusal: BadCheckpoint) -> str:
+def as_obstacle(refusal: BadCheckpoint) -> str:
     """A refusal in the words of a plan, which does without what is refused."""
     return f"can be planned, not loaded: {refusal.what} ({refusal.why})"
 

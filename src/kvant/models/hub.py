@@ -17,7 +17,7 @@ from pathlib import Path
 from kvant.errors import ConfigError, ModelNotFound, WayOut
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.models import hub_files
-from kvant.models.directory import CONFIG_NAME, as_note, missing_weights, remote_code
+from kvant.models.directory import CONFIG_NAME, as_obstacle, missing_weights, remote_code
 from kvant.models.hub_transfer import (
     ATTEMPTS,
     Transfer,
@@ -111,7 +111,7 @@ def _checked(model: LocalModel, weights: bool) -> LocalModel:
         return model
     if weights:
         raise refusal
-    return replace(model, notes=(*model.notes, as_note(refusal)))
+    return replace(model, obstacles=(as_obstacle(refusal),))
 
 
 class _Asked:

@@ -24,7 +24,8 @@ class LocalModel:
         (config.json, and other small JSON files where the source has them) and may hold no more.
     name: as the user wrote it.
     revision: the hub's commit hash, None for every other source.
-    notes: what the user should hear, such as why this model can be planned but not loaded.
+    notes: what the user should hear, such as that the hub was not asked. obstacles: why this model can
+        be planned but not loaded; never of one that was located with weights.
     """
 
     path: Path
@@ -32,6 +33,7 @@ class LocalModel:
     revision: str | None
     source: ModelSource
     notes: tuple[str, ...] = ()
+    obstacles: tuple[str, ...] = ()
 
 
 class Progress(Protocol):

@@ -31,7 +31,7 @@ def locate(
 
     revision: hub models only. weights: whether the model is to be loaded; without, only what a plan
     reads is fetched or converted, and a model that Kvant can plan but would not load (pickled
-    weights, remote code) is found, with the reason among its notes.
+    weights, remote code) is found, with the reason among its obstacles.
 
     Raises ModelNotFound, BadCheckpoint or another ConfigError; nothing half-made stays behind.
     """
@@ -105,8 +105,8 @@ def _directory(path: Path, name: str, weights: bool, progress: Progress | None) 
     refusal = directory.obstacle(path)
     if refusal is not None and weights:
         raise refusal
-    notes = () if refusal is None else (directory.as_note(refusal),)
-    return LocalModel(path, name, None, ModelSource.DIRECTORY, notes)
+    obstacles = () if refusal is None else (directory.as_obstacle(refusal),)
+    return LocalModel(path, name, None, ModelSource.DIRECTORY, obstacles=obstacles)
 
 
 def _file(path: Path, name: str, weights: bool, progress: Progress | None) -> LocalModel:

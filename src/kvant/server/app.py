@@ -116,10 +116,12 @@ def make_app(service: Service) -> App:
         given = parse(await body_of(request), DetokenizeBody)
         facts = service.require()
         check_model(given.model, facts)
-        check_tokens(tuple(given.tokens), "tokens", facts)
+        check_tokens(given.tokens, "tokens", facts)
         if service.tokenizing is None:
             raise bad_request("this model has no tokenizer", "tokens")
-        text = service.tokenizing.backend.decode(given.tokens, skip_special_tokens=False)
+        # As a batch of one, for which the library lets go of the interpreter.
+        decode = service.tokenizing.backend.decode_batch
+        (text,) = await asyncio.to_thread(decode, [given.tokens], skip_special_tokens=False)
         return _json({"prompt": text})
 
     @app.get("/health")

@@ -92,6 +92,11 @@ def test_a_plan_follows_file_and_variables_and_names_them(tmp_path: Path) -> Non
         (("serve",), {}, "no model is named"),
         (("plan",), {}, "no model is named"),
         (("generate", "x", "--config", "/nowhere.yaml"), {}, "/nowhere.yaml cannot be read"),
+        (
+            ("plan", "x"),
+            {"KVANT_SPECULATIVE_CONFIG": '{"method":"eagle"}'},
+            "(asked by KVANT_SPECULATIVE_CONFIG)",
+        ),
         (("serve", "x", "-tp", "2"), {}, "--tensor-parallel-size 2"),
         (("plan", "x", "--calculate-kv-scales"), {}, "--calculate-kv-scales"),
     ],

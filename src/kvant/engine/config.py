@@ -240,7 +240,9 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         kv_cache_bytes=None
         if memory is None
         else parse_size(memory, asked_by=_by(settings, "kv_cache_memory")),
-        speculative=None if draft is None else parse_speculative_config(draft),
+        speculative=None
+        if draft is None
+        else parse_speculative_config(draft, asked_by=_by(settings, "speculative_config")),
         memory_utilization=options.gpu_memory_utilization,
         batch_invariant=options.batch_invariant,
         quantization=None if options.quantization is None else Quantization(options.quantization),

@@ -35,52 +35,56 @@ class SpeculativeConfig:
     options: Mapping[str, int] = field(default_factory=dict)
 
 
-def parse_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfig:
-    """From JSON text or a mapping; BadValue for anything that is not understood."""
+def parse_speculative_config(
+    given: str | Mapping[str, Any], *, asked_by: str = FLAG
+) -> SpeculativeConfig:
+    """From JSON text or a mapping; BadValue, naming who asked, for anything that is not understood."""
     body: Any = given
     if isinstance(given, str):
         try:
             body = json.loads(given)
         except (json.JSONDecodeError, RecursionError) as fault:
             shown = given if len(given) <= _MOST_SHOWN else given[:_MOST_SHOWN] + ".."
-            raise BadValue(f"{FLAG}: {shown!r} is no JSON", why=str(fault)) from None
+            raise BadValue(f"{asked_by}: {shown!r} is no JSON", why=str(fault)) from None
     if not isinstance(body, Mapping):
-        raise BadValue(f"{FLAG}: expected an object, got {type(body).__name__}")
+        raise BadValue(f"{asked_by}: expected an object, got {type(body).__name__}")
     name = body.get("method")
     if not isinstance(name, str):
         names = ", ".join(method.name for method in METHODS)
-        raise BadValue(f"{FLAG}: method is {name!r}", why=f"name how to draft: {names}")
-    method = find_method(name, asked_by=FLAG)
+        raise BadValue(f"{asked_by}: method is {name!r}", why=f"name how to draft: {names}")
+    method = find_method(name, asked_by=asked_by)
     keys = (*_KEYS, *(_MODEL_KEYS if method.has_model else ()), *method.options)
     unknown = [str(key) for key in body if key not in keys]
     if unknown:
-        raise UnknownName("key", unknown[0], keys, asked_by=f"{FLAG}, method {method.name}")
+        raise UnknownName("key", unknown[0], keys, asked_by=f"{asked_by}, method {method.name}")
     model = body.get("model", "")
     if method.has_model and (not isinstance(model, str) or not model):
-        raise BadValue(f"{FLAG}: model is missing", why="name the drafter's directory or hub id")
+        raise BadValue(
+            f"{asked_by}: model is missing", why="name the drafter's directory or hub id"
+        )
     wanted = None
     if (dtype := body.get("kv_cache_dtype")) is not None:
-        by = f"{FLAG} kv_cache_dtype {dtype}"
+        by = f"{asked_by} kv_cache_dtype {dtype}"
         wanted = Asked(parse_format(str(dtype), asked_by=by), by)
     revision = body.get("revision")
     if revision is not None and not isinstance(revision, str):
-        raise BadValue(f"{FLAG}: revision is {revision!r}", why="it is a branch, tag or commit")
+        raise BadValue(f"{asked_by}: revision is {revision!r}", why="it is a branch, tag or commit")
     adaptive = body.get("adaptive", True)
     if not isinstance(adaptive, bool):
-        raise BadValue(f"{FLAG}: adaptive is {adaptive!r}", why="it is true or false")
+        raise BadValue(f"{asked_by}: adaptive is {adaptive!r}", why="it is true or false")
     return SpeculativeConfig(
         method=method,
         model=model,
-        num_speculative_tokens=_count(body, "num_speculative_tokens"),
+        num_speculative_tokens=_count(body, "num_speculative_tokens", asked_by),
         kv_cache_dtype=wanted,
         revision=revision,
         adaptive=adaptive,
-        options=_options(body, method),
+        options=_options(body, method, asked_by),
     )
 
 
-def _options(body: Mapping[str, Any], method: Method) -> dict[str, int]:
-    given = {key: _count(body, key) for key in method.options}
+def _options(body: Mapping[str, Any], method: Method, asked_by: str) -> dict[str, int]:
+    given = {key: _count(body, key, asked_by) for key in method.options}
     options = {
         key: default if (asked := given[key]) is None else asked
         for key, default in method.options.items()
@@ -88,14 +92,14 @@ def _options(body: Mapping[str, Any], method: Method) -> dict[str, int]:
     least, most = options.get("prompt_lookup_min"), options.get("prompt_lookup_max")
     if least is not None and most is not None and least > most:
         raise BadValue(
-            f"{FLAG}: prompt_lookup_min {least} is more than prompt_lookup_max {most}",
+            f"{asked_by}: prompt_lookup_min {least} is more than prompt_lookup_max {most}",
             why="the least number of tokens that must agree is above the most that are looked at",
         )
     return options
 
 
-def _count(body: Mapping[str, Any], key: str) -> int | None:
+def _count(body: Mapping[str, Any], key: str, asked_by: str) -> int | None:
     count = body.get(key)
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise BadValue(f"{FLAG}: {key} {count!r}", why="it is a count, 1 or more")
+        raise BadValue(f"{asked_by}: {key} {count!r}", why="it is a count, 1 or more")
     return count

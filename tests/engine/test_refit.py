@@ -16,6 +16,7 @@ from kvant.engine.runner import ModelRunner
 from kvant.errors import BadCheckpoint, NotServable, RequestError
 from kvant.kv.checkpoint.facts import Side
 from tests.models import tiny
+from tests.models.tiny_gguf import tensors, write_gguf
 from tests.models.tiny_quantized import build_quantized
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -36,16 +37,16 @@ def changed(path: Path, directory: Path, *, scale: float = 1.7, broken: bool = F
     """A copy with other weights, and with KV scales that are `scale` times as large."""
     copy = directory / "changed"
     shutil.copytree(path, copy)
-    tensors = load_file(copy / "model.safetensors")
+    found = load_file(copy / "model.safetensors")
     generator = torch.Generator().manual_seed(7)
-    for name, tensor in tensors.items():
+    for name, tensor in found.items():
         if name.endswith(("k_scale", "v_scale")):
-            tensors[name] = tensor * scale
+            found[name] = tensor * scale
         elif tensor.is_floating_point() and tensor.element_size() > 1 and tensor.dim() > 1:
-            tensors[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+            found[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
     if broken:
-        tensors["model.norm.weight"][0] = float("nan")
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+        found["model.norm.weight"][0] = float("nan")
+    save_file(found, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
 
 
@@ -85,6 +86,19 @@ def test_every_kind_of_decoder_takes_new_weights(family: str, tmp_path: Path) ->
     llm = open_(path, batch_invariant=False)
     llm.refit(other)
     assert answers(llm) == answers(open_(other, batch_invariant=False))
+
+
+def test_weights_that_are_not_here_yet_are_fetched_or_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVANT_CACHE", str(tmp_path / "cache"))
+    first = write_gguf(tmp_path / "first.gguf")
+    moved = {name: value + 0.25 * value.std() for name, value in tensors().items()}
+    other = write_gguf(tmp_path / "other.gguf", values=moved)
+    llm = open_(first, batch_invariant=False)
+    before = answers(llm)
+    llm.refit(other)
+    assert answers(llm) == answers(open_(other, batch_invariant=False)) != before
 
 
 def test_what_cannot_be_taken_is_refused_and_nothing_changes(tmp_path: Path) -> None:

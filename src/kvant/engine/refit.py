@@ -21,7 +21,7 @@ _SAYS_NOTHING = ("_name_or_path", "transformers_version")
 def refit(built: BuiltEngine, model: str) -> BuiltEngine:
     """The same engine, with the plan it has now.
 
-    model: a directory or hub id with the config.json, formats and tensors of the running one.
+    model: a directory, .gguf file or hub id with the config.json, formats and tensors of the running one.
     RequestError while requests run; NotServable where the weights do not fit here, BadCheckpoint where
     they cannot be read: nothing has changed then.
     """
@@ -34,14 +34,15 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
     engine, planned = built.engine, built.planned
     if engine.has_work:
         raise RequestError("weights cannot change while requests run: let them end, or cancel them")
-    found = make_plan(replace(planned.request, model=model, revision=None))
-    reason = _why_not(planned, found)
+    request = replace(planned.request, model=model, revision=None)
+    reason = _why_not(planned, make_plan(request))  # a refusal comes before a download
     if reason is not None:
         raise NotServable(
             f"{model} cannot take the place of {planned.target.kv.model} in a running engine",
             why=reason,
             ways_out=(WayOut("start an engine with it"),),
         )
+    found = make_plan(request, weights=True)
     target = found.target
     loaded = load_model(
         target.local.path,

@@ -19,6 +19,7 @@ from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
 from kvant.engine.graphs import Answered
+from kvant.engine.pieces import Pieces
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
@@ -57,6 +58,16 @@ class RememberingRunner:
         return ()
 
     def run_decodes(self, step: Decodes) -> Tensor:
+        raise AssertionError("nothing is recorded")
+
+    @property
+    def finds_tokens(self) -> bool:
+        return False
+
+    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
+        raise AssertionError("nothing is recorded")
+
+    def run_behind(self, step: Pieces) -> None:
         raise AssertionError("nothing is recorded")
 
     def read_decodes(self) -> Answered:

@@ -25,10 +25,12 @@ from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
 from kvant.engine.graphs import Answered, StepGraphs
+from kvant.engine.pieces import Pieces
 from kvant.engine.request import FinishReason, Status
 from kvant.engine.result import Progress, Result
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import SchedulerLimits
+from kvant.engine.shared_logits import SharedLogits
 from kvant.engine.steady import Steady
 from kvant.engine.text import TextStream
 from kvant.kv.pages import CacheIdentity
@@ -50,12 +52,31 @@ class RecordedRunner(RememberingRunner):
             max_model_len=max_model_len,
             device=self.device,
             recorder=Again(),
+            compute=self._compute,
         )
         self._graphs.capture()
 
     @property
     def looks_ahead(self) -> bool:
         return True
+
+    @property
+    def finds_tokens(self) -> bool:
+        return True
+
+    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
+        return self._graphs.run_pieces(step, following)
+
+    def run_behind(self, step: Pieces) -> None:
+        self._graphs.run_behind(step)
+
+    def _compute(self, batch: Batch, newest: Tensor | None, kept: SharedLogits) -> None:
+        self.stored.view(-1)[batch.step.slot_mapping] = -1  # as in `run`
+        ids = batch.input_ids.clone()
+        if newest is not None:
+            assert (ids[: len(newest)] == 0).all()
+            ids[: len(newest)] = newest
+        kept.keep(super().run(replace(batch, input_ids=ids)))
 
     def recorded(self, num_sequences: int) -> Sequence[int]:
         return self._graphs.num_drafts(num_sequences)
@@ -348,7 +369,7 @@ def test_steps_are_launched_ahead_while_those_who_wait_have_no_room(
     while engine.has_work:
         engine.step()
     assert len(went_on) == 3 * 18
-    assert launches["read"] == 3
+    assert launches["read"] == 0, "also behind their prompts"
 
 
 @pytest.mark.parametrize("num_pages", [16, 200], ids=["dry", "ample"])
@@ -548,5 +569,5 @@ def test_whoever_there_is_room_for_waits_for_one_step_at_most(
         with suppress(RuntimeError):
             admissions.step(engine)
         engine.audit()
-    assert admissions.most == 1
+    assert admissions.most <= 1
     assert len(went_on) > 10

@@ -34,8 +34,13 @@ class Batch:
     scored: list[Chunk]
 
 
-def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> Batch:
-    """A batch on the host. Loops over sequences only read; everything is computed for all at once."""
+def build_batch(
+    chunks: Items[Chunk], page_table: PageTable, page_size: int, *, num_unknown: int = 0
+) -> Batch:
+    """A batch on the host. Loops over sequences only read; everything is computed for all at once.
+
+    num_unknown: the first chunks are one token each that nobody knows yet; 0 stands for it.
+    """
     count = len(chunks)
     sequences, firsts, counts, _, drafts = zip(*chunks, strict=True)
     starts = np.array(firsts, np.int64)
@@ -59,6 +64,7 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
 
     # As `Chunk.num_rows`, of all at once.
     samples = known == np.array([len(s.token_ids) for s in sequences], np.int64)
+    samples[:num_unknown] = True
     num_rows = np.where(samples, 1 + num_drafts, 0)
     before = np.cumsum(num_rows) - num_rows
     logits_index = np.repeat(cu_seqlens[1:] - num_rows - before, num_rows)
@@ -78,7 +84,7 @@ def build_batch(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> 
         wanted = _step(*of_them, slots[logits_index], positions[logits_index])
         step = replace(step, wanted=wanted)
     return Batch(
-        input_ids=torch.from_numpy(np.frombuffer(_tokens(chunks), np.int64)),
+        input_ids=torch.from_numpy(np.frombuffer(_tokens(chunks, num_unknown), np.int64)),
         step=step,
         logits_index=torch.from_numpy(logits_index),
         sampled=[sequences[i] for i in sampled],
@@ -115,9 +121,9 @@ def num_scored(chunk: Chunk) -> int:
     return min(chunk.start + chunk.num_tokens, last) - chunk.start
 
 
-def _tokens(chunks: Items[Chunk]) -> array[int]:
-    tokens: list[int] = []
-    for sequence, start, length, _, drafts in chunks:
+def _tokens(chunks: Items[Chunk], num_unknown: int) -> array[int]:
+    tokens = [0] * num_unknown
+    for sequence, start, length, _, drafts in chunks[num_unknown:]:
         if length == 1:  # most chunks: a slice would copy a list to take one number
             tokens.append(sequence.token_ids[start])
         else:

@@ -79,6 +79,7 @@ class BatchGraphs:
         max_model_len: int,
         device: torch.device,
         recorder: Recorder,
+        logits: SharedLogits,
     ) -> None:
         self._forward = forward
         self._recorder = recorder
@@ -93,7 +94,7 @@ class BatchGraphs:
         self._staging = [_Staging(recorder, room, seqs * most_pages) for _ in range(2)]
         self._turn = 0
         self._graphs: dict[tuple[int, int], tuple[Callable[[], None], Tensor]] = {}
-        self._logits = SharedLogits()
+        self._logits = logits
 
     def capture(self) -> None:
         """Record every graph. Nothing is written to the pool: every token is padding meanwhile."""
@@ -104,9 +105,9 @@ class BatchGraphs:
             self._graphs[tokens, seqs] = replay, logits
             self._memory.zero_()
 
-    def run(self, batch: Batch) -> Tensor | None:
+    def run(self, batch: Batch, newest: Tensor | None = None) -> Tensor | None:
         """Logits [len(batch.logits_index), vocab_size], valid until the next step; None if no graph
-        holds this step.
+        holds this step. newest: the batch's first ids, on the device.
         """
         size = self._size_for(batch)
         if size is None:
@@ -116,6 +117,8 @@ class BatchGraphs:
         staging.copied.synchronize()
         self._write(staging, batch, *size)
         staging.copied.record()
+        if newest is not None:
+            self._memory[: len(newest)].copy_(newest)
         replay, logits = self._graphs[size]
         replay()
         return logits[: batch.logits_index.shape[0]]

@@ -41,8 +41,11 @@ class Draws:
         return Draws(self.table, self.drawn, self.seeds, self.places + 1)
 
 
-def list_draws(sequences: Items[Sequence]) -> Draws | None:
-    """None where every one of them takes the likeliest token."""
+def list_draws(sequences: Items[Sequence], num_unknown: int = 0) -> Draws | None:
+    """None where every one of them takes the likeliest token.
+
+    num_unknown: the first ones get a token before this one, which is not known yet.
+    """
     drawn = [place for place, s in enumerate(sequences) if not s.request.params.is_greedy]
     if not drawn:
         return None
@@ -50,7 +53,10 @@ def list_draws(sequences: Items[Sequence]) -> Draws | None:
         np.array([(*wishes(sequence.request.params), 0.0) for sequence in sequences]),
         np.array(drawn, np.int64),
         [sequences[place].request.seed for place in drawn],
-        np.array([sequences[place].num_output_tokens for place in drawn], np.int64),
+        np.array(
+            [sequences[place].num_output_tokens + (place < num_unknown) for place in drawn],
+            np.int64,
+        ),
     )
 
 
@@ -96,6 +102,20 @@ def list_decodes(
     return make_decodes(
         list(sequences), numbers, ids, starts, ends, rows, page_table, page_size, num_drafts,
         ahead=ahead, draws=list_draws(sequences) if draws else None,
+    )  # fmt: skip
+
+
+def list_decodes_after(chunks: Items[Chunk], page_table: PageTable, page_size: int) -> Decodes:
+    """For what follows a step of these chunks, each of which samples: its `limits` and `draws`, and as
+    `ends` where the chunks end.
+    """
+    sequences = [c.sequence for c in chunks]
+    ends = np.array([c.start + c.num_tokens for c in chunks], np.int64)
+    rows = np.array([s.row for s in sequences], np.int64)
+    ids = np.zeros(len(chunks), np.int64)
+    return make_decodes(
+        sequences, [s.number for s in sequences], ids, ends - 1, ends, rows, page_table, page_size, 0,
+        ahead=True, draws=list_draws(sequences),
     )  # fmt: skip
 
 

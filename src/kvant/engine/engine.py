@@ -27,7 +27,7 @@ from kvant.engine.runner import Runner
 from kvant.engine.sampler import Sampled
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.saturation import saturation_warning
-from kvant.engine.scheduler import Chunk, Scheduler, SchedulerLimits
+from kvant.engine.scheduler import Chunk, Schedule, Scheduler, SchedulerLimits
 from kvant.engine.speculation import Speculation
 from kvant.engine.steady import Steady, one_token
 from kvant.engine.stepping import Ran, run_step
@@ -90,6 +90,8 @@ class Engine:
         self._num_computed_tokens = 0
         self._num_preemptions = 0
         self._steady: Steady | None = None
+        # The next step, which was launched; and `Scheduler.changes` then.
+        self._planned: tuple[Schedule, int] | None = None
         # `Scheduler.changes` when the device was given the answers' next step already, if it was. A
         # prompt that has arrived since comes behind it either way; in one step with it, what runs would
         # be thrown away.
@@ -203,8 +205,10 @@ class Engine:
         most = 0
         if speculation is not None:
             most = speculation.num_draft_tokens(self.scheduler.num_running)
-        runs_already = self._ahead_since not in (None, changes)
-        schedule = self.scheduler.schedule(most, answers_first=runs_already)
+        schedule = self._take_planned()
+        if schedule is None:
+            runs_already = self._ahead_since not in (None, changes)
+            schedule = self.scheduler.schedule(most, answers_first=runs_already)
         launched = self.scheduler.changes
         self._ahead_since = None
         if not schedule.chunks:
@@ -213,6 +217,8 @@ class Engine:
         try:
             ran = run_step(self.runner, self.scheduler, speculation, schedule, most)
             self._ahead_since = launched if ran.went_ahead else None
+            if ran.planned is not None:
+                self._planned = ran.planned, self.scheduler.changes
             self._num_steps += 1
             self._num_computed_tokens += sum([c.num_tokens + len(c.drafts) for c in ran.chunks])
             if speculation is None:
@@ -232,6 +238,16 @@ class Engine:
             raise
         self._look_at_saturation()
         return progress
+
+    def _take_planned(self) -> Schedule | None:
+        """The step that was launched already, if anybody in it is left."""
+        if self._planned is None:
+            return None
+        (planned, changes), self._planned = self._planned, None
+        as_planned = planned.has_everyone and changes == self.scheduler.changes
+        has_everyone = as_planned or not self.scheduler.num_waiting
+        schedule = planned.of_those_left(has_everyone=has_everyone)
+        return schedule if schedule.chunks else None
 
     def _steady_of(self, ran: Ran) -> Steady | None:
         """Steps after this one, if nothing is known that would make them other than it was."""

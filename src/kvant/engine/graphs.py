@@ -16,7 +16,7 @@ its sequences, where whoever comes next writes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import Step
+from kvant.engine.batch import Batch
 from kvant.engine.batch_sizes import batch_sizes, draft_sizes
 from kvant.engine.decodes import Decodes
 from kvant.engine.drawing import Drawer, DrawParts, filters, has_kernels
 from kvant.engine.layout import lay_out, what_follows
+from kvant.engine.pieces import Pieces
 from kvant.engine.recorder import Mark, Recorder
 from kvant.engine.sampler import Greedy
 from kvant.engine.shared_logits import SharedLogits
@@ -38,6 +40,12 @@ Forward = Callable[[Tensor, Step, Tensor], Tensor]
 
 Draft = Callable[[Tensor, Step], Tensor]
 """As `DeviceProposer.draft`."""
+
+Compute = Callable[[Batch, Tensor | None, SharedLogits], None]
+"""Run a batch and leave its logits there. The tensor: the batch's first ids, on the device."""
+
+_FEW = 128
+"""Rows of logits that are looked at where a step with pieces of prompts has no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +78,31 @@ class _Graph:
 
 
 @dataclass(frozen=True, slots=True)
+class _Finder:
+    """What finds the tokens of any step in the first rows of the shared logits; the rest as `_Graph`."""
+
+    replay: Callable[[], None]
+    found: Tensor
+    next: Tensor
+    draw: DrawParts
+
+
+@dataclass(frozen=True, slots=True)
 class _Launched:
     """A step that runs or has run. numbers: of its sequences, by row. ends: as `Decodes`.
 
-    results, next: the graph's, on the host once `done` is.
+    results, next: the graph's, on the host once `done` is. chunks: as `Pieces`, of a step with pieces of
+    prompts.
     """
 
     numbers: list[int]
     num_drafts: int
     ends: NDArray[np.int64]
-    graph: _Graph
+    graph: _Graph | _Finder
     results: Tensor
     next: Tensor
     done: Mark
+    chunks: Mapping[int, tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +140,8 @@ class _Staging:
 class StepGraphs:
     """Graphs for up to `most` sequences whose page table has `max_pages` columns.
 
-    draft: the proposer's, for steps of so many drafts as `num_drafts` names.
+    draft: the proposer's, for steps of so many drafts as `num_drafts` names. compute: runs steps with
+    pieces of prompts, for `run_pieces`.
     """
 
     def __init__(
@@ -134,6 +155,7 @@ class StepGraphs:
         recorder: Recorder,
         draft: Draft | None = None,
         num_drafts: Sequence[int] = (),
+        compute: Compute | None = None,
     ) -> None:
         assert draft is not None or not num_drafts
         self._forward = forward
@@ -150,12 +172,14 @@ class StepGraphs:
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, device=device)
         self._draws = torch.zeros(most, 5, dtype=torch.float64, device=device)
         self._drawer: Drawer | None = None
-        self._logits = SharedLogits()
+        self.logits = SharedLogits()
         # Three, as two steps can be on their way while the numbers of a third are written.
         self._staging = [_Staging(recorder, most, most_rows, max_pages) for _ in range(3)]
         self._turn = 0
         self._rows = torch.arange(most_rows, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._compute = compute
+        self._finders: dict[int, _Finder] = {}
         self._guess: _Guess | None = None
         self._current: tuple[_Launched, NDArray[np.int64]] | None = None
 
@@ -168,6 +192,13 @@ class StepGraphs:
             newest = found[-3 * size :].view(3, size)
             draw = None if k else self._record_draw(logits, found[2 * size : 3 * size], newest[0])
             self._graphs[size, k] = _Graph(replay, logits, found, newest, draw)
+        most = self._sizes[0][-1]
+        for size in {min(_FEW, most), most} if self._compute is not None else ():
+            logits = self.logits.rows(size)
+            replay, (found,) = self._recorder.record(lambda size=size: self._find(size))  # type: ignore[misc]
+            newest = found[-3 * size :].view(3, size)
+            draw = self._record_draw(logits, found[2 * size : 3 * size], newest[0])
+            self._finders[size] = _Finder(replay, found, newest, draw)
 
     def num_drafts(self, num_sequences: int) -> list[int]:
         """Numbers of drafts that so many sequences can have in a recorded step; empty for none."""
@@ -191,12 +222,38 @@ class StepGraphs:
         else:
             launched = guess.launched
         self._current = (launched, places)
+        assert isinstance(launched.graph, _Graph)
         logits = launched.graph.logits
         if step.limits is None:
             return logits
         following = self._launch(step, self._current)
         self._guess = _Guess(following, launched, places)
         return logits[:, :0]
+
+    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
+        """As `run`, of a step with pieces of prompts. Logits of width 0.
+
+        following: by its `limits`, the step of all its sequences that is launched behind it.
+        """
+        guess, self._guess = self._guess, None
+        places = None if guess is None else _rows_in(guess.launched, step)
+        if guess is None or places is None:
+            launched = self._launch_pieces(step, None)
+            places = np.arange(len(step.numbers))
+        else:
+            launched = guess.launched
+        self._current = (launched, places)
+        if following is not None:
+            self._guess = _Guess(self._launch(following, self._current), launched, places)
+        return self.logits.rows(len(step.numbers))[:, :0]
+
+    def run_behind(self, step: Pieces) -> None:
+        """Launch what follows the last run: there its first chunks' tokens are found."""
+        assert self._current is not None
+        before = self._current[0]
+        at = {number: row for row, number in enumerate(before.numbers)}
+        sources = np.array([at[number] for number in step.numbers[: step.num_unknown]], np.int64)
+        self._guess = _Guess(self._launch_pieces(step, (before, sources)), before, sources)
 
     def read(self) -> Answered:
         """Of the last run. Waits for it, not for what was launched behind it."""
@@ -206,7 +263,7 @@ class StepGraphs:
         count = len(launched.numbers)
         counts = launched.next[2, :count].numpy()
         ends = counts.cumsum()
-        num_rows = int(ends[-1])
+        num_rows = int(counts.sum())
         ran, sound, chosen = launched.results[:, :num_rows].numpy()
         first_rows = (ends - counts)[places].tolist()
         drafts: list[tuple[int, ...]] = [()] * len(places)
@@ -229,9 +286,7 @@ class StepGraphs:
         assert ends is not None
         count = len(step.numbers)
         size = next(size for size in self._sizes[step.num_drafts] if size >= count)
-        self._turn = (self._turn + 1) % len(self._staging)
-        staging = self._staging[self._turn]
-        staging.done.synchronize()
+        staging = self._next_staging()
         host = staging.numbers.numpy()
         host[:, :size] = 0
         host[2, :count] = ends
@@ -253,13 +308,52 @@ class StepGraphs:
         graph.replay()
         if step.draws is not None:  # random numbers are made while the model runs
             self._draw(graph, staging.draws[:size], step.draws.numbers(int(after is not None)))
-        found = staging.found[: graph.found.shape[0]]
-        found.copy_(graph.found, non_blocking=True)
-        staging.done.record()
-        results, following = found[: -3 * size].view(3, -1), found[-3 * size :].view(3, size)
+        results, following = self._send(staging, graph)
         return _Launched(
             step.numbers, step.num_drafts, ends, graph, results, following, staging.done
         )
+
+    def _launch_pieces(
+        self, step: Pieces, after: tuple[_Launched, NDArray[np.int64]] | None
+    ) -> _Launched:
+        """after: where the tokens of the first chunks are found, if they are not known."""
+        assert self._compute is not None
+        count = len(step.numbers)
+        size = next(size for size in sorted(self._finders) if size >= count)
+        staging = self._next_staging()
+        host = staging.numbers.numpy()
+        host[:, :size] = 0
+        host[1, :count] = step.starts
+        if after is not None:
+            host[3, : len(after[1])] = after[1]
+        self._inputs.copy_(staging.numbers, non_blocking=True)
+        newest = None
+        if after is not None:
+            newest = after[0].graph.next[0].index_select(0, self._inputs[3, : len(after[1])])
+        self._compute(step.batch, newest, self.logits)
+        finder = self._finders[size]
+        finder.replay()
+        if step.draws is not None:
+            self._draw(finder, staging.draws[:size], step.draws.numbers(0))
+        results, following = self._send(staging, finder)
+        ends = step.starts + 1
+        return _Launched(
+            step.numbers, 0, ends, finder, results, following, staging.done, step.chunks
+        )
+
+    def _next_staging(self) -> _Staging:
+        self._turn = (self._turn + 1) % len(self._staging)
+        staging = self._staging[self._turn]
+        staging.done.synchronize()
+        return staging
+
+    def _send(self, staging: _Staging, graph: _Graph | _Finder) -> tuple[Tensor, Tensor]:
+        """What was found to the host: `results` and `next` of `_Launched`."""
+        size = graph.next.shape[1]
+        found = staging.found[: graph.found.shape[0]]
+        found.copy_(graph.found, non_blocking=True)
+        staging.done.record()
+        return found[: -3 * size].view(3, -1), found[-3 * size :].view(3, size)
 
     def _record_draw(self, logits: Tensor, chosen: Tensor, newest: Tensor) -> DrawParts:
         """Drawing from the logits of a step, each of whose rows has the token `chosen`; `newest` too."""
@@ -276,7 +370,7 @@ class StepGraphs:
 
         return DrawParts(*(record(run)[0] for run in (parts.by_count, parts.by_share, choose)))
 
-    def _draw(self, graph: _Graph, staging: Tensor, draws: NDArray[np.float64]) -> None:
+    def _draw(self, graph: _Graph | _Finder, staging: Tensor, draws: NDArray[np.float64]) -> None:
         """Launch what finds a step's tokens behind the step. Padding has no temperature."""
         assert graph.draw is not None, "drafts are verified by the likeliest tokens"
         staging.zero_()
@@ -294,7 +388,7 @@ class StepGraphs:
             step = plain_step(
                 starts, ends, self._table[:size], self._page_size, self._max_model_len
             )
-            logits = self._logits.keep(self._forward(ids, step, self._rows[:size]))
+            logits = self.logits.keep(self._forward(ids, step, self._rows[:size]))
             return logits, likeliest(logits, ids, starts)
         layout = lay_out(
             starts, ends, self._table[:size], num_drafts, self._page_size, self._max_model_len
@@ -305,17 +399,28 @@ class StepGraphs:
             tokens = torch.where(layout.is_first, ids[layout.owners], -1)
             tokens = torch.where(layout.is_first, tokens, self._draft(tokens, layout.step))
         rows = self._rows[: tokens.shape[0]]
-        logits = self._logits.keep(self._forward(tokens, layout.step, rows))
+        logits = self.logits.keep(self._forward(tokens, layout.step, rows))
         best, chosen = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
         newest, places = what_follows(layout, starts, tokens, chosen)
         sound = torch.isfinite(best).to(torch.int64)
         return logits, torch.cat([tokens, sound, chosen, newest, places, layout.counts])
 
+    def _find(self, size: int) -> tuple[Tensor]:
+        """What is recorded: as `_Graph` has found, of rows of the shared logits."""
+        logits, (ids, starts) = self.logits.rows(size), self._inputs[:2, :size]
+        if has_kernels(ids.device):
+            from kvant.engine.triton_step import likeliest
+
+            return (likeliest(logits, ids, starts),)
+        best, chosen = logits.max(dim=-1)
+        sound = torch.isfinite(best).to(torch.int64)
+        return (torch.cat([ids, sound, chosen, chosen, starts + 1, torch.ones_like(ids)]),)
+
 
 def _places_in(guess: _Guess, step: Decodes) -> NDArray[np.int64] | None:
     """Where a step's sequences stand in one that was launched; None if it was another one."""
     launched, numbers = guess.launched, step.numbers
-    if launched.num_drafts != step.num_drafts:
+    if launched.chunks is not None or launched.num_drafts != step.num_drafts:
         return None
     if launched.numbers == numbers:
         places = np.arange(len(numbers))
@@ -326,3 +431,12 @@ def _places_in(guess: _Guess, step: Decodes) -> NDArray[np.int64] | None:
             return None
     is_same = np.array_equal(guess.starts[places], step.starts)
     return places if is_same and (launched.ends[places] > step.starts).all() else None
+
+
+def _rows_in(launched: _Launched, step: Pieces) -> NDArray[np.int64] | None:
+    """The rows of a step's sequences in one that was launched; None if it was another one."""
+    known = launched.chunks
+    if known is None or any(known.get(number) != chunk for number, chunk in step.chunks.items()):
+        return None
+    at = {number: row for row, number in enumerate(launched.numbers)}
+    return np.array([at[number] for number in step.numbers], np.int64)

@@ -14,8 +14,11 @@ from kvant.attention.base import Step, StepCall
 from kvant.engine.batch import Batch
 from kvant.engine.batch_graphs import BatchGraphs
 from kvant.engine.decodes import Decodes
+from kvant.engine.drawing import to_device
 from kvant.engine.graphs import Answered, StepGraphs
+from kvant.engine.pieces import Pieces
 from kvant.engine.recorder import CudaRecorder, Recorder
+from kvant.engine.shared_logits import SharedLogits
 from kvant.engine.warm_up import warm_up
 from kvant.errors import NotServable
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
@@ -59,7 +62,20 @@ class Runner(Protocol):
         ...
 
     def read_decodes(self) -> Answered:
-        """What the last of those came to."""
+        """What the last of those came to, or of `run_pieces`."""
+        ...
+
+    @property
+    def finds_tokens(self) -> bool:
+        """Whether it has `run_pieces` and `run_behind`."""
+        ...
+
+    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
+        """`StepGraphs.run_pieces`."""
+        ...
+
+    def run_behind(self, step: Pieces) -> None:
+        """`StepGraphs.run_behind`."""
         ...
 
 
@@ -136,6 +152,27 @@ class ModelRunner:
         assert self._graphs is not None
         return self._graphs.read()
 
+    @property
+    def finds_tokens(self) -> bool:
+        return self._graphs is not None and self._proposer is None
+
+    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
+        assert self._graphs is not None
+        return self._graphs.run_pieces(step, following)
+
+    def run_behind(self, step: Pieces) -> None:
+        assert self._graphs is not None
+        self._graphs.run_behind(step)
+
+    def _compute(self, batch: Batch, newest: Tensor | None, kept: SharedLogits) -> None:
+        """`Compute`: recorded where that can be."""
+        if self._pieces is not None and self._pieces.run(batch, newest) is not None:
+            return
+        ids, step, index = _there(batch, self.device)
+        if newest is not None:
+            ids = torch.cat([newest, ids[len(newest) :]])
+        kept.keep(self._forward(ids, step, index))
+
     def capture(
         self,
         max_num_seqs: int,
@@ -200,6 +237,7 @@ class ModelRunner:
             recorder=recorder,
             draft=draft,
             num_drafts=() if draft is None else num_drafts,
+            compute=self._compute if self._proposer is None else None,
         )
         graphs.capture()
         self._graphs = graphs
@@ -213,6 +251,7 @@ class ModelRunner:
                 max_model_len=max_model_len,
                 device=self.device,
                 recorder=recorder,
+                logits=graphs.logits,
             )
             pieces.capture()
             self._pieces = pieces
@@ -227,17 +266,19 @@ class ModelRunner:
 
 
 def _there(batch: Batch, device: torch.device) -> tuple[Tensor, Step, Tensor]:
-    return batch.input_ids.to(device), _moved(batch.step, device), batch.logits_index.to(device)
+    """The host does not wait for it."""
+    ids, index = to_device(batch.input_ids, device), to_device(batch.logits_index, device)
+    return ids, _moved(batch.step, device), index
 
 
 def _moved(step: Step, device: torch.device) -> Step:
     return replace(
         step,
-        cu_seqlens_q=step.cu_seqlens_q.to(device),
-        seqlens_kv=step.seqlens_kv.to(device),
-        page_table=step.page_table.to(device),
-        slot_mapping=step.slot_mapping.to(device),
-        positions=step.positions.to(device),
+        cu_seqlens_q=to_device(step.cu_seqlens_q, device),
+        seqlens_kv=to_device(step.seqlens_kv, device),
+        page_table=to_device(step.page_table, device),
+        slot_mapping=to_device(step.slot_mapping, device),
+        positions=to_device(step.positions, device),
         rest=None if step.rest is None else _moved(step.rest, device),
         wanted=None if step.wanted is None else _moved(step.wanted, device),
     )

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from kvant.attention.need import LONG
@@ -87,7 +88,7 @@ class Schedule(NamedTuple):
 
     pages_to_zero: cleared before anything is written. preempted: those that lost their pages for it.
     num_prefills: of the chunks, at their end; those before them are one token each that samples.
-    has_everyone: nobody waits, or nobody for whom there is room.
+    has_everyone: nobody waits, or nobody for whom there will be room in the next step if nobody ends.
     """
 
     chunks: list[Chunk]
@@ -95,6 +96,14 @@ class Schedule(NamedTuple):
     preempted: list[Sequence]
     num_prefills: int
     has_everyone: bool = True
+
+    def of_those_left(self, *, has_everyone: bool) -> Schedule:
+        """Without those that have ended since; its pages are clear."""
+        chunks = [c for c in self.chunks if c.sequence.status is Status.RUNNING]
+        assert all(c.sequence.num_computed_tokens == c.start for c in chunks)
+        first = len(self.chunks) - self.num_prefills
+        num_prefills = sum(c.sequence.status is Status.RUNNING for c in self.chunks[first:])
+        return Schedule(chunks, [], [], num_prefills, has_everyone)
 
 
 class Scheduler:
@@ -153,16 +162,79 @@ class Scheduler:
         # With less room than a stride nothing could be cut there, and nobody would get on.
         self._stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
         prefills = self._schedule_prefills(prefilling, budget)
+        has_everyone = not self._waiting
         if is_open:  # whoever was just sent away would come straight back
             left = budget - sum(chunk.num_tokens for chunk in prefills)
-            self._admit(prefills, prefilling, left)
+            has_everyone = self._admit(prefills, prefilling, left)
         if num_draft_tokens:  # last: before prompts, drafts of a full batch would keep them waiting
             left = budget - sum(chunk.num_tokens for chunk in prefills)
             self._schedule_drafts(chunks, left, num_draft_tokens)
+        if self.limits.pages_ahead and not preempted:
+            self._grow_behind(prefills)
         prefills.sort(key=_for_backends)
         chunks += prefills
         zero = self.allocator.take_pages_to_zero()
-        return Schedule(chunks, zero, preempted, len(prefills), is_open or not self._waiting)
+        return Schedule(chunks, zero, preempted, len(prefills), has_everyone)
+
+    def plan(self, chunks: list[Chunk]) -> Schedule | None:
+        """The step behind one of these chunks that is not read yet, if it runs pieces of prompts.
+
+        Who is answered in that one is a token further here, which nobody knows. Whoever ends meanwhile is
+        to be left out (`Schedule.of_those_left`). None, and nothing has changed but that pages may have
+        been taken early, where the step is not known: pages are missing, or somebody's tokens are not
+        found by the device alone. Those who wait are admitted as they would be, a step early.
+        """
+        next_ones = [*islice(self._waiting, self.limits.max_num_seqs - len(self._running))]
+        if not all(map(_is_found_there, next_ones)):
+            return None
+        ends = {chunk.sequence.number: chunk.start + chunk.num_tokens for chunk in chunks}
+        page_size = self.limits.page_size
+        decodes: list[Chunk] = []
+        prefilling: list[Sequence] = []
+        ending: list[Sequence] = []  # their prompts: nobody can share them before they are followed
+        starts: dict[int, int] = {}
+        for sequence in self._running:
+            number, known = sequence.request.number, len(sequence.token_ids)
+            start = starts[number] = ends.get(number, sequence.num_computed_tokens)
+            if not _is_found_there(sequence):
+                return None
+            if start < known:
+                if known - start == 1 and number not in ends:
+                    return None  # an answer that the step has no room for
+                prefilling.append(sequence)
+                continue
+            if not sequence.is_followed:
+                ending.append(sequence)
+            if known + 1 >= sequence.request.max_total_tokens:
+                continue  # the token that is found now is its last one
+            if start >= len(sequence.pages) * page_size:
+                return None
+            decodes.append(_chunk((sequence, start, 1, 0, ())))
+        if not prefilling and not next_ones:
+            return None
+        budget = self.limits.max_num_batched_tokens - len(decodes)
+        if budget <= 0:
+            return None
+        self._stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
+        prefills: list[Chunk] = []
+        for sequence in prefilling:
+            start = starts[sequence.request.number]
+            count = self._room_for(sequence, start, budget)
+            if count:
+                prefills.append(Chunk(sequence, start, count))
+                budget -= count
+            if not budget:
+                break
+        others = prefilling + ending
+        has_everyone = self._admit(prefills, others, budget)
+        if not prefills:
+            return None
+        for chunk in decodes:
+            self.grow_early(chunk.sequence, chunk.start + 1)
+        self._grow_behind(prefills)
+        prefills.sort(key=_for_backends)
+        zero = self.allocator.take_pages_to_zero()
+        return Schedule([*decodes, *prefills], zero, [], len(prefills), has_everyone)
 
     def advance(self, sequence: Sequence, num_computed_tokens: int, *, followed: bool) -> None:
         """K and V of its first tokens are in its pages.
@@ -291,19 +363,23 @@ class Scheduler:
             budget -= self._add_chunk(chunks, sequence, budget)
         return chunks
 
-    def _admit(self, chunks: list[Chunk], prefilling: list[Sequence], budget: int) -> None:
+    def _admit(self, chunks: list[Chunk], prefilling: list[Sequence], budget: int) -> bool:
+        """Chunks of those who wait, while there is room.
+
+        False if whoever waits first could be begun in the next step, although not in this one.
+        """
         while budget and self._waiting and len(self._running) < self.limits.max_num_seqs:
             sequence = self._waiting[0]
             if sequence.lacks_prompt_logprobs and not self._logprobs_left:
-                break
+                return False
             found = self._find_prefix(sequence)
             if self._shares_soon(sequence, len(found), prefilling):
-                break
+                return False
             start = len(found) * self.limits.page_size
             if not self._room_for(sequence, start, budget):
-                break
+                return not chunks
             if not self._give_pages(sequence, found):
-                break
+                return True
             self.changes += 1
             self._waiting.popleft()
             self._running.append(sequence)
@@ -311,6 +387,8 @@ class Scheduler:
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 prefilling.append(sequence)
             budget -= self._add_chunk(chunks, sequence, budget)
+        is_full = not self._waiting or len(self._running) == self.limits.max_num_seqs
+        return is_full or not chunks
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         """The sequence's next tokens, as many as the step has room for; how many that are, maybe none."""
@@ -400,9 +478,18 @@ class Scheduler:
         sequence.pages += pages
         return True
 
-    def grow_early(self, sequence: Sequence) -> None:
-        """The page of the token after next, if it needs one and nobody has to give it up."""
-        after = sequence.num_tokens
+    def _grow_behind(self, prefills: list[Chunk]) -> None:
+        """The page of the first token behind a prompt, where its last piece runs."""
+        for chunk in prefills:
+            if chunk.samples:
+                self.grow_early(chunk.sequence)
+
+    def grow_early(self, sequence: Sequence, after: int | None = None) -> None:
+        """The page of a token, if it needs one and nobody has to give it up.
+
+        after: where the token stands, by default that of the token after next.
+        """
+        after = sequence.num_tokens if after is None else after
         if (
             after < sequence.request.max_total_tokens - 1
             and after == len(sequence.pages) * self.limits.page_size
@@ -461,6 +548,11 @@ class Scheduler:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.page_size)
+
+
+def _is_found_there(sequence: Sequence) -> bool:
+    """Whether the device finds its tokens, and nothing is asked of its prompt."""
+    return sequence.is_drawn_alone and not sequence.lacks_prompt_logprobs
 
 
 def _num_common(a: list[bytes], b: list[bytes]) -> int:

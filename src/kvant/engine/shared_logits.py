@@ -21,3 +21,8 @@ class SharedLogits:
         if self._memory is None:
             self._memory = torch.empty_like(logits, dtype=widened(logits.dtype))
         return self._memory[: len(logits)].copy_(logits)
+
+    def rows(self, count: int) -> Tensor:
+        """The first rows, whatever lies there."""
+        assert self._memory is not None
+        return self._memory[:count]

@@ -9,7 +9,8 @@ from itertools import accumulate
 from torch import Tensor, isfinite
 
 from kvant.engine.batch import Batch, build_batch, num_scored
-from kvant.engine.decodes import list_decodes
+from kvant.engine.decodes import list_decodes, list_decodes_after
+from kvant.engine.pieces import list_pieces
 from kvant.engine.request import Sequence
 from kvant.engine.runner import Runner
 from kvant.engine.sampler import Rows, token_logprobs
@@ -23,6 +24,7 @@ class Ran:
 
     chunks: with their drafts. rows: of logits; first_rows: where each chunk's begin. broken: sequences
     whose prompt gave NaN. went_ahead: the step after it runs already, if it is its continuation.
+    planned: the step after it, which was launched, if it runs pieces of prompts.
     """
 
     chunks: list[Chunk]
@@ -30,6 +32,7 @@ class Ran:
     first_rows: list[int]
     broken: list[Sequence]
     went_ahead: bool = False
+    planned: Schedule | None = None
 
 
 def run_step(
@@ -54,7 +57,10 @@ def run_step(
             and schedule.has_everyone
             and (speculation is None or speculation.goes_on())
         )
-        return _run_recorded(runner, scheduler, chunks, num_drafts, ahead=ahead)
+        may_plan = runner.finds_tokens and speculation is None
+        return _run_recorded(runner, scheduler, chunks, num_drafts, ahead=ahead, may_plan=may_plan)
+    if speculation is None and runner.finds_tokens and all(map(_is_found_there, chunks)):
+        return _run_pieces(runner, scheduler, schedule)
     if speculation is not None:
         chunks = speculation.propose(chunks)
         if 0 in recorded and not any(chunk.drafts for chunk in chunks):
@@ -68,12 +74,18 @@ def run_step(
 
 
 def _run_recorded(
-    runner: Runner, scheduler: Scheduler, chunks: list[Chunk], num_drafts: int, *, ahead: bool
+    runner: Runner,
+    scheduler: Scheduler,
+    chunks: list[Chunk],
+    num_drafts: int,
+    *,
+    ahead: bool,
+    may_plan: bool = False,
 ) -> Ran:
     """A step that is one launch, drafts and all.
 
     ahead: the next step is its continuation if nothing ends or arrives, so launch that too, if the
-    device can find its tokens.
+    device can find its tokens. may_plan: otherwise launch the one with the prompts that wait.
     """
     is_final = _are_found_there(chunks, num_drafts)
     ahead = ahead and is_final
@@ -83,6 +95,9 @@ def _run_recorded(
             chunks, scheduler.page_table, page_size, num_drafts, ahead=ahead, draws=is_final
         )
     )
+    planned = None
+    if is_final and not ahead and may_plan:
+        planned = _run_behind(runner, scheduler, chunks)
     found = runner.read_decodes()
     if num_drafts:
         chunks = [
@@ -91,7 +106,40 @@ def _run_recorded(
         ]
     wanted = [] if is_final else _rows_of(chunks, found.first_rows)
     rows = Rows(logits, wanted, found.known, is_final=is_final)
-    return Ran(chunks, rows, found.first_rows, [], went_ahead=ahead)
+    return Ran(chunks, rows, found.first_rows, [], went_ahead=ahead, planned=planned)
+
+
+def _run_pieces(runner: Runner, scheduler: Scheduler, schedule: Schedule) -> Ran:
+    """A step with pieces of prompts whose tokens the device finds, and what is known to follow it."""
+    chunks, page_size = schedule.chunks, scheduler.limits.page_size
+    samples = [chunk.samples for chunk in chunks]
+    following = None
+    if schedule.has_everyone and all(samples) and len(chunks) == scheduler.num_running:
+        following = list_decodes_after(chunks, scheduler.page_table, page_size)
+    pieces = list_pieces(chunks, scheduler.page_table, page_size)
+    logits = runner.run_pieces(pieces, following)
+    planned = _run_behind(runner, scheduler, chunks) if following is None else None
+    found = runner.read_decodes()
+    of_those = iter(found.first_rows)
+    first_rows = [next(of_those) if does else 0 for does in samples]
+    rows = Rows(logits, [], found.known, is_final=True)
+    ahead = following is not None
+    return Ran(chunks, rows, first_rows, [], went_ahead=ahead, planned=planned)
+
+
+def _run_behind(runner: Runner, scheduler: Scheduler, chunks: list[Chunk]) -> Schedule | None:
+    """Launch the step behind one of these chunks, whose tokens nobody has read, if it runs prompts."""
+    planned = scheduler.plan(chunks)
+    if planned is None:
+        return None
+    if planned.pages_to_zero:
+        runner.zero(planned.pages_to_zero)
+    num_unknown = len(planned.chunks) - planned.num_prefills
+    page_size = scheduler.limits.page_size
+    runner.run_behind(
+        list_pieces(planned.chunks, scheduler.page_table, page_size, num_unknown=num_unknown)
+    )
+    return planned
 
 
 def _score(batch: Batch, logits: Tensor) -> list[Sequence]:
@@ -128,6 +176,11 @@ def _are_found_there(chunks: list[Chunk], num_drafts: int) -> bool:
     if num_drafts:
         return all([chunk.sequence.is_plain for chunk in chunks])
     return all([chunk.sequence.is_drawn_alone for chunk in chunks])
+
+
+def _is_found_there(chunk: Chunk) -> bool:
+    sequence = chunk.sequence
+    return sequence.is_drawn_alone and not sequence.lacks_prompt_logprobs
 
 
 def _is_decode(chunk: Chunk) -> bool:

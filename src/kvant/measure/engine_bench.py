@@ -22,6 +22,7 @@ from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
 from kvant.engine.graphs import Answered, StepGraphs
+from kvant.engine.pieces import Pieces
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.pages import CacheIdentity
@@ -96,6 +97,14 @@ class _Runner:
 
     def run_decodes(self, step: Decodes) -> Tensor:
         return self._graphs.run(step)
+
+    finds_tokens = False
+
+    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
+        raise AssertionError("only answers are measured")
+
+    def run_behind(self, step: Pieces) -> None:
+        raise AssertionError("only answers are measured")
 
     def read_decodes(self) -> Answered:
         return self._graphs.read()

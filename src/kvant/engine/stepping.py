@@ -59,7 +59,8 @@ def run_step(
         )
         may_plan = runner.finds_tokens and speculation is None
         return _run_recorded(runner, scheduler, chunks, num_drafts, ahead=ahead, may_plan=may_plan)
-    if speculation is None and runner.finds_tokens and all(map(_is_found_there, chunks)):
+    is_asked = any([chunk.sequence.lacks_prompt_logprobs for chunk in chunks])
+    if speculation is None and runner.finds_tokens and not is_asked and _are_found_there(chunks, 0):
         return _run_pieces(runner, scheduler, schedule)
     if speculation is not None:
         chunks = speculation.propose(chunks)
@@ -114,7 +115,8 @@ def _run_pieces(runner: Runner, scheduler: Scheduler, schedule: Schedule) -> Ran
     chunks, page_size = schedule.chunks, scheduler.limits.page_size
     samples = [chunk.samples for chunk in chunks]
     following = None
-    if schedule.has_everyone and all(samples) and len(chunks) == scheduler.num_running:
+    is_known = schedule.has_everyone and all(samples) and len(chunks) == scheduler.num_running
+    if is_known and any(map(_goes_on, chunks)):
         following = list_decodes_after(chunks, scheduler.page_table, page_size)
     pieces = list_pieces(chunks, scheduler.page_table, page_size)
     logits = runner.run_pieces(pieces, following)
@@ -178,9 +180,9 @@ def _are_found_there(chunks: list[Chunk], num_drafts: int) -> bool:
     return all([chunk.sequence.is_drawn_alone for chunk in chunks])
 
 
-def _is_found_there(chunk: Chunk) -> bool:
-    sequence = chunk.sequence
-    return sequence.is_drawn_alone and not sequence.lacks_prompt_logprobs
+def _goes_on(chunk: Chunk) -> bool:
+    """Whether the token behind it is not the last one that there may be."""
+    return chunk.start + chunk.num_tokens + 1 < chunk.sequence.request.max_total_tokens
 
 
 def _is_decode(chunk: Chunk) -> bool:

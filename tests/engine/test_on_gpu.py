@@ -119,6 +119,61 @@ def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
     llm.engine.audit()
 
 
+@pytest.mark.parametrize(
+    ("memory", "recorded"), [("64MiB", True), ("2MiB", True), ("64MiB", False)]
+)
+def test_requests_that_arrive_are_answered_by_steps_that_are_launched_ahead(
+    path: Path,
+    expected: list[tuple[int, ...]],
+    memory: str,
+    *,
+    recorded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Greedy ones beside drawn ones, prompts in pieces; while they are launched, nobody waits."""
+    from kvant.engine import batch_graphs, stepping
+    from kvant.engine.graphs import StepGraphs
+
+    params = list(PARAMS)
+    for i in range(1, len(PROMPTS), 2):
+        wish: dict[str, Any] = {"temperature": 1.0, **WISHES[i % 5]}
+        params[i] = SamplingParams(seed=i, max_tokens=20 + 7 * i, ignore_eos=True, **wish)
+    if not recorded:
+        monkeypatch.setattr(batch_graphs, "MOST_READ", 0)
+    llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=8,
+              max_num_batched_tokens=150, kv_cache_memory=memory, enable_prefix_caching=False)  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(stepping, "_are_found_there", lambda *_: False)
+        drawn = [llm.generate([p], [one])[0] for p, one in zip(PROMPTS, params, strict=True)]
+    ahead, launch = [], StepGraphs._launch_pieces
+
+    def watched(self: StepGraphs, step: Any, after: Any) -> object:
+        ahead.append(after is not None)
+        torch.cuda.set_sync_debug_mode("error" if recorded else "default")
+        try:
+            return launch(self, step, after)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(StepGraphs, "_launch_pieces", watched)
+    engine, found, count = llm.engine, {}, 0
+    for turn in range(3):
+        numbers: list[int] = []
+        while engine.has_work or len(numbers) < len(PROMPTS):
+            if len(numbers) < len(PROMPTS) and count % (3 + turn) == 0:
+                number = len(numbers)
+                numbers.append(engine.submit(PROMPTS[number], params[number]))
+            for piece in engine.step():
+                if piece.result is not None:
+                    found[piece.number] = piece.result.token_ids
+            engine.audit()
+            count += 1
+        for place, number in enumerate(numbers):
+            wanted = drawn[place].token_ids if place % 2 else expected[place]
+            assert found[number] == wanted, f"request {place} in turn {turn}"
+    assert ahead.count(True) > (10 if memory == "64MiB" else 3)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
 def test_families_run_on_a_gpu_as_on_a_cpu(family: str, tmp_path: Path) -> None:
     built = tiny.build(family, tmp_path)

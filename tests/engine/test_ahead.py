@@ -18,7 +18,7 @@ from kvant.engine.result import Result
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.pages import CacheIdentity
 from tests.engine.fakes import EOS, VOCAB, answer, make_engine
-from tests.engine.test_steady import PAGE, RecordedRunner, some_params
+from tests.engine.test_steady import PAGE, Admissions, RecordedRunner, some_params
 from tests.models import tiny
 from tests.speculative.recorded import record
 
@@ -129,7 +129,8 @@ def test_answers_are_those_of_each_request_alone(
 def test_while_requests_only_arrive_no_step_waits_for_the_one_before_to_be_read(
     steps: Counter[str],
 ) -> None:
-    engine, _ = make(300, seqs=12)
+    engine, runner = make(300, seqs=12)
+    runner.forgets = False
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     wanted: dict[int, list[int]] = {}
     for count in range(30):
@@ -194,6 +195,87 @@ def test_a_request_that_is_cancelled_before_its_prompt_has_run_leaves_the_others
     assert told == answer([5, 6, 7], 4)[3:]
     assert list(results[stays].token_ids) == answer([5, 6, 7], 12)
     assert list(results[again].token_ids) == answer([11] * 30, 12)
+
+
+def test_a_prompt_that_was_launched_behind_a_step_that_failed_is_computed_as_it_is_scheduled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, runner = make(300)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for prompt in ([5, 6], [7], [8, 9]):
+        engine.submit(prompt, params)
+    for _ in range(3):
+        engine.step()
+    late = engine.submit([11] * 50, params)
+
+    def fail() -> object:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "read_decodes", fail)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    engine.audit()
+    assert engine.numbers == {late}, "its piece had 21 tokens, and now there is room for 24"
+    tokens = [token for _ in range(14) for piece in engine.step() for token in piece.token_ids]
+    assert tokens == answer([11] * 50, 12)
+
+
+def test_a_prompt_waits_for_pages_that_a_step_behind_computes(steps: Counter[str]) -> None:
+    engine, _ = make(300, tokens=70)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    engine.submit([5, 6], params)
+    for _ in range(3):
+        engine.step()
+    prompt = list(range(10, 50))
+    numbers = []
+    for _ in range(2):
+        numbers.append(engine.submit(prompt, params))
+        engine.step()
+    results = {}
+    while engine.has_work:
+        for piece in engine.step():
+            if piece.result is not None:
+                results[piece.number] = piece.result
+    assert [results[number].num_cached_tokens for number in numbers] == [0, 36]
+    assert [list(results[number].token_ids) for number in numbers] == [answer(prompt, 12)] * 2
+    assert steps["in vain"] == 0
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [[[5] * 24, [6] * 10], [list(range(10, 30)), list(range(10, 31))]],
+    ids=["no room", "shared"],
+)
+def test_whoever_waits_only_for_the_step_that_runs_is_begun_in_the_next(
+    prompts: list[list[int]],
+) -> None:
+    engine, _ = make(300)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    numbers = [engine.submit(prompt, params) for prompt in prompts]
+    told = [{piece.number for piece in engine.step()} for _ in range(2)]
+    assert told == [{numbers[0]}, set(numbers)]
+
+
+@pytest.mark.parametrize("num_pages", [26, 200], ids=["dry", "ample"])
+@pytest.mark.parametrize("seed", range(2))
+def test_whoever_there_is_room_for_waits_for_one_step_at_most(
+    seed: int, num_pages: int, steps: Counter[str]
+) -> None:
+    numbers = random.Random(seed)
+    engine, _ = make(num_pages)
+    admissions, left = Admissions(), 40
+    while left or engine.has_work:
+        if left and (not engine.has_work or numbers.random() < 0.3):
+            prompt = [numbers.randrange(4, 8) for _ in range(numbers.choice((2, 9, 24, 50)))]
+            engine.submit(prompt, some_params(numbers))
+            left -= 1
+        if numbers.random() < 0.03 and engine.has_work:
+            engine.cancel(numbers.choice(sorted(engine.numbers)))
+        admissions.step(engine)
+        engine.audit()
+    assert admissions.most <= 1
+    assert steps["pieces ahead"] > 4
 
 
 def test_no_step_is_launched_behind_prompts_without_answers(steps: Counter[str]) -> None:

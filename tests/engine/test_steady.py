@@ -41,7 +41,12 @@ PAGE = 4
 
 
 class RecordedRunner(RememberingRunner):
-    """Its steps of answering sequences are recorded ones, launched ahead."""
+    """Its steps are launched ahead, those of answering sequences recorded.
+
+    forgets: whether some are launched in vain; otherwise nothing may be written twice.
+    """
+
+    forgets = True
 
     def __init__(self, num_pages: int, max_num_seqs: int, max_model_len: int) -> None:
         super().__init__(num_pages, PAGE)
@@ -71,7 +76,8 @@ class RecordedRunner(RememberingRunner):
         self._graphs.run_behind(step)
 
     def _compute(self, batch: Batch, newest: Tensor | None, kept: SharedLogits) -> None:
-        self.stored.view(-1)[batch.step.slot_mapping] = -1  # as in `run`
+        if self.forgets:
+            self.stored.view(-1)[batch.step.slot_mapping] = -1  # as in `run`
         ids = batch.input_ids.clone()
         if newest is not None:
             assert (ids[: len(newest)] == 0).all()

@@ -115,7 +115,7 @@ def _run_pieces(runner: Runner, scheduler: Scheduler, schedule: Schedule) -> Ran
     chunks, page_size = schedule.chunks, scheduler.limits.page_size
     samples = [chunk.samples for chunk in chunks]
     following = None
-    is_known = schedule.has_everyone and all(samples) and len(chunks) == scheduler.num_running
+    is_known = schedule.has_everyone and all(samples)
     if is_known and any(map(_goes_on, chunks)):
         following = list_decodes_after(chunks, scheduler.page_table, page_size)
     pieces = list_pieces(chunks, scheduler.page_table, page_size)

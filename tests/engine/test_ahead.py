@@ -244,17 +244,21 @@ def test_a_prompt_waits_for_pages_that_a_step_behind_computes(steps: Counter[str
 
 @pytest.mark.parametrize(
     "prompts",
-    [[[5] * 24, [6] * 10], [list(range(10, 30)), list(range(10, 31))]],
-    ids=["no room", "shared"],
+    [[[5] * 23, [6] * 10], [[5] * 17, [6] * 10], [list(range(10, 30)), list(range(10, 31))]],
+    ids=["no room", "room for too little", "shared"],
 )
 def test_whoever_waits_only_for_the_step_that_runs_is_begun_in_the_next(
-    prompts: list[list[int]],
+    prompts: list[list[int]], steps: Counter[str]
 ) -> None:
-    engine, _ = make(300)
+    engine, _ = make(300, stride=8)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    numbers = [engine.submit(prompt, params) for prompt in prompts]
-    told = [{piece.number for piece in engine.step()} for _ in range(2)]
-    assert told == [{numbers[0]}, set(numbers)]
+    first = engine.submit([5, 6, 7], params)
+    for _ in range(3):
+        engine.step()
+    one, other = (engine.submit(prompt, params) for prompt in prompts)
+    told = [{piece.number for piece in engine.step()} for _ in range(3)]
+    assert told == [{first}, {first, one}, {first, one, other}]
+    assert steps["in vain"] == 0
 
 
 @pytest.mark.parametrize("num_pages", [26, 200], ids=["dry", "ample"])
@@ -281,11 +285,12 @@ def test_whoever_there_is_room_for_waits_for_one_step_at_most(
 def test_no_step_is_launched_behind_prompts_without_answers(steps: Counter[str]) -> None:
     engine, _ = make(300)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    for count in range(6):
+    for count in range(12):
         engine.submit([5 + count] * 9, params)
-    while engine.has_work:
-        engine.step()
-    assert sum(steps.values()) == engine.stats.num_steps == steps["pieces ahead"] + 1
+        while engine.has_work and count > 5:
+            engine.step()
+    assert steps["pieces ahead"] == 2
+    assert sum(steps.values()) == engine.stats.num_steps, "nothing in vain"
 
 
 def test_logits_that_are_no_numbers_end_only_their_own_request_behind_which_a_prompt_runs() -> None:

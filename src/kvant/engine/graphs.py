@@ -12,6 +12,10 @@ the host knows in advance; the next step is launched at once and reads tokens an
 step before left them on the device, so the device does not wait while the host deals with results. If
 the next step turns out to be another one, what was launched is forgotten: it wrote behind the ends of
 its sequences, where whoever comes next writes again.
+
+Steps with pieces of prompts are launched here as well, wherever they are computed: behind another one
+their answering sequences' tokens are taken from there, and what their logits come to is found in the
+same way, so that any step can follow them.
 """
 
 from __future__ import annotations

@@ -85,12 +85,12 @@ def workspaces(
     wide = 3 * geometry.hidden_size + 2 * (q + kv) + q + 3 * _intermediate(config, geometry)
     # Recorded steps with pieces of prompts have their own.
     activations = (step.tokens + min(step.tokens, MOST_PIECES)) * wide * element
-    # The model's logits and their float32 copy, of the step with most rows; those that recorded steps of
-    # answering sequences share, and those that steps with pieces of prompts do.
+    # The model's logits and their float32 copy, of the step with most rows, and those that all recorded
+    # steps share.
     recorded = batch_sizes(step.seqs)
     for count in num_drafts:
         recorded += [(1 + count) * size for size in draft_sizes(count, step.seqs)]
-    rows = max(recorded) * (2 * element + 3 * 4)
+    rows = max(recorded) * (2 * element + 2 * 4)
     # Decoded once for a prompt; queries, their padded copy and the product, then parts in float32.
     decoded = max_model_len * kv * element
     parts = step.tokens * q * (3 * element + 2 * 4)

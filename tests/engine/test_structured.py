@@ -378,6 +378,14 @@ def test_compiled_forms_are_kept_within_a_bound() -> None:
     assert kept == ["cached4"]
 
 
+def test_a_form_larger_than_the_cache_compiles_all_the_same() -> None:
+    compiler = GrammarCompiler(TOKENIZER, VOCAB, [EOS], limits=CompileLimits(cached_bytes=0))
+    for _ in range(2):
+        assert not compiler.start(StructuredOutputs(regex="ab")).result(10).is_complete
+    assert not compiler._compiled
+    assert compiler._cached_bytes == 0
+
+
 def test_a_model_without_end_or_tokenizer_cannot_be_asked_for_a_form() -> None:
     engine, _ = make_engine()
     with pytest.raises(RequestError, match="needs a tokenizer") as fault:

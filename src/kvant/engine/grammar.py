@@ -139,7 +139,8 @@ class GrammarCompiler:
         if matcher is None:
             matcher = self._make(form)
             self._keep(form, matcher)
-        self._compiled.move_to_end(form)
+        else:
+            self._compiled.move_to_end(form)
         return Grammar(matcher.deep_copy(), form.asked_as)
 
     def _make(self, form: StructuredOutputs) -> LLMatcher:

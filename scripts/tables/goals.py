@@ -25,6 +25,8 @@ FILES = {
     "logits": "h200-logits.json",
     "share": "h200-memory-share.json",
     "host": scheduler.FILE,
+    "idle256": scheduler.IDLE_FILES[0],
+    "idle1024": scheduler.IDLE_FILES[1],
 }
 DECODE_US, LONG_US, SHORT_US = 515, {"bfloat16": 140, "fp8_e4m3": 85}, 8
 LIBRARY, OTHER_LIBRARY, OWN_KERNEL = 545, 600, 450
@@ -252,3 +254,9 @@ def _served(data: dict[str, Any]) -> Iterator[Goal]:
             what = f"host's part of a step of {r['sequences']} sequences (2 cores of an AMD EPYC)"
             ms = r["median_us"] / 1e3
             yield Goal(what, ms, HOST_MS[r["sequences"]], " ms", "scheduler", host)
+    for name in ("idle256", "idle1024"):
+        for r in data[name]["rows"]:
+            case, share = r["timing"]["case"], 100 * r["timing"]["idle"]["share"]
+            what = f"device idle, steps of {case['batch']} x {case['context']}, {r['stored']}"
+            most = 100 * scheduler.MOST_IDLE
+            yield Goal(what, share, most, " %", "scheduler", data[name])

@@ -115,7 +115,7 @@ class Limits:
         2**20,
         "Bytes of text that wait for a client that reads slowly; more ends its request.",
         name="max_stream_buffer_bytes",
-        low=1,
+        low=2**12,  # with less a single piece could be too much
     )
     template_seconds: float = _limit(
         2.0,

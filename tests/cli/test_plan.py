@@ -10,6 +10,9 @@ import pytest
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.engine.planning import PlanRequest, make_plan
+from kvant.engine.speculative_config import parse_speculative_config
+from kvant.engine.workspaces import StepSize
+from kvant.errors import BadValue
 from tests.acceptance.models import LLAMA, config, write_model
 from tests.cli.command import kvant
 
@@ -182,3 +185,20 @@ def test_what_a_user_should_hear_is_no_obstacle(tmp_path: Path) -> None:
     assert not replace(
         told, target=replace(told.target, local=replace(local, obstacles=("it has no weights",)))
     ).can_run
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_drafts_that_no_step_holds_are_refused_with_a_step_that_does(
+    tmp_path: Path, tokens: int
+) -> None:
+    whole = write_model(tmp_path / "whole", config(), tensors={"a.weight": (1.0,)})
+    drafts = parse_speculative_config({"method": "ngram", "num_speculative_tokens": 4})
+    asked = PlanRequest(
+        str(whole), DeviceFacts(DeviceKind.CPU), speculative=drafts, step=StepSize(1, tokens)
+    )
+    with pytest.raises(BadValue, match="more than a step holds") as refused:
+        make_plan(asked)
+    larger, fewer = refused.value.ways_out
+    assert larger.arguments == ("--max-num-batched-tokens", "5")
+    assert ("fewer" in fewer.text) == (tokens > 1)  # none is no number of drafts
+    make_plan(replace(asked, step=StepSize(1, 5)))

@@ -166,7 +166,10 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
         raise BadValue(
             f"--speculative-config: num_speculative_tokens {num_drafts} is more than a step holds",
             why=f"it runs a token and its drafts, and has room for {step.tokens}",
-            ways_out=(WayOut(f"give at most {step.tokens - 1}, or a larger step"),),
+            ways_out=(
+                WayOut("take larger steps", ("--max-num-batched-tokens", str(num_drafts + 1))),
+                WayOut("draft fewer tokens" if step.tokens > 1 else "do without drafts"),
+            ),
         )
     beside = None
     if request.device.kind is not DeviceKind.CPU:

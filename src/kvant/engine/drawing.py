@@ -30,7 +30,7 @@ HEAD = 1024
 """Tokens that are sorted at first; only a flat distribution or a large top_k needs the whole row."""
 
 FEW = 64
-"""The same where top_k keeps fewer."""
+"""The same where top_k keeps fewer. A GPU's kernels never search a whole row for the edge of such."""
 
 
 def uniform(seed: int, place: int) -> float:
@@ -71,20 +71,21 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class DrawParts:
-    """A draw in parts, each of which can be recorded: the first two only where such a filter is asked for.
+    """A draw in parts, each of which can be recorded: those that somebody needs are run, in this order.
 
-    by_count, by_share: find what top_k, and after that top_p, leave. choose: put drawn tokens into the
-    place of the likeliest.
+    few: put drawn tokens into the place of the likeliest, where filters leave few. by_count, by_share:
+    find what top_k, and after that top_p, leave of other rows. choose: draw in those.
     """
 
+    few: Callable[[], None]
     by_count: Callable[[], None]
     by_share: Callable[[], None]
     choose: Callable[[], None]
 
-    def of(self, *, by_count: bool, by_share: bool) -> list[Callable[[], None]]:
-        """Those that are needed, in order."""
-        found = [self.by_count] if by_count else []
-        return [*found, self.by_share, self.choose] if by_share else [*found, self.choose]
+    def of(self, needed: Items[bool]) -> list[Callable[[], None]]:
+        """needed: as `parts_for`."""
+        parts = self.few, self.by_count, self.by_share, self.choose
+        return [part for part, is_needed in zip(parts, needed, strict=True) if is_needed]
 
 
 class Drawer:
@@ -105,10 +106,12 @@ class Drawer:
         """
         given = logits, rows, numbers, tokens
         if self._space is None:
-            return DrawParts(_nothing, _nothing, partial(_draw_each, *given))
-        from kvant.engine.triton_draw import choose, narrow
+            few, others = (partial(_draw_each, *given, is_open=is_open) for is_open in (False, True))
+            return DrawParts(few, _nothing, _nothing, others)
+        from kvant.engine.triton_draw import choose, draw_from_few, narrow
 
         return DrawParts(
+            partial(draw_from_few, *given, self._space),
             partial(narrow, *given, self._space, by_share=False),
             partial(narrow, *given, self._space, by_share=True),
             partial(choose, *given, self._space),
@@ -125,18 +128,19 @@ def draw(logits: Tensor, index: Items[int], draws: Items[Draw]) -> list[int]:
     tokens = logits.argmax(-1)[rows]
     drawer = Drawer(len(draws), logits.shape[1], logits.device)
     parts = drawer.parts(logits, rows, to_device(table, logits.device), tokens)
-    for run in parts.of(**filters(table)):
+    for run in parts.of(parts_for(table)):
         run()
     found: list[int] = tokens.tolist()
     return found
 
 
-def filters(numbers: Tensor) -> dict[str, bool]:
+def parts_for(numbers: Tensor) -> list[bool]:
     """Which parts of a draw these `Draw.numbers` [n, 5], on the host, need: for `DrawParts.of`."""
-    return {
-        "by_count": bool((numbers[:, 1] < torch.inf).any()),
-        "by_share": bool((numbers[:, 2] < 1).any()),
-    }
+    temperature, top_k, top_p = numbers[:, 0], numbers[:, 1], numbers[:, 2]
+    has_k, has_p = top_k < torch.inf, top_p < 1
+    is_open = (temperature > 0) & (top_k > FEW)
+    needed = has_k | has_p, is_open & has_k, is_open & has_p, is_open
+    return [bool(rows.any()) for rows in needed]
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -154,9 +158,13 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
 def _nothing() -> None: ...
 
 
-def _draw_each(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor) -> None:
-    """`Drawer.parts` on a CPU, all of it."""
+def _draw_each(
+    logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, *, is_open: bool
+) -> None:
+    """The first or the last of `Drawer.parts` on a CPU."""
     for place, (row, wish) in enumerate(zip(rows.tolist(), numbers.tolist(), strict=True)):
+        if is_open != (wish[1] > FEW):
+            continue
         x = logits[row]
         best = x[tokens[place]]
         if wish[0] > 0 and bool(torch.isfinite(best)):

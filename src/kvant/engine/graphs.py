@@ -32,7 +32,7 @@ from kvant.attention.base import Step
 from kvant.engine.batch import Batch
 from kvant.engine.batch_sizes import batch_sizes, draft_sizes
 from kvant.engine.decodes import Decodes
-from kvant.engine.drawing import Drawer, DrawParts, filters, has_kernels
+from kvant.engine.drawing import Drawer, DrawParts, has_kernels, parts_for
 from kvant.engine.layout import lay_out, what_follows
 from kvant.engine.pieces import Pieces
 from kvant.engine.recorder import Mark, Recorder
@@ -368,11 +368,17 @@ class StepGraphs:
             self._drawer = Drawer(size, logits.shape[1], logits.device)
         parts = self._drawer.parts(logits, self._rows[:size], self._draws[:size], chosen)
 
-        def choose() -> None:
-            parts.choose()
-            newest.copy_(chosen)
+        def drawn(run: Callable[[], None]) -> Callable[[], None]:
+            def both() -> None:
+                run()
+                newest.copy_(chosen)
 
-        return DrawParts(*(record(run)[0] for run in (parts.by_count, parts.by_share, choose)))
+            return record(both)[0]
+
+        return DrawParts(
+            drawn(parts.few), record(parts.by_count)[0], record(parts.by_share)[0],
+            drawn(parts.choose),
+        )  # fmt: skip
 
     def _draw(self, graph: _Graph | _Finder, staging: Tensor, draws: NDArray[np.float64]) -> None:
         """Launch what finds a step's tokens behind the step. Padding has no temperature."""
@@ -380,7 +386,7 @@ class StepGraphs:
         staging.zero_()
         staging.numpy()[: len(draws)] = draws
         self._draws[: len(staging)].copy_(staging, non_blocking=True)
-        for launch in graph.draw.of(**filters(staging[: len(draws)])):
+        for launch in graph.draw.of(parts_for(staging[: len(draws)])):
             launch()
 
     def _run(self, size: int, num_drafts: int) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvant.engine.drawing import Drawer, filters
-from kvant.engine.triton_draw import choose, make_space, narrow
+from kvant.engine.drawing import Drawer, parts_for
+from kvant.engine.triton_draw import choose, draw_from_few, make_space, narrow
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -22,16 +22,17 @@ def both_ways(logits: Tensor, rows: list[int], wishes: list[list[float]]) -> lis
     index = torch.tensor(rows)
     likeliest = logits.argmax(-1)[index]
     space = make_space(len(rows) + 3, logits.shape[1], DEVICE)
-    for part in (space.state, space.parts, space.sums):
+    for part in (space.state, space.parts, space.sums, space.peaks, space.held):
         part.fill_(torch.nan)  # what nobody asks for is nobody's
     tokens = likeliest.to(DEVICE)
     given = logits.to(DEVICE), index.to(DEVICE), numbers.to(DEVICE), tokens, space
+    draw_from_few(*given)
     narrow(*given, by_share=False)
     narrow(*given, by_share=True)
     choose(*given)
     expected = likeliest.clone()
     drawer = Drawer(len(rows), logits.shape[1], torch.device("cpu"))
-    for run in drawer.parts(logits, index, numbers, expected).of(**filters(numbers)):
+    for run in drawer.parts(logits, index, numbers, expected).of(parts_for(numbers)):
         run()
     return [tokens.tolist(), expected.tolist()]
 

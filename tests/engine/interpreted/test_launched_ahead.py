@@ -26,13 +26,13 @@ def test_answers_are_those_of_each_request_alone(
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
     numbers = random.Random(num_pages)
     drawn: list[int] = []
-    choose = triton_draw.choose
+    draw_from_few = triton_draw.draw_from_few
 
     def count(*given: Tensor) -> None:
         drawn.append(len(given[1]))
-        choose(*given)  # type: ignore[arg-type]
+        draw_from_few(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(triton_draw, "choose", count)
+    monkeypatch.setattr(triton_draw, "draw_from_few", count)
     engine, _ = make(num_pages)
     recorded = len(drawn)
     for module in (drawing, graphs):  # those alone are drawn without kernels

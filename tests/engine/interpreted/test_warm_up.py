@@ -99,13 +99,14 @@ def test_products_of_few_rows_are_warm_for_every_number_of_tokens_and_of_wanted_
 
 
 def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    spies, ran = [Spy(), Spy(), Spy()], []
+    spies, ran = [Spy() for _ in range(5)], []
 
     def forward(ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
         ran.append(tuple(step.cu_seqlens_q.diff().tolist()))
         return torch.zeros(len(logits_index), 9000)
 
-    for name, spy in zip(("_narrow", "_weigh", "_choose"), spies, strict=True):
+    kernels = "survey", "draw_few", "_narrow", "_weigh", "_choose"
+    for name, spy in zip(kernels, spies, strict=True):
         monkeypatch.setattr(triton_draw, name, spy)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=torch.device("cpu"))
@@ -119,6 +120,7 @@ def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.tensor([[1.0, 50.0, 0.9, 0.0, 0.3]] * 3, dtype=torch.float64)
     space = triton_draw.make_space(3, 9000, pool.device)
     given = torch.zeros(3, 9000), torch.arange(3), table, torch.zeros(3, dtype=torch.int64), space
+    triton_draw.draw_from_few(*given)
     triton_draw.narrow(*given, by_share=False)
     triton_draw.narrow(*given, by_share=True)
     triton_draw.choose(*given)

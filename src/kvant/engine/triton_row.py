@@ -1,0 +1,61 @@
+"""What every kernel that draws needs of a row of logits: its order, its weights, what its filters say.
+
+Weights are 1 for the likeliest. A logit's place is its float32 as an integer in the same order. Logits
+in float64 are rounded to float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def ordered(x):  # type: ignore[no-untyped-def]
+    """Float32 as int32 in the same order; both zeros are one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def number(place):  # type: ignore[no-untyped-def]
+    """The float32 that `ordered` made this of."""
+    bits = place ^ ((place >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def roughly(x, best, temperature):  # type: ignore[no-untyped-def]
+    """The weight of x in float32."""
+    heat = tl.minimum(tl.maximum(temperature, 1e-30), 3e38).to(tl.float32)
+    return tl.exp((x - best) / heat)
+
+
+@triton.jit
+def weight(x, best, temperature):  # type: ignore[no-untyped-def]
+    """The weight of x in float64."""
+    cold = 1.0 / tl.maximum(temperature, 1e-300)  # one division for many numbers
+    return tl.exp((x.to(tl.float64) - best.to(tl.float64)) * cold)
+
+
+@triton.jit
+def least(best, temperature, min_p):  # type: ignore[no-untyped-def]
+    """The smallest float32 that min_p leaves."""
+    exact = best.to(tl.float64) + temperature * tl.log(tl.maximum(min_p, 1e-300))
+    near = exact.to(tl.float32)
+    near = tl.where(near.to(tl.float64) < exact, number(ordered(near) + 1), near)
+    return tl.where(min_p > 0.0, near, float("-inf"))
+
+
+@triton.jit
+def row_of(logits, stride, rows, numbers, tokens, program):  # type: ignore[no-untyped-def]
+    """A program's row, its largest logit, its temperature, and whether its token is drawn."""
+    row = logits + tl.load(rows + program).to(tl.int64) * stride
+    best = tl.load(row + tl.load(tokens + program)).to(tl.float32)
+    temperature = tl.load(numbers + program * 5)
+    return (
+        row,
+        best,
+        temperature,
+        (temperature > 0.0) & (best > float("-inf")) & (best < float("inf")),
+    )

@@ -178,7 +178,7 @@ def _edge(state, most, program, best, temperature, top_k, top_p):  # type: ignor
     return edge.to(tl.int64).to(tl.int32), tl.where(has_p, needed, equals)
 
 
-@triton.jit(do_not_specialize=("stride", "size", "most", "stretches", "per"))
+@triton.jit(do_not_specialize=("most", "stretches", "per"))
 def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arrived, drawn,
             stretches, per, BY_SHARE: tl.constexpr, FIRST: tl.constexpr, STRETCH: tl.constexpr,
             PAD: tl.constexpr):  # fmt: skip
@@ -260,7 +260,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
             tl.store(arrived + program, 0)
 
 
-@triton.jit(do_not_specialize=("stride", "size", "most", "stretches", "per"))
+@triton.jit(do_not_specialize=("most", "stretches", "per"))
 def _weigh(logits, stride, size, rows, numbers, tokens, state, most, sums, ties, drawn, stretches,
            per, STRETCH: tl.constexpr):  # fmt: skip
     """Program: `per` stretches of a row; what lies above the edge there, and how many equal it."""

@@ -150,19 +150,27 @@ def draw_few(logits, stride, size, rows, numbers, tokens, peaks, sums, listed, h
             everything = tl.load(sums + program * stretches + s, mask=s < stretches, other=0.0)
             wished = top_p * tl.where(has_k, total, tl.sum(everything, 0))
             fits = fits & (total >= wished)
+            place = tl.where(kept, place, -2147483648)
             high = top
             lighter = tl.full((), 0.0, tl.float64)
-            while fits & (high - low > 1):
+            count = tl.sum(kept.to(tl.int32), 0)
+            beyond = 0
+            while fits & (high - low > 1) & (count - beyond > 1):
                 middle = (low + high) >> 1
-                mass = tl.sum(tl.where(place >= middle.to(tl.int32), weights, 0.0), 0)
+                reaches = place >= middle.to(tl.int32)
+                mass = tl.sum(tl.where(reaches, weights, 0.0), 0)
+                reach = tl.sum(reaches.to(tl.int32), 0)
                 lighter = tl.where(mass >= wished, lighter, mass)
+                beyond = tl.where(mass >= wished, beyond, reach)
+                count = tl.where(mass >= wished, reach, count)
                 low = tl.where(mass >= wished, middle, low)
                 high = tl.where(mass >= wished, high, middle)
-            of_one = weight(number(low.to(tl.int32)), best, temperature)
+            edge = tl.max(tl.where(place < high, place, -2147483648), 0)
+            of_one = weight(number(edge), best, temperature)
             needed = tl.maximum(tl.ceil((wished - lighter) / tl.maximum(of_one, 1e-300)), 1.0)
-            equal = kept & (place == low.to(tl.int32))
+            equal = kept & (place == edge)
             equal = equal & (tl.cumsum(equal.to(tl.int32), 0) <= needed)
-            kept = equal | (kept & (place > low.to(tl.int32)))
+            kept = equal | (kept & (place > edge))
             weights = tl.where(kept, weights, 0.0)
 
         ends = tl.cumsum(weights, 0)

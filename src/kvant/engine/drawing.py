@@ -106,7 +106,9 @@ class Drawer:
         """
         given = logits, rows, numbers, tokens
         if self._space is None:
-            few, others = (partial(_draw_each, *given, is_open=is_open) for is_open in (False, True))
+            few, others = (
+                partial(_draw_each, *given, is_open=is_open) for is_open in (False, True)
+            )
             return DrawParts(few, _nothing, _nothing, others)
         from kvant.engine.triton_draw import choose, draw_from_few, narrow
 

@@ -126,9 +126,7 @@ def choose(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space:
         logits, logits.stride(0), logits.shape[1], rows, numbers, tokens, space.state,
         space.state.shape[2], space.sums, space.ties, space.drawn, stretches,
     )  # fmt: skip
-    _weigh[(count, triton.cdiv(stretches, per))](
-        *given, per, STRETCH=_STRETCH, num_warps=_WARPS
-    )
+    _weigh[(count, triton.cdiv(stretches, per))](*given, per, STRETCH=_STRETCH, num_warps=_WARPS)
     pad = triton.next_power_of_2(stretches)
     _choose[(count,)](*given, STRETCH=_STRETCH, PAD=pad, num_warps=_WARPS)
 

@@ -53,130 +53,146 @@ def draw_few(logits, stride, size, rows, numbers, tokens, peaks, sums, listed, h
              LISTED: tl.constexpr, HELD: tl.constexpr, LARGEST_K: tl.constexpr):  # fmt: skip
     """Program: a row. Its token, if all that may be kept can be held; `drawn` says whether."""
     program = tl.program_id(0)
-    row, best, temperature, wanted = row_of(logits, stride, rows, numbers, tokens, program)
+    row, best, temperature, is_drawn = row_of(logits, stride, rows, numbers, tokens, program)
     top_k = tl.load(numbers + program * 5 + 1)
     top_p = tl.load(numbers + program * 5 + 2)
-    fits = wanted & _is_asked(top_k, top_p, LARGEST_K)
+    fits = is_drawn & _is_asked(top_k, top_p, LARGEST_K)
     if fits:
         has_k = top_k < float("inf")
         k = tl.minimum(top_k, LARGEST_K * 1.0).to(tl.int32)
+        bound = least(best, temperature, tl.load(numbers + program * 5 + 3))
+        high = ordered(best).to(tl.int64) + 1
+        # All that lies further below the best weighs less than top_p leaves out.
+        depth = tl.log(size.to(tl.float64)) - tl.log(tl.maximum(1.0 - top_p, 1e-300)) + 0.01
+        floor = tl.maximum(best.to(tl.float64) - temperature * depth, -3e38).to(tl.float32)
+        low = tl.where(has_k, -2147483648, ordered(floor)).to(tl.int64)
+
+        # Any number is good that enough peaks reach and not too many: it is found soon.
         at_once: tl.constexpr = HELD // GROUP
-        # Peaks that are enough, and as many as may be: a number between is found sooner.
         enough = tl.where(has_k, k, LARGEST_K // 2)
         most = tl.where(has_k & (k <= at_once // 2), at_once // 2, LARGEST_K)
         g = tl.arange(0, PEAKS)
-        place = ordered(tl.load(peaks + program * groups + g, mask=g < groups, other=float("-inf")))
-        place = tl.where(g < groups, place, -2147483648)
-        # All that lies further below the best weighs less than top_p leaves out.
-        depth = temperature * (tl.log(size.to(tl.float64)) - tl.log(tl.maximum(1.0 - top_p, 1e-300)) + 0.01)
-        floor = tl.maximum(best.to(tl.float64) - depth, -3e38).to(tl.float32)
-        low = tl.where(has_k, -2147483648, ordered(floor)).to(tl.int64)
-        top = ordered(best).to(tl.int64) + 1
-        high = top
-        count = tl.sum((place >= low.to(tl.int32)).to(tl.int32), 0)
-        while (count > most) & (high - low > 1):
-            middle = (low + high) >> 1
-            reach = tl.sum((place >= middle.to(tl.int32)).to(tl.int32), 0)
-            count = tl.where(reach >= enough, reach, count)
-            low = tl.where(reach >= enough, middle, low)
-            high = tl.where(reach >= enough, high, middle)
-
-        above = (g < groups) & (place > low.to(tl.int32))
-        equal = (g < groups) & (place == low.to(tl.int32))
-        both = tl.cumsum(above.to(tl.int32) * 65536 + equal.to(tl.int32), 0)
+        peak = ordered(tl.load(peaks + program * groups + g, mask=g < groups, other=float("-inf")))
+        peak = tl.where(g < groups, peak, -2147483648)
+        low, _, _ = _raise(peak, low, high, enough, most)
         room = tl.where(has_k, k, 65535)
-        taken = above | (equal & ((both & 65535) <= room))
-        to = (both >> 16) + tl.minimum(both & 65535, room) - 1
-        tl.store(listed + program * LISTED + to, g, mask=taken & (to < LISTED))
-        num_groups = tl.sum(taken.to(tl.int32), 0)
+        own_list = listed + program * LISTED
+        num_groups = _list_groups(own_list, g, peak, groups, low, room, LISTED)
         fits = num_groups <= LISTED
         num_groups = tl.minimum(num_groups, LISTED)
         tl.debug_barrier()
 
         e = tl.arange(0, HELD)
-        bound = least(best, temperature, tl.load(numbers + program * 5 + 3))
-        own = held + program * HELD
-        own_ids = held_ids + program * HELD
-        is_listed = e // GROUP < num_groups
-        group = tl.load(listed + program * LISTED + e // GROUP, mask=is_listed, other=0)
-        ids = group * GROUP + e % GROUP
-        x = tl.load(row + ids, mask=is_listed & (ids < size), other=float("-inf")).to(tl.float32)
-        there = is_listed & (ids < size) & (ordered(x) >= low.to(tl.int32)) & (x >= bound)
+        ids, x, there = _members(row, size, own_list, 0, num_groups, e, low, bound, GROUP)
         if num_groups > at_once:
-            found = tl.sum(there.to(tl.int32), 0)
-            at = tl.cumsum(there.to(tl.int32), 0) - 1
-            tl.store(own + at, x, mask=there)
-            tl.store(own_ids + at, ids, mask=there)
-            for start in range(at_once, num_groups, at_once):
-                is_listed = start + e // GROUP < num_groups
-                group = tl.load(
-                    listed + program * LISTED + start + e // GROUP, mask=is_listed, other=0
+            own = program * HELD
+            found = 0
+            for start in range(0, num_groups, at_once):
+                ids, x, there = _members(
+                    row, size, own_list, start, num_groups, e, low, bound, GROUP
                 )
-                ids = group * GROUP + e % GROUP
-                is_listed = is_listed & (ids < size)
-                x = tl.load(row + ids, mask=is_listed, other=float("-inf")).to(tl.float32)
-                there = is_listed & (ordered(x) >= low.to(tl.int32)) & (x >= bound)
                 at = found + tl.cumsum(there.to(tl.int32), 0) - 1
-                tl.store(own + at, x, mask=there & (at < HELD))
-                tl.store(own_ids + at, ids, mask=there & (at < HELD))
+                tl.store(held + own + at, x, mask=there & (at < HELD))
+                tl.store(held_ids + own + at, ids, mask=there & (at < HELD))
                 found += tl.sum(there.to(tl.int32), 0)
             fits = fits & (found <= HELD)
             tl.debug_barrier()
             there = e < found
-            x = tl.load(own + e, mask=there, other=float("-inf"))
-            ids = tl.load(own_ids + e, mask=there, other=0)
+            x = tl.load(held + own + e, mask=there, other=float("-inf"))
+            ids = tl.load(held_ids + own + e, mask=there, other=0)
 
-        # Only what is held counts from here on.
+        # From here on only what is held counts.
         place = tl.where(there, ordered(x), -2147483648)
-        count = tl.sum(there.to(tl.int32), 0)
-        high = top
-        beyond = 0
-        while has_k & (count > k) & (high - low > 1):
-            middle = (low + high) >> 1
-            reach = tl.sum((place >= middle.to(tl.int32)).to(tl.int32), 0)
-            count = tl.where(reach >= k, reach, count)
-            beyond = tl.where(reach >= k, beyond, reach)
-            low = tl.where(reach >= k, middle, low)
-            high = tl.where(reach >= k, high, middle)
-        equal = there & (place == low.to(tl.int32))
-        equals = tl.where(has_k & (count > k), k - beyond, HELD)
-        equal = equal & (tl.cumsum(equal.to(tl.int32), 0) <= equals)
-        kept = equal | (there & (place > low.to(tl.int32)))
-        weights = tl.where(kept, weight(x, best, temperature), 0.0)
-
+        few = tl.where(has_k, k, HELD)
+        low, count, beyond = _raise(place, low, high, few, few)
+        equals = tl.where(count > few, few - beyond, HELD)
+        place = _first_equals(place, low.to(tl.int32), equals)
+        weights = tl.where(place > -2147483648, weight(x, best, temperature), 0.0)
         if top_p < 1.0:
             s = tl.arange(0, SUMS)
+            whole = tl.load(sums + program * stretches + s, mask=s < stretches, other=0.0)
             total = tl.sum(weights, 0)
-            everything = tl.load(sums + program * stretches + s, mask=s < stretches, other=0.0)
-            wished = top_p * tl.where(has_k, total, tl.sum(everything, 0))
+            wished = top_p * tl.where(has_k, total, tl.sum(whole, 0))
             fits = fits & (total >= wished)
-            place = tl.where(kept, place, -2147483648)
-            high = top
-            lighter = tl.full((), 0.0, tl.float64)
-            count = tl.sum(kept.to(tl.int32), 0)
-            beyond = 0
-            while fits & (high - low > 1) & (count - beyond > 1):
-                middle = (low + high) >> 1
-                reaches = place >= middle.to(tl.int32)
-                mass = tl.sum(tl.where(reaches, weights, 0.0), 0)
-                reach = tl.sum(reaches.to(tl.int32), 0)
-                lighter = tl.where(mass >= wished, lighter, mass)
-                beyond = tl.where(mass >= wished, beyond, reach)
-                count = tl.where(mass >= wished, reach, count)
-                low = tl.where(mass >= wished, middle, low)
-                high = tl.where(mass >= wished, high, middle)
-            edge = tl.max(tl.where(place < high, place, -2147483648), 0)
-            of_one = weight(number(edge), best, temperature)
-            needed = tl.maximum(tl.ceil((wished - lighter) / tl.maximum(of_one, 1e-300)), 1.0)
-            equal = kept & (place == edge)
-            equal = equal & (tl.cumsum(equal.to(tl.int32), 0) <= needed)
-            kept = equal | (kept & (place > edge))
-            weights = tl.where(kept, weights, 0.0)
+            if fits:
+                edge, lighter = _raise_by_share(place, weights, low, high, wished)
+                of_one = weight(number(edge), best, temperature)
+                needed = tl.ceil((wished - lighter) / tl.maximum(of_one, 1e-300))
+                place = _first_equals(place, edge, tl.maximum(needed, 1.0))
+                weights = tl.where(place > -2147483648, weights, 0.0)
 
         ends = tl.cumsum(weights, 0)
-        passed = tl.sum((ends <= tl.load(numbers + program * 5 + 4) * tl.max(ends, 0)).to(tl.int32), 0)
-        chosen = tl.minimum(passed, tl.max(tl.where(weights > 0.0, e, 0), 0))
-        token = tl.sum(tl.where(e == chosen, ids, 0), 0)
+        wished = tl.load(numbers + program * 5 + 4) * tl.max(ends, 0)
+        passed = tl.sum((ends <= wished).to(tl.int32), 0)
+        furthest = tl.max(tl.where(weights > 0.0, e, 0), 0)
+        token = tl.sum(tl.where(e == tl.minimum(passed, furthest), ids, 0), 0)
         if fits:
             tl.store(tokens + program, token.to(tl.int64))
     tl.store(drawn + program, fits.to(tl.int32))
+
+
+@triton.jit
+def _raise(place, low, high, enough, most):  # type: ignore[no-untyped-def]
+    """A higher number that `enough` reach, best at most `most`; how many do, and how many reach more."""
+    count = tl.sum((place >= low.to(tl.int32)).to(tl.int32), 0)
+    beyond = 0
+    while (count > most) & (high - low > 1):
+        middle = (low + high) >> 1
+        reach = tl.sum((place >= middle.to(tl.int32)).to(tl.int32), 0)
+        is_enough = reach >= enough
+        count = tl.where(is_enough, reach, count)
+        beyond = tl.where(is_enough, beyond, reach)
+        low = tl.where(is_enough, middle, low)
+        high = tl.where(is_enough, high, middle)
+    return low, count, beyond
+
+
+@triton.jit
+def _raise_by_share(place, weights, low, high, wished):  # type: ignore[no-untyped-def]
+    """The highest place of which what lies there or above weighs as wished, and what lies above weighs."""
+    lighter = tl.full((), 0.0, tl.float64)
+    count = tl.sum((place >= low.to(tl.int32)).to(tl.int32), 0)
+    beyond = 0
+    while (count - beyond > 1) & (high - low > 1):  # until one is left between
+        middle = (low + high) >> 1
+        reaches = place >= middle.to(tl.int32)
+        reach = tl.sum(reaches.to(tl.int32), 0)
+        mass = tl.sum(tl.where(reaches, weights, 0.0), 0)
+        is_enough = mass >= wished
+        count = tl.where(is_enough, reach, count)
+        beyond = tl.where(is_enough, beyond, reach)
+        lighter = tl.where(is_enough, lighter, mass)
+        low = tl.where(is_enough, middle, low)
+        high = tl.where(is_enough, high, middle)
+    return tl.max(tl.where(place < high, place, -2147483648), 0), lighter
+
+
+@triton.jit
+def _list_groups(listed, g, peak, groups, low, room, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write which groups reach `low`, but of those that equal it the first `room`; how many these are."""
+    above = (g < groups) & (peak > low.to(tl.int32))
+    equal = (g < groups) & (peak == low.to(tl.int32))
+    both = tl.cumsum(above.to(tl.int32) * 65536 + equal.to(tl.int32), 0)
+    equals = both & 65535
+    taken = above | (equal & (equals <= room))
+    at = (both >> 16) + tl.minimum(equals, room) - 1
+    tl.store(listed + at, g, mask=taken & (at < LISTED))
+    return tl.sum(taken.to(tl.int32), 0)
+
+
+@triton.jit
+def _members(row, size, listed, start, num_groups, e, low, bound, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ids and logits of as many listed groups as fit, and which of them reach `low` and `bound`."""
+    at = start + e // GROUP
+    ids = tl.load(listed + at, mask=at < num_groups, other=0) * GROUP + e % GROUP
+    there = (at < num_groups) & (ids < size)
+    x = tl.load(row + ids, mask=there, other=float("-inf")).to(tl.float32)
+    return ids, x, there & (ordered(x) >= low.to(tl.int32)) & (x >= bound)
+
+
+@triton.jit
+def _first_equals(place, low, equals):  # type: ignore[no-untyped-def]
+    """Places above `low` and the first of those that equal it; the others lie at the end of all."""
+    equal = place == low
+    kept = (place > low) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= equals))
+    return tl.where(kept, place, -2147483648)

@@ -35,7 +35,15 @@ def compiled(cache: Path, *names: str) -> Counter[str]:
 
 def test_what_a_gpu_draws_with_compiles(tmp_path: Path) -> None:
     """Logits in float32 and in float64; each search of a filter begins and goes on."""
-    expected = {"survey": 2, "draw_few": 2, "_narrow": 8, "_weigh": 2, "_choose": 2, "_likeliest": 2, "_lay_out": 1}
+    expected = {
+        "survey": 2,
+        "draw_few": 2,
+        "_narrow": 8,
+        "_weigh": 2,
+        "_choose": 2,
+        "_likeliest": 2,
+        "_lay_out": 1,
+    }
     assert compiled(tmp_path) == {**expected, "clear_pages": 1}
 
 

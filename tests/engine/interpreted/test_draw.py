@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvant.engine.drawing import Drawer, parts_for
+from kvant.engine.drawing import FEW, Drawer, DrawParts, parts_for
 from kvant.engine.triton_draw import choose, draw_from_few, make_space, narrow
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -16,8 +18,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NO_K = torch.inf
 
 
-def both_ways(logits: Tensor, rows: list[int], wishes: list[list[float]]) -> list[list[int]]:
+def both_ways(
+    logits: Tensor, rows: list[int], wishes: list[list[float]]
+) -> tuple[list[int], list[int]]:
     """Tokens by the kernels, and row by row on a CPU."""
+    return both_ways_of_few(logits, rows, wishes)[:2]
+
+
+def both_ways_of_few(
+    logits: Tensor, rows: list[int], wishes: list[list[float]]
+) -> tuple[list[int], list[int], list[int]]:
+    """And whether few candidates were enough, where there is a filter."""
     numbers = torch.tensor(wishes, dtype=torch.float64)
     index = torch.tensor(rows)
     likeliest = logits.argmax(-1)[index]
@@ -26,15 +37,16 @@ def both_ways(logits: Tensor, rows: list[int], wishes: list[list[float]]) -> lis
         part.fill_(torch.nan)  # what nobody asks for is nobody's
     tokens = likeliest.to(DEVICE)
     given = logits.to(DEVICE), index.to(DEVICE), numbers.to(DEVICE), tokens, space
-    draw_from_few(*given)
-    narrow(*given, by_share=False)
-    narrow(*given, by_share=True)
-    choose(*given)
+    parts = DrawParts(
+        partial(draw_from_few, *given), partial(narrow, *given, by_share=False),
+        partial(narrow, *given, by_share=True), partial(choose, *given),
+    )  # fmt: skip
     expected = likeliest.clone()
     drawer = Drawer(len(rows), logits.shape[1], torch.device("cpu"))
-    for run in drawer.parts(logits, index, numbers, expected).of(parts_for(numbers)):
-        run()
-    return [tokens.tolist(), expected.tolist()]
+    for one in (parts, drawer.parts(logits, index, numbers, expected)):
+        for run in one.of(parts_for(numbers)):
+            run()
+    return tokens.tolist(), expected.tolist(), space.drawn[: len(rows)].tolist()
 
 
 def some_logits(size: int) -> Tensor:
@@ -114,6 +126,28 @@ def test_rows_that_are_no_numbers_keep_what_they_have() -> None:
     found, expected = both_ways(logits, [0, 1, 2, 9], [[1.0, 30.0, 0.9, 0.01, 0.99]] * 4)
     assert found == expected
     assert found[:3] == logits.argmax(-1)[:3].tolist()
+
+
+def test_a_small_top_k_needs_no_search_of_the_row_whatever_its_logits_are() -> None:
+    logits = some_logits(9000)
+    logits[9] = (logits[9] / 4).round()  # thousands of equals
+    logits[10, 100:200] += 50.0  # the likeliest stand together
+    rows = [3, 4, 5, 8, 9, 9, 10, 10]
+    wishes = [[1.0, float(FEW - 13 * i % FEW), (1.0, 0.9)[i % 2], 0.0, 0.99] for i in range(8)]
+    found, expected, few = both_ways_of_few(logits, rows, wishes)
+    assert found == expected
+    assert few == [1] * 8
+
+
+def test_few_candidates_tell_what_top_p_leaves_unless_it_leaves_too_many() -> None:
+    logits = some_logits(40_000)
+    logits[0] *= 0.1
+    logits[2] = torch.arange(40_000) % 9 / 8
+    rows, heats = [0, 1, 1, 2, 8, 8], [1.0, 0.7, 0.3, 1.0, 0.7, 0.001]
+    wishes = [[heat, NO_K, 0.9, 0.0, 0.7] for heat in heats]
+    found, expected, few = both_ways_of_few(logits, rows, wishes)
+    assert found == expected
+    assert few == [0, 1, 1, 0, 1, 1]
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])

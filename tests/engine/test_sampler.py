@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvant.engine.drawing import uniform, uniforms
+from kvant.engine.drawing import FEW, Draw, parts_for, uniform, uniforms
 from kvant.engine.logit_rules import make_rules
 from kvant.engine.request import Request, Sequence
 from kvant.engine.sampler import Sampled
@@ -231,3 +232,27 @@ def test_many_rows_at_once_give_the_tokens_of_single_rows() -> None:
     ]
     alone = [sample(rows[i : i + 1], [one])[0] for i, one in enumerate(sequences)]
     assert sample(rows, sequences) == alone
+
+
+@pytest.mark.parametrize(
+    ("asked", "needed"),
+    [
+        ({}, [False, False, False, True]),
+        ({"min_p": 0.1}, [False, False, False, True]),
+        ({"top_k": FEW}, [True, False, False, False]),
+        ({"top_k": 1, "top_p": 0.9}, [True, False, False, False]),
+        ({"top_p": 0.9}, [True, False, True, True]),
+        ({"top_k": FEW + 1}, [True, True, False, True]),
+        ({"top_k": FEW + 1, "top_p": 0.9}, [True, True, True, True]),
+    ],
+    ids=str,
+)
+def test_only_those_parts_of_a_draw_are_launched_that_somebody_needs(
+    asked: dict[str, Any], needed: list[bool]
+) -> None:
+    """Whoever takes the likeliest token needs none, and changes nothing for those beside."""
+    rows = [
+        Draw(SamplingParams(temperature=heat, **filters), 0.5).numbers
+        for heat, filters in ((1.0, asked), (0.0, {"top_k": 900, "top_p": 0.5}))
+    ]
+    assert parts_for(torch.tensor(rows, dtype=torch.float64)) == needed

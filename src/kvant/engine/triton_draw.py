@@ -59,14 +59,14 @@ def make_space(most: int, vocab_size: int, device: torch.device) -> Space:
     stretches = triton.cdiv(vocab_size, _STRETCH)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(most, *shape, dtype=dtype, device=device)
+        return torch.empty(most, *shape, dtype=dtype, device=device)
 
     return Space(
-        torch.zeros(2, 4, most, dtype=torch.float64, device=device),
+        torch.empty(2, 4, most, dtype=torch.float64, device=device),
         empty(stretches, 16),
         empty(stretches, dtype=torch.float64),
         empty(stretches, dtype=torch.int32),
-        empty(dtype=torch.int32),
+        torch.zeros(most, dtype=torch.int32, device=device),
         empty(triton.cdiv(vocab_size, _GROUP)),
         empty(2 * _LARGEST_K, dtype=torch.int32),
         empty(_HELD),

@@ -158,7 +158,10 @@ class TritonBackend:
         crowd = 1.0
         if not self.batch_invariant:
             crowd = step.seqlens_kv.shape[0] * g.num_kv_heads / multiprocessors(q.device)
-        shape = shape_for(k, v, (g.head_dim_k, g.head_dim_v), rows, full=full, crowd=crowd)
+        single = step.max_seqlen_q == 1
+        shape = shape_for(
+            k, v, (g.head_dim_k, g.head_dim_v), rows, full=full, crowd=crowd, single=single
+        )
         if self.batch_invariant:
             return attend_fixed(cache, q, step, params, shape)
         return attend(cache, q, step, params, shape)

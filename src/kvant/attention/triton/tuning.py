@@ -44,11 +44,13 @@ def shape_for(
     *,
     full: bool,
     crowd: float = 1.0,
+    single: bool = False,
 ) -> Shape:
     """The shape for `rows` query rows of one sequence and KV head. head_dims: of K and V.
 
     full: float32 products. crowd: sequences times KV heads, over multiprocessors; where it is little,
-    every sequence is cut so often that larger programs, and fewer parts to join, are faster.
+    every sequence is cut so often that larger programs, and fewer parts to join, are faster. single:
+    one query a sequence.
     """
     a, b = READING[k], READING[v]
     head_dim = max(head_dims)
@@ -60,7 +62,7 @@ def shape_for(
         if head_dim > 128:
             return Shape(16, 32, 2, 2, 4)
         if a.elements == b.elements == 1:
-            return _native_row(crowd)
+            return _native_row(crowd, single=single)
         if a.kind is b.kind is Kind.E4M3 and crowd <= 1 / 16:
             return Shape(16, 128, 4, 2, 3)
         # Of a byte each: what else six lose is more than a little of their advantage.
@@ -86,13 +88,11 @@ def shape_for(
     return Shape(64, 64, 4, 3, 2) if native else Shape(64, 128, 4, 2, 1)
 
 
-def _native_row(crowd: float) -> Shape:
-    """The shape for 16-bit caches and up to 16 rows. crowd: as in `shape_for`."""
+def _native_row(crowd: float, *, single: bool) -> Shape:
+    """The shape for 16-bit caches and up to 16 rows. crowd, single: as in `shape_for`."""
     if crowd <= 0.1:  # parts are long: joining them is most of it
         return Shape(16, 64, 4, 2, 3)
-    if crowd <= 0.15:
-        return Shape(16, 32, 1, 4, 4)
-    if 1.6 <= crowd <= 2:  # two programs a multiprocessor, with a whole sequence each
+    if single and 1.6 <= crowd <= 2:  # two programs a multiprocessor, with a whole sequence each
         return Shape(16, 128, 4, 2, 2)
     # Eight that are as busy as six wait for memory a little longer.
     return Shape(16, 32, 1, 2, _six_or_eight(crowd, 0.965))

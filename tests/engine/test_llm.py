@@ -432,3 +432,13 @@ def test_values_beyond_a_format_are_counted_by_layer_and_told_once(
 def test_a_format_that_holds_everything_counts_nothing(llm: LLM) -> None:
     llm.generate("a prompt of so many tokens that it is looked at", GREEDY)
     assert llm.metrics()["kv_saturated_values"] == {}
+
+
+def test_experts_compute_in_float64_too(tmp_path: Path) -> None:
+    path = tiny.build("gpt_oss", tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    wide, usual = (
+        LLM(path, dtype=dtype, max_model_len=64, device="cpu").generate([[5, 6, 7, 8]], params)
+        for dtype in ("float64", "float32")
+    )
+    assert wide[0].token_ids == usual[0].token_ids

@@ -75,6 +75,8 @@ def load_model(
     with quiet_transformers():
         config = _read_config(path)
         leave_weights_only(config, path)
+        if plan.compute_dtype is ComputeDtype.FLOAT64:
+            config._experts_implementation = "eager"  # grouped products know no float64
         with quiet_compressed_tensors(is_compressed(config)):
             if dummy_weights:
                 module = _make_weights(config, plan.compute_dtype, device)

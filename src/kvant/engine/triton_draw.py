@@ -217,17 +217,17 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
         for stretch in range(begin, end):
             ids = stretch * STRETCH + tl.arange(0, STRETCH)
             x = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
-            place = ordered(x)
             if BY_SHARE:
                 weights = roughly(x, best, temperature)
-                weights = tl.where(place == edge.to(tl.int32), 0.0, weights)
+                weights = tl.where(x == number(edge.to(tl.int32)), 0.0, weights)
             else:
                 weights = tl.full((STRETCH,), 1.0, tl.float32)
             weights = tl.where((ids < size) & (x >= bound), weights, 0.0)
             part = parts + (program * stretches + stretch) * 16
             for j in tl.static_range(16):
                 mark = (low + (high - low) * j // 16).to(tl.int32)
-                tl.store(part + j, tl.sum(tl.where(place >= mark, weights, 0.0), 0))
+                mark = number(tl.maximum(mark, -2139095041))  # from -inf on
+                tl.store(part + j, tl.sum(tl.where(x >= mark, 1.0, 0.0) * weights, 0))
         tl.debug_barrier()
         before = tl.atomic_add(arrived + program, end - begin, sem="acq_rel")
         if before + end - begin == stretches:

@@ -27,8 +27,8 @@ def number(place):  # type: ignore[no-untyped-def]
 @triton.jit
 def roughly(x, best, temperature):  # type: ignore[no-untyped-def]
     """The weight of x in float32."""
-    heat = tl.minimum(tl.maximum(temperature, 1e-30), 3e38).to(tl.float32)
-    return tl.exp((x - best) / heat)
+    cold = 1.4426950408889634 / tl.minimum(tl.maximum(temperature, 1e-30), 1e38)
+    return tl.exp2((x - best) * cold.to(tl.float32))
 
 
 @triton.jit

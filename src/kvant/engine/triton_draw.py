@@ -3,8 +3,8 @@
 Most rows are drawn from by `kvant.engine.triton_few`. For all others a row is cut into stretches. What a
 filter keeps is everything above an edge, a number, and the first few of what equals it. The edge is
 searched for: a pass adds up what lies at or above 16 numbers between its bounds, which brings them 16
-times closer; float32 has 2**32 numbers, so 8 passes find it. Sums over stretches run in one order, so a
-row's token depends on nothing beside it.
+times closer; float32 has 2**32 numbers, so 8 passes find it, and fewer where no two logits are close to
+it. Sums over stretches run in one order, so a row's token depends on nothing beside it.
 
 This search weighs in float32, in sums of a few numbers; what filters leave is weighed in float64.
 """
@@ -171,6 +171,7 @@ def _edge(state, most, program, best, temperature, top_k, top_p):  # type: ignor
     )
     weight = roughly(number(by_share.to(tl.int64).to(tl.int32)), best, temperature)
     needed = tl.maximum(tl.ceil(left / tl.maximum(weight.to(tl.float64), 1e-300)), 1.0)
+    needed = tl.where(left > 0.0, needed, 0.0)
     needed = tl.where(by_share == edge, tl.minimum(needed, equals), needed)
     edge = tl.where(has_p, by_share, edge)
     return edge.to(tl.int64).to(tl.int32), tl.where(has_p, needed, equals)
@@ -225,8 +226,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
             weights = tl.where((ids < size) & (x >= bound), weights, 0.0)
             part = parts + (program * stretches + stretch) * 16
             for j in tl.static_range(16):
-                mark = (low + (high - low) * j // 16).to(tl.int32)
-                mark = number(tl.maximum(mark, -2139095041))  # from -inf on
+                mark = number((low + (high - low) * j // 16).to(tl.int32))
                 tl.store(part + j, tl.sum(tl.where(x >= mark, 1.0, 0.0) * weights, 0))
         tl.debug_barrier()
         before = tl.atomic_add(arrived + program, end - begin, sem="acq_rel")
@@ -238,8 +238,8 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
                             mask=s < stretches, other=0.0, cache_modifier=".cg")  # fmt: skip
             found = tl.sum(found.to(tl.float64), 0)
             if BY_SHARE:
-                of_one = roughly(number(edge.to(tl.int32)), best, temperature).to(tl.float64)
-                kept = tl.where(equals > 0.0, equals * of_one, 0.0)
+                of_equals = roughly(number(edge.to(tl.int32)), best, temperature).to(tl.float64)
+                kept = tl.where(equals > 0.0, equals * of_equals, 0.0)
                 found += tl.where(marks == edge, kept, 0.0)
             if FIRST:
                 # At or above the lowest mark lies everything.
@@ -251,9 +251,18 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
                 wished = tl.load(own + 3 * most)
                 beyond = tl.load(own + 2 * most)
             enough = found >= wished
-            tl.store(own, tl.max(tl.where(enough, marks, low), 0).to(tl.float64))
-            tl.store(own + most, tl.min(tl.where(enough, high, marks), 0).to(tl.float64))
-            tl.store(own + 2 * most, tl.max(tl.where(enough, beyond, found), 0))
+            low = tl.max(tl.where(enough, marks, low), 0)
+            high = tl.min(tl.where(enough, high, marks), 0)
+            beyond = tl.max(tl.where(enough, beyond, found), 0)
+            reached = tl.min(tl.where(enough, found, float("inf")), 0)
+            # Where one logit is left between, its own number need not be found: all below it goes.
+            of_one = tl.full((), 1.0, tl.float64)
+            if BY_SHARE:
+                of_one = roughly(number(low.to(tl.int32)), best, temperature).to(tl.float64)
+            is_last = (low > edge) & (reached - beyond < 1.5 * of_one)
+            tl.store(own, tl.where(is_last, low - 1, low).to(tl.float64))
+            tl.store(own + most, tl.where(is_last, low, high).to(tl.float64))
+            tl.store(own + 2 * most, tl.where(is_last, reached, beyond))
             tl.store(own + 3 * most, wished)
             tl.store(arrived + program, 0)
 

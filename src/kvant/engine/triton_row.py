@@ -19,7 +19,8 @@ def ordered(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def number(place):  # type: ignore[no-untyped-def]
-    """The float32 that `ordered` made this of."""
+    """The float32 that `ordered` made this of; of places before all of them, -inf."""
+    place = tl.maximum(place, -2139095041)
     bits = place ^ ((place >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 

@@ -265,18 +265,20 @@ class StepGraphs:
         launched, places = self._current
         launched.done.synchronize()
         count = len(launched.numbers)
-        counts = launched.next[2, :count].numpy()
-        ends = counts.cumsum()
-        num_rows = int(counts.sum())
-        ran, sound, chosen = launched.results[:, :num_rows].numpy()
-        first_rows = (ends - counts)[places].tolist()
         drafts: list[tuple[int, ...]] = [()] * len(places)
         if launched.num_drafts:
+            counts = launched.next[2, :count].numpy()
+            ends = counts.cumsum()
+            first_rows = (ends - counts)[places].tolist()
             last = ends[places].tolist()
+            ran, sound, chosen = launched.results[:, : int(ends[-1])].numpy()
             drafts = [
                 tuple(ran[first + 1 : end].tolist())
                 for first, end in zip(first_rows, last, strict=True)
             ]
+        else:  # a row each
+            first_rows = places.tolist()
+            sound, chosen = launched.results[1:, :count].numpy()
         return Answered(((sound != 0).tolist(), chosen.tolist()), first_rows, drafts)
 
     def _launch(

@@ -52,6 +52,7 @@ class Steady:
         self._room = self._find_room()
         self._most = np.array([s.request.max_total_tokens for s in self.sequences], np.int64)
         self._draws = list_draws(self.sequences)
+        self._in_order = list(range(len(self.sequences)))
         self._no_logits = torch.empty(0)
         self._stop_tokens = frozenset().union(*(live.stop_tokens for live in lives))
 
@@ -82,7 +83,10 @@ class Steady:
     def plain_tokens(self, found: Answered) -> list[int] | None:
         """Every sequence's token, if each of them is nothing but one more number."""
         sound, likeliest = found.known
-        tokens = [likeliest[row] for row in found.first_rows]
+        if found.first_rows == self._in_order:
+            tokens = likeliest[: len(self._in_order)]
+        else:
+            tokens = [likeliest[row] for row in found.first_rows]
         ends_none = self._stop_tokens.isdisjoint(tokens) and (self._starts + 2 < self._most).all()
         return tokens if ends_none and all(sound) else None
 

@@ -19,6 +19,7 @@ import zmq
 
 from kvant.engine.build import BuiltEngine, build_engine
 from kvant.engine.config import engine_config
+from kvant.engine.garbage import search_rarely
 from kvant.engine.plan_json import plan_json
 from kvant.engine.settings import Settings
 from kvant.errors import KvantError
@@ -59,6 +60,7 @@ def main(address: str) -> int:
     send(ready)
     from kvant.server.engine_loop import EngineLoop  # with torch, which refusals do without
 
+    search_rarely()
     _serve(EngineLoop(built.engine), socket)
     return 0
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from kvant.engine.garbage import search_rarely
 from kvant.engine.settings import Settings
 from kvant.errors import BadValue, WayOut
 from kvant.kv.memory import format_size
@@ -169,10 +169,7 @@ class _Server:
         if not first:
             _log.warning("the engine serves again")
             return
-        # What has been imported stays: a collection that looked through it would stop every answer
-        # for 50 ms, again and again.
-        gc.collect()
-        gc.freeze()
+        search_rarely()
         host, port = self.bound.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         name = self.config.served_names[0]

@@ -52,7 +52,8 @@ def held(value: float, goal: float, *, least: bool = False, shown: str = "") -> 
     """A goal and what became of it: `at most 290: met`, or by how much it was missed."""
     met = value >= goal if least else value <= goal
     off = (goal - value) / goal if least else (value - goal) / goal
-    return f"{shown or f'{goal:g}'}: " + ("met" if met else f"missed by {percent(off)}")
+    far = percent(off) if off >= 0.005 else "less than 1 %"
+    return f"{shown or f'{goal:g}'}: " + ("met" if met else f"missed by {far}")
 
 
 for _module in pkgutil.iter_modules(__path__):

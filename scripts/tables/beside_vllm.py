@@ -12,6 +12,7 @@ KVANT = ("h200-throughput-bfloat16.json", "h200-throughput-fp8.json")
 VLLM = ("h200-vllm-bfloat16.json", "h200-vllm-fp8.json")
 PEER = {"bfloat16": "bfloat16", "fp8_e4m3": "fp8"}
 SERVERS = "h200-servers.json"
+LATER = "h200-servers-later.json"
 
 
 @table("beside-vllm", *KVANT, *VLLM)
@@ -40,6 +41,7 @@ def throughput(*files: Any) -> Cells:
 
 
 @table("servers", SERVERS)
+@table("servers-later", LATER)
 def servers(data: Any) -> Cells:
     """Milliseconds; one line for each rate and server."""
     lines = [

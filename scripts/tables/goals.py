@@ -17,6 +17,8 @@ FILES = {
     "bfloat16": "h200-throughput-bfloat16.json",
     "fp8": "h200-throughput-fp8.json",
     "int4": "h200-throughput-int4.json",
+    "later16": throughput.LATER[0],
+    "later8": throughput.LATER[1],
     "decode": "h200-decode.json",
     "replay": "h200-replay.json",
     "long": "h200-replay-long.json",
@@ -204,6 +206,15 @@ def _loads(data: dict[str, Any]) -> Iterator[Goal]:
             f"{load.replace('x', ' x ')}, {stored}", value, bound, " s" if long else " tok/s",
             "throughput", run, least=not long, digits=1 if long else 0,
         )  # fmt: skip
+        for newer in (data["later16"], data["later8"]):
+            for r in newer["rounds"]:
+                if (r["load"], r["stored"]) == (load, stored):
+                    yield Goal(
+                        f"{load.replace('x', ' x ')}, {stored}, in a later call",
+                        throughput.measured(load, r["seconds"])[0], bound,
+                        " s" if long else " tok/s", "throughput", newer, least=not long,
+                        digits=1 if long else 0,
+                    )  # fmt: skip
     pool = {name: data[name]["rounds"][0]["capacity_tokens"] for name in ("bfloat16", *CAPACITY)}
     for name, least in CAPACITY.items():
         times = pool[name] / pool["bfloat16"]

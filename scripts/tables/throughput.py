@@ -67,6 +67,24 @@ def throughput(*files: Any) -> Cells:
     return lines
 
 
+LATER = ("h200-throughput-later-bfloat16.json", "h200-throughput-later-fp8.json")
+"""Newer, and without vLLM in the call."""
+
+
+@table("h200-throughput-later", *LATER)
+def later(*files: Any) -> Cells:
+    lines = [
+        ["requests x input/output", "KV cache", "of the fastest repeat", "goal", "repeats, seconds"]
+    ]
+    for (load, stored), r in sorted(rounds(*files).items(), key=lambda one: one[0][::-1]):
+        goal, least = GOALS.get((load, stored)), load not in LONG
+        value, shown = measured(load, r["seconds"])
+        met = "" if goal is None else held(value, goal, least=least, shown=f"{goal:g}")
+        times = ", ".join(f"{seconds:.2f}" for seconds in r["seconds"])
+        lines.append([load.replace("x", " x "), stored, shown, met, times])
+    return lines
+
+
 @table("h200-invariance", "h200-invariance.json")
 def invariance(on: Any) -> Cells:
     plain = rounds(on["off"])

@@ -10,7 +10,7 @@ import pytest
 
 from kvant import LLM
 from kvant.engine.runner import ModelRunner
-from kvant.errors import ConfigError
+from kvant.errors import BadValue, ConfigError
 from kvant.measure.device_idle import Idle, NotProfiled
 from kvant.measure.steady_decode import parse_stored, steady_decode, table
 from tests.cli.command import kvant
@@ -38,6 +38,16 @@ def test_what_is_no_format_is_refused() -> None:
         parse_stored("fp8;nowhere")
 
 
+def test_contexts_end_where_the_models_positions_do(tmp_path: Path) -> None:
+    llm = LLM(tiny.build("llama", tmp_path), dtype="float32", max_model_len=64, device="cpu")
+    longest = llm.planned.target.geometry.max_model_len
+    assert longest is not None
+    with pytest.raises(BadValue, match=f"positions end at {longest}") as caught:
+        next(steady_decode(llm, ["float32"], batch=1, context=longest, steps=2))
+    most = int(str(caught.value).split("at most ")[1].split()[0])
+    assert next(steady_decode(llm, ["float32"], batch=1, context=most, steps=2)).timing.tokens == 1
+
+
 def test_recorded_steps_are_what_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(tiny.build("llama", tmp_path), dtype="float32", max_model_len=64, device="cpu")
     again = Again()
@@ -50,7 +60,7 @@ def test_recorded_steps_are_what_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_was_not_profiled_is_not_shown_as_a_figure(tmp_path: Path) -> None:
     llm = LLM(tiny.build("llama", tmp_path), dtype="float32", max_model_len=64, device="cpu")
-    (one,) = steady_decode(llm, ["float32"], batch=3, context=600, steps=4, profiled=5)
+    (one,) = steady_decode(llm, ["float32"], batch=3, context=450, steps=4, profiled=5)
     assert len(one.timing.milliseconds) == 4
     assert one.timing.idle == NotProfiled("steps run on the CPU")
     assert "| float32 | not measured | - |" in table([one])

@@ -14,6 +14,7 @@ from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
 from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
+from kvant.errors import BadValue, WayOut
 from kvant.kv.names import parse_format
 from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, KVRequest, parse_rule
@@ -54,10 +55,19 @@ def steady_decode(
 ) -> Iterator[Steady]:
     """Each format on a pool of its own over the weights of `llm`.
 
-    profiled: steps after those that are timed, see `measure_idle`.
+    profiled: steps after those that are timed, see `measure_idle`. BadValue for sequences that would be
+    longer than the model's positions reach.
     """
     # Those that are admitted first go on by a token a step while the others are.
     tokens = context + -(-batch * context // _STEP_TOKENS) + steps_of(steps, profiled)
+    longest = llm.planned.target.geometry.max_model_len
+    if longest is not None and tokens > longest:
+        raise BadValue(
+            f"--context {context} is too long for this model",
+            why=f"with the steps that follow its sequences have {tokens} tokens, and its positions end at "
+            f"{longest}",
+            ways_out=(WayOut(f"take contexts of at most {longest - tokens + context} tokens"),),
+        )
     for text in stored:
         engine, made = _engine(llm, parse_stored(text), batch, max(tokens, SAMPLE_TOKENS))
         case = Case(True, batch, context)

@@ -1,4 +1,4 @@
-"""Python's search for cycles that nobody holds, in a process that serves."""
+"""Python's search for cycles that nobody holds, in a process that does nothing but step an engine."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from kvant.engine.garbage import search_rarely
 from kvant.engine.settings import Settings
 from kvant.errors import BadValue, WayOut
 from kvant.kv.memory import format_size
@@ -169,7 +169,10 @@ class _Server:
         if not first:
             _log.warning("the engine serves again")
             return
-        search_rarely()
+        # What has been imported stays: a collection that looked through it would stop every answer
+        # for 50 ms, again and again. What requests leave is searched as usual: in cycles, it adds up.
+        gc.collect()
+        gc.freeze()
         host, port = self.bound.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         name = self.config.served_names[0]

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +50,8 @@ Draft = Callable[[Tensor, Step], Tensor]
 Compute = Callable[[Batch, Tensor | None, SharedLogits], None]
 """Run a batch and leave its logits there. The tensor: the batch's first ids, on the device."""
 
+_Step = TypeVar("_Step", Decodes, Pieces)
+
 _FEW = 128
 """Rows of logits that are looked at where a step with pieces of prompts has no more."""
 
@@ -66,7 +70,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A recorded step and where its results are.
+    """A recorded step, or what finds the tokens of any step in the shared logits, and where its results are.
 
     found: int64, [3, T] numbers behind each other: tokens that were run, whether the largest of each row
     of logits is a finite number, and which token that is; then `next`, [3, n]: newest tokens, where
@@ -82,16 +86,6 @@ class _Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class _Finder:
-    """What finds the tokens of any step in the first rows of the shared logits; the rest as `_Graph`."""
-
-    replay: Callable[[], None]
-    found: Tensor
-    next: Tensor
-    draw: DrawParts
-
-
-@dataclass(frozen=True, slots=True)
 class _Launched:
     """A step that runs or has run. numbers: of its sequences, by row. ends: as `Decodes`.
 
@@ -102,11 +96,18 @@ class _Launched:
     numbers: list[int]
     num_drafts: int
     ends: NDArray[np.int64]
-    graph: _Graph | _Finder
+    graph: _Graph
     results: Tensor
     next: Tensor
     done: Mark
     chunks: Mapping[int, tuple[int, int]] | None = None
+
+    def rows_of(self, numbers: Sequence[int]) -> NDArray[np.int64]:
+        """Where sequences stand here; -1 for those that do not."""
+        if self.numbers == numbers:
+            return np.arange(len(numbers))
+        at = {number: row for row, number in enumerate(self.numbers)}
+        return np.array([at.get(number, -1) for number in numbers], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class StepGraphs:
         self._rows = torch.arange(most_rows, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._compute = compute
-        self._finders: dict[int, _Finder] = {}
+        self._finders: dict[int, _Graph] = {}
         self._guess: _Guess | None = None
         self._current: tuple[_Launched, NDArray[np.int64]] | None = None
 
@@ -191,18 +192,20 @@ class StepGraphs:
         """Record every graph. Nothing is written to the pool: every row is padding meanwhile."""
         wanted = [(size, k) for k, sizes in self._sizes.items() for size in sizes]
         for size, k in sorted(wanted, key=lambda one: -one[0] * (1 + one[1])):
-            replay, made = self._recorder.record(lambda size=size, k=k: self._run(size, k))  # type: ignore[misc]
-            logits, found = made
-            newest = found[-3 * size :].view(3, size)
-            draw = None if k else self._record_draw(logits, found[2 * size : 3 * size], newest[0])
-            self._graphs[size, k] = _Graph(replay, logits, found, newest, draw)
+            self._graphs[size, k] = self._record(partial(self._run, size, k), size, draws=not k)
         most = self._sizes[0][-1]
         for size in {min(_FEW, most), most} if self._compute is not None else ():
-            logits = self.logits.rows(size)
-            replay, (found,) = self._recorder.record(lambda size=size: self._find(size))  # type: ignore[misc]
-            newest = found[-3 * size :].view(3, size)
-            draw = self._record_draw(logits, found[2 * size : 3 * size], newest[0])
-            self._finders[size] = _Finder(replay, found, newest, draw)
+            self._finders[size] = self._record(partial(self._find, size), size, draws=True)
+
+    def _record(
+        self, run: Callable[[], tuple[Tensor, Tensor]], size: int, *, draws: bool
+    ) -> _Graph:
+        """run: gives logits and what `_Graph` has found, of `size` sequences."""
+        replay, (logits, found) = self._recorder.record(run)
+        newest = found[-3 * size :].view(3, size)
+        chosen = found[2 * size : 3 * size]
+        draw = self._record_draw(logits, chosen, newest[0]) if draws else None
+        return _Graph(replay, logits, found, newest, draw)
 
     def num_drafts(self, num_sequences: int) -> list[int]:
         """Numbers of drafts that so many sequences can have in a recorded step; empty for none."""
@@ -218,20 +221,11 @@ class StepGraphs:
         Logits [T, vocab_size], valid until the next step. If the step has `limits`, what follows it is
         launched too, and the width of the logits is 0: they are already being overwritten.
         """
-        guess, self._guess = self._guess, None
-        places = None if guess is None else _places_in(guess, step)
-        if guess is None or places is None:
-            launched = self._launch(step, None)
-            places = np.arange(len(step.numbers))
-        else:
-            launched = guess.launched
-        self._current = (launched, places)
-        assert isinstance(launched.graph, _Graph)
+        launched = self._begin(step, _places_in, self._launch)
         logits = launched.graph.logits
         if step.limits is None:
             return logits
-        following = self._launch(step, self._current)
-        self._guess = _Guess(following, launched, places)
+        self._follow(step)
         return logits[:, :0]
 
     def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
@@ -239,25 +233,37 @@ class StepGraphs:
 
         following: by its `limits`, the step of all its sequences that is launched behind it.
         """
-        guess, self._guess = self._guess, None
-        places = None if guess is None else _rows_in(guess.launched, step)
-        if guess is None or places is None:
-            launched = self._launch_pieces(step, None)
-            places = np.arange(len(step.numbers))
-        else:
-            launched = guess.launched
-        self._current = (launched, places)
+        launched = self._begin(step, _rows_in, self._launch_pieces)
         if following is not None:
-            self._guess = _Guess(self._launch(following, self._current), launched, places)
-        return self.logits.rows(len(step.numbers))[:, :0]
+            self._follow(following)
+        return launched.graph.logits[:, :0]
 
     def run_behind(self, step: Pieces) -> None:
         """Launch what follows the last run: there its first chunks' tokens are found."""
         assert self._current is not None
         before = self._current[0]
-        at = {number: row for row, number in enumerate(before.numbers)}
-        sources = np.array([at[number] for number in step.numbers[: step.num_unknown]], np.int64)
+        sources = before.rows_of(step.numbers[: step.num_unknown])
         self._guess = _Guess(self._launch_pieces(step, (before, sources)), before, sources)
+
+    def _begin(
+        self,
+        step: _Step,
+        find: Callable[[_Guess, _Step], NDArray[np.int64] | None],
+        launch: Callable[[_Step, None], _Launched],
+    ) -> _Launched:
+        """What was launched already, if `find` says where the step's sequences stand there; else launch."""
+        guess, self._guess = self._guess, None
+        places = None if guess is None else find(guess, step)
+        if guess is None or places is None:
+            self._current = launch(step, None), np.arange(len(step.numbers))
+        else:
+            self._current = guess.launched, places
+        return self._current[0]
+
+    def _follow(self, step: Decodes) -> None:
+        """Launch what follows the last run, by its `limits`."""
+        assert self._current is not None
+        self._guess = _Guess(self._launch(step, self._current), *self._current)
 
     def read(self) -> Answered:
         """Of the last run. Waits for it, not for what was launched behind it."""
@@ -336,11 +342,12 @@ class StepGraphs:
         newest = None
         if after is not None:
             newest = after[0].graph.next[0].index_select(0, self._inputs[3, : len(after[1])])
-        self._compute(step.batch, newest, self.logits)
+        self._compute(step.batch(), newest, self.logits)
         finder = self._finders[size]
         finder.replay()
-        if step.draws is not None:
-            self._draw(finder, staging.draws[:size], step.draws.numbers(0))
+        draws = step.draws()
+        if draws is not None:
+            self._draw(finder, staging.draws[:size], draws.numbers(0))
         results, following = self._send(staging, finder)
         ends = step.starts + 1
         return _Launched(
@@ -353,7 +360,7 @@ class StepGraphs:
         staging.done.synchronize()
         return staging
 
-    def _send(self, staging: _Staging, graph: _Graph | _Finder) -> tuple[Tensor, Tensor]:
+    def _send(self, staging: _Staging, graph: _Graph) -> tuple[Tensor, Tensor]:
         """What was found to the host: `results` and `next` of `_Launched`."""
         size = graph.next.shape[1]
         found = staging.found[: graph.found.shape[0]]
@@ -382,7 +389,7 @@ class StepGraphs:
             drawn(parts.choose),
         )  # fmt: skip
 
-    def _draw(self, graph: _Graph | _Finder, staging: Tensor, draws: NDArray[np.float64]) -> None:
+    def _draw(self, graph: _Graph, staging: Tensor, draws: NDArray[np.float64]) -> None:
         """Launch what finds a step's tokens behind the step. Padding has no temperature."""
         assert graph.draw is not None, "drafts are verified by the likeliest tokens"
         staging.zero_()
@@ -417,38 +424,34 @@ class StepGraphs:
         sound = torch.isfinite(best).to(torch.int64)
         return logits, torch.cat([tokens, sound, chosen, newest, places, layout.counts])
 
-    def _find(self, size: int) -> tuple[Tensor]:
-        """What is recorded: as `_Graph` has found, of rows of the shared logits."""
+    def _find(self, size: int) -> tuple[Tensor, Tensor]:
+        """What is recorded: rows of the shared logits, and what `_Graph` has found, of them."""
         logits, (ids, starts) = self.logits.rows(size), self._inputs[:2, :size]
         if has_kernels(ids.device):
             from kvant.engine.triton_step import likeliest
 
-            return (likeliest(logits, ids, starts),)
+            return logits, likeliest(logits, ids, starts)
         best, chosen = logits.max(dim=-1)
         sound = torch.isfinite(best).to(torch.int64)
-        return (torch.cat([ids, sound, chosen, chosen, starts + 1, torch.ones_like(ids)]),)
+        found = torch.cat([ids, sound, chosen, chosen, starts + 1, torch.ones_like(ids)])
+        return logits, found
 
 
 def _places_in(guess: _Guess, step: Decodes) -> NDArray[np.int64] | None:
     """Where a step's sequences stand in one that was launched; None if it was another one."""
-    launched, numbers = guess.launched, step.numbers
+    launched = guess.launched
     if launched.chunks is not None or launched.num_drafts != step.num_drafts:
         return None
-    if launched.numbers == numbers:
-        places = np.arange(len(numbers))
-    else:
-        at = {number: place for place, number in enumerate(launched.numbers)}
-        places = np.array([at.get(number, -1) for number in numbers])
-        if (places < 0).any():
-            return None
+    places = launched.rows_of(step.numbers)
+    if (places < 0).any():
+        return None
     is_same = np.array_equal(guess.starts[places], step.starts)
     return places if is_same and (launched.ends[places] > step.starts).all() else None
 
 
-def _rows_in(launched: _Launched, step: Pieces) -> NDArray[np.int64] | None:
+def _rows_in(guess: _Guess, step: Pieces) -> NDArray[np.int64] | None:
     """The rows of a step's sequences in one that was launched; None if it was another one."""
-    known = launched.chunks
+    known = guess.launched.chunks
     if known is None or any(known.get(number) != chunk for number, chunk in step.chunks.items()):
         return None
-    at = {number: row for row, number in enumerate(launched.numbers)}
-    return np.array([at[number] for number in step.numbers], np.int64)
+    return guess.launched.rows_of(step.numbers)

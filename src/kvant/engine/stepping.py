@@ -48,6 +48,7 @@ def run_step(
         runner.zero(schedule.pages_to_zero)
         if speculation is not None:
             speculation.zero(schedule.pages_to_zero)
+    finds_tokens = speculation is None and runner.finds_tokens
     recorded: Items[int] = ()
     if all(map(_is_decode, chunks[len(chunks) - schedule.num_prefills :])):
         recorded = runner.recorded(len(chunks))
@@ -57,10 +58,11 @@ def run_step(
             and schedule.has_everyone
             and (speculation is None or speculation.goes_on())
         )
-        may_plan = runner.finds_tokens and speculation is None
-        return _run_recorded(runner, scheduler, chunks, num_drafts, ahead=ahead, may_plan=may_plan)
+        return _run_recorded(
+            runner, scheduler, chunks, num_drafts, ahead=ahead, may_plan=finds_tokens
+        )
     is_asked = any([chunk.sequence.lacks_prompt_logprobs for chunk in chunks])
-    if speculation is None and runner.finds_tokens and not is_asked and _are_found_there(chunks, 0):
+    if finds_tokens and not is_asked and _are_found_there(chunks, 0):
         return _run_pieces(runner, scheduler, schedule)
     if speculation is not None:
         chunks = speculation.propose(chunks)

@@ -17,6 +17,7 @@ from kvant.kv.names import FormatRequest, known_names
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.scale_audit import ScaleAudit
+from tests.engine.fakes import finish
 
 FORMATS = [d.format.name for d in KVDtype if d.format.name in known_names()]
 
@@ -101,13 +102,7 @@ def run(
     """All at once, until the end. options: of the sampling, greedy by default."""
     params = SamplingParams(**{"temperature": 0, "max_tokens": num_tokens, **options})  # type: ignore[arg-type]
     numbers = [engine.submit(prompt, params) for prompt in prompts]
-    results = {}
-    while engine.has_work:
-        for progress in engine.step():
-            if progress.result is not None:
-                results[progress.number] = progress.result
-        engine.audit()
-        after_step()
+    results = finish(engine, after_step)
     return [results[number] for number in numbers]
 
 

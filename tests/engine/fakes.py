@@ -19,7 +19,8 @@ from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
 from kvant.engine.graphs import Answered
-from kvant.engine.pieces import Pieces
+from kvant.engine.result import Result
+from kvant.engine.runner import ReadFirst
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
@@ -29,7 +30,7 @@ EOS = 3
 UNWRITTEN = -1
 
 
-class RememberingRunner:
+class RememberingRunner(ReadFirst):
     """A `Runner` whose K and V are the tokens themselves.
 
     poison: called with a context; True makes its logits NaN. fail_at: the run that raises.
@@ -58,16 +59,6 @@ class RememberingRunner:
         return ()
 
     def run_decodes(self, step: Decodes) -> Tensor:
-        raise AssertionError("nothing is recorded")
-
-    @property
-    def finds_tokens(self) -> bool:
-        return False
-
-    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
-        raise AssertionError("nothing is recorded")
-
-    def run_behind(self, step: Pieces) -> None:
         raise AssertionError("nothing is recorded")
 
     def read_decodes(self) -> Answered:
@@ -152,3 +143,15 @@ def make_engine(
         seed=seed,
     )
     return engine, runner
+
+
+def finish(engine: Engine, after_step: Callable[[], None] = lambda: None) -> dict[int, Result]:
+    """Steps until nothing is left, each audited; the results that they brought, by number."""
+    results = {}
+    while engine.has_work:
+        for piece in engine.step():
+            if piece.result is not None:
+                results[piece.number] = piece.result
+        engine.audit()
+        after_step()
+    return results

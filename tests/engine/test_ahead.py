@@ -17,8 +17,14 @@ from kvant.engine.request import FinishReason
 from kvant.engine.result import Result
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.pages import CacheIdentity
-from tests.engine.fakes import EOS, VOCAB, answer, make_engine
-from tests.engine.test_steady import PAGE, Admissions, RecordedRunner, some_params
+from tests.engine.fakes import EOS, VOCAB, answer, finish, make_engine
+from tests.engine.test_steady import (
+    PAGE,
+    Admissions,
+    RecordedRunner,
+    some_params,
+    step_that_fails,
+)  # fmt: skip
 from tests.models import tiny
 from tests.speculative.recorded import record
 
@@ -38,11 +44,8 @@ def make(
 def alone(prompt: list[int], params: SamplingParams) -> Result:
     """Step by step, each of which is read before the next begins."""
     engine, _ = make_engine()
-    engine.submit(prompt, params)
-    while True:
-        for piece in engine.step():
-            if piece.result is not None:
-                return piece.result
+    number = engine.submit(prompt, params)
+    return finish(engine)[number]
 
 
 @pytest.fixture
@@ -161,12 +164,7 @@ def test_whoever_ends_is_left_out_of_the_step_that_runs_already(steps: Counter[s
     engine.step()  # the fourth token, and the first piece is launched behind it
     assert ended not in engine.numbers
     engine.cancel(others[0])
-    results = {}
-    while engine.has_work:
-        for piece in engine.step():
-            if piece.result is not None:
-                results[piece.number] = piece.result
-        engine.audit()
+    results = finish(engine)
     assert list(results[others[1]].token_ids) == answer([10], 40)
     assert list(results[late].token_ids) == answer([11] * 50, 40)
     assert steps["pieces late"] == 1
@@ -186,12 +184,7 @@ def test_a_request_that_is_cancelled_before_its_prompt_has_run_leaves_the_others
     engine.cancel(gone)
     engine.audit()
     again = engine.submit([11] * 30, params)  # may get the pages that are being written
-    results = {}
-    while engine.has_work:
-        for piece in engine.step():
-            if piece.result is not None:
-                results[piece.number] = piece.result
-        engine.audit()
+    results = finish(engine)
     assert told == answer([5, 6, 7], 4)[3:]
     assert list(results[stays].token_ids) == answer([5, 6, 7], 12)
     assert list(results[again].token_ids) == answer([11] * 30, 12)
@@ -208,14 +201,7 @@ def test_a_prompt_that_was_launched_behind_a_step_that_failed_is_computed_as_it_
         engine.step()
     late = engine.submit([11] * 50, params)
 
-    def fail() -> object:
-        raise RuntimeError("the device is gone")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(runner, "read_decodes", fail)
-        with pytest.raises(RuntimeError):
-            engine.step()
-    engine.audit()
+    step_that_fails(engine, runner, monkeypatch)
     assert engine.numbers == {late}, "its piece had 21 tokens, and now there is room for 24"
     tokens = [token for _ in range(14) for piece in engine.step() for token in piece.token_ids]
     assert tokens == answer([11] * 50, 12)
@@ -232,11 +218,7 @@ def test_a_prompt_waits_for_pages_that_a_step_behind_computes(steps: Counter[str
     for _ in range(2):
         numbers.append(engine.submit(prompt, params))
         engine.step()
-    results = {}
-    while engine.has_work:
-        for piece in engine.step():
-            if piece.result is not None:
-                results[piece.number] = piece.result
+    results = finish(engine)
     assert [results[number].num_cached_tokens for number in numbers] == [0, 36]
     assert [list(results[number].token_ids) for number in numbers] == [answer(prompt, 12)] * 2
     assert steps["in vain"] == 0
@@ -301,12 +283,7 @@ def test_logits_that_are_no_numbers_end_only_their_own_request_behind_which_a_pr
     for _ in range(5):
         engine.step()
     late = engine.submit([5, 6, 7, 9, 9, 9], params)
-    results = {}
-    while engine.has_work:
-        for piece in engine.step():
-            if piece.result is not None:
-                results[piece.number] = piece.result
-        engine.audit()
+    results = finish(engine)
     assert results[broken].finish_reason is FinishReason.NUMERICAL_ERROR
     assert list(results[broken].token_ids) == answer([5, 6, 7], 5)
     assert list(results[sound].token_ids) == answer([8, 9], 20)

@@ -16,7 +16,7 @@ from kvant.engine.logit_rules import LogitRules, make_rules
 from kvant.engine.request import Request, Sequence
 from kvant.engine.sampler import Rows
 from kvant.engine.sampling_params import SamplingParams
-from tests.engine.fakes import EOS, VOCAB, logits, make_engine
+from tests.engine.fakes import EOS, VOCAB, finish, logits, make_engine
 from tests.engine.sampling import ruled, sample
 
 _SIZE = 12
@@ -190,11 +190,7 @@ def test_a_request_whose_rules_leave_nothing_is_refused_and_its_neighbours_go_on
     impossible = engine.submit(
         [5, 6], SamplingParams(allowed_token_ids=[EOS], min_tokens=3, max_tokens=6)
     )
-    results = {}
-    while engine.has_work:
-        for progress in engine.step():
-            if progress.result is not None:
-                results[progress.number] = progress.result
+    results = finish(engine)
     assert results[impossible].finish_reason == "refused"
     assert results[impossible].error is not None
     assert [(t,) for t in results[number].token_ids] == expected

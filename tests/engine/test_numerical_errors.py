@@ -9,11 +9,11 @@ import torch
 
 from kvant.engine.engine import Engine
 from kvant.engine.request import FinishReason, Sequence
-from kvant.engine.result import Result
 from kvant.engine.runner import ModelRunner
 from kvant.engine.sampling_params import SamplingParams
 from kvant.kv.pool import KVPool
 from tests.engine.equality import FORMATS, Bench, run, tokens
+from tests.engine.fakes import finish
 from tests.engine.test_equality import FEW, LONG, make
 from tests.models import tiny
 
@@ -47,16 +47,6 @@ def fill(pool: KVPool, pages: list[int], byte: int) -> None:
         cache = pool[spec.geometry.index]
         for plane in (*cache.k, *cache.v):
             plane.view(torch.uint8)[pages] = byte
-
-
-def finish(engine: Engine) -> dict[int, Result]:
-    results = {}
-    while engine.has_work:
-        for progress in engine.step():
-            if progress.result is not None:
-                results[progress.number] = progress.result
-        engine.audit()
-    return results
 
 
 def test_nan_in_a_stored_page_ends_its_request_alone_and_leaves_nothing_behind(

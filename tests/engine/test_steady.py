@@ -34,7 +34,15 @@ from kvant.engine.shared_logits import SharedLogits
 from kvant.engine.steady import Steady
 from kvant.engine.text import TextStream
 from kvant.kv.pages import CacheIdentity
-from tests.engine.fakes import EOS, VOCAB, RememberingRunner, answer, logits, make_engine
+from tests.engine.fakes import (
+    EOS,
+    VOCAB,
+    RememberingRunner,
+    answer,
+    finish,
+    logits,
+    make_engine,
+)  # fmt: skip
 from tests.speculative.recorded import Again
 
 PAGE = 4
@@ -480,17 +488,27 @@ def test_logits_that_are_no_numbers_end_only_their_own_request(went_on: list[int
     prompts = [[5, 6, 7], [8, 9]]
     broken, sound = (engine.submit(prompt, params) for prompt in prompts)
     runner.poison = lambda context: context[:3] == prompts[0] and len(context) == 12
-    results = {}
-    while engine.has_work:
-        for piece in engine.step():
-            if piece.result is not None:
-                results[piece.number] = piece.result
-        engine.audit()
+    results = finish(engine)
     assert results[broken].finish_reason is FinishReason.NUMERICAL_ERROR
     assert list(results[broken].token_ids) == answer(prompts[0], 9)
     assert list(results[sound].token_ids) == answer(prompts[1], 20)
     assert went_on.count(2) >= 4
     assert went_on.count(1) >= 4
+
+
+def step_that_fails(
+    engine: Engine, runner: RecordedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose tokens cannot be read; the engine is sound behind it."""
+
+    def fail() -> Answered:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "read_decodes", fail)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    engine.audit()
 
 
 def test_a_failing_device_cancels_what_ran_and_leaves_the_engine_sound(
@@ -502,16 +520,8 @@ def test_a_failing_device_cancels_what_ran_and_leaves_the_engine_sound(
         engine.submit(prompt, params)
     while not went_on:
         engine.step()
-
-    def fail() -> Answered:
-        raise RuntimeError("the device is gone")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(runner, "read_decodes", fail)
-        with pytest.raises(RuntimeError):
-            engine.step()
+    step_that_fails(engine, runner, monkeypatch)
     assert not engine.has_work
-    engine.audit()
     number = engine.submit([8, 9], params)
     pieces = [piece for _ in range(20) for piece in engine.step()]
     assert [token for piece in pieces for token in piece.token_ids] == answer([8, 9], 20)

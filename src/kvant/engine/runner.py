@@ -79,6 +79,18 @@ class Runner(Protocol):
         ...
 
 
+class ReadFirst:
+    """Part of a `Runner` all of whose steps are read before one with a prompt is launched."""
+
+    finds_tokens = False
+
+    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
+        raise AssertionError("every step is read first")
+
+    def run_behind(self, step: Pieces) -> None:
+        raise AssertionError("every step is read first")
+
+
 class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only."""
 

@@ -23,7 +23,7 @@ from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
 from kvant.engine.garbage import search_rarely
 from kvant.engine.graphs import Answered, StepGraphs
-from kvant.engine.pieces import Pieces
+from kvant.engine.runner import ReadFirst
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.kv.pages import CacheIdentity
@@ -70,7 +70,7 @@ class _Nothing:
         return _Mark()
 
 
-class _Runner:
+class _Runner(ReadFirst):
     """A `Runner` of that device."""
 
     device = torch.device("cpu")
@@ -98,14 +98,6 @@ class _Runner:
 
     def run_decodes(self, step: Decodes) -> Tensor:
         return self._graphs.run(step)
-
-    finds_tokens = False
-
-    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
-        raise AssertionError("only answers are measured")
-
-    def run_behind(self, step: Pieces) -> None:
-        raise AssertionError("only answers are measured")
 
     def read_decodes(self) -> Answered:
         return self._graphs.read()

@@ -17,8 +17,7 @@ from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
 from kvant.engine.graphs import Answered
 from kvant.engine.llm import LLM
-from kvant.engine.pieces import Pieces
-from kvant.engine.runner import ModelRunner
+from kvant.engine.runner import ModelRunner, ReadFirst
 from kvant.engine.sampling_params import SamplingParams
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import SCRATCH
@@ -30,7 +29,7 @@ _STEP_TOKENS = 2048
 _MARGIN_TOKENS = 128  # for the tokens that are decoded
 
 
-class FilledRunner:
+class FilledRunner(ReadFirst):
     """A runner that computes prompts until it is filled, and from then on only single tokens."""
 
     def __init__(self, inner: ModelRunner, vocab_size: int) -> None:
@@ -76,14 +75,6 @@ class FilledRunner:
 
     def run_decodes(self, step: Decodes) -> Tensor:
         return self._inner.run_decodes(step)
-
-    finds_tokens = False
-
-    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
-        raise AssertionError("steps with pieces of prompts are not computed here")
-
-    def run_behind(self, step: Pieces) -> None:
-        raise AssertionError("steps with pieces of prompts are not computed here")
 
     def read_decodes(self) -> Answered:
         return self._inner.read_decodes()

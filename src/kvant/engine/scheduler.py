@@ -14,10 +14,12 @@ pages: several answers to one prompt, or requests with the same long beginning, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvant.attention.need import LONG
@@ -70,6 +72,8 @@ class Chunk(NamedTuple):
         """Rows of logits that are wanted: behind its last token, and behind every draft."""
         return 1 + len(self.drafts) if self.samples else 0
 
+
+_NOWHERE_ELSE: Mapping[int, int] = MappingProxyType({})
 
 # What a named tuple's own constructor calls, without the call around it: half of its time.
 _chunk = partial(tuple.__new__, Chunk)
@@ -159,8 +163,6 @@ class Scheduler:
         chunks, prefilling, preempted = self._schedule_decodes()
         is_open = not preempted and not (answers_first and chunks and not prefilling)
         budget = self.limits.max_num_batched_tokens - len(chunks)
-        # With less room than a stride nothing could be cut there, and nobody would get on.
-        self._stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
         prefills = self._schedule_prefills(prefilling, budget)
         has_everyone = not self._waiting
         if is_open:  # whoever was just sent away would come straight back
@@ -192,10 +194,9 @@ class Scheduler:
         decodes: list[Chunk] = []
         prefilling: list[Sequence] = []
         ending: list[Sequence] = []  # their prompts: nobody can share them before they are followed
-        starts: dict[int, int] = {}
         for sequence in self._running:
             number, known = sequence.request.number, len(sequence.token_ids)
-            start = starts[number] = ends.get(number, sequence.num_computed_tokens)
+            start = ends.get(number, sequence.num_computed_tokens)
             if not _is_found_there(sequence):
                 return None
             if start < known:
@@ -215,18 +216,9 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - len(decodes)
         if budget <= 0:
             return None
-        self._stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
-        prefills: list[Chunk] = []
-        for sequence in prefilling:
-            start = starts[sequence.request.number]
-            count = self._room_for(sequence, start, budget)
-            if count:
-                prefills.append(Chunk(sequence, start, count))
-                budget -= count
-            if not budget:
-                break
-        others = prefilling + ending
-        has_everyone = self._admit(prefills, others, budget)
+        prefills = self._schedule_prefills(prefilling, budget, ends)
+        left = budget - sum(chunk.num_tokens for chunk in prefills)
+        has_everyone = self._admit(prefills, prefilling + ending, left)
         if not prefills:
             return None
         for chunk in decodes:
@@ -355,12 +347,18 @@ class Scheduler:
             self._extend(sequence, missing)
         return min(wanted, len(sequence.pages) * self.limits.page_size - sequence.num_tokens)
 
-    def _schedule_prefills(self, prefilling: list[Sequence], budget: int) -> list[Chunk]:
+    def _schedule_prefills(
+        self, prefilling: list[Sequence], budget: int, starts: Mapping[int, int] = _NOWHERE_ELSE
+    ) -> list[Chunk]:
+        """starts: by number, of sequences that go on from elsewhere than they are known to be."""
+        # With less room than a stride nothing could be cut there, and nobody would get on.
+        self._stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
         chunks: list[Chunk] = []
         for sequence in prefilling:
             if not budget:
                 break
-            budget -= self._add_chunk(chunks, sequence, budget)
+            start = starts.get(sequence.number, sequence.num_computed_tokens)
+            budget -= self._add_chunk(chunks, sequence, start, budget)
         return chunks
 
     def _admit(self, chunks: list[Chunk], prefilling: list[Sequence], budget: int) -> bool:
@@ -386,13 +384,12 @@ class Scheduler:
             sequence.status = Status.RUNNING
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 prefilling.append(sequence)
-            budget -= self._add_chunk(chunks, sequence, budget)
+            budget -= self._add_chunk(chunks, sequence, sequence.num_computed_tokens, budget)
         is_full = not self._waiting or len(self._running) == self.limits.max_num_seqs
         return is_full or not chunks
 
-    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
-        """The sequence's next tokens, as many as the step has room for; how many that are, maybe none."""
-        start = sequence.num_computed_tokens
+    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, start: int, budget: int) -> int:
+        """The sequence's tokens from `start`, as many as the step has room for; how many, maybe none."""
         count = self._room_for(sequence, start, budget)
         if sequence.lacks_prompt_logprobs:
             count = min(count, self._logprobs_left)

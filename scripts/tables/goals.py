@@ -198,23 +198,16 @@ def _prompts(prompts: Any, flashinfer: Any) -> Iterator[Goal]:
 
 def _loads(data: dict[str, Any]) -> Iterator[Goal]:
     for (load, stored), bound in throughput.GOALS.items():
-        run = data["fp8" if stored == "fp8_e4m3" else stored]
-        seconds = next(r["seconds"] for r in run["rounds"] if r["load"] == load)
-        long = load in throughput.LONG
-        value, _ = throughput.measured(load, seconds)
-        yield Goal(
-            f"{load.replace('x', ' x ')}, {stored}", value, bound, " s" if long else " tok/s",
-            "throughput", run, least=not long, digits=1 if long else 0,
-        )  # fmt: skip
-        for newer in (data["later16"], data["later8"]):
-            for r in newer["rounds"]:
-                if (r["load"], r["stored"]) == (load, stored):
-                    yield Goal(
-                        f"{load.replace('x', ' x ')}, {stored}, in a later call",
-                        throughput.measured(load, r["seconds"])[0], bound,
-                        " s" if long else " tok/s", "throughput", newer, least=not long,
-                        digits=1 if long else 0,
-                    )  # fmt: skip
+        newest = {"bfloat16": ("bfloat16", "later16"), "fp8_e4m3": ("fp8", "later8")}[stored]
+        for name, which in zip(newest, ("", ", in a later call"), strict=True):
+            run, long = data[name], load in throughput.LONG
+            seconds = next(r["seconds"] for r in run["rounds"] if r["load"] == load)
+            value, _ = throughput.measured(load, seconds)
+            yield Goal(
+                f"{load.replace('x', ' x ')}, {stored}{which}", value, bound,
+                " s" if long else " tok/s", "throughput", run, least=not long,
+                digits=1 if long else 0,
+            )  # fmt: skip
     pool = {name: data[name]["rounds"][0]["capacity_tokens"] for name in ("bfloat16", *CAPACITY)}
     for name, least in CAPACITY.items():
         times = pool[name] / pool["bfloat16"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS, DeviceFacts, DeviceKind
-from kvant.engine.batch_sizes import MOST_PIECES, batch_sizes, draft_sizes
+from kvant.engine.batch_sizes import MOST_PIECES, draft_sizes
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import LayerGeometry, ModelGeometry
 
@@ -87,10 +87,8 @@ def workspaces(
     activations = (step.tokens + min(step.tokens, MOST_PIECES)) * wide * element
     # The model's logits and their float32 copy, of the step with most rows, and those that all recorded
     # steps share.
-    recorded = batch_sizes(step.seqs)
-    for count in num_drafts:
-        recorded += [(1 + count) * size for size in draft_sizes(count, step.seqs)]
-    rows = max(recorded) * (2 * element + 2 * 4)
+    with_drafts = ((1 + n) * size for n in num_drafts for size in draft_sizes(n, step.seqs))
+    rows = max([step.seqs, *with_drafts]) * (2 * element + 2 * 4)
     # Decoded once for a prompt; queries, their padded copy and the product, then parts in float32.
     decoded = max_model_len * kv * element
     parts = step.tokens * q * (3 * element + 2 * 4)

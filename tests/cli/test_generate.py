@@ -47,7 +47,7 @@ def expected(llm: LLM, prompt: str, **params: object) -> str:
     return llm.generate(prompt, SamplingParams(**{**defaults, **params}))[0].text  # type: ignore[arg-type]
 
 
-FLAGS = ("--max-tokens", "9", "--ignore-eos")
+FLAGS = ("--max-tokens", "9", "--ignore-eos", "--temperature", "0")
 
 
 def test_one_prompt_is_completed_and_nothing_else_is_on_stdout(path: Path, llm: LLM) -> None:

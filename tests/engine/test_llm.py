@@ -371,13 +371,12 @@ def test_what_is_no_sampling_params_is_refused_in_words(llm: LLM, params: Any) -
 
 
 def test_without_parameters_the_model_decides(path: Path, tmp_path: Path) -> None:
-    assert make(path).default_params.is_greedy
+    assert make(path).default_params == SamplingParams()
     other = tiny_chat.build(tmp_path)
-    (other / "generation_config.json").write_text(
-        '{"do_sample": true, "temperature": 0.6, "repetition_penalty": 1.1}'
-    )
-    chosen = make(other).default_params
-    assert (chosen.temperature, chosen.top_k, chosen.repetition_penalty) == (0.6, 50, 1.1)
+    (other / "generation_config.json").write_text('{"do_sample": false, "eos_token_id": [2, 70]}')
+    llm = make(other)
+    assert llm.default_params == SamplingParams(temperature=0)
+    assert llm.generate("Hello")[0].token_ids[:12] == llm.generate("Hello", GREEDY)[0].token_ids
 
 
 def test_metrics_are_the_engines_numbers(llm: LLM) -> None:

@@ -16,7 +16,7 @@ from kvant.errors import RequestError
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
-        ("temperature", [0, 0.0, 2.5, 100], [-0.1, math.nan, math.inf, "1", True, None]),
+        ("temperature", [0, 0.0, 2.5, 100], [-0.1, math.nan, math.inf, 10**400, "1", True, None]),
         ("top_p", [0.01, 1, 1.0], [0.0, 1.01, -1, math.nan, None]),
         ("min_p", [0.0, 0.5, 1], [-0.1, 1.1, math.nan]),
         ("top_k", [-1, 0, 1, 10**6], [-2, 1.5, True, "5"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 from kvant.engine.llm import LLM
 from kvant.engine.sampling_params import SamplingParams
-from tests.server.harness import Server, events
+from tests.engine import tiny_chat
+from tests.server.harness import Server, build_model, events
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -240,3 +242,33 @@ def test_a_form_that_takes_long_to_compile_holds_up_no_stream(server: Server) ->
     assert answer.status == 200
     assert took < 6
     assert max(gaps[1:]) < 0.25
+
+
+def test_a_model_s_own_values_hold_over_http_as_in_python(tmp_path: Path) -> None:
+    model = build_model(tmp_path)
+    file = model / "generation_config.json"
+    file.write_text('{"temperature": 3.0, "repetition_penalty": 1.5}')
+    llm = LLM(model, kv_cache_memory="4MiB")
+    drawn, greedy = (
+        replace(llm.default_params, seed=11, **more) for more in ({}, {"temperature": 0})
+    )
+    alone = llm.generate("abc", drawn)[0].token_ids
+    # Both of the file's ends are ends; the second comes in the answer that is drawn below.
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "eos_token_id": [tiny_chat.END, alone[3]]})
+    )
+    llm = LLM(model, kv_cache_memory="4MiB")
+    with Server(model) as server:
+        assert any("temperature 3, repetition_penalty 1.5" in line for line in server.output)
+        for body, params in (
+            ({}, drawn),
+            ({"temperature": None}, drawn),
+            ({"temperature": 0}, greedy),
+            ({"temperature": 1.0, "repetition_penalty": 1.0}, SamplingParams(seed=11)),
+        ):
+            answer = server.post("/v1/completions", {"prompt": "abc", "seed": 11, **body}).json
+            (same,) = llm.generate("abc", params)
+            choice = answer["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == (same.text, same.finish_reason)
+            if params is drawn:
+                assert (len(same.token_ids), same.finish_reason) == (4, "stop")

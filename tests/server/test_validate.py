@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvant.engine.sampling_params import SamplingParams
 from kvant.server.api_error import ApiError
 from kvant.server.config import Limits
 from kvant.server.protocol import ChatBody, CompletionBody
-from kvant.server.service import read_defaults
 from kvant.server.unsupported import UNSUPPORTED
 from kvant.server.validate import Facts, read_chat, read_completion
 
 LIMITS = Limits()
-FACTS = Facts(("m",), 100, 50, True, {"temperature": 0.5})
-WIDE = Facts(("m",), 100, 2000, True, {})
+FACTS = Facts(("m",), 100, 50, True, SamplingParams(temperature=0.5, top_p=0.9))
+WIDE = Facts(("m",), 100, 2000, True, SamplingParams())
 
 
 def _biases(count: int) -> dict[str, int]:
@@ -135,29 +134,13 @@ def test_a_server_may_be_told_to_take_smaller_forms() -> None:
 
 def test_the_models_defaults_apply_where_a_request_does_not_say() -> None:
     silent = read_completion(b'{"prompt":"a"}', LIMITS, FACTS)
-    assert silent.sampling.temperature == 0.5
-    spoken = read_completion(b'{"prompt":"a","temperature":1}', LIMITS, FACTS)
-    assert spoken.sampling.temperature == 1
-
-
-@pytest.mark.parametrize(
-    ("recommended", "taken", "left_out"),
-    [
-        ({"temperature": 0.6, "top_k": 20, "top_p": None}, {"temperature": 0.6, "top_k": 20}, []),
-        ({"temperature": 3, "top_p": 0, "min_p": 0.1}, {"min_p": 0.1}, ["temperature", "top_p"]),
-        ({"top_k": 5.5, "temperature": "1"}, {}, ["top_k", "temperature"]),
-        ({"top_k": True}, {}, ["top_k"]),
-        ({"do_sample": False, "temperature": 3}, {"temperature": 0}, []),
-    ],
-)
-def test_a_recommendation_that_cannot_be_is_left_out_aloud(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, recommended: dict[str, object],
-    taken: dict[str, float], left_out: list[str],
-) -> None:  # fmt: skip
-    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
-    assert read_defaults(tmp_path) == taken
-    assert len(caplog.records) == len(left_out)
-    assert all(name in caplog.text for name in left_out)
+    assert silent.sampling.params() == FACTS.defaults
+    spoken = read_completion(b'{"prompt":"a","temperature":0}', LIMITS, FACTS)
+    assert spoken.sampling.params() == SamplingParams(temperature=0, top_p=0.9)
+    null = read_chat(
+        b'{"messages":[{"role":"user","content":"a"}],"temperature":null,"top_p":1}', LIMITS, FACTS
+    )
+    assert null.sampling.params() == SamplingParams(temperature=0.5, max_tokens=None)
 
 
 def test_large_wrong_bodies_are_refused_quickly() -> None:

@@ -53,10 +53,12 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    Without sampling flags the model's own recommendation holds (generation_config.json), else answers
-    are greedy. Ctrl-C stops an answer; once more, or at the prompt, it leaves.
+    Where no sampling flag says, the model's own values hold (generation_config.json), else temperature
+    1 without filters. Ctrl-C stops an answer; once more, or at the prompt, it leaves.
     """
     from rich.console import Console
+
+    from kvant.engine.sampling_params import SamplingParams
 
     sampling = model_options.SamplingFlags(
         temperature,
@@ -69,12 +71,13 @@ def chat(
         frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty,
     )
-    model_options.sampling_from(sampling, None)  # wrong flags are refused before the model loads
+    # Wrong flags are refused before the model loads.
+    model_options.sampling_from(sampling, SamplingParams())
     console = Console()
     try:
         llm = model_options.open_llm(settings, console, num_requests=1)
         _refuse_without_template(llm, llm.plan.model)
-        params = model_options.sampling_from(sampling, llm.model_path)
+        params = model_options.sampling_from(sampling, llm.default_params)
         Conversation(llm, params, console, system).run()
     except KeyboardInterrupt:
         console.print()

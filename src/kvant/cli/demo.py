@@ -208,8 +208,8 @@ def _drafts(llm: LLM, console: Console) -> None:
 
     drafter = {"method": "dflash", "model": DRAFTER}
     console.print(
-        f"kvant generate --kv-cache-dtype {DRAFT_FORMAT} --batch-invariant --speculative-config "
-        f"'{json.dumps(drafter)}'",
+        f"kvant generate --temperature 0 --kv-cache-dtype {DRAFT_FORMAT} --batch-invariant "
+        f"--speculative-config '{json.dumps(drafter)}'",
         style="dim",
         highlight=False,
         markup=False,

@@ -133,10 +133,13 @@ def generate(
     """Complete prompts and print the answers.
 
     A prompt is raw text that the model goes on from; with --chat it is a message that the model
-    answers. Without --temperature tokens are chosen greedily, so that the same command prints the same
-    answer. One prompt is streamed; several run together and are printed as a whole.
+    answers. Where no sampling flag says, the model's own values hold (generation_config.json), else
+    temperature 1 without filters; --temperature 0 or --seed lets the same command print the same answer.
+    One prompt is streamed; several run together and are printed as a whole.
     """
     from rich.console import Console
+
+    from kvant.engine.sampling_params import SamplingParams
 
     sampling = model_options.SamplingFlags(
         temperature,
@@ -153,10 +156,12 @@ def generate(
         n,
         _form(json_schema, json_object, regex, choice, grammar),
     )
-    params = model_options.sampling_from(sampling, None)
+    # Wrong flags are refused before the model loads.
+    model_options.sampling_from(sampling, SamplingParams())
     texts = [sys.stdin.read() if text == "-" else text for text in prompts]
     try:
         llm = model_options.open_llm(settings, Console(stderr=True), num_requests=len(texts) * n)
+        params = model_options.sampling_from(sampling, llm.default_params)
         with model_options.mendable():
             _answer(llm, texts, params, chat=chat, output=output)
     except KeyboardInterrupt:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -92,12 +91,15 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
     """
     from kvant.cli.progress import bars
     from kvant.engine.build import build_engine
+    from kvant.engine.generation_defaults import recommendation
     from kvant.engine.llm import LLM
 
     config = engine_config(settings, num_requests=num_requests)
     with bars(console) as progress:
         llm = LLM.from_built(build_engine(config, progress=progress))
-    for line in llm.notes:
+    recommended = recommendation(llm.default_params)
+    own = f"sampling as the model recommends where no flag says: {recommended}"
+    for line in (*llm.notes, *([own] if recommended else ())):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     for line in llm.warnings:
         console.print(
@@ -122,35 +124,14 @@ class SamplingFlags:
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     n: int = 1
-    form: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
-def sampling_from(flags: SamplingFlags, model_path: Path | None) -> SamplingParams:
-    """Flags, and for what is not given what the model recommends; greedy without a model_path."""
-    from kvant.engine.generation_defaults import SamplingDefaults, read_defaults
-    from kvant.engine.sampling_params import SamplingParams
-
-    # A temperature of one's own ends the recommendation: its other numbers belong to its temperature.
-    use_model = model_path is not None and flags.temperature is None
-    said = read_defaults(model_path) if use_model and model_path else SamplingDefaults()
+def sampling_from(flags: SamplingFlags, otherwise: SamplingParams) -> SamplingParams:
+    """Flags, and `otherwise` for what is not given."""
+    said = {field.name: getattr(flags, field.name) for field in fields(flags)}
     with mendable():
-        return SamplingParams(
-            temperature=said.temperature if flags.temperature is None else flags.temperature,
-            top_k=said.top_k if flags.top_k is None else flags.top_k,
-            top_p=said.top_p if flags.top_p is None else flags.top_p,
-            min_p=said.min_p if flags.min_p is None else flags.min_p,
-            seed=flags.seed,
-            max_tokens=flags.max_tokens,
-            stop=tuple(flags.stop or ()),
-            ignore_eos=flags.ignore_eos,
-            presence_penalty=flags.presence_penalty,
-            frequency_penalty=flags.frequency_penalty,
-            repetition_penalty=said.repetition_penalty
-            if flags.repetition_penalty is None
-            else flags.repetition_penalty,
-            n=flags.n,
-            structured_outputs=flags.form,
-        )
+        return replace(otherwise, **{k: value for k, value in said.items() if value is not None})
 
 
 @contextmanager

@@ -1,65 +1,59 @@
-"""How a checkpoint recommends its tokens to be chosen: generation_config.json."""
+"""How a checkpoint wants its tokens chosen where nobody says: generation_config.json, for every surface.
+
+What a request says holds; what it does not say is as the model's file has it; what neither says is
+`SamplingParams`' own: temperature 1 and no filters, as in OpenAI's API. `do_sample` false is the file's
+way of writing temperature 0; true or missing, it changes nothing: transformers would read values without
+it as greedy, but whoever writes a temperature means it. End-of-sequence tokens, which the file names too,
+are the loaded model's (`LoadedModel.eos_token_ids`).
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 from kvant.engine.sampling_params import SamplingParams
-from kvant.errors import BadCheckpoint, RequestError
+from kvant.errors import RequestError
+
+_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What stands in for parameters that nobody gave; greedy where the checkpoint says nothing.
+def recommended_params(path: Path) -> SamplingParams:
+    """Of the model directory `path`, for requests that say nothing.
 
-    because: where this comes from, in one phrase.
+    A recommendation is nobody's request: what cannot be read, or cannot be, is left out with a warning.
     """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    because: str = "the model recommends nothing: greedy"
-
-
-def read_defaults(path: Path) -> SamplingDefaults:
-    """Of the model directory `path`. BadCheckpoint if the file cannot be read or makes no sense."""
-    file = path / "generation_config.json"
+    params = SamplingParams()
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return SamplingDefaults()
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as fault:
-        raise BadCheckpoint(f"{file} cannot be read", why=str(fault)) from None
+        return params
+    except (OSError, ValueError, RecursionError) as fault:
+        _log.warning("generation_config.json cannot be read and is left out: %s", fault)
+        return params
     if not isinstance(said, dict):
-        raise BadCheckpoint(f"{file} is no JSON object", why=f"it is a {type(said).__name__}")
-    if said.get("do_sample") is not True:
-        return SamplingDefaults()
+        _log.warning("generation_config.json is no JSON object and is left out")
+        return params
+    if said.get("do_sample") is False:
+        said["temperature"] = 0.0
+    for name in _FIELDS:
+        if said.get(name) is None:
+            continue
+        try:
+            params = replace(params, **{name: said[name]})
+        except RequestError as fault:
+            _log.warning("generation_config.json: %s; it is left out", fault)
+    return params
 
-    def of(name: str, default: float) -> float:
-        return default if said.get(name) is None else said[name]
 
-    # transformers samples at 1.0 from the 50 likeliest where do_sample stands alone.
-    temperature, top_k = of("temperature", 1.0), of("top_k", 50)
-    top_p, min_p = of("top_p", 1.0), of("min_p", 0.0)
-    try:
-        checked = SamplingParams(
-            temperature=temperature,
-            top_k=int(top_k),
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=of("repetition_penalty", 1.0),
-        )
-    except (RequestError, TypeError, ValueError) as fault:
-        raise BadCheckpoint(f"{file} recommends what cannot be", why=str(fault)) from None
-    return SamplingDefaults(
-        checked.temperature,
-        checked.top_k,
-        checked.top_p,
-        checked.min_p,
-        checked.repetition_penalty,
-        "generation_config.json",
+def recommendation(params: SamplingParams) -> str:
+    """What a model recommends, for people: "temperature 0.6, top_k 20"; empty where it says nothing."""
+    neutral = SamplingParams()
+    return ", ".join(
+        f"{name} {getattr(params, name):g}"
+        for name in _FIELDS
+        if getattr(params, name) != getattr(neutral, name)
     )

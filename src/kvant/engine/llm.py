@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from kvant.engine.build import BuiltEngine, build_engine
 from kvant.engine.config import EngineConfig
-from kvant.engine.generation_defaults import read_defaults
+from kvant.engine.generation_defaults import recommended_params
 from kvant.engine.llm_options import LLMOptions, config_of
 from kvant.engine.planning import Plan
 from kvant.engine.result import Result, as_metrics
@@ -111,16 +111,10 @@ class LLM:
     @cached_property
     def default_params(self) -> SamplingParams:
         """What holds for requests without parameters: what the model's generation_config.json recommends,
-        else greedy.
+        and `SamplingParams`' own values for what it does not say. Parameters that are given are whole: for
+        some of one's own beside the model's, `dataclasses.replace(llm.default_params, max_tokens=64)`.
         """
-        said = read_defaults(self.model_path)
-        return SamplingParams(
-            temperature=said.temperature,
-            top_k=said.top_k,
-            top_p=said.top_p,
-            min_p=said.min_p,
-            repetition_penalty=said.repetition_penalty,
-        )
+        return recommended_params(self.model_path)
 
     def generate(
         self,

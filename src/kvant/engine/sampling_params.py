@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -246,7 +247,11 @@ def _tuple_of(items: object, kind: type, name: str) -> tuple[object, ...]:
 
 
 def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= sys.float_info.max  # NaN, infinity, or an int beyond every float
+    ):
         raise RequestError(f"{name} is {value!r}, not a number", param=name)
     if not low <= value <= high or (above_low and value == low):
         bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"

@@ -22,7 +22,8 @@ from kvant.errors import EngineFault
 
 QUESTION = "What is the sea?"
 _GREETED = b"/help lists commands."
-_CHAT = (sys.executable, "-c", "from kvant.cli.main import run; run()", "chat", "--max-tokens", "2")
+_CHAT = (sys.executable, "-c", "from kvant.cli.main import run; run()", "chat")
+_FLAGS = ("--max-tokens", "2", "--temperature", "0")
 _PARTS = (sys.executable, "-m", "kvant.measure.startup")
 
 
@@ -68,7 +69,7 @@ def _until_first_text(environment: Mapping[str, str]) -> float:
     """Seconds from the start of `kvant chat` to the first text after its greeting."""
     started = time.perf_counter()
     chat = subprocess.Popen(
-        _CHAT,
+        (*_CHAT, *_FLAGS),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from kvant.engine.generation_defaults import recommendation
 from kvant.engine.settings import Settings
 from kvant.errors import BadValue, WayOut
 from kvant.kv.memory import format_size
@@ -180,9 +181,10 @@ class _Server:
         assert facts is not None
         for note in ready.notes:
             self.say(f"kvant: {note}")
-        if facts.defaults:
-            shown = ", ".join(f"{k} {v}" for k, v in facts.defaults.items())
-            self.say(f"kvant: the model's own sampling defaults apply: {shown}")
+        if recommended := recommendation(facts.defaults):
+            self.say(
+                f"kvant: where a request does not say, the model's own values hold: {recommended}"
+            )
         key = "an API key is needed" if self.config.api_keys else "no API key"
         header = " -H 'Authorization: Bearer KEY'" if self.config.api_keys else ""
         self.say(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from kvant.engine.sampling_params import seed_of_choice
+from kvant.engine.generation_defaults import recommended_params
+from kvant.engine.sampling_params import SamplingParams, seed_of_choice
 from kvant.engine.tokenizing import Message, Tokenizing, TooManyTokens
 from kvant.errors import RequestError
 from kvant.server.admission import Admission
@@ -33,17 +33,6 @@ from kvant.server.validate import (
     check_length,
     check_prompt_logprobs,
 )
-
-_DEFAULTS = {
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "top_k": (-1, 2**31),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-}
-"""What of a generation config applies to requests that do not say, and between which bounds."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -112,7 +101,9 @@ class Service:
                 max_model_len=ready.max_model_len,
                 vocab_size=ready.vocab_size,
                 has_tokenizer=self.tokenizing is not None,
-                defaults=read_defaults(path) if self.config.model_defaults else {},
+                defaults=recommended_params(path)
+                if self.config.model_defaults
+                else SamplingParams(),
             )
 
     def note_report(self, before: Report, report: Report) -> None:
@@ -319,30 +310,3 @@ class Service:
             if not running.open_ids:
                 self.metrics.answered_whole(max(s.num_tokens for s in running.sequences.values()))
         return sequence, event
-
-
-def read_defaults(path: Path) -> Mapping[str, float | int]:
-    """Sampling defaults of a model's generation config."""
-    try:
-        found = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as fault:
-        _log.warning("generation_config.json cannot be read and is left out: %s", fault)
-        return {}
-    if not isinstance(found, dict):
-        _log.warning("generation_config.json is no JSON object and is left out")
-        return {}
-    if found.get("do_sample") is False:
-        return {"temperature": 0}
-    defaults: dict[str, float | int] = {}
-    for name, (low, high) in _DEFAULTS.items():
-        value = found.get(name)
-        if value is None:
-            continue
-        is_number = type(value) is int or (type(value) is float and name != "top_k")
-        if is_number and low <= value <= high and (value or name != "top_p"):
-            defaults[name] = value
-        else:
-            _log.warning("generation_config.json: %s %r cannot be and is left out", name, value)
-    return defaults

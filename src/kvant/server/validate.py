@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import RequestError
 from kvant.server.api_error import ApiError, bad_request, of_request
 from kvant.server.config import Limits
@@ -27,19 +28,20 @@ _SALT = re.compile(r"[A-Za-z0-9_-]+")
 _MOST_SHOWN = 64
 _MOST_DIGITS = 18
 _Body = TypeVar("_Body", bound=BaseModel)
+_Value = TypeVar("_Value", int, float)
 
 Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the server knows of its model. defaults: the generation config's, by parameter."""
+    """What the server knows of its model. defaults: what holds where a request does not say."""
 
     names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
     has_tokenizer: bool
-    defaults: Mapping[str, float | int]
+    defaults: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,18 +262,15 @@ def _sampling(
     if echo and (logprobs is not None or max_tokens == 0):
         prompt_logprobs = max(logprobs or 0, prompt_logprobs or 0)
 
-    def of(name: str, otherwise: float) -> float:
-        given: float | None = getattr(body, name)
-        return facts.defaults.get(name, otherwise) if given is None else given
-
+    default = facts.defaults
     sampling = Sampling(
-        temperature=float(of("temperature", 1.0)),
-        top_p=float(of("top_p", 1.0)),
-        top_k=int(of("top_k", 0)),
-        min_p=float(of("min_p", 0.0)),
+        temperature=float(_or(body.temperature, default.temperature)),
+        top_p=float(_or(body.top_p, default.top_p)),
+        top_k=_or(body.top_k, default.top_k),
+        min_p=float(_or(body.min_p, default.min_p)),
         presence_penalty=float(body.presence_penalty or 0.0),
         frequency_penalty=float(body.frequency_penalty or 0.0),
-        repetition_penalty=float(of("repetition_penalty", 1.0)),
+        repetition_penalty=float(_or(body.repetition_penalty, default.repetition_penalty)),
         seed=body.seed,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
@@ -297,6 +296,10 @@ def _sampling(
     except RequestError as fault:
         raise of_request(fault) from None
     return sampling
+
+
+def _or(given: _Value | None, default: _Value) -> _Value:
+    return default if given is None else given
 
 
 def _logit_bias(

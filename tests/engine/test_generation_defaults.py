@@ -1,0 +1,75 @@
+"""What a model's generation_config.json decides where nobody says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvant.engine.generation_defaults import recommendation, recommended_params
+from kvant.engine.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("file", "taken"),
+    [
+        ({}, {}),
+        ({"eos_token_id": [2, 5], "max_length": 50, "top_k": None}, {}),
+        ({"do_sample": True}, {}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        (
+            {"temperature": 0.7, "min_p": 0.1, "repetition_penalty": 1.05},
+            {"temperature": 0.7, "min_p": 0.1, "repetition_penalty": 1.05},
+        ),
+        (
+            {"do_sample": False, "temperature": 0.7, "top_p": 0.8},
+            {"temperature": 0, "top_p": 0.8},
+        ),
+        ({"temperature": 0}, {"temperature": 0}),
+    ],
+    ids=str,
+)
+def test_the_files_values_hold_and_do_sample_false_is_greedy(
+    tmp_path: Path, file: dict[str, object], taken: dict[str, float]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    assert recommended_params(tmp_path) == replace(SamplingParams(), **taken)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "taken", "words"),
+    [
+        ('{"temperature": -3, "top_p": 0, "min_p": 0.1}', {"min_p": 0.1}, ["temperature", "top_p"]),
+        ('{"top_k": 5.5, "temperature": "1"}', {}, ["top_k", "temperature"]),
+        ('{"top_k": true, "repetition_penalty": NaN}', {}, ["top_k", "repetition_penalty"]),
+        ("[1]", {}, ["no JSON object"]),
+        ('{"temperature"', {}, ["cannot be read"]),
+        ("\x00\x80", {}, ["cannot be read"]),
+        ("[" * 100_000, {}, ["cannot be read"]),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_is_left_out_aloud_and_the_rest_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, taken: dict[str, float],
+    words: list[str],
+) -> None:  # fmt: skip
+    (tmp_path / "generation_config.json").write_text(text, encoding="latin-1")
+    assert recommended_params(tmp_path) == replace(SamplingParams(), **taken)  # type: ignore[arg-type]
+    told = sorted(caplog.messages)
+    assert len(told) == len(words)
+    assert all(word in line for word, line in zip(sorted(words), told, strict=True))
+
+
+def test_a_model_without_the_file_recommends_nothing(tmp_path: Path) -> None:
+    assert recommended_params(tmp_path) == SamplingParams()
+    assert recommendation(recommended_params(tmp_path)) == ""
+
+
+def test_a_recommendation_is_told_by_what_differs() -> None:
+    params = SamplingParams(temperature=0.6, top_k=20, max_tokens=5)
+    assert recommendation(params) == "temperature 0.6, top_k 20"

@@ -1,0 +1,138 @@
+"""Launches `fp8_prompts.cu`: attention of long stretches of queries in fp8 products, on Hopper.
+
+Codes of fp8 pages are multiplied as they are stored; queries and probabilities are rounded to e4m3's
+four significant bits for it. That is another result than decoding gives, so it is asked for by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionParams, LongQuery, Step
+from kvant.attention.cuda import build
+from kvant.attention.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
+from kvant.attention.triton.codec import READING, Kind, Scaling
+from kvant.attention.triton.launch import outer
+from kvant.kv.dtype import KVDtype
+from kvant.kv.pool import LayerCache
+
+TILE = 128
+GROUPS = 3
+"""Warpgroups of a program."""
+ROWS = 64 * GROUPS
+THREADS = 128 * GROUPS
+STAGES = 5
+"""Tiles in shared memory at once."""
+AT_ONCE = 32768
+"""Keys that are laid out at once, if they are of more than one sequence."""
+
+SOURCES = ("hopper.cuh", "fp8_prompts.cu")
+
+_LAY_OUT = (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, POINTER, INT, INT, POINTER)
+_ATTEND = (
+    POINTER, LONG, LONG, POINTER, POINTER, INT, POINTER, INT, POINTER,
+    POINTER, POINTER, INT, INT, INT, FLOAT, INT,
+)  # fmt: skip
+
+
+def stage_bytes(k: KVDtype, v: KVDtype, head: int) -> int:
+    """Bytes of a tile of keys and values, in memory and in shared memory."""
+    a, b = (READING[side].scaling is Scaling.ROW for side in (k, v))
+    used = TILE * 128 + head * TILE + 4 * TILE * (a + b) + (16 if b else 0)
+    return -(-used // 1024) * 1024
+
+
+@functools.cache
+def _kernels(
+    k: KVDtype, v: KVDtype, head: int, heads: int, group: int, page_size: int, dtype: torch.dtype
+) -> tuple[Kernel, Kernel]:
+    """What lays codes out, and what multiplies them."""
+    a, b = READING[k], READING[v]
+    defines = {
+        "HEAD": head, "HEADS": heads, "GROUP": group, "PAGE": page_size, "STAGES": STAGES, "GROUPS": GROUPS,
+        "SCALED_K": int(a.scaling is Scaling.ROW), "SCALED_V": int(b.scaling is Scaling.ROW),
+        "E5M2_K": int(a.kind is Kind.E5M2), "E5M2_V": int(b.kind is Kind.E5M2),
+        "BFLOAT16": int(dtype is torch.bfloat16),
+    }  # fmt: skip
+    make = functools.partial(build.build, __package__, SOURCES)
+    shared = 1024 + ROWS * 128 + STAGES * stage_bytes(k, v, head)
+    return (
+        make("lay_out", defines, 0, _LAY_OUT),
+        make("fp8_prompts", defines, shared, _ATTEND),
+    )
+
+
+def attend_long(
+    cache: LayerCache, q: Tensor, out: Tensor, step: Step, params: AttentionParams
+) -> None:
+    """Fill the rows of `step.long` in out [T, num_q_heads, head_dim]."""
+    if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4 or q.stride(2) != 1:
+        q = q.contiguous()  # rows are read 8 bytes at a time
+    for some in _together(step.long):
+        _attend(cache, q, out, step, params, some)
+
+
+def _together(long: Sequence[LongQuery]) -> Iterator[Sequence[LongQuery]]:
+    """Neighbours that are laid out together, each as long as the longest of them."""
+    start = 0
+    for end in range(1, len(long) + 1):
+        longest = max(one.length for one in long[start : end + 1])
+        if end == len(long) or (end + 1 - start) * longest > AT_ONCE:
+            yield long[start:end]
+            start = end
+
+
+def _attend(
+    cache: LayerCache,
+    q: Tensor,
+    out: Tensor,
+    step: Step,
+    params: AttentionParams,
+    some: Sequence[LongQuery],
+) -> None:
+    spec = cache.spec
+    g = spec.geometry
+    assert spec.k is not None
+    assert spec.v is not None
+    k, v, heads = spec.k.dtype, spec.v.dtype, g.num_kv_heads
+    lay_out, attend = _kernels(
+        k, v, g.head_dim_k, heads, g.num_q_heads // heads, cache.page_size, q.dtype
+    )
+    tiles = -(-max(one.length for one in some) // TILE)
+    blocks = -(-max(one.num_tokens for one in some) // ROWS)
+    first = some[0].sequence
+    size = len(some) * heads * tiles * stage_bytes(k, v, g.head_dim_k)
+    laid_out = torch.empty(size, dtype=torch.uint8, device=q.device)
+    lay_out.launch(
+        len(some) * heads * tiles,
+        256,
+        (
+            *_plane_addresses(cache.k), *_plane_addresses(cache.v),
+            step.page_table.data_ptr(), step.page_table.stride(0), step.seqlens_kv.data_ptr(),
+            first, tiles, laid_out.data_ptr(),
+        ),
+    )  # fmt: skip
+    attend.launch(
+        len(some) * g.num_q_heads * blocks,
+        THREADS,
+        (
+            q.data_ptr(), q.stride(0), q.stride(1), laid_out.data_ptr(),
+            _address(cache.k_scale), outer(cache.k_scale),
+            _address(cache.v_scale), outer(cache.v_scale), out.data_ptr(),
+            step.cu_seqlens_q.data_ptr(), step.seqlens_kv.data_ptr(), first, blocks, tiles,
+            params.scale, int(step.causal),
+        ),
+    )  # fmt: skip
+
+
+def _plane_addresses(planes: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Codes, and scales or 0."""
+    return planes[0].data_ptr(), planes[1].data_ptr() if len(planes) > 1 else 0
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -23,7 +23,7 @@ from tests.attention import driver
 
 HOST = DeviceFacts(DeviceKind.CPU)
 HOPPER = DeviceFacts(DeviceKind.CUDA, "sm_90")
-ON_GPUS = ("triton", "flashinfer")
+ON_GPUS = ("triton", "triton_fp8", "flashinfer")
 STEP = ((33, 5), (1, 1), (20, 17))
 NATIVE = (KVDtype.FLOAT32, KVDtype.FLOAT16, KVDtype.BFLOAT16)
 COMPUTE = (ComputeDtype.FLOAT32, ComputeDtype.FLOAT16, ComputeDtype.BFLOAT16)

@@ -71,9 +71,14 @@ class BackendInfo:
     batch_invariant: whether it can promise that, bit for bit, a query's result depends neither on what
     else is in the step nor on how many queries of its sequence are. Then `backend()` takes
     `batch_invariant=True`.
+    rounds_long: whether it rounds queries and probabilities of `Step.long` to the four significant bits of
+    e4m3, and is held to that definition there.
+    package: without which its kernels cannot run, where `refuse` does not ask for it.
     """
 
     name: str
     module: str
     refuse: Callable[[Need], str | None]
     batch_invariant: bool = False
+    rounds_long: bool = False
+    package: str | None = None

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from kvant.attention.cpu.info import INFO as CPU
 from kvant.attention.flashinfer.info import INFO as FLASHINFER
-from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
+from kvant.attention.need import LONG, BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.attention.triton.info import INFO as TRITON
+from kvant.attention.triton_fp8.info import INFO as TRITON_FP8
 from kvant.errors import UnknownName
 from kvant.kv.dtype import KVDtype
 from kvant.kv.geometry import Attention
 from kvant.kv.resolve import Served
 from kvant.kv.spec import KVPlan, Rejected
 
-BACKENDS: tuple[BackendInfo, ...] = (FLASHINFER, TRITON, CPU, REFERENCE)
+BACKENDS: tuple[BackendInfo, ...] = (FLASHINFER, TRITON_FP8, TRITON, CPU, REFERENCE)
 """Every backend, fastest first: the first that does not refuse serves the layer."""
 
 
@@ -73,6 +74,18 @@ def slow_layers(plan: KVPlan) -> tuple[str, ...]:
     )
 
 
+def rounded_layers(plan: KVPlan) -> tuple[str, ...]:
+    """Which layers compute long prompts in fewer bits, one line a backend that does."""
+    backends = [layer.backend for layer in plan.layers]
+    return tuple(
+        f"attention in {backends.count(info.name)} of {len(backends)} layers goes through {info.name}: "
+        f"where a step that is not recorded has {LONG} tokens of a prompt or more, queries and probabilities "
+        "are rounded to four significant bits (fp8)"
+        for info in BACKENDS
+        if info.rounds_long and info.name in backends
+    )
+
+
 def by_name_only(need: Need, info: BackendInfo) -> str | None:
     """Why a backend that could serve is not chosen unasked, or None."""
     if info is REFERENCE and _is_gpu(need.device):
@@ -81,6 +94,11 @@ def by_name_only(need: Need, info: BackendInfo) -> str | None:
         return (
             "its cells are not all verified yet, so it is chosen by name only: "
             f"--attention-backend {info.name}"
+        )
+    if info.rounds_long:
+        return (
+            "it rounds queries and probabilities of long prompts to four significant bits, so it is chosen "
+            f"by name only: --attention-backend {info.name}"
         )
     return None
 

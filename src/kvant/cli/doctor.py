@@ -31,7 +31,7 @@ WINDOWS = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 24))}
 OPTIONAL = {
     "compressed-tensors": "checkpoints with quantised weights (pip install 'kvant[quantized]')",
     "matplotlib": "kvant plan --plot (pip install 'kvant[plot]')",
-    "triton": "the triton attention backend",
+    "triton": "the triton attention backends",
     "flashinfer-python": "faster prompts on Hopper GPUs (pip install 'kvant[flashinfer]')",
 }
 
@@ -247,8 +247,8 @@ def _print_formats(console: Console) -> None:
 
 def _missing_package(info: BackendInfo) -> str | None:
     """A package without which a backend that can be planned cannot run here."""
-    if info.name in OPTIONAL and importlib.util.find_spec(info.name) is None:
-        return f"the package {info.name} is not installed"
+    if info.package is not None and importlib.util.find_spec(info.package) is None:
+        return f"the package {info.package} is not installed"
     return None
 
 

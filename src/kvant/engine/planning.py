@@ -13,7 +13,7 @@ from typing import Any
 
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
-from kvant.attention.select import allow, device_encodings, select, slow_layers
+from kvant.attention.select import allow, device_encodings, rounded_layers, select, slow_layers
 from kvant.engine.batch_sizes import draft_counts
 from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.engine.workspaces import StepSize, Workspaces, default_step, workspaces
@@ -135,6 +135,7 @@ class Plan:
         lines = [*self.obstacles, *self.target.local.notes, *self.target.kv.warnings]
         if self.request.device.kind is DeviceKind.CPU and self.request.backend is None:
             lines += slow_layers(self.target.kv)
+        lines += rounded_layers(self.target.kv)
         if self.draft is not None:
             notes = self.draft.local.notes, self.draft.kv.warnings
             lines += [f"draft: {line}" for said in notes for line in said]

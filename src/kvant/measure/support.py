@@ -30,7 +30,8 @@ backend and compared byte by byte with the format's definition (zeros, outliers,
 attention was compared with its definition in float64 over the stored bytes, with {_COUNTS} queries a
 sequence. A window is one of {WINDOW} tokens. Numbers are the worst error of any row of output, relative to
 its length, over all head sizes and numbers of queries. When an engine starts, it repeats this for the cells
-that it is about to use, in its model's shapes."""
+that it is about to use, in its model's shapes. `triton_fp8` rounds queries and probabilities of 512 queries
+by choice: it is held to that rounding, and numbers are errors beyond what ties of it leave undecided."""
 _SUMMARY = f"""\
 Bytes are compared with the format's definition, attention over them with its definition in float64.
 Numbers are the worst error of any row of output, relative to its length, over {_COUNTS} queries a

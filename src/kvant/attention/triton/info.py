@@ -91,4 +91,6 @@ def _refuse_formats(need: Need) -> str | None:
     return None
 
 
-INFO = BackendInfo("triton", "kvant.attention.triton.backend", refuse, batch_invariant=True)
+INFO = BackendInfo(
+    "triton", "kvant.attention.triton.backend", refuse, batch_invariant=True, package="triton"
+)

@@ -85,7 +85,8 @@ def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, int,
 
 def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: int) -> None:
     """Have cuDNN plan every shape now, so that no request waits for it: 27 ms each. The same for what
-    joins products: it is compiled for what is joined to what.
+    joins products: it is compiled for what is joined to what. Other backends multiply long stretches
+    in their own way.
     """
     shapes = {
         (g.num_q_heads, g.num_kv_heads, g.head_dim_k)

@@ -7,6 +7,7 @@ definition, and every score, mask and sum stands here. Slow, and meant to be.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,30 +41,53 @@ def stored_planes(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> lis
 def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
     """q [T, num_q_heads, head_dim_k] -> float64 [T, num_q_heads, head_dim_v]; zeros for padding."""
     g = cache.spec.geometry
-    group = g.num_q_heads // g.num_kv_heads
     out = torch.zeros(len(q), g.num_q_heads, g.head_dim_v, dtype=torch.float64, device=q.device)
     offsets = step.cu_seqlens_q.tolist()
     for sequence, length in enumerate(step.seqlens_kv.tolist()):
         start, end = offsets[sequence], offsets[sequence + 1]
         if start == end:
             continue
-        token = torch.arange(length, device=q.device)
-        slots = step.page_table[sequence].long()[token // cache.page_size] * cache.page_size
-        slots += token % cache.page_size
-        k = _decoded(cache.k, cache.spec.k, cache.k_scale, slots, g.head_dim_k)
-        v = _decoded(cache.v, cache.spec.v, cache.v_scale, slots, g.head_dim_v)
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("nhd,mhd->hnm", q[start:end].double(), k) * params.scale
-        if params.softcap:
-            scores = params.softcap * torch.tanh(scores / params.softcap)
-        query = torch.arange(length - (end - start), length, device=q.device)[:, None]
-        scores.masked_fill_(~_sees(query, token, step.causal, params.window), float("-inf"))
+        seen = see(cache, q[start:end], step, params, sequence, length)
+        scores = seen.scores
         if params.sinks is not None:  # one more logit, whose value is nothing
             sinks = params.sinks.double().view(-1, 1, 1).expand(-1, end - start, 1)
             scores = torch.cat([scores, sinks], -1)
         weights = torch.softmax(scores, -1)[..., :length]
-        out[start:end] = torch.einsum("hnm,mhd->nhd", weights, v)
+        out[start:end] = torch.einsum("hnm,mhd->nhd", weights, seen.v)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one sequence's queries meet, in float64 and for every query head.
+
+    scores: [num_q_heads, n, m], -inf where a query does not see a key. v: [m, num_q_heads, head_dim_v].
+    slots: [m], where its tokens lie.
+    """
+
+    scores: Tensor
+    v: Tensor
+    slots: Tensor
+
+
+def see(
+    cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, sequence: int, length: int
+) -> Seen:
+    """q: the sequence's queries alone [n, num_q_heads, head_dim_k]. length: its stored tokens."""
+    g = cache.spec.geometry
+    group = g.num_q_heads // g.num_kv_heads
+    token = torch.arange(length, device=q.device)
+    slots = step.page_table[sequence].long()[token // cache.page_size] * cache.page_size
+    slots += token % cache.page_size
+    k = _decoded(cache.k, cache.spec.k, cache.k_scale, slots, g.head_dim_k)
+    v = _decoded(cache.v, cache.spec.v, cache.v_scale, slots, g.head_dim_v)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("nhd,mhd->hnm", q.double(), k) * params.scale
+    if params.softcap:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    query = torch.arange(length - len(q), length, device=q.device)[:, None]
+    scores.masked_fill_(~_sees(query, token, step.causal, params.window), float("-inf"))
+    return Seen(scores, v, slots)
 
 
 def _sees(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor:

@@ -75,7 +75,12 @@ def _verify(backend: AttentionBackend, asked: Asked, mask: Mask, num_queries: in
     need = need_of(
         asked.row, mask, asked.device, asked.compute, batch_invariant=asked.batch_invariant
     )
-    trial = Trial(need, _SEQUENCES[num_queries], odd_rows=num_queries == _ODD_ROWS_BESIDE)
+    trial = Trial(
+        need,
+        _SEQUENCES[num_queries],
+        odd_rows=num_queries == _ODD_ROWS_BESIDE,
+        rounds_long=asked.backend.rounds_long,
+    )
     device = torch.device("cpu" if asked.device.kind is DeviceKind.CPU else "cuda")
     try:
         outcome = hold(backend, trial, device)

@@ -14,6 +14,7 @@ import torch
 from kvant.attention.backends import load_backends
 from kvant.attention.need import DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
+from kvant.attention.select import BACKENDS
 from kvant.attention.verify.trial import Trial, hold
 from kvant.errors import NotServable, WayOut
 from kvant.kv.geometry import LayerGeometry
@@ -34,9 +35,12 @@ def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = Fal
     device = torch.device("cpu" if is_cpu else "cuda")
     steps = (_DECODE, _PROMPT) if is_cpu else (_DECODE, _PROMPT, _LONG)
     backends = load_backends(plan, batch_invariant=batch_invariant)
+    rounding = {info.name for info in BACKENDS if info.rounds_long}
     for layer, need in _needs(plan, facts, batch_invariant):
+        backend = backends[layer.geometry.index]
         for sequences in steps:
-            outcome = hold(backends[layer.geometry.index], Trial(need, sequences), device)
+            trial = Trial(need, sequences, rounds_long=backend.name in rounding)
+            outcome = hold(backend, trial, device)
             if outcome.wrong is not None:
                 raise _refusal(plan.role, layer, need, sequences, outcome.wrong)
 

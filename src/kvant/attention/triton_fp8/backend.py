@@ -1,0 +1,82 @@
+"""`AttentionBackend` that multiplies long stretches of queries in fp8 and leaves the rest to Triton's.
+
+Pages, writers, few queries and recorded steps are the Triton backend's; so a step with a piece of a prompt
+that is replayed from a graph is not rounded, as it has no `Step.long`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from kvant.attention.base import (
+    AttentionBackend,
+    AttentionParams,
+    HeadRotation,
+    RotatingWriter,
+    Step,
+)
+from kvant.errors import NotServable, WayOut
+from kvant.kv.pool import LayerCache
+
+AttendLong = Callable[[LayerCache, Tensor, Tensor, Step, AttentionParams], None]
+"""Fills the rows of `Step.long` in its third argument [T, num_q_heads, head_dim]."""
+
+
+class _Few(AttentionBackend, RotatingWriter, Protocol):
+    """A backend that also rotates what it writes."""
+
+
+class TritonFp8Backend:
+    """few: writes, and attends where few queries of a sequence are in the step. attend_long: the rest."""
+
+    name = "triton_fp8"
+
+    def __init__(self, few: _Few, attend_long: AttendLong) -> None:
+        self._few = few
+        self._attend_long = attend_long
+
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
+        self._few.write(cache, k, v, step)
+
+    def write_rotated(
+        self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
+    ) -> Tensor:
+        """As `RotatingWriter.write_rotated`."""
+        return self._few.write_rotated(cache, qkv, rotation, step)
+
+    def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """q [T, num_q_heads, head_dim] -> [T, num_q_heads, head_dim] in q's dtype.
+
+        The tokens of `step.long` stand behind all others; tokens behind them get zeros.
+        """
+        if not step.long:
+            return self._few.attend(cache, q, step, params)
+        out = q.new_empty(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
+        first, last = step.long[0], step.long[-1]
+        if step.rest is not None:
+            mine = slice(0, first.first_token)
+            out[mine] = self._few.attend(cache, q[mine], step.rest, params)
+        out[last.first_token + last.num_tokens :].zero_()
+        self._attend_long(cache, q, out, step, params)
+        return out
+
+
+def backend(*, batch_invariant: bool = False) -> AttentionBackend:
+    """The backend as the engine uses it. NotServable where its kernel cannot be compiled."""
+    assert not batch_invariant, "its results depend on the batch, and planning knows"
+    from kvant.attention.cuda.build import unavailable
+    from kvant.attention.cuda.fp8_prompts import attend_long
+    from kvant.attention.triton.backend import TritonBackend
+
+    reason = unavailable()
+    if reason is not None:
+        raise NotServable(
+            f"the attention backend {TritonFp8Backend.name} cannot run here",
+            why=reason,
+            ways_out=(WayOut("let Kvant choose the backend", ("--attention-backend", "auto")),),
+        )
+    return TritonFp8Backend(TritonBackend(), attend_long)

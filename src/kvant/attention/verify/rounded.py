@@ -1,0 +1,100 @@
+"""What attention means where a backend rounds by choice: queries and probabilities of `Step.long` in e4m3.
+
+A number is rounded to the four significant bits of e4m3, ties to even, in units of a power of two such that
+the largest of its row lies in (128, 256]: of a query's row over head_dim, of its probabilities over the keys.
+Powers of two do not change significant bits, so the order in which keys are met decides nothing but how the
+numbers below 2^-14 of the largest are rounded, which e4m3 holds with fewer bits. What a probability weighs is
+not rounded: the sum that it is divided by is of the probabilities as they were.
+
+Where values have a scale for each token and head, it is rounded together with the probability.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionParams, Step
+from kvant.attention.verify import definition
+from kvant.kv.dtype import KVDtype
+from kvant.kv.pool import LayerCache
+
+_FRACTION_BITS = 3
+_SMALLEST_NORMAL = -6
+_LARGEST = 8
+"""Exponents of two, of e4m3 and of the largest number of a row."""
+
+UNDECIDED = 2.0**-8
+"""Relative error of a probability up to which a backend may have it on the other side of a tie: Hopper's
+tensor cores sum fp8 products to 14 bits."""
+
+
+def attend(
+    cache: LayerCache, q: Tensor, step: Step, params: AttentionParams
+) -> tuple[Tensor, Tensor]:
+    """As `definition.attend`, and how far rows may lie from it: float64 [T, num_q_heads], lengths.
+
+    What is undecided is what probabilities near a tie of their rounding may contribute, one upwards and one
+    downwards: their values point anywhere, so squares are summed.
+    """
+    assert params.sinks is None, "refuse() excludes sinks"
+    g = cache.spec.geometry
+    out = torch.zeros(len(q), g.num_q_heads, g.head_dim_v, dtype=torch.float64, device=q.device)
+    undecided = out.new_zeros(out.shape[:2])
+    if step.rest is not None:
+        count = step.long[0].first_token
+        out[:count] = definition.attend(cache, q[:count], step.rest, params)
+    for one in step.long:
+        rows = slice(one.first_token, one.first_token + one.num_tokens)
+        queries = four_bits(q[rows].double())
+        seen = definition.see(cache, queries, step, params, one.sequence, one.length)
+        factors = _factors(cache, seen.slots)
+        largest = seen.scores.amax(-1, keepdim=True)
+        # A whole power of two: the bits that are rounded are those of exp(score).
+        shift = torch.ceil(largest / _LN2) * _LN2
+        p = torch.exp(seen.scores - shift)
+        total = p.sum(-1, keepdim=True)
+        weights = p * factors
+        unit = _unit(weights)
+        out[rows] = torch.einsum(
+            "hnm,mhd->nhd", _nearest(weights / unit) * unit / factors / total, seen.v
+        )
+        low, high = (_nearest(weights / unit * (1 + by)) for by in (-UNDECIDED, UNDECIDED))
+        steps = (high - low) * unit / factors / total
+        lengths = torch.linalg.vector_norm(seen.v, dim=-1)
+        undecided[rows] = torch.einsum("hnm,mh->nh", steps.square(), lengths.square()).sqrt()
+    return out, undecided
+
+
+_LN2 = 0.6931471805599453
+
+
+def four_bits(x: Tensor) -> Tensor:
+    """float64 [.., n], each row rounded in its own unit. Same shape."""
+    unit = _unit(x)
+    return _nearest(x / unit) * unit
+
+
+def _unit(x: Tensor) -> Tensor:
+    """By row, [.., 1]: the power of two by which its largest number lies in (128, 256]; 1 for zeros."""
+    largest = x.abs().amax(-1, keepdim=True)
+    fraction, exponent = torch.frexp(largest)  # fraction in [0.5, 1)
+    exponent = exponent - (fraction == 0.5).to(exponent.dtype)
+    return torch.where(largest == 0, 1.0, torch.exp2(exponent.double() - _LARGEST))
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """float64 numbers of 256 at most to the nearest of e4m3, ties to even."""
+    exponent = torch.frexp(x)[1].double() - 1
+    step = torch.exp2(exponent.clamp(min=_SMALLEST_NORMAL) - _FRACTION_BITS)
+    return torch.round(x / step) * step
+
+
+def _factors(cache: LayerCache, slots: Tensor) -> Tensor:
+    """[num_q_heads, 1, len(slots)]: what of a value's scale is rounded with its probability."""
+    g = cache.spec.geometry
+    assert cache.spec.v is not None
+    if cache.spec.v.dtype is not KVDtype.FP8_PER_TOKEN_HEAD:
+        return torch.ones(1, 1, 1, dtype=torch.float64, device=slots.device)
+    scales = cache.v[1].view(-1, g.num_kv_heads)[slots].double().T[:, None]
+    return scales.repeat_interleave(g.num_q_heads // g.num_kv_heads, 0)

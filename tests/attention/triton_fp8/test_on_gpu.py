@@ -175,7 +175,7 @@ def test_an_engine_takes_it_for_prompts_and_compiles_nothing_for_its_first_one(
     monkeypatch.setattr(fp8_prompts, "attend_long", note)
     llm = LLM(
         path, device="cuda", dtype="bfloat16", kv_cache_dtype="fp8_per_token_head", max_model_len=3000,
-        attention_backend="triton_fp8", max_num_seqs=8,
+        attention_backend="triton_fp8", max_num_seqs=8, kv_cache_memory="64MiB",
     )  # fmt: skip
     assert any("four significant bits" in line for line in llm.warnings)
     compiled = fp8_prompts._kernels.cache_info().misses

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -32,6 +33,15 @@ class Case:
     def expected(self) -> Tensor:
         """The float64 reference over the bytes that are stored now."""
         return EXACT.attend(self.cache, self.q.double(), self.step, self.params)
+
+
+def cut_with(monkeypatch: pytest.MonkeyPatch, **bounds: int) -> None:
+    """Launches are cut with these bounds of `kvant.attention.triton.cut` in place of its own."""
+    from kvant.attention.triton import backend, cut
+
+    for name, value in bounds.items():
+        monkeypatch.setattr(cut, name, value)
+    monkeypatch.setattr(backend, "cut_step", cut.cut_step.__wrapped__)  # nothing kept from before
 
 
 def poison(cache: LayerCache) -> None:

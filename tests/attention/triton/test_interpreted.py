@@ -22,9 +22,9 @@ from kvant.attention.base import LongQuery
 from kvant.attention.long import list_long
 from kvant.attention.triton import backend, dense_prefill, prefill
 from kvant.attention.triton.backend import TritonBackend, attend
+from kvant.attention.triton.cut import NEVER_SPLIT, Shape
 from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.info import SERVED
-from kvant.attention.triton.tuning import NEVER_SPLIT, Shape
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
 from kvant.kv.saturation import LARGEST
@@ -110,7 +110,7 @@ def test_a_work_map_that_is_written_once_gives_the_same_bits(
     )
     TritonBackend().write(x.cache, x.k, x.v, x.step)
     scanned = attend(x.cache, x.q, x.step, x.params, shape, fixed=fixed)
-    monkeypatch.setattr(backend, "MOST_SCANNED", 0)
+    case.cut_with(monkeypatch, MOST_SCANNED=0)
     for _ in range(2):  # as two layers
         listed = attend(x.cache, x.q, x.step, x.params, shape, fixed=fixed)
         assert torch.equal(listed, scanned)
@@ -198,7 +198,7 @@ def test_sequences_without_tokens_behind_a_step_change_nothing(
     shape: Shape, new: int, fewest_joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As recorded steps with pieces of prompts are padded: their bounds are of the largest step."""
-    monkeypatch.setattr(backend, "FEWEST_JOINED", fewest_joined)
+    case.cut_with(monkeypatch, FEWEST_JOINED=fewest_joined)
     x = case.prepare(
         KVDtype.INT4_PER_TOKEN_HEAD, heads=(2, 1), head_dims=(32, 32),
         sequences=((45, new), (33, 1), (1, 1)),
@@ -383,5 +383,5 @@ def test_the_writer_counts_what_a_format_cannot_hold(name: KVDtype) -> None:
 def test_items_of_one_query_are_joined_where_they_are_computed(
     name: KVDtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "FEWEST_JOINED", 1)
+    case.cut_with(monkeypatch, FEWEST_JOINED=1)
     check(case.prepare(name, sequences=((90, 1), (17, 1), (1, 1)), padding=3, **options))

@@ -59,22 +59,6 @@ def test_without_the_compiler_the_general_kernel_serves_and_the_reason_is_said_o
     assert "cuda.bindings" in caplog.text
 
 
-def test_programs_fill_the_device_whole_times() -> None:
-    for blocks in (1, 2, 4, 16, 64, 256):
-        items = many_rows.items_aimed_at(blocks, 8, 132)
-        waves = items * 8 / (132 * many_rows.PROGRAMS)
-        assert waves / -(-waves // 1) > 0.9, blocks
-
-
-def test_equal_blocks_that_fill_the_device_stay_whole_in_a_step_with_room_for_more() -> None:
-    """A recorded step is launched for the most blocks it may have; a prompt of 512 tokens has 32."""
-    tiles = 8
-    for room in (33, 64, 96, 132):
-        target = many_rows.items_aimed_at(room, 8, 132)
-        for blocks in range(33, room + 1):
-            assert -(-blocks * tiles // target) >= tiles, (room, blocks)
-
-
 def test_two_programs_with_three_tiles_or_more_fit_a_multiprocessor_in_every_pair_of_formats() -> (
     None
 ):

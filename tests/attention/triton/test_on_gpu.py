@@ -415,7 +415,7 @@ def test_the_writer_counts_what_a_format_cannot_hold(name: KVDtype) -> None:
 def test_items_of_one_query_are_joined_where_they_are_computed(
     name: KVDtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_module, "FEWEST_JOINED", 1)
+    case.cut_with(monkeypatch, FEWEST_JOINED=1)
     x = case.prepare(
         name, sequences=LONG, padding=3, dtype=torch.bfloat16, device="cuda", **options
     )

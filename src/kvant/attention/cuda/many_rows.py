@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from kvant.attention.base import AttentionParams, Step
 from kvant.attention.cuda import build
 from kvant.attention.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.attention.triton.codec import READING, Kind, Reading, Scaling
+from kvant.attention.triton.cut import Shape
 from kvant.attention.triton.launch import outer, words
-from kvant.attention.triton.tuning import Shape
 from kvant.kv.dtype import KVDtype
 from kvant.kv.pool import LayerCache
 
@@ -82,21 +81,6 @@ def shape_for(k: KVDtype, v: KVDtype) -> Shape:
     stage = _row_bytes(READING[k]) + _row_bytes(READING[v])
     stages = min(6, (_SHARED - _FIXED) // (TILE * stage))
     return Shape(ROWS, TILE, WARPS, stages, PROGRAMS)
-
-
-def items_aimed_at(blocks: int, heads: int, processors: int) -> int:
-    """Items to cut a step of so many row blocks into, so that programs fill the device whole times."""
-    slots = PROGRAMS * processors
-    each = blocks * heads
-
-    def time(splits: int) -> float:
-        """In units of one program without splits; joining the parts costs about 3 % for each."""
-        return math.ceil(each * splits / slots) / splits * (1 + 0.03 * splits)
-
-    splits = max(slots // each, min(range(1, 9), key=time))
-    # Where blocks fill the device by themselves, only what is longer than a program's fair share is cut.
-    # A recorded step has fewer blocks than it has room for; cut into so many, each would be halved.
-    return blocks * splits if splits > 1 else max(1, slots // heads)
 
 
 def _row_bytes(reading: Reading) -> int:

@@ -12,6 +12,7 @@ from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
 from kvant.attention.triton import dense_prefill, prefill
 from kvant.attention.triton.codec import READING
 from kvant.attention.triton.combine import combine
+from kvant.attention.triton.cut import Cut, Shape, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.launch import (
     arrivals,
@@ -29,28 +30,10 @@ from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.prefill import attend_long
 from kvant.attention.triton.rotated_store import rotate_and_store
 from kvant.attention.triton.store import store_rows
-from kvant.attention.triton.tuning import (
-    NEVER_SPLIT,
-    Shape,
-    heads_joined_at_once,
-    items_aimed_at,
-    parts_joined_at_once,
-    shape_for,
-)
+from kvant.attention.triton.tuning import shape_for
 from kvant.attention.triton.workmap import list_items
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
-
-MOST_JOINED = 16
-"""Query rows of a sequence and KV head that the attention kernel joins itself, without another launch."""
-
-FEWEST_JOINED = 64
-"""Sequences times KV heads from which it does. With fewer a long one is cut into over a hundred items,
-and many programs join those sooner than one.
-"""
-
-MOST_SCANNED = 128
-"""Sequences among which every program finds its work itself."""
 
 
 class TritonBackend:
@@ -240,130 +223,145 @@ def attend(
     wide: by the kernel for many rows, which must serve the layer.
     """
     spec = cache.spec
-    g = spec.geometry
     assert spec.k is not None
     assert spec.v is not None
     k, v = READING[spec.k.dtype], READING[spec.v.dtype]
     tokens, q_heads, head_k = q.shape
-    heads, head_v = g.num_kv_heads, g.head_dim_v
-    group = q_heads // heads
-    num_seqs = step.seqlens_kv.shape[0]
+    heads, head_v = spec.geometry.num_kv_heads, spec.geometry.head_dim_v
     if tokens == 0:
         return q.new_empty(0, q_heads, head_v)
+    cut = cut_step(
+        shape,
+        tokens=tokens,
+        num_seqs=step.seqlens_kv.shape[0],
+        max_seqlen_q=step.max_seqlen_q,
+        heads=heads,
+        group=q_heads // heads,
+        multiprocessors=multiprocessors(q.device),
+        rotated=v.rotated,
+        wide=wide,
+        fixed_seqlen_kv=step.max_seqlen_kv if fixed else None,
+    )
     out_dtype = q.dtype
-    full = q.dtype is torch.float32
-    causal = step.causal
-    window = params.window or 0
-    scale = params.scale
     if k.rotated and not wide:
         q = rotate(q, block_length(head_k))
     elif q.stride(-1) != 1:
         q = q.contiguous()
-
-    blocks = min(
-        num_seqs * -(-step.max_seqlen_q * group // shape.rows),
-        tokens * group // shape.rows + min(num_seqs, tokens),
-        tokens * -(-group // shape.rows),
-    )
-    processors = multiprocessors(q.device)
-    if wide:
-        target = many_rows.items_aimed_at(blocks, heads, processors)
-    else:
-        target = items_aimed_at(shape, blocks, processors, heads)
-    if fixed:
-        least = max(1, FIXED_SPLIT // shape.tile)
-        items = blocks * -(-step.max_seqlen_kv // (least * shape.tile))
-        splits = items > blocks
-    else:
-        splits = blocks * heads < 4 * shape.programs * processors
-        least = shape.least if splits else NEVER_SPLIT
-        items = blocks + target if splits else blocks
-    rows = step.max_seqlen_q * group
-    join = 0
-    few = not (wide or fixed) and rows <= MOST_JOINED and num_seqs <= MOST_SCANNED
-    if few and num_seqs * heads >= FEWEST_JOINED:
-        join = triton.next_power_of_2(rows)
-    rotation = block_length(head_v) if v.rotated else 0
-    direct = wide or join > 0 or not v.rotated
-    parts = splits or not direct
     # Tokens of no sequence get zeros: from a kernel that joins, or here where there is none.
-    make = torch.empty if parts or join else torch.zeros
+    make = torch.empty if cut.parts or cut.join else torch.zeros
     out = make(tokens, q_heads, head_v, dtype=out_dtype, device=q.device)
-    shape_of_parts = (items, heads, shape.rows) if parts else (0, heads, shape.rows)
+    shape_of_parts = (cut.items if cut.parts else 0, heads, shape.rows)
     partial = q.new_empty((*shape_of_parts, head_v), dtype=torch.float32)
     partial_lse = q.new_empty(shape_of_parts, dtype=torch.float32)
-    arrived = arrivals(q.device, items * heads) if join else None
-
-    work = (step.cu_seqlens_q, step.seqlens_kv)
-    is_listed = num_seqs > MOST_SCANNED and shape.rows == 16 and not wide
-    item_list = token_list = None
-    if is_listed:
-        cut = (group, shape.rows, shape.tile, causal, window > 0, fixed)
-        numbers = (num_seqs, window, target, least)
-        item_list = _listed(step, items, numbers, cut, tokens=False)
-        token_list = (
-            _listed(step, tokens, numbers, cut, tokens=True) if parts and not join else None
-        )
     if wide:
         many_rows.launch(
             cache, q, step, params, out, partial, partial_lse,
-            items=items, target=target, least=least,
+            items=cut.items, target=cut.target, least=cut.least,
         )  # fmt: skip
     else:
-        planes = [*words(cache.k, k), *words(cache.v, v)]
-        options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
-        paged_attention[(heads * items,)](
-            q, q.stride(0), q.stride(1), *planes, shifts(q.device, k, v),
-            cache.k_scale, cache.v_scale, params.sinks,
-            out, partial, partial_lse,
-            *work, item_list, step.page_table, step.page_table.stride(0), num_seqs, arrived, tokens,
-            scale, params.softcap, window, target, least,
-            GROUP=group, HEADS=heads, HEAD_K=head_k, HEAD_V=head_v,
-            PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
-            KIND_K=int(k.kind), SCALING_K=int(k.scaling), ELEMENTS_K=k.elements,
-            FACTOR_K=k.factor, PAD_K=pad(head_k, k),
-            KIND_V=int(v.kind), SCALING_V=int(v.scaling), ELEMENTS_V=v.elements,
-            FACTOR_V=v.factor, PAD_V=pad(head_v, v),
-            K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
-            CAUSAL=causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
-            FULL=full, DIRECT=direct, FIXED=fixed, LISTED=is_listed, PTX=has_ptx(q.device),
-            JOIN=join, AT_ONCE=shape.joined_at_once(join), ROTATION=rotation if direct else 0,
-            num_warps=shape.warps, num_stages=shape.stages, **options,
-        )  # fmt: skip
-    if parts and not join:
-        per_program = heads_joined_at_once(tokens, q_heads)
-        # Fixed items are joined in one order whatever the batch is.
-        at_once, warps = (8, 1) if fixed else parts_joined_at_once(items, blocks)
-        combine[(q_heads * tokens // per_program,)](
-            partial, partial_lse, params.sinks, out, *work, token_list, num_seqs, window, target, least,
-            per_program,
-            GROUP=group, HEADS=heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
-            ROWS=shape.rows, TILE=shape.tile, AT_ONCE=at_once,
-            CAUSAL=causal, WINDOW=window > 0, SINKS=params.sinks is not None,
-            DIRECT=direct, FIXED=fixed, SEARCH=not wide, LISTED=is_listed, ROTATION=rotation,
-            num_warps=warps,
-        )  # fmt: skip
+        full = out_dtype is torch.float32
+        _launch_items(cache, q, step, params, cut, out, partial, partial_lse, full=full)
+    if cut.combines:
+        _launch_combine(cache, step, params, cut, out, partial, partial_lse, search=not wide)
     return out
 
 
-def _listed(
+def _launch_items(
+    cache: LayerCache,
+    q: Tensor,
     step: Step,
-    count: int,
-    numbers: tuple[int, int, int, int],
-    cut: tuple[int, int, int, bool, bool, bool],
+    params: AttentionParams,
+    cut: Cut,
+    out: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
     *,
-    tokens: bool,
-) -> Tensor:
+    full: bool,
+) -> None:
+    """Fill out, or partials of items. q: rotated if K is. full: products in float32."""
+    spec, shape, device = cache.spec, cut.shape, q.device
+    assert spec.k is not None
+    assert spec.v is not None
+    k, v = READING[spec.k.dtype], READING[spec.v.dtype]
+    head_k, head_v = spec.geometry.head_dim_k, spec.geometry.head_dim_v
+    window = params.window or 0
+    listed = _listed(step, cut, window, tokens=False) if cut.listed else None
+    arrived = arrivals(device, cut.items * cut.heads) if cut.join else None
+    options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
+    paged_attention[(cut.heads * cut.items,)](
+        q, q.stride(0), q.stride(1), *words(cache.k, k), *words(cache.v, v), shifts(device, k, v),
+        cache.k_scale, cache.v_scale, params.sinks,
+        out, partial, partial_lse,
+        step.cu_seqlens_q, step.seqlens_kv, listed, step.page_table, step.page_table.stride(0),
+        cut.num_seqs, arrived, cut.tokens,
+        params.scale, params.softcap, window, cut.target, cut.least,
+        GROUP=cut.group, HEADS=cut.heads, HEAD_K=head_k, HEAD_V=head_v,
+        PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
+        KIND_K=int(k.kind), SCALING_K=int(k.scaling), ELEMENTS_K=k.elements,
+        FACTOR_K=k.factor, PAD_K=pad(head_k, k),
+        KIND_V=int(v.kind), SCALING_V=int(v.scaling), ELEMENTS_V=v.elements,
+        FACTOR_V=v.factor, PAD_V=pad(head_v, v),
+        K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
+        CAUSAL=step.causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
+        FULL=full, DIRECT=cut.direct, FIXED=cut.fixed, LISTED=cut.listed, PTX=has_ptx(device),
+        JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join),
+        ROTATION=block_length(head_v) if v.rotated and cut.direct else 0,
+        num_warps=shape.warps, num_stages=shape.stages, **options,
+    )  # fmt: skip
+
+
+def _launch_combine(
+    cache: LayerCache,
+    step: Step,
+    params: AttentionParams,
+    cut: Cut,
+    out: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+    *,
+    search: bool,
+) -> None:
+    """Fill out from partials. search: see `workmap.tiles_per_split`."""
+    assert cache.spec.v is not None
+    shape, head_v, q_heads = cut.shape, cache.spec.geometry.head_dim_v, cut.heads * cut.group
+    rotated = READING[cache.spec.v.dtype].rotated
+    window = params.window or 0
+    listed = _listed(step, cut, window, tokens=True) if cut.listed else None
+    per_program = heads_joined_at_once(cut.tokens, q_heads)
+    at_once, warps = cut.parts_joined_at_once
+    combine[(q_heads * cut.tokens // per_program,)](
+        partial, partial_lse, params.sinks, out, step.cu_seqlens_q, step.seqlens_kv, listed,
+        cut.num_seqs, window, cut.target, cut.least, per_program,
+        GROUP=cut.group, HEADS=cut.heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
+        ROWS=shape.rows, TILE=shape.tile, AT_ONCE=at_once,
+        CAUSAL=step.causal, WINDOW=window > 0, SINKS=params.sinks is not None,
+        DIRECT=cut.direct, FIXED=cut.fixed, SEARCH=search, LISTED=cut.listed,
+        ROTATION=block_length(head_v) if rotated else 0,
+        num_warps=warps,
+    )  # fmt: skip
+
+
+def _listed(step: Step, cut: Cut, window: int, *, tokens: bool) -> Tensor:
     """The step's items, or its tokens, as `list_items` finds them: once for all layers cut alike."""
-    key = (count, numbers, cut, tokens)
+    shape, count = cut.shape, cut.tokens if tokens else cut.items
+    key = (
+        count,
+        shape.rows,
+        shape.tile,
+        cut.group,
+        cut.target,
+        cut.least,
+        cut.fixed,
+        window,
+        tokens,
+    )
     found = step.lists.get(key)
     if found is None:
         found = step.seqlens_kv.new_empty(count, 4)
-        group, rows, tile, causal, window, fixed = cut
         list_items[(count,)](
-            found, step.cu_seqlens_q, step.seqlens_kv, *numbers,
-            GROUP=group, ROWS=rows, TILE=tile, CAUSAL=causal, WINDOW=window, FIXED=fixed,
-            TOKENS=tokens, num_warps=1,
+            found, step.cu_seqlens_q, step.seqlens_kv, cut.num_seqs, window, cut.target, cut.least,
+            GROUP=cut.group, ROWS=shape.rows, TILE=shape.tile, CAUSAL=step.causal,
+            WINDOW=window > 0, FIXED=cut.fixed, TOKENS=tokens, num_warps=1,
         )  # fmt: skip
         step.lists[key] = found
     return found

@@ -1,39 +1,15 @@
-"""Launch shapes: how large the tiles are, and into how many items a batch is cut.
+"""Launch shapes: how large the tiles are.
 
 Numbers are from the H200; docs/benchmarks/attention.md has the log.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 
 from kvant.attention.triton.codec import READING, Kind, Scaling
+from kvant.attention.triton.cut import Shape
 from kvant.kv.dtype import KVDtype
-
-NEVER_SPLIT = 1 << 24
-"""Least tiles of an item that no sequence reaches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How one launch of the attention kernel is cut.
-
-    rows: query rows (query, head of the group) of a program. tile: keys of one iteration.
-    programs: how many are resident on a multiprocessor. least: shortest stretch of keys in tiles.
-    """
-
-    rows: int
-    tile: int
-    warps: int
-    stages: int
-    programs: int
-    least: int = 1
-    max_registers: int | None = None
-
-    def joined_at_once(self, rows: int) -> int:
-        """Items whose `rows` rows one program adds up at a time: half of its registers at most."""
-        return max(1, min(16, 32 * self.warps // max(rows, 1)))
 
 
 def shape_for(
@@ -109,28 +85,6 @@ def _six_or_eight(crowd: float, gain: float) -> int:
     return 6 if crowd <= 6 and busy(6) >= gain * busy(8) else 8
 
 
-def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) -> int:
-    """Items besides one for each row block, so that programs fill the device a whole number of times.
-
-    blocks: bound on row blocks of the step.
-    """
-    slots = max(1, shape.programs * multiprocessors // heads)
-    if blocks >= 2 * slots:
-        return max(1, blocks // 2)  # enough for everybody: only rows twice as long as most are cut
-    if shape.rows > 16:
-        return max(1, -(-blocks // slots) * slots - blocks)
-    rounds = min(range(-(-blocks // slots), 5), key=lambda n: _waited_for(n, blocks, slots))
-    if rounds * slots < 2 * blocks:
-        return max(1, min(slots, blocks - 1))  # equal sequences stay whole, a long one is cut
-    return rounds * slots - blocks
-
-
-def _waited_for(rounds: int, blocks: int, slots: int) -> float:
-    """How long equal blocks take in so many rounds of programs: 1 is a whole block, one round."""
-    items = rounds * slots // blocks
-    return -(-items * blocks // slots) / items * (1 + 0.1 * (rounds - 1))
-
-
 def dense_shape(head_dim: int, *, causal: bool) -> Shape:
     """Of `dense_attention`. programs and least: without meaning there."""
     if head_dim > 128:
@@ -146,18 +100,3 @@ def dense_bytes(head_dim: int, *, causal: bool) -> int:
     """
     shape = dense_shape(head_dim, causal=causal)
     return 2 * head_dim * (shape.rows + 2 * shape.stages * shape.tile)
-
-
-def heads_joined_at_once(tokens: int, query_heads: int) -> int:
-    """Query heads of one program of `combine`. Each program reads all lengths: not too many of them."""
-    heads = 1
-    while tokens * query_heads // heads > 2048 and query_heads % (2 * heads) == 0:
-        heads *= 2
-    return heads
-
-
-def parts_joined_at_once(items: int, blocks: int) -> tuple[int, int]:
-    """Items of a row that `combine` joins in one go, and its warps. items: of all `blocks`."""
-    if items <= 8 * blocks:
-        return 8, 1
-    return (32, 1) if items <= 64 * blocks else (64, 2)

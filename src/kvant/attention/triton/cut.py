@@ -1,0 +1,191 @@
+"""Into what a layer's attention is cut: shapes of programs, and numbers of items that the host can know.
+
+Which program does what is found on the device (`workmap`), where the lengths are: what is said here is a
+bound, and programs past the last item return. Nothing here needs a device, torch or Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from kvant.attention.need import FIXED_SPLIT
+
+NEVER_SPLIT = 1 << 24
+"""Least tiles of an item that no sequence reaches."""
+
+MOST_JOINED = 16
+"""Query rows of a sequence and KV head that the attention kernel joins itself, without another launch."""
+
+FEWEST_JOINED = 64
+"""Sequences times KV heads from which it does. With fewer a long one is cut into over a hundred items,
+and many programs join those sooner than one.
+"""
+
+MOST_SCANNED = 128
+"""Sequences among which every program finds its work itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How one launch of the attention kernel is cut.
+
+    rows: query rows (query, head of the group) of a program. tile: keys of one iteration.
+    programs: how many are resident on a multiprocessor. least: shortest stretch of keys in tiles.
+    """
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+    least: int = 1
+    max_registers: int | None = None
+
+    def joined_at_once(self, rows: int) -> int:
+        """Items whose `rows` rows one program adds up at a time: half of its registers at most."""
+        return max(1, min(16, 32 * self.warps // max(rows, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one layer's attention of one step launches.
+
+    tokens: queries. heads: of K and V; group: query heads to each of them.
+    blocks: of query rows, at most. items: a program each for every KV head. target, least: as of
+    `workmap.tiles_per_split`. fixed: items end at fixed places, every `least` tiles.
+    parts: items leave float32 partial results, unless they are alone with their rows and write the
+    output `direct`ly; without `direct` all of them do, since whoever joins them rotates them back.
+    join: rows, to a power of two, that the attention kernel joins itself; 0 leaves parts to `combine`.
+    listed: the work map is written once for all layers, since there are too many sequences to scan.
+    """
+
+    shape: Shape
+    tokens: int
+    num_seqs: int
+    heads: int
+    group: int
+    blocks: int
+    items: int
+    target: int
+    least: int
+    fixed: bool
+    parts: bool
+    direct: bool
+    join: int
+    listed: bool
+
+    @property
+    def combines(self) -> bool:
+        """Whether another launch joins the parts."""
+        return self.parts and not self.join
+
+    @property
+    def parts_joined_at_once(self) -> tuple[int, int]:
+        """Items of a row that `combine` joins in one go, and its warps."""
+        if self.fixed or self.items <= 8 * self.blocks:
+            return 8, 1  # fixed items are joined in one order whatever the batch is
+        return (32, 1) if self.items <= 64 * self.blocks else (64, 2)
+
+
+@lru_cache(maxsize=1024)  # layers are cut alike, and so are most steps
+def cut_step(
+    shape: Shape,
+    *,
+    tokens: int,
+    num_seqs: int,
+    max_seqlen_q: int,
+    heads: int,
+    group: int,
+    multiprocessors: int,
+    rotated: bool,
+    wide: bool = False,
+    fixed_seqlen_kv: int | None = None,
+) -> Cut:
+    """The cut of a step; what `Cut` has too means what it means there.
+
+    rotated: V is stored rotated. wide: by the kernel for many rows. fixed_seqlen_kv: the longest length
+    where items are to end at fixed places, for batch invariance; None where they may end anywhere.
+    """
+    blocks = min(
+        num_seqs * -(-max_seqlen_q * group // shape.rows),
+        tokens * group // shape.rows + min(num_seqs, tokens),
+        tokens * -(-group // shape.rows),
+    )
+    aimed_at = wide_items_aimed_at if wide else items_aimed_at
+    target = aimed_at(shape, blocks, multiprocessors, heads)
+    fixed = fixed_seqlen_kv is not None
+    if fixed_seqlen_kv is not None:
+        least = max(1, FIXED_SPLIT // shape.tile)
+        items = blocks * -(-fixed_seqlen_kv // (least * shape.tile))
+        splits = items > blocks
+    else:
+        splits = blocks * heads < 4 * shape.programs * multiprocessors
+        least = shape.least if splits else NEVER_SPLIT
+        items = blocks + target if splits else blocks
+    rows = max_seqlen_q * group
+    few = not (wide or fixed) and 0 < rows <= MOST_JOINED and num_seqs <= MOST_SCANNED
+    join = 1 << (rows - 1).bit_length() if few and num_seqs * heads >= FEWEST_JOINED else 0
+    direct = wide or join > 0 or not rotated
+    return Cut(
+        shape=shape,
+        tokens=tokens,
+        num_seqs=num_seqs,
+        heads=heads,
+        group=group,
+        blocks=blocks,
+        items=items,
+        target=target,
+        least=least,
+        fixed=fixed,
+        parts=splits or not direct,
+        direct=direct,
+        join=join,
+        listed=num_seqs > MOST_SCANNED and shape.rows == 16 and not wide,
+    )
+
+
+def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) -> int:
+    """Items besides one for each row block, so that programs fill the device a whole number of times.
+
+    blocks: bound on row blocks of the step.
+    """
+    slots = max(1, shape.programs * multiprocessors // heads)
+    if blocks >= 2 * slots:
+        return max(1, blocks // 2)  # enough for everybody: only rows twice as long as most are cut
+    if shape.rows > 16:
+        return max(1, -(-blocks // slots) * slots - blocks)
+    rounds = min(range(-(-blocks // slots), 5), key=lambda n: _waited_for(n, blocks, slots))
+    if rounds * slots < 2 * blocks:
+        return max(1, min(slots, blocks - 1))  # equal sequences stay whole, a long one is cut
+    return rounds * slots - blocks
+
+
+def _waited_for(rounds: int, blocks: int, slots: int) -> float:
+    """How long equal blocks take in so many rounds of programs: 1 is a whole block, one round."""
+    items = rounds * slots // blocks
+    return -(-items * blocks // slots) / items * (1 + 0.1 * (rounds - 1))
+
+
+def wide_items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) -> int:
+    """The same of the kernel for many rows: all items of a step of so many row blocks."""
+    slots = shape.programs * multiprocessors
+    each = blocks * heads
+
+    def time(splits: int) -> float:
+        """In units of one program without splits; joining the parts costs about 3 % for each."""
+        return ceil(each * splits / slots) / splits * (1 + 0.03 * splits)
+
+    splits = max(slots // each, min(range(1, 9), key=time))
+    # Where blocks fill the device by themselves, only what is longer than a program's fair share is cut.
+    # A recorded step has fewer blocks than it has room for; cut into so many, each would be halved.
+    return blocks * splits if splits > 1 else max(1, slots // heads)
+
+
+def heads_joined_at_once(tokens: int, query_heads: int) -> int:
+    """Query heads of one program of `combine`. Each program reads all lengths: not too many of them."""
+    heads = 1
+    while tokens * query_heads // heads > 2048 and query_heads % (2 * heads) == 0:
+        heads *= 2
+    return heads

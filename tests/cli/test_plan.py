@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from kvant.engine.planning import PlanRequest, make_plan
 from kvant.engine.speculative_config import parse_speculative_config
 from kvant.engine.workspaces import StepSize
 from kvant.errors import BadValue
+from kvant.kv.dtype import KVDtype
+from kvant.kv.names import known_names
 from tests.acceptance.models import LLAMA, config, write_model
 from tests.cli.command import kvant
 
@@ -70,6 +73,20 @@ def test_json_has_the_documented_keys_and_nothing_else_on_stdout(plain: Path) ->
         for key in part:
             assert key in documented, key
     assert body["schema"] == 1
+
+
+def test_every_format_that_can_be_asked_for_is_compared_and_said_to_be_what_it_is(
+    plain: Path,
+) -> None:
+    wide, narrow = (
+        kvant("plan", plain, "--memory", "1GiB", env={"COLUMNS": width}).out
+        for width in ("160", "80")
+    )
+    for dtype in KVDtype:
+        summary = re.escape(dtype.format.summary)
+        named = dtype.format.name in known_names()
+        assert bool(re.search(rf"^{dtype} .*[0-9]x +{summary} *$", wide, re.MULTILINE)) == named
+        assert bool(re.search(rf"^{dtype} .*[0-9]x *$", narrow, re.MULTILINE)) == named
 
 
 def test_a_model_that_does_not_fit_is_still_a_plan(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
 
 _BAR_WIDTH = 60
+_DESCRIBED_FROM = 100  # columns: below, numbers need the room
 
 
 def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> None:
@@ -192,14 +193,18 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     rules = plan.request.requests.target
     kept = " (rules and skips kept)" if rules.rules or rules.skips else ""
-    table.add_column(f"if --kv-cache-dtype were{kept}")
     given = plan.memory.num_pages and plan.memory.num_pages * plan.page_bytes
     capacity = f"tokens in {format_size(given)}" if given else "capacity"
+    described = console.width >= _DESCRIBED_FROM
+    table.add_column(f"if --kv-cache-dtype were{kept}", no_wrap=described)
     for title in ("B/token", "tokens a GiB", capacity, "vs 16 bit"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=described)
+    if described:
+        table.add_column(style="dim")
     for other in what_if(plan):
+        what = [Text(other.format.format.summary, no_wrap=True, overflow="ellipsis")][:described]
         if other.bytes_per_token is None or other.refused is not None:
-            table.add_row(str(other.format), "-", "-", "-", "refused")
+            table.add_row(str(other.format), "-", "-", "-", "refused", *what)
             continue
         table.add_row(
             str(other.format),
@@ -207,5 +212,6 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
             f"{2**30 // other.bytes_per_token:,}" if other.bytes_per_token else "-",
             "-" if other.capacity_tokens is None else f"{other.capacity_tokens:,}",
             "-" if other.ratio_to_16bit is None else f"{other.ratio_to_16bit:.2f}x",
+            *what,
         )
     console.print(table)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.triton.info import INFO as TRITON
+from kvant.attention.triton_fp8.info import INFO as TRITON_FP8
 from kvant.engine.build import cache_identity
 from kvant.engine.config import EngineConfig
 from kvant.engine.llm_options import LLMOptions, config_of
@@ -42,6 +45,18 @@ def test_what_decides_the_stored_numbers_is_part_of_it(
     plain = {"dtype": "float32", "kv_cache_dtype": "float32"}
     assert identity(path, **plain) == identity(path, **plain)
     assert identity(path, **{**plain, **other}) != identity(path, **plain)
+
+
+def test_a_backend_that_rounds_is_part_of_it_and_no_other_is(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path, head_dim=64)
+    options = LLMOptions(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    asked = replace(config_of(path, options).plan, device=DeviceFacts(DeviceKind.CUDA, "sm_90"))
+    plain, named, rounding = (
+        cache_identity(make_plan(replace(asked, backend=backend)))
+        for backend in (None, TRITON, TRITON_FP8)
+    )
+    assert named == plain
+    assert rounding != plain
 
 
 def test_what_only_decides_when_it_is_computed_is_not(path: Path) -> None:

@@ -201,6 +201,9 @@ def cache_identity(planned: Plan) -> CacheIdentity:
     parts = [target.kv.fingerprint, target.kv.compute_dtype.value]
     if planned.request.quantization is not None:
         parts.append(planned.request.quantization.value)
+    asked = planned.request.backend
+    if asked is not None and asked.rounds_long:
+        parts.append(asked.name)
     if draft is not None:
         parts.append(f"{draft.local.path.resolve()}:{draft.kv.fingerprint}")
     return CacheIdentity(str(target.local.path.resolve()), target.local.revision, "+".join(parts))

@@ -16,6 +16,7 @@ import pytest
 
 from kvant import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvant.engine.async_llm import AsyncStream
+from kvant.engine.failed_steps import MOST_FAILED_STEPS
 from kvant.engine.result import Result
 from kvant.errors import EngineFault, KvantError, RequestError
 from tests.engine import tiny_chat
@@ -294,7 +295,7 @@ def test_a_step_that_fails_costs_those_who_took_part_an_error_and_nothing_else(
 
         with monkeypatch.context() as patch:
             patch.setattr(sync.engine.runner, "run", broken)
-            for _ in range(3):
+            for _ in range(MOST_FAILED_STEPS - 1):
                 with pytest.raises(EngineFault):
                     await result_of(llm.generate("Hello", GREEDY))
         await back_within_a_second(llm)
@@ -323,6 +324,29 @@ def test_an_engine_that_is_not_sound_any_more_leaves_nobody_waiting(
         for stream in (other, llm.generate("comes now", GREEDY)):
             with pytest.raises(KvantError, match=r"failed|has ended|is closed"):
                 await result_of_rest(stream)
+
+    run(scenario())
+    llm.close()
+
+
+def test_a_device_that_only_fails_ends_the_engine_as_it_does_behind_a_server(
+    sync: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = AsyncLLM.from_llm(sync)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    async def scenario() -> None:
+        monkeypatch.setattr(sync.engine.runner, "run", fail)
+        for _ in range(MOST_FAILED_STEPS):
+            assert llm._worker._thread.is_alive()
+            with pytest.raises(EngineFault, match="ran this request"):
+                await result_of(llm.generate("Hello", GREEDY))
+        await asyncio.to_thread(llm._worker._thread.join, 10)
+        assert not llm._worker._thread.is_alive()
+        with pytest.raises(RequestError, match="its engine has failed"):
+            await result_of(llm.generate("Hello", GREEDY))
 
     run(scenario())
     llm.close()

@@ -105,7 +105,8 @@ class AsyncLLM:
 
     Arguments are those of `LLM`. Everything that is asked at the same time runs in one batch, stepped
     by one thread; loading happens in the constructor and takes its time. Methods can be called from any
-    event loop of any thread.
+    event loop of any thread. A step that fails costs those who took part an EngineFault; several in a
+    row end the engine (`kvant.engine.failed_steps`), and everybody who waits is told.
     """
 
     def __init__(

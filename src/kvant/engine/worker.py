@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from kvant.engine.engine import Engine
+from kvant.engine.failed_steps import FailedSteps
 from kvant.engine.idle_audits import AFTER_SECONDS, IdleAudits
 from kvant.engine.result import EngineStats, Progress
 from kvant.engine.sampling_params import SamplingParams
@@ -103,6 +104,7 @@ class Worker:
         self.stats: EngineStats = engine.stats
         self._engine = engine
         self._audits = IdleAudits(engine)
+        self._failed = FailedSteps(engine)
         # A SimpleQueue may be put to from a finaliser in the middle of anything.
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._ending = threading.Lock()
@@ -141,8 +143,9 @@ class Worker:
                     self._audits.worked()
                     try:
                         self._deliver(self._engine.step())
+                        self._failed.in_a_row = 0
                     except Exception:
-                        self._survive()
+                        self._failed.survive(self._mailboxes, self._tell_failed)
                 else:
                     self._audits.rest()
                 self.stats = self._engine.stats
@@ -231,16 +234,8 @@ class Worker:
         for loop, letters in by_loop.items():
             self._tell_all(loop, letters)
 
-    def _survive(self) -> None:
-        """A step failed, and the engine has cancelled those who took part: tell them, check, go on."""
-        _log.exception("a step failed")
-        left = self._engine.numbers
-        ended = [number for number in self._mailboxes if number not in left]
-        for number in ended:
-            self._tell(self._forget(number), EngineFault("the step that ran this request failed"))
-        if not ended:
-            raise EngineFault("a step failed and ended nobody: the next one would fail too")
-        self._engine.audit()
+    def _tell_failed(self, number: int) -> None:
+        self._tell(self._forget(number), EngineFault("the step that ran this request failed"))
 
     def _forget(self, number: int) -> Mailbox:
         mailbox = self._mailboxes.pop(number)

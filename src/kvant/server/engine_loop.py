@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvant.engine.engine import Engine
+from kvant.engine.failed_steps import FailedSteps
 from kvant.engine.idle_audits import IdleAudits
 from kvant.engine.request import FinishReason, TokenLogprobs
 from kvant.engine.result import Progress
@@ -28,9 +29,6 @@ from kvant.server.messages import (
 )
 from kvant.speculative.counts import SpeculationStats
 
-MOST_FAILED_STEPS = 3
-"""So many failed steps in a row mean that the device is broken, not a request."""
-
 PROMPT_STEP_TOKENS = 64
 """Steps of fewer tokens are mostly decodes and say nothing of how fast prompts are computed."""
 
@@ -45,7 +43,7 @@ class EngineLoop:
         self._numbers: dict[int, int] = {}  # by id
         self._asked: dict[int, _Asked] = {}  # by the engine's number
         self._failures: list[Failure] = []
-        self._failed_steps = 0
+        self._failed = FailedSteps(engine)
         self._queued: set[int] = set()  # of them, those that have not run yet
         self._speed = 0.0
         self._audits = IdleAudits(engine)
@@ -73,9 +71,9 @@ class EngineLoop:
             self._audits.worked()
             try:
                 self._step(pieces)
-                self._failed_steps = 0
+                self._failed.in_a_row = 0
             except Exception:
-                self._survive()
+                self._failed.survive(self._asked, lambda n: self._fail(n, "engine_fault", _OURS))
         else:
             self._audits.rest()
         failures, self._failures = tuple(self._failures), []
@@ -178,17 +176,6 @@ class EngineLoop:
                 times=times,
             )
         pieces.append(piece)
-
-    def _survive(self) -> None:
-        """A step failed, and the engine cancelled those who took part: tell them, check, go on."""
-        self._failed_steps += 1
-        _log.exception("a step failed")
-        left = self.engine.numbers
-        for number in [number for number in self._asked if number not in left]:
-            self._fail(number, "engine_fault", _OURS)
-        self.engine.audit()
-        if self._failed_steps >= MOST_FAILED_STEPS:
-            raise EngineFault(f"{MOST_FAILED_STEPS} steps failed one after another")
 
     def _fail(self, number: int, kind: FailureKind, message: str, param: str | None = None) -> None:
         self._failures.append(Failure(self._forget(number), kind, message, param))

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
-from kvant.engine.graphs import Answered
+from kvant.engine.launched import Answered
 from kvant.engine.result import Result
 from kvant.engine.runner import ReadFirst
 from kvant.engine.scheduler import SchedulerLimits

@@ -24,7 +24,8 @@ from kvant.attention.base import Step
 from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
-from kvant.engine.graphs import Answered, StepGraphs
+from kvant.engine.graphs import StepGraphs
+from kvant.engine.launched import Answered
 from kvant.engine.pieces import Pieces
 from kvant.engine.request import FinishReason, Status
 from kvant.engine.result import Progress, Result

@@ -20,8 +20,7 @@ same way, so that any step can follow them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -35,10 +34,10 @@ from kvant.engine.batch import Batch
 from kvant.engine.batch_sizes import batch_sizes, draft_sizes
 from kvant.engine.decodes import Decodes
 from kvant.engine.drawing import Drawer, DrawParts, has_kernels, parts_for
+from kvant.engine.launched import Answered, Guess, Launched, Recorded
 from kvant.engine.layout import lay_out, what_follows
 from kvant.engine.pieces import Pieces
-from kvant.engine.recorder import Mark, Recorder
-from kvant.engine.sampler import Greedy
+from kvant.engine.recorder import Recorder
 from kvant.engine.shared_logits import SharedLogits
 
 Forward = Callable[[Tensor, Step, Tensor], Tensor]
@@ -54,76 +53,6 @@ _Step = TypeVar("_Step", Decodes, Pieces)
 
 _FEW = 128
 """Rows of logits that are looked at where a step with pieces of prompts has no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """What a step came to, by row of its logits and by sequence.
-
-    known: of every row. first_rows: each sequence's first one; one more for each of its drafts.
-    """
-
-    known: Greedy
-    first_rows: list[int]
-    drafts: list[tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A recorded step, or what finds the tokens of any step in the shared logits, and where its results are.
-
-    found: int64, [3, T] numbers behind each other: tokens that were run, whether the largest of each row
-    of logits is a finite number, and which token that is; then `next`, [3, n]: newest tokens, where
-    they stand, and how many tokens each sequence had in this step.
-    draw: of steps without drafts; changes which tokens were found, and the newest ones with them.
-    """
-
-    replay: Callable[[], None]
-    logits: Tensor
-    found: Tensor
-    next: Tensor
-    draw: DrawParts | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step that runs or has run. numbers: of its sequences, by row. ends: as `Decodes`.
-
-    results, next: the graph's, on the host once `done` is. chunks: as `Pieces`, of a step with pieces of
-    prompts.
-    """
-
-    numbers: list[int]
-    num_drafts: int
-    ends: NDArray[np.int64]
-    graph: _Graph
-    results: Tensor
-    next: Tensor
-    done: Mark
-    chunks: Mapping[int, tuple[int, int]] | None = None
-
-    def rows_of(self, numbers: Sequence[int]) -> NDArray[np.int64]:
-        """Where sequences stand here; -1 for those that do not."""
-        if self.numbers == numbers:
-            return np.arange(len(numbers))
-        at = {number: row for row, number in enumerate(self.numbers)}
-        return np.array([at.get(number, -1) for number in numbers], np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    """A step launched behind `before`, row by row from its rows `sources`."""
-
-    launched: _Launched
-    before: _Launched
-    sources: NDArray[np.int64]
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Known once the step before is done."""
-        self.before.done.synchronize()
-        found: NDArray[np.int64] = self.before.next[1].numpy()[self.sources]
-        return found
 
 
 class _Staging:
@@ -182,11 +111,11 @@ class StepGraphs:
         self._staging = [_Staging(recorder, most, most_rows, max_pages) for _ in range(3)]
         self._turn = 0
         self._rows = torch.arange(most_rows, dtype=torch.int64, device=device)
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int], Recorded] = {}
         self._compute = compute
-        self._finders: dict[int, _Graph] = {}
-        self._guess: _Guess | None = None
-        self._current: tuple[_Launched, NDArray[np.int64]] | None = None
+        self._finders: dict[int, Recorded] = {}
+        self._guess: Guess | None = None
+        self._current: tuple[Launched, NDArray[np.int64]] | None = None
 
     def capture(self) -> None:
         """Record every graph. Nothing is written to the pool: every row is padding meanwhile."""
@@ -199,13 +128,13 @@ class StepGraphs:
 
     def _record(
         self, run: Callable[[], tuple[Tensor, Tensor]], size: int, *, draws: bool
-    ) -> _Graph:
-        """run: gives logits and what `_Graph` has found, of `size` sequences."""
+    ) -> Recorded:
+        """run: gives logits and what `Recorded` has found, of `size` sequences."""
         replay, (logits, found) = self._recorder.record(run)
         newest = found[-3 * size :].view(3, size)
         chosen = found[2 * size : 3 * size]
         draw = self._record_draw(logits, chosen, newest[0]) if draws else None
-        return _Graph(replay, logits, found, newest, draw)
+        return Recorded(replay, logits, found, newest, draw)
 
     def num_drafts(self, num_sequences: int) -> list[int]:
         """Numbers of drafts that so many sequences can have in a recorded step; empty for none."""
@@ -221,7 +150,7 @@ class StepGraphs:
         Logits [T, vocab_size], valid until the next step. If the step has `limits`, what follows it is
         launched too, and the width of the logits is 0: they are already being overwritten.
         """
-        launched = self._begin(step, _places_in, self._launch)
+        launched = self._begin(step, Guess.places_of, self._launch)
         logits = launched.graph.logits
         if step.limits is None:
             return logits
@@ -233,7 +162,7 @@ class StepGraphs:
 
         following: by its `limits`, the step of all its sequences that is launched behind it.
         """
-        launched = self._begin(step, _rows_in, self._launch_pieces)
+        launched = self._begin(step, Guess.rows_of, self._launch_pieces)
         if following is not None:
             self._follow(following)
         return launched.graph.logits[:, :0]
@@ -243,14 +172,14 @@ class StepGraphs:
         assert self._current is not None
         before = self._current[0]
         sources = before.rows_of(step.numbers[: step.num_unknown])
-        self._guess = _Guess(self._launch_pieces(step, (before, sources)), before, sources)
+        self._guess = Guess(self._launch_pieces(step, (before, sources)), before, sources)
 
     def _begin(
         self,
         step: _Step,
-        find: Callable[[_Guess, _Step], NDArray[np.int64] | None],
-        launch: Callable[[_Step, None], _Launched],
-    ) -> _Launched:
+        find: Callable[[Guess, _Step], NDArray[np.int64] | None],
+        launch: Callable[[_Step, None], Launched],
+    ) -> Launched:
         """What was launched already, if `find` says where the step's sequences stand there; else launch."""
         guess, self._guess = self._guess, None
         places = None if guess is None else find(guess, step)
@@ -263,33 +192,15 @@ class StepGraphs:
     def _follow(self, step: Decodes) -> None:
         """Launch what follows the last run, by its `limits`."""
         assert self._current is not None
-        self._guess = _Guess(self._launch(step, self._current), *self._current)
+        self._guess = Guess(self._launch(step, self._current), *self._current)
 
     def read(self) -> Answered:
         """Of the last run. Waits for it, not for what was launched behind it."""
         assert self._current is not None
         launched, places = self._current
-        launched.done.synchronize()
-        count = len(launched.numbers)
-        drafts: list[tuple[int, ...]] = [()] * len(places)
-        if launched.num_drafts:
-            counts = launched.next[2, :count].numpy()
-            ends = counts.cumsum()
-            first_rows = (ends - counts)[places].tolist()
-            last = ends[places].tolist()
-            ran, sound, chosen = launched.results[:, : int(ends[-1])].numpy()
-            drafts = [
-                tuple(ran[first + 1 : end].tolist())
-                for first, end in zip(first_rows, last, strict=True)
-            ]
-        else:  # a row each
-            first_rows = places.tolist()
-            sound, chosen = launched.results[1:, :count].numpy()
-        return Answered(((sound != 0).tolist(), chosen.tolist()), first_rows, drafts)
+        return launched.answered(places)
 
-    def _launch(
-        self, step: Decodes, after: tuple[_Launched, NDArray[np.int64]] | None
-    ) -> _Launched:
+    def _launch(self, step: Decodes, after: tuple[Launched, NDArray[np.int64]] | None) -> Launched:
         """Replay a graph for a step; or, with `after`, for what follows it if nothing ends or arrives.
 
         after: the step as it was launched, and where its sequences stand there, to go on from.
@@ -321,13 +232,13 @@ class StepGraphs:
         if step.draws is not None:  # random numbers are made while the model runs
             self._draw(graph, staging.draws[:size], step.draws.numbers(int(after is not None)))
         results, following = self._send(staging, graph)
-        return _Launched(
+        return Launched(
             step.numbers, step.num_drafts, ends, graph, results, following, staging.done
         )
 
     def _launch_pieces(
-        self, step: Pieces, after: tuple[_Launched, NDArray[np.int64]] | None
-    ) -> _Launched:
+        self, step: Pieces, after: tuple[Launched, NDArray[np.int64]] | None
+    ) -> Launched:
         """after: where the tokens of the first chunks are found, if they are not known."""
         assert self._compute is not None
         count = len(step.numbers)
@@ -350,7 +261,7 @@ class StepGraphs:
             self._draw(finder, staging.draws[:size], draws.numbers(0))
         results, following = self._send(staging, finder)
         ends = step.starts + 1
-        return _Launched(
+        return Launched(
             step.numbers, 0, ends, finder, results, following, staging.done, step.chunks
         )
 
@@ -360,8 +271,8 @@ class StepGraphs:
         staging.done.synchronize()
         return staging
 
-    def _send(self, staging: _Staging, graph: _Graph) -> tuple[Tensor, Tensor]:
-        """What was found to the host: `results` and `next` of `_Launched`."""
+    def _send(self, staging: _Staging, graph: Recorded) -> tuple[Tensor, Tensor]:
+        """What was found to the host: `results` and `next` of `Launched`."""
         size = graph.next.shape[1]
         found = staging.found[: graph.found.shape[0]]
         found.copy_(graph.found, non_blocking=True)
@@ -389,7 +300,7 @@ class StepGraphs:
             drawn(parts.choose),
         )  # fmt: skip
 
-    def _draw(self, graph: _Graph, staging: Tensor, draws: NDArray[np.float64]) -> None:
+    def _draw(self, graph: Recorded, staging: Tensor, draws: NDArray[np.float64]) -> None:
         """Launch what finds a step's tokens behind the step. Padding has no temperature."""
         assert graph.draw is not None, "drafts are verified by the likeliest tokens"
         staging.zero_()
@@ -399,7 +310,7 @@ class StepGraphs:
             launch()
 
     def _run(self, size: int, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """What is recorded: logits, and what `_Graph` has found."""
+        """What is recorded: logits, and what `Recorded` has found."""
         ids, starts, ends = self._inputs[:3, :size]
         if not num_drafts and has_kernels(ids.device):
             from kvant.engine.triton_step import likeliest, plain_step
@@ -425,7 +336,7 @@ class StepGraphs:
         return logits, torch.cat([tokens, sound, chosen, newest, places, layout.counts])
 
     def _find(self, size: int) -> tuple[Tensor, Tensor]:
-        """What is recorded: rows of the shared logits, and what `_Graph` has found, of them."""
+        """What is recorded: rows of the shared logits, and what `Recorded` has found, of them."""
         logits, (ids, starts) = self.logits.rows(size), self._inputs[:2, :size]
         if has_kernels(ids.device):
             from kvant.engine.triton_step import likeliest
@@ -435,23 +346,3 @@ class StepGraphs:
         sound = torch.isfinite(best).to(torch.int64)
         found = torch.cat([ids, sound, chosen, chosen, starts + 1, torch.ones_like(ids)])
         return logits, found
-
-
-def _places_in(guess: _Guess, step: Decodes) -> NDArray[np.int64] | None:
-    """Where a step's sequences stand in one that was launched; None if it was another one."""
-    launched = guess.launched
-    if launched.chunks is not None or launched.num_drafts != step.num_drafts:
-        return None
-    places = launched.rows_of(step.numbers)
-    if (places < 0).any():
-        return None
-    is_same = np.array_equal(guess.starts[places], step.starts)
-    return places if is_same and (launched.ends[places] > step.starts).all() else None
-
-
-def _rows_in(guess: _Guess, step: Pieces) -> NDArray[np.int64] | None:
-    """The rows of a step's sequences in one that was launched; None if it was another one."""
-    known = guess.launched.chunks
-    if known is None or any(known.get(number) != chunk for number, chunk in step.chunks.items()):
-        return None
-    return guess.launched.rows_of(step.numbers)

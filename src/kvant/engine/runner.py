@@ -15,7 +15,8 @@ from kvant.engine.batch import Batch
 from kvant.engine.batch_graphs import BatchGraphs
 from kvant.engine.decodes import Decodes
 from kvant.engine.drawing import to_device
-from kvant.engine.graphs import Answered, StepGraphs
+from kvant.engine.graphs import StepGraphs
+from kvant.engine.launched import Answered
 from kvant.engine.pieces import Pieces
 from kvant.engine.recorder import CudaRecorder, Recorder
 from kvant.engine.shared_logits import SharedLogits

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvant.engine.decodes import list_draws, make_decodes
-from kvant.engine.graphs import Answered
+from kvant.engine.launched import Answered
 from kvant.engine.live import Live
 from kvant.engine.request import Status
 from kvant.engine.result import Progress

@@ -38,7 +38,7 @@ def plain_step(
 
 
 def likeliest(logits: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
-    """What a recorded step without drafts has found, [6 n], as `kvant.engine.graphs` keeps it.
+    """What a recorded step without drafts has found, [6 n], as `kvant.engine.launched` keeps it.
 
     logits: [n, vocab_size] float32, any row of which may hold NaN or infinities. tokens, starts: [n]
     int64. Of equal logits the first is chosen.

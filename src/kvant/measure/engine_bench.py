@@ -22,7 +22,8 @@ from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
 from kvant.engine.garbage import search_rarely
-from kvant.engine.graphs import Answered, StepGraphs
+from kvant.engine.graphs import StepGraphs
+from kvant.engine.launched import Answered
 from kvant.engine.runner import ReadFirst
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.scheduler import SchedulerLimits

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvant.engine.batch import Batch
 from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
-from kvant.engine.graphs import Answered
+from kvant.engine.launched import Answered
 from kvant.engine.llm import LLM
 from kvant.engine.runner import ModelRunner, ReadFirst
 from kvant.engine.sampling_params import SamplingParams

@@ -61,11 +61,12 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
 class Seen:
     """What one sequence's queries meet, in float64 and for every query head.
 
-    scores: [num_q_heads, n, m], -inf where a query does not see a key. v: [m, num_q_heads, head_dim_v].
+    scores: [num_q_heads, n, m], -inf where a query does not see a key. k, v: [m, num_q_heads, head_dim].
     slots: [m], where its tokens lie.
     """
 
     scores: Tensor
+    k: Tensor
     v: Tensor
     slots: Tensor
 
@@ -87,7 +88,7 @@ def see(
         scores = params.softcap * torch.tanh(scores / params.softcap)
     query = torch.arange(length - len(q), length, device=q.device)[:, None]
     scores.masked_fill_(~_sees(query, token, step.causal, params.window), float("-inf"))
-    return Seen(scores, v, slots)
+    return Seen(scores, k, v, slots)
 
 
 def _sees(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor:

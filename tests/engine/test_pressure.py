@@ -18,7 +18,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvant import LLM
-from kvant.engine import scheduler
+from kvant.engine import held_pages
 from kvant.engine.engine import Engine
 from kvant.engine.grammar import GrammarCompiler
 from kvant.engine.request import FinishReason
@@ -234,7 +234,7 @@ def test_the_check_notices_pages_that_others_should_not_have_found(
     wanted = FORMATS[0]
     answerer.alone(wanted, 5)
     monkeypatch.setattr(
-        scheduler, "page_hash", lambda parent, tokens: page_hash(parent, tokens[: SMALL // 2])
+        held_pages, "page_hash", lambda parent, tokens: page_hash(parent, tokens[: SMALL // 2])
     )
     with pytest.raises(AssertionError, match="another answer than alone"):
         answerer.check(wanted, EVERYTHING, 5)

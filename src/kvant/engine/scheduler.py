@@ -5,7 +5,8 @@ yet. Order of arrival is the only priority: whoever came first is served first, 
 loses its pages last. Since admission never skips the head of the queue and preemption always takes the
 youngest, every running sequence is older than every waiting one.
 
-Pages for all known tokens are taken at admission, so that only answering sequences ever lack one.
+Pages for all known tokens are taken at admission, so that only answering sequences ever lack one. What
+holding and sharing them takes is in `kvant.engine.held_pages`.
 
 A sequence most of whose prompt another one is computing at this moment waits until it can share those
 pages: several answers to one prompt, or requests with the same long beginning, compute it once.
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,9 +23,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvant.attention.need import LONG
-from kvant.engine.page_table import PageTable
+from kvant.engine.held_pages import HeldPages
 from kvant.engine.request import FinishReason, Sequence, Status
-from kvant.kv.pages import PageAllocator, page_hash
+from kvant.kv.pages import PageAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,14 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator) -> None:
         self.limits = limits
         self.allocator = allocator
-        self.page_table = PageTable(limits.max_num_seqs, self._pages_for(limits.max_model_len))
+        self.pages = HeldPages(
+            allocator,
+            page_size=limits.page_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            prefix_caching=limits.prefix_caching,
+        )
+        self.page_table = self.pages.table
         self._waiting: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
         self.changes = 0
@@ -146,7 +153,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit into the pool alone: whoever makes requests checks that."""
         assert sequence.request.max_total_tokens <= self.limits.max_model_len
-        assert self._pages_for(sequence.request.max_total_tokens) <= self.allocator.num_usable
+        assert self.pages.count_for(sequence.request.max_total_tokens) <= self.allocator.num_usable
         self.changes += 1
         sequence.order = self._next_order
         self._next_order += 1
@@ -222,7 +229,7 @@ class Scheduler:
         if not prefills:
             return None
         for chunk in decodes:
-            self.grow_early(chunk.sequence, chunk.start + 1)
+            self.pages.grow_early(chunk.sequence, chunk.start + 1)
         self._grow_behind(prefills)
         prefills.sort(key=_for_backends)
         zero = self.allocator.take_pages_to_zero()
@@ -238,7 +245,7 @@ class Scheduler:
         sequence.num_computed_tokens = num_computed_tokens
         sequence.is_followed = followed
         if sequence.num_remembered_pages < sequence.num_prompt_tokens // self.limits.page_size:
-            self._remember(sequence)
+            self.pages.remember(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence, running or waiting; all its pages come back.
@@ -248,16 +255,12 @@ class Scheduler:
         """
         assert sequence.status is not Status.FINISHED
         self.changes += 1
-        if reason is FinishReason.NUMERICAL_ERROR:
-            self.allocator.forget(sequence.pages)
-        if reason in (FinishReason.NUMERICAL_ERROR, FinishReason.CANCELLED):
-            for digest in sequence.own_hashes:
-                self.allocator.forget(self.allocator.match((digest,)))
+        self.pages.forget(sequence, reason)
         if sequence.status is Status.RUNNING:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._remember(sequence)
+                self.pages.remember(sequence)
             self._running.remove(sequence)
-            self._take_pages(sequence)
+            self.pages.take_back(sequence)
         else:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
@@ -265,20 +268,7 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Recompute pages, counts and rows; what does not add up, in words."""
-        faults = self.allocator.audit([sequence.pages for sequence in self._running])
-        rows = [sequence.row for sequence in self._running]
-        if len(set(rows)) != len(rows):
-            faults.append("two sequences share a row of the page table")
-        if len(rows) + self.page_table.num_free_rows != self.limits.max_num_seqs:
-            faults.append("rows of the page table were lost")
-        for sequence in self._running:
-            row = self.page_table.row(sequence.row).tolist()
-            if row[: len(sequence.pages)] != sequence.pages or any(row[len(sequence.pages) :]):
-                faults.append(f"request {sequence.number}: its row differs from its pages")
-            if self._pages_for(sequence.num_computed_tokens) > len(sequence.pages):
-                faults.append(
-                    f"request {sequence.number}: more tokens computed than its pages hold"
-                )
+        faults = self.pages.audit(self._running)
         faults += [f"request {s.number} waits with pages" for s in self._waiting if s.pages]
         order = [sequence.order for sequence in (*self._running, *self._waiting)]
         if order != sorted(order):
@@ -319,7 +309,7 @@ class Scheduler:
             prefilling = [s for s in prefilling if s.status is Status.RUNNING]
         elif ahead:
             for sequence in grow_early:
-                self.grow_early(sequence)
+                self.pages.grow_early(sequence)
         return chunks, prefilling, preempted
 
     def _schedule_drafts(self, chunks: list[Chunk], budget: int, most: int) -> None:
@@ -341,10 +331,10 @@ class Scheduler:
 
         A page for each running sequence stays: none is to be preempted for what may be rejected.
         """
-        missing = self._pages_for(sequence.num_tokens + wanted) - len(sequence.pages)
+        missing = self.pages.count_for(sequence.num_tokens + wanted) - len(sequence.pages)
         spare = self.allocator.num_available - len(self._running)
         if 0 < missing <= spare:
-            self._extend(sequence, missing)
+            self.pages.extend(sequence, missing)
         return min(wanted, len(sequence.pages) * self.limits.page_size - sequence.num_tokens)
 
     def _schedule_prefills(
@@ -370,13 +360,16 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.lacks_prompt_logprobs and not self._logprobs_left:
                 return False
-            found = self._find_prefix(sequence)
-            if self._shares_soon(sequence, len(found), prefilling):
+            found = self.pages.find_prefix(sequence)
+            # The prompts of those that answer can be found already.
+            if self.pages.are_mostly_computed(sequence, len(found), prefilling):
                 return False
             start = len(found) * self.limits.page_size
             if not self._room_for(sequence, start, budget):
                 return not chunks
-            if not self._give_pages(sequence, found):
+            # One page for each running sequence stays free: they grow, and would take these pages back.
+            if not self.pages.give(sequence, found, spare=len(self._running)):
+                assert self._running, "a request that fits the pool found it full of nobody's pages"
                 return True
             self.changes += 1
             self._waiting.popleft()
@@ -405,60 +398,11 @@ class Scheduler:
             return left
         return max(0, budget - (start + budget) % self._stride)
 
-    def _shares_soon(self, sequence: Sequence, known: int, others: list[Sequence]) -> bool:
-        """Whether most of what it has to run is being run for another one now, in full pages.
-
-        known: pages of its beginning that can be found. others: those that are running their prompts;
-        the prompts of those that answer can be found already.
-        """
-        if not others or not self.limits.prefix_caching or sequence.lacks_prompt_logprobs:
-            return False
-        page_size = self.limits.page_size
-        hashes, left = sequence.prefix_hashes, sequence.num_tokens - known * page_size
-        common = max(_num_common(hashes, other.prefix_hashes) for other in others) - 1
-        return (common - known) * page_size * 2 > left
-
-    # -- pages ---------------------------------------------------------------------------------
-
-    def _give_pages(self, sequence: Sequence, found: list[int]) -> bool:
-        """Pages for every known token, those found of its beginning shared; False if there are too few.
-
-        One page for each running sequence stays free: they grow, and would take these pages back.
-        """
-        needed = self._pages_for(sequence.num_tokens) - len(found)
-        available = self.allocator.num_available - self.allocator.num_idle_among(found)
-        if needed > available - len(self._running):
-            assert self._running, "a request that fits the pool found it full of nobody's pages"
-            return False
-        self.allocator.join(found)
-        fresh = self.allocator.allocate(needed)
-        assert fresh is not None
-        sequence.pages = found + fresh
-        # The last token that a sequence may have is never run.
-        sequence.row = self.page_table.take_row(sequence.request.max_total_tokens - 1)
-        self.page_table.write(sequence.row, 0, sequence.pages)
-        sequence.num_computed_tokens = len(found) * self.limits.page_size
-        sequence.num_remembered_pages = len(found)
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
-        return True
-
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Known pages of its beginning. Never all its tokens: the last one must run to be followed.
-
-        None for a prompt whose log-probabilities are still to be computed: every token must run.
-        """
-        if not self.limits.prefix_caching:
-            return []
-        most = (sequence.num_tokens - 1) // self.limits.page_size
-        self._hash_pages(sequence, most)
-        if sequence.lacks_prompt_logprobs:
-            return []
-        return self.allocator.match(sequence.prefix_hashes[1 : most + 1])
+    # -- pages that run short ------------------------------------------------------------------
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """One more page, from the youngest if need be. False if the youngest is this one itself."""
-        while not self._extend(sequence, 1):
+        while not self.pages.extend(sequence, 1):
             youngest = self._running[-1]
             self._preempt(youngest)
             preempted.append(youngest)
@@ -466,99 +410,24 @@ class Scheduler:
                 return False
         return True
 
-    def _extend(self, sequence: Sequence, count: int) -> bool:
-        """More pages for a running sequence; False, and no change, if there are not that many."""
-        pages = self.allocator.allocate(count)
-        if pages is None:
-            return False
-        self.page_table.write(sequence.row, len(sequence.pages), pages)
-        sequence.pages += pages
-        return True
-
     def _grow_behind(self, prefills: list[Chunk]) -> None:
         """The page of the first token behind a prompt, where its last piece runs."""
         for chunk in prefills:
             if chunk.samples:
-                self.grow_early(chunk.sequence)
-
-    def grow_early(self, sequence: Sequence, after: int | None = None) -> None:
-        """The page of a token, if it needs one and nobody has to give it up.
-
-        after: where the token stands, by default that of the token after next.
-        """
-        after = sequence.num_tokens if after is None else after
-        if (
-            after < sequence.request.max_total_tokens - 1
-            and after == len(sequence.pages) * self.limits.page_size
-        ):
-            self._extend(sequence, 1)
-
-    def grow_all_early(self, sequences: Items[Sequence]) -> None:
-        """`grow_early` of sequences each of which needs a page."""
-        pages = self.allocator.allocate(len(sequences))
-        if pages is None:  # who comes first has them
-            for sequence in sequences:
-                self.grow_early(sequence)
-            return
-        for sequence, page in zip(sequences, pages, strict=True):
-            sequence.pages.append(page)
-        self.page_table.append([sequence.row for sequence in sequences], pages)
+                self.pages.grow_early(chunk.sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue without pages; its tokens are computed again later."""
         assert self._running[-1] is sequence
         self.changes += 1
         self._running.pop()
-        self._remember(sequence)
-        self._take_pages(sequence)
+        self.pages.remember(sequence)
+        self.pages.take_back(sequence)
         self._waiting.appendleft(sequence)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
-
-    def _take_pages(self, sequence: Sequence) -> None:
-        self.page_table.give_back_row(sequence.row, len(sequence.pages))
-        self.allocator.release(sequence.pages)
-        sequence.pages = []
-        sequence.row = -1
-        sequence.num_computed_tokens = 0
-        sequence.num_remembered_pages = 0
-        sequence.is_followed = False
-
-    def _remember(self, sequence: Sequence) -> None:
-        """Offer its full pages to the prefix cache, unless nobody knows that they hold numbers."""
-        if not sequence.is_followed or not self.limits.prefix_caching:
-            return
-        full = sequence.num_computed_tokens // self.limits.page_size
-        self._hash_pages(sequence, full)
-        for index in range(sequence.num_remembered_pages, full):
-            digest = sequence.prefix_hashes[index + 1]
-            if self.allocator.remember(sequence.pages[index], digest):
-                sequence.own_hashes.append(digest)
-        sequence.num_remembered_pages = full
-
-    def _hash_pages(self, sequence: Sequence, count: int) -> None:
-        """Extend the chain of hashes to its first `count` pages."""
-        hashes, page_size = sequence.prefix_hashes, self.limits.page_size
-        for index in range(len(hashes) - 1, count):
-            tokens = sequence.token_ids[index * page_size : (index + 1) * page_size]
-            hashes.append(page_hash(hashes[-1], tokens))
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.page_size)
 
 
 def _is_found_there(sequence: Sequence) -> bool:
     """Whether the device finds its tokens, and nothing is asked of its prompt."""
     return sequence.is_drawn_alone and not sequence.lacks_prompt_logprobs
-
-
-def _num_common(a: list[bytes], b: list[bytes]) -> int:
-    """Length of the common beginning of two chains, in which equal entries have equal beginnings."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[middle - 1] == b[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

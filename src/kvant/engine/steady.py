@@ -67,7 +67,7 @@ class Steady:
         ends = self._starts + 1
         growing = np.flatnonzero((ends == self._room) & (ends < self._most - 1)).tolist()
         if growing:
-            scheduler.grow_all_early([self.sequences[place] for place in growing])
+            scheduler.pages.grow_all_early([self.sequences[place] for place in growing])
             self._room = self._find_room()
         pages = scheduler.allocator.take_pages_to_zero()
         if pages:

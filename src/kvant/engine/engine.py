@@ -19,26 +19,25 @@ from tokenizers import Tokenizer
 from kvant.engine.cache_audit import CacheAudit
 from kvant.engine.forms import Forms
 from kvant.engine.live import Live
+from kvant.engine.live_requests import LiveRequests
 from kvant.engine.logit_rules import make_rules
-from kvant.engine.request import FinishReason, Request, Sequence, Status
+from kvant.engine.request import Request, Sequence
 from kvant.engine.request_check import check_request
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
-from kvant.engine.sampler import Sampled
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.saturation import saturation_warning
-from kvant.engine.scheduler import Chunk, Schedule, Scheduler, SchedulerLimits
+from kvant.engine.scheduler import Schedule, Scheduler, SchedulerLimits
 from kvant.engine.speculation import Speculation
-from kvant.engine.steady import Steady, one_token
+from kvant.engine.steady import Steady
 from kvant.engine.stepping import Ran, run_step
 from kvant.engine.stream import TokenStream
 from kvant.engine.structured_outputs import CompileLimits
 from kvant.engine.text import TextStream
-from kvant.errors import EngineFault, RequestError
+from kvant.errors import EngineFault
 from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
 from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
-from kvant.speculative.accept import verify
 
 _COMPILE_LIMITS = CompileLimits()
 SATURATION_STEPS = 512
@@ -82,7 +81,7 @@ class Engine:
         if scale_audit is not None:
             self._cache_audit = CacheAudit(self.scheduler.allocator, scale_audit)
         self._forms = Forms(tokenizer, vocab_size, self.eos_token_ids, compile_limits)
-        self._live: dict[int, Live] = {}
+        self._live = LiveRequests(self.scheduler, self._forms)
         self._is_stepping = False
         self._dropped: list[int] = []  # while a step ran
         self._next_number = 0
@@ -100,19 +99,19 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live)
+        return bool(self._live.by_number)
 
     @property
     def numbers(self) -> set[int]:
         """Of all requests that have not ended."""
-        return set(self._live)
+        return set(self._live.by_number)
 
     @property
     def stats(self) -> EngineStats:
         allocator = self.scheduler.allocator
         return EngineStats(
             num_running=self.scheduler.num_running,
-            num_waiting=len(self._live) - self.scheduler.num_running,
+            num_waiting=len(self._live.by_number) - self.scheduler.num_running,
             num_held_pages=allocator.num_held,
             num_idle_pages=allocator.num_idle,
             num_usable_pages=allocator.num_usable,
@@ -156,7 +155,7 @@ class Engine:
             self.scheduler.add(sequence)
         else:
             self._forms.start(sequence)
-        self._live[number] = live
+        self._live.by_number[number] = live
         return number
 
     def submit_choices(
@@ -174,12 +173,7 @@ class Engine:
 
     def cancel(self, number: int) -> Result | None:
         """End a request now; its pages are free at once. None if it has ended already."""
-        live = self._live.get(number)
-        if live is None:
-            return None
-        result = self._finish(live, FinishReason.CANCELLED)
-        live.tell(Progress(number, (), "", result))
-        return result
+        return self._live.cancel(number)
 
     def step(self) -> list[Progress]:
         """Run once; what became of every request that got a token or ended, one piece for each token.
@@ -222,13 +216,13 @@ class Engine:
             self._num_steps += 1
             self._num_computed_tokens += sum([c.num_tokens + len(c.drafts) for c in ran.chunks])
             if speculation is None:
-                self._emit_all(ran, progress)
+                self._live.emit_all(ran, progress)
                 if ran.went_ahead and changes == self.scheduler.changes:
                     self._steady = self._steady_of(ran)
             else:
                 emitted = []
                 for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
-                    pieces = self._emit(chunk, ran, row)
+                    pieces = self._live.emit(chunk, ran, row)
                     progress += pieces
                     emitted.append([token for piece in pieces for token in piece.token_ids])
                 speculation.note(ran.chunks, emitted)
@@ -251,7 +245,7 @@ class Engine:
 
     def _steady_of(self, ran: Ran) -> Steady | None:
         """Steps after this one, if nothing is known that would make them other than it was."""
-        lives = [self._live[chunk.sequence.number] for chunk in ran.chunks]
+        lives = [self._live.by_number[chunk.sequence.number] for chunk in ran.chunks]
         if len(lives) != self.scheduler.num_running or not all(live.is_simple for live in lives):
             return None
         return Steady(lives, self.scheduler)
@@ -271,7 +265,7 @@ class Engine:
                 progress = steady.take(tokens)
             else:
                 self._steady, progress = None, []
-                self._emit_all(steady.ran(found), progress)
+                self._live.emit_all(steady.ran(found), progress)
         except BaseException:
             for sequence in steady.sequences:
                 self.cancel(sequence.number)
@@ -281,7 +275,7 @@ class Engine:
 
     def stream(self, number: int) -> TokenStream:
         """The progress of a request that was submitted and has not run yet. Others advance beside it."""
-        live = self._live[number]
+        live = self._live.by_number[number]
         stream = TokenStream(self.step, lambda: self._drop(number))
         live.stream, live.is_simple = weakref.ref(stream), False
         self._end_steady()
@@ -350,125 +344,17 @@ class Engine:
             if fault is None:
                 self.scheduler.add(sequence)
                 continue
-            live = self._live[sequence.number]
-            ended.append(self._refuse(live, fault))
+            live = self._live.by_number[sequence.number]
+            ended.append(self._live.refuse(live, fault))
             live.tell(ended[-1])
         return ended
 
     def _look_at_saturation(self) -> None:
         """Now and then, and when nothing is left to do; a layer's first values are told."""
-        if self._live and self._num_steps % SATURATION_STEPS:
+        if self._live.by_number and self._num_steps % SATURATION_STEPS:
             return
         known = {one.layer for one in self._saturated}
         self._saturated = self.runner.saturated()
         new = [one for one in self._saturated if one.layer not in known]
         if new:
             _log.warning("%s", saturation_warning(new))
-
-    def _emit_all(self, ran: Ran, progress: list[Progress]) -> None:
-        """`_emit` for every chunk. Where a token is nothing but one more, nobody is asked: at a
-        thousand sequences this loop is most of what a step costs the host.
-        """
-        sound, likeliest = ran.rows.sound, ran.rows.likeliest
-        is_final, lives = ran.rows.is_final, self._live
-        for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
-            sequence, start, num_tokens, _, _ = chunk
-            known = start + num_tokens
-            request, tokens = sequence.request, sequence.token_ids
-            live = lives[request.number]
-            if (
-                live.is_simple
-                and (is_final or sequence.is_plain)
-                and known == len(tokens)
-                and known + 1 < request.max_total_tokens
-                and sound[row]
-                and likeliest[row] not in live.stop_tokens
-            ):
-                if num_tokens == 1 and sequence.is_followed:
-                    sequence.num_computed_tokens = known  # its prompt can be found
-                else:
-                    self.scheduler.advance(sequence, known, followed=True)
-                token = likeliest[row]
-                tokens.append(token)
-                text = "" if live.text is None else live.text.push(token)
-                progress.append(one_token((request.number, (token,), text, None, (), None)))
-            else:
-                progress += self._emit(chunk, ran, row)
-
-    def _emit(self, chunk: Chunk, ran: Ran, row: int) -> list[Progress]:
-        """What a chunk's sequence gets: nothing, a token, or several where drafts stand.
-
-        row: the first of its rows.
-        """
-        rows, is_broken = ran.rows, chunk.sequence in ran.broken
-        sequence, known = chunk.sequence, chunk.start + chunk.num_tokens
-        if not chunk.samples and not is_broken:
-            self.scheduler.advance(sequence, known, followed=False)
-            return []
-        if not chunk.drafts:
-            sampled = Sampled(None) if is_broken else rows.sample(row, sequence)
-            return [self._follow(sequence, known, sampled)]
-
-        def choose(place: int) -> Progress:
-            return self._follow(sequence, known + place, rows.sample(row + place, sequence))
-
-        return verify(chunk.drafts, choose, _goes_on_with)
-
-    def _follow(self, sequence: Sequence, known: int, sampled: Sampled) -> Progress:
-        """What became of a sequence that was run up to `known` tokens."""
-        if sampled.token_id is not None or sampled.error is not None:
-            # Before the token is appended, and never if there is none: nothing that computed NaN
-            # is to be found by others.
-            self.scheduler.advance(sequence, known, followed=True)
-        live = self._live[sequence.number]
-        piece = self._take(live, sampled)
-        if live.stream is not None:
-            live.tell(piece)
-        return piece
-
-    def _take(self, live: Live, sampled: Sampled) -> Progress:
-        """Append a token, show its text, and end the request where it ends."""
-        sequence, number = live.sequence, live.sequence.number
-        first = sequence.num_output_tokens == 0
-        if sampled.error is not None:
-            return self._refuse(live, sampled.error)
-        if sampled.token_id is None:
-            result = self._finish(live, FinishReason.NUMERICAL_ERROR)
-            return Progress(number, (), "", result)
-        prompt_logprobs = live.prompt_logprobs if first else None
-        if sequence.num_tokens == sequence.request.max_total_tokens:  # max_tokens 0
-            result = self._finish(live, FinishReason.LENGTH)
-            return Progress(number, (), result.text, result, (), prompt_logprobs)
-        token = sampled.token_id
-        sequence.token_ids.append(token)
-        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-        sequence.logprobs += logprobs
-        try:
-            text, reason = live.advance(token)
-        except RequestError as fault:
-            return self._refuse(live, fault)
-        if reason is None:
-            return Progress(number, (token,), text, None, logprobs, prompt_logprobs)
-        before = live.shown
-        result = self._finish(live, reason)
-        text += result.text[len(before) :]
-        return Progress(number, (token,), text, result, logprobs, prompt_logprobs)
-
-    def _refuse(self, live: Live, fault: RequestError) -> Progress:
-        live.error = fault
-        return Progress(live.number, (), "", self._finish(live, FinishReason.REFUSED))
-
-    def _finish(self, live: Live, reason: FinishReason) -> Result:
-        sequence = live.sequence
-        num_pages = len(sequence.pages)
-        if self._forms.cancel(live.number):  # the scheduler does not know of it yet
-            sequence.status, sequence.finish_reason = Status.FINISHED, reason
-        else:
-            self.scheduler.finish(sequence, reason)
-        del self._live[live.number]
-        return live.result(reason, num_pages)
-
-
-def _goes_on_with(piece: Progress) -> int | None:
-    """The token that a sequence goes on from; None where it ended."""
-    return piece.token_ids[-1] if piece.result is None else None

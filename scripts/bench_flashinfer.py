@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.long import list_long
-from kvant.attention.need import LONG
 from kvant.attention.triton.backend import TritonBackend
 from kvant.kv.dtype import KVDtype
-from kvant.measure.attention_bench import Case, make_inputs, read_bandwidth, time_us
+from kvant.measure.attention_bench import read_bandwidth
+from kvant.measure.attention_inputs import Case, make_inputs
+from kvant.measure.gpu_time import elapsed_us, time_us
 
 PAGE = 16
 
@@ -92,15 +92,7 @@ def wrapper(shape: Shape, table: Tensor, workspace: Tensor) -> tuple[object, Cal
 def by_events(run: Callable[[], object], repeats: int = 7) -> list[float]:
     run()
     torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return times
+    return [elapsed_us(run) for _ in range(repeats)]
 
 
 def measure(name: str, shape: Shape, workspace: Tensor) -> dict[str, object]:
@@ -111,13 +103,9 @@ def measure(name: str, shape: Shape, workspace: Tensor) -> dict[str, object]:
         device,
     )  # fmt: skip
     step, triton = x.step, TritonBackend()
-    is_long = shape.queries >= LONG
-    if is_long:
-        counts = np.full(len(shape.lengths), shape.queries)
-        step = list_long(step, counts, np.array(shape.lengths))
 
     def times(run: Callable[[], object]) -> list[float]:
-        if is_long:
+        if step.long:
             return by_events(run)
         return time_us(run, repeats=15, inner=4 if len(shape.lengths) >= 64 else 20)
 

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.kv.dtype import KVDtype
-from kvant.measure.attention_bench import Case, Inputs, make_inputs
 from kvant.measure.attention_grid import OWN, Timed, _paged, table
+from kvant.measure.attention_inputs import Case, Inputs, make_inputs
 
 
 def stored(x: Inputs) -> torch.Tensor:

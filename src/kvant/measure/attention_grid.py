@@ -16,16 +16,10 @@ from kvant.attention.triton.backend import TritonBackend
 from kvant.errors import EngineFault
 from kvant.kv.dtype import KVDtype
 from kvant.kv.pool import LayerCache
-from kvant.measure.attention_bench import (
-    Case,
-    Inputs,
-    captured,
-    kv_bytes,
-    make_cache,
-    make_inputs,
-    replay_us,
-)
+from kvant.measure.attention_bench import kv_bytes
+from kvant.measure.attention_inputs import Case, Inputs, make_cache, make_inputs
 from kvant.measure.attention_peers import READ_BY_PEERS, Peer
+from kvant.measure.gpu_time import captured, replay_us
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = tuple(1024 << i for i in range(8))

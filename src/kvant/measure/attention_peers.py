@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvant.errors import NotServable, WayOut
 from kvant.kv.dtype import KVDtype
-from kvant.measure.attention_bench import Inputs
+from kvant.measure.attention_inputs import Inputs
 
 READ_BY_PEERS = (KVDtype.BFLOAT16, KVDtype.FP8_E4M3)
 _WORKSPACE = 512 << 20

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from kvant.attention.need import BackendInfo
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
 from kvant.engine.planning import resolve_again
@@ -13,10 +16,13 @@ from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
 
 
-def plan_storing(llm: LLM, stored: FormatRequest) -> KVPlan:
-    """The plan of the model that `llm` runs, with K and V stored as asked."""
+def plan_storing(llm: LLM, stored: FormatRequest, backend: BackendInfo | None = None) -> KVPlan:
+    """The plan of the model that `llm` runs, with K and V stored as asked. backend: None for its own."""
     asked = Asked(stored, f"--kv-cache-dtype {stored}")
-    return resolve_again(llm.planned, KVRequest(explicit=(asked,)))
+    planned = llm.planned
+    if backend is not None:
+        planned = replace(planned, request=replace(planned.request, backend=backend))
+    return resolve_again(planned, KVRequest(explicit=(asked,)))
 
 
 def engine_over(

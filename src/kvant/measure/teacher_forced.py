@@ -1,18 +1,21 @@
 """What a model says at every position of a given text, read through the paged cache.
 
 The text goes in by chunks, so that most positions attend over keys and values that were stored by
-an earlier step: exactly what generation does. Attention reads stored bytes in every case.
+an earlier step: exactly what generation does. Attention reads stored bytes in every case. Chunks of
+`kvant.attention.need.LONG` tokens are long queries, as in the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
+from kvant.attention.long import list_long
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel
@@ -25,7 +28,8 @@ def text_logits(
 ) -> Tensor:
     """Logits after each token, [len(token_ids), vocab_size], with the KV cache stored as in `plan`.
 
-    plan may differ from the one the model was loaded with in formats only; scales are the model's.
+    plan may differ from the one the model was loaded with in formats and backends only; scales are the
+    model's.
     """
     pages = -(-len(token_ids) // plan.page_size)
     device = model.device
@@ -47,6 +51,7 @@ def text_logits(
             max_seqlen_q=end - start,
             max_seqlen_kv=end,
         )
+        step = list_long(step, np.array([end - start]), np.array([end]))
         call = StepCall(step, pool, backends)
         parts.append(model.forward(ids[start:end], call, torch.arange(end - start, device=device)))
     return torch.cat(parts)

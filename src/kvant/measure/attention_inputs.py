@@ -1,0 +1,113 @@
+"""What attention is timed on, without an engine: pages in random order, random queries, one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionParams, Step
+from kvant.attention.long import list_long
+from kvant.kv.codecs import codec_for
+from kvant.kv.dtype import KVDtype
+from kvant.kv.geometry import Attention, LayerGeometry
+from kvant.kv.pool import LayerCache
+from kvant.kv.spec import Choice, LayerSpec, Scale, ScaleState, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One timing: sequences of `lengths` stored tokens, `queries` of them new."""
+
+    k: KVDtype
+    v: KVDtype
+    lengths: tuple[int, ...]
+    queries: int = 1
+    causal: bool = True
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    cache: LayerCache
+    q: Tensor
+    step: Step
+    params: AttentionParams
+
+
+def make_cache(
+    case: Case, num_pages: int, device: torch.device, *, seed: int = 0, distinct: int = 2048
+) -> LayerCache:
+    """Storage of `num_pages` pages of encoded normal numbers; `distinct` pages, then repetitions."""
+    torch.manual_seed(seed)
+    geometry = LayerGeometry(
+        0, "bench", Attention.FULL, case.q_heads, case.kv_heads, case.head_dim, case.head_dim
+    )
+    choices = [
+        Choice(dtype, Source.EXPLICIT, "bench", (), Scale(ScaleState.NONE))
+        for dtype in (case.k, case.v)
+    ]
+    distinct = min(distinct, num_pages)
+    sides: list[tuple[Tensor, ...]] = []
+    scales: list[Tensor | None] = []
+    for dtype in (case.k, case.v):
+        scale = None
+        if dtype.format.takes_outside_scale:
+            scale = torch.full((1,), 0.01 if dtype is KVDtype.NVFP4 else 0.02, device=device)
+        x = torch.randn(distinct * case.page_size, case.kv_heads, case.head_dim, device=device)
+        x *= torch.rand(x.shape[:2], device=device)[..., None] + 0.5
+        planes = codec_for(dtype).encode(x.to(torch.bfloat16), scale)
+        repeat = -(-num_pages // distinct)
+        sides.append(
+            tuple(
+                p.view(distinct, case.page_size, *p.shape[1:])
+                .repeat(repeat, 1, 1, 1)[:num_pages]
+                .contiguous()
+                for p in planes
+            )
+        )
+        scales.append(scale)
+    spec = LayerSpec(geometry, choices[0], choices[1], "triton")
+    return LayerCache(spec, sides[0], sides[1], scales[0], scales[1])
+
+
+def make_inputs(
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    cache: LayerCache | None = None,
+    seed: int = 0,
+) -> Inputs:
+    """Random pages in random order and random queries; many of a sequence are listed, as in the engine."""
+    torch.manual_seed(seed)
+    pages = [-(-length // case.page_size) for length in case.lengths]
+    if cache is None:
+        cache = make_cache(case, sum(pages), device, seed=seed)
+    order = torch.randperm(sum(pages), device=device).to(torch.int32)
+    table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
+    start = 0
+    for i, n in enumerate(pages):
+        table[i, :n] = order[start : start + n]
+        start += n
+    seqs = len(case.lengths)
+    tokens = seqs * case.queries
+    step = Step(
+        cu_seqlens_q=torch.arange(seqs + 1, dtype=torch.int32, device=device) * case.queries,
+        seqlens_kv=torch.tensor(case.lengths, dtype=torch.int32, device=device),
+        page_table=table,
+        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+        positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+        max_seqlen_q=case.queries,
+        max_seqlen_kv=max(case.lengths),
+        causal=case.causal,
+    )
+    step = list_long(step, np.full(seqs, case.queries), np.array(case.lengths))
+    q = torch.randn(tokens, case.q_heads, case.head_dim, device=device, dtype=torch.float32)
+    params = AttentionParams(scale=case.head_dim**-0.5, window=case.window)
+    return Inputs(cache, q.to(dtype), step, params)

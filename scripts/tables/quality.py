@@ -47,3 +47,15 @@ def formats(data: Any) -> Cells:
             ]
         )
     return lines
+
+
+@table("fp8-quality", "h200-fp8-quality.json")
+def fp8_products(data: Any) -> Cells:
+    lines = [["KV format", "backend", "mean KL", "same top token", "negative log-likelihood"]]
+    for r in data["rows"]:
+        kl, same = r["mean_kl"], r["same_top"]
+        lines.append(
+            [r["format"], r["backend"], "-" if kl is None else f"{kl:.5f}",
+             "-" if same is None else percent(same, digits=1), f"{r['nll']:.4f}"]
+        )  # fmt: skip
+    return lines

@@ -1,0 +1,142 @@
+"""What attention backends make of one text, by KV format, beside a float32 KV cache.
+
+    python scripts/compare_backends.py MODEL --text FILE.jsonl --format F .. --backend B .. [--out FILE]
+
+The text, questions and answers of a JSON lines file, goes in by chunks over the pages that earlier ones
+left; chunks of 256 tokens and more are long prompts, as in the engine. Told of every format and backend:
+the mean KL divergence from the float32 cache, read by the backend that Kvant chooses, the share of
+positions with the same likeliest token, and the text's mean negative log-likelihood, in nats a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvant import LLM
+from kvant.attention.select import parse_backend
+from kvant.engine.runner import ModelRunner
+from kvant.kv.dtype import KVDtype
+from kvant.kv.names import FormatRequest, parse_format
+from kvant.kv.spec import KVPlan
+from kvant.measure.facts import measurement_facts
+from kvant.measure.fidelity import compare
+from kvant.measure.own_engine import plan_storing
+from kvant.measure.teacher_forced import text_logits
+
+BASELINE = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """mean_kl, same_top: from and with the baseline, None of itself. nll: mean, in nats a token."""
+
+    format: str
+    backend: str
+    mean_kl: float | None
+    same_top: float | None
+    nll: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, required=True, help='lines of {"question", "answer"}')
+    parser.add_argument("--format", action="append", required=True)
+    parser.add_argument("--backend", action="append", required=True)
+    parser.add_argument("--tokens", type=int, default=2048, help="of the text, from its start")
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args(arguments)
+    llm = LLM(
+        asked.model,
+        device=asked.device,
+        dtype=asked.dtype,
+        kv_cache_memory="1GiB",
+        max_model_len=asked.tokens,
+        max_num_seqs=4,
+    )
+    ids = list(llm.encode(read_text(asked.text)))
+    if len(ids) < asked.tokens:
+        parser.error(f"--tokens {asked.tokens}: {asked.text} has {len(ids)}")
+    rows = measure(llm, ids[: asked.tokens], asked.format, asked.backend, asked.chunk)
+    print(table(rows))
+    if asked.out is not None:
+        command = shlex.join(["python", *sys.argv])
+        told = {
+            **measurement_facts(command, ["torch", "transformers"]),
+            "model": asked.model,
+            "compute": llm.plan.compute_dtype.value,
+            "text": asked.text.name,
+            "tokens": asked.tokens,
+            "chunk": asked.chunk,
+            "rows": [asdict(row) for row in rows],
+        }
+        asked.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def read_text(path: Path) -> str:
+    """All questions with their answers, one behind the other."""
+    problems = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return "\n".join(f"{problem['question']}\n{problem['answer']}" for problem in problems)
+
+
+def measure(
+    llm: LLM, ids: list[int], formats: Sequence[str], backends: Sequence[str], chunk: int
+) -> list[Row]:
+    """The baseline's row, then one for each format and backend; what cannot be served is an error first."""
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    plans = [
+        plan_storing(
+            llm,
+            parse_format(name, asked_by="--format"),
+            parse_backend(backend, asked_by="--backend"),
+        )
+        for name, backend in itertools.product(formats, backends)
+    ]
+    plan = plan_storing(llm, BASELINE)
+    exact = text_logits(runner.model, plan, ids, chunk=chunk)
+    rows = [Row(str(BASELINE), _readers(plan), None, None, _nll(exact, ids))]
+    for (name, _), plan in zip(itertools.product(formats, backends), plans, strict=True):
+        found = text_logits(runner.model, plan, ids, chunk=chunk)
+        distance = compare(exact, found)
+        rows.append(
+            Row(name, _readers(plan), distance.mean_kl, distance.same_top, _nll(found, ids))
+        )
+    return rows
+
+
+def _readers(plan: KVPlan) -> str:
+    return ", ".join(sorted({layer.backend for layer in plan.layers if layer.backend is not None}))
+
+
+def _nll(logits: Tensor, ids: Sequence[int]) -> float:
+    """Of every token but the first."""
+    following = torch.tensor(ids[1:], device=logits.device)
+    return float(functional.cross_entropy(logits[:-1].float(), following))
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [f"{'format':24} {'backend':12} {'mean KL':>9} {'same top':>9} {'NLL':>8}"]
+    for r in rows:
+        kl = "-" if r.mean_kl is None else f"{r.mean_kl:.5f}"
+        same = "-" if r.same_top is None else f"{r.same_top:.4f}"
+        lines.append(f"{r.format:24} {r.backend:12} {kl:>9} {same:>9} {r.nll:8.4f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -93,6 +93,21 @@ def test_sampling_flags_are_honoured_and_a_seed_repeats_an_answer(path: Path, ll
     assert other != first
 
 
+def test_the_models_own_values_hold_where_no_flag_says_and_are_told(tmp_path: Path) -> None:
+    other = tiny_chat.build(tmp_path)
+    (other / "generation_config.json").write_text('{"temperature": 3.0, "top_k": 30}')
+    llm = LLM(other, dtype="float32", kv_cache_memory="2MiB", max_model_len=128)
+    length = ("--max-tokens", "9", "--ignore-eos", "--seed", "7")
+    result = run(other, "Hello", *length)
+    assert result.stdout == expected(llm, "Hello", temperature=3, top_k=30, seed=7) + "\n"
+    assert "temperature 3, top_k 30" in result.stderr
+    warmer = run(other, "Hello", *length, "--top-k", "0").stdout
+    assert warmer == expected(llm, "Hello", temperature=3, seed=7) + "\n" != result.stdout
+    assert (
+        run(other, "Hello", *length, "--temperature", "0").stdout == expected(llm, "Hello") + "\n"
+    )
+
+
 def test_n_answers_are_printed_one_after_another(path: Path, llm: LLM) -> None:
     flags = ("--temperature", "1.5", "--seed", "7", "--n", "3")
     result = run(path, "Hello", *FLAGS, *flags, "--format", "json")

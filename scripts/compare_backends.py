@@ -4,8 +4,12 @@
 
 The text, questions and answers of a JSON lines file, goes in by chunks over the pages that earlier ones
 left; chunks of 256 tokens and more are long prompts, as in the engine. Told of every format and backend:
-the mean KL divergence from the float32 cache, read by the backend that Kvant chooses, the share of
-positions with the same likeliest token, and the text's mean negative log-likelihood, in nats a token.
+the mean KL divergence from the float32 cache, read by the backend that Kvant chooses, and that mean's
+standard error; the share of positions with the same likeliest token; the text's mean negative
+log-likelihood, in nats a token.
+
+A code next to a tie falls the other way where a sum was made in another order, and later ones follow: exact
+backends differ too. What lies within the standard errors is no difference.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format
 from kvant.kv.spec import KVPlan
 from kvant.measure.facts import measurement_facts
-from kvant.measure.fidelity import compare
+from kvant.measure.fidelity import divergences
 from kvant.measure.own_engine import plan_storing
 from kvant.measure.teacher_forced import text_logits
 
@@ -39,11 +43,14 @@ BASELINE = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """mean_kl, same_top: from and with the baseline, None of itself. nll: mean, in nats a token."""
+    """mean_kl, same_top: from and with the baseline, None of itself. kl_error: standard error of the mean,
+    positions taken as independent. nll: mean, in nats a token.
+    """
 
     format: str
     backend: str
     mean_kl: float | None
+    kl_error: float | None
     same_top: float | None
     nll: float
 
@@ -109,12 +116,14 @@ def measure(
     ]
     plan = plan_storing(llm, BASELINE)
     exact = text_logits(runner.model, plan, ids, chunk=chunk)
-    rows = [Row(str(BASELINE), _readers(plan), None, None, _nll(exact, ids))]
+    rows = [Row(str(BASELINE), _readers(plan), None, None, None, _nll(exact, ids))]
     for (name, _), plan in zip(itertools.product(formats, backends), plans, strict=True):
         found = text_logits(runner.model, plan, ids, chunk=chunk)
-        distance = compare(exact, found)
+        kl = divergences(exact, found)
+        error = kl.std() / len(kl) ** 0.5
+        same = (exact.argmax(-1) == found.argmax(-1)).double().mean()
         rows.append(
-            Row(name, _readers(plan), distance.mean_kl, distance.same_top, _nll(found, ids))
+            Row(name, _readers(plan), kl.mean().item(), error.item(), same.item(), _nll(found, ids))
         )
     return rows
 
@@ -130,11 +139,13 @@ def _nll(logits: Tensor, ids: Sequence[int]) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'format':24} {'backend':12} {'mean KL':>9} {'same top':>9} {'NLL':>8}"]
+    lines = [
+        f"{'format':24} {'backend':12} {'mean KL':>9} {'error':>9} {'same top':>9} {'NLL':>8}"
+    ]  # fmt: skip
     for r in rows:
-        kl = "-" if r.mean_kl is None else f"{r.mean_kl:.5f}"
+        kl, error = ("-" if x is None else f"{x:.5f}" for x in (r.mean_kl, r.kl_error))
         same = "-" if r.same_top is None else f"{r.same_top:.4f}"
-        lines.append(f"{r.format:24} {r.backend:12} {kl:>9} {same:>9} {r.nll:8.4f}")
+        lines.append(f"{r.format:24} {r.backend:12} {kl:>9} {error:>9} {same:>9} {r.nll:8.4f}")
     return "\n".join(lines)
 
 

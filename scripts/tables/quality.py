@@ -51,11 +51,10 @@ def formats(data: Any) -> Cells:
 
 @table("fp8-quality", "h200-fp8-quality.json")
 def fp8_products(data: Any) -> Cells:
-    lines = [["KV format", "backend", "mean KL", "same top token", "negative log-likelihood"]]
+    lines = [["KV format", "backend", "mean KL", "its standard error", "same top token",
+              "negative log-likelihood"]]  # fmt: skip
     for r in data["rows"]:
-        kl, same = r["mean_kl"], r["same_top"]
-        lines.append(
-            [r["format"], r["backend"], "-" if kl is None else f"{kl:.5f}",
-             "-" if same is None else percent(same, digits=1), f"{r['nll']:.4f}"]
-        )  # fmt: skip
+        kl, error = ("-" if x is None else f"{x:.5f}" for x in (r["mean_kl"], r["kl_error"]))
+        same = "-" if r["same_top"] is None else percent(r["same_top"], digits=1)
+        lines.append([r["format"], r["backend"], kl, error, same, f"{r['nll']:.4f}"])
     return lines

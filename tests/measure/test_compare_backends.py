@@ -102,14 +102,15 @@ def test_every_format_is_read_by_every_backend_and_the_result_becomes_a_table(
     assert same["nll"] == baseline["nll"] == pytest.approx(other["nll"], rel=1e-5)
     assert [r["backend"] for r in narrow] == ["cpu", "reference"]
     assert all(r["format"] == "fp8_e5m2" and r["mean_kl"] > 1e-6 for r in narrow)
+    assert all(0 < r["kl_error"] < r["mean_kl"] for r in narrow)
 
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table: fp8-quality -->\n<!-- end -->\n")
     command = [sys.executable, str(SCRIPTS / "benchmark_tables.py"), "--root", str(tmp_path)]
     subprocess.run(command, check=True, timeout=60)
     lines = readme.read_text().splitlines()
-    assert lines[3] == f"| float32 | cpu | - | - | {baseline['nll']:.4f} |"
-    assert lines[4] == f"| float32 | cpu | 0.00000 | 100.0 % | {same['nll']:.4f} |"
+    assert lines[3] == f"| float32 | cpu | - | - | - | {baseline['nll']:.4f} |"
+    assert lines[4] == f"| float32 | cpu | 0.00000 | 0.00000 | 100.0 % | {same['nll']:.4f} |"
 
 
 def test_likelihood_is_that_of_the_formula() -> None:

@@ -27,10 +27,14 @@ def passage() -> str:
     return files("kvant.measure").joinpath("passage.txt").read_text(encoding="utf-8")
 
 
-def compare(baseline: Tensor, logits: Tensor) -> Fidelity:
-    """Both [tokens, vocab_size]; computed in float64."""
+def divergences(baseline: Tensor, logits: Tensor) -> Tensor:
+    """KL(baseline || this) at every position, in nats, float64 [tokens]; both [tokens, vocab_size]."""
     p = torch.log_softmax(baseline.double(), -1)
     q = torch.log_softmax(logits.double(), -1)
-    divergence = (p.exp() * (p - q)).sum(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def compare(baseline: Tensor, logits: Tensor) -> Fidelity:
+    """Both [tokens, vocab_size]; computed in float64."""
     same = (baseline.argmax(-1) == logits.argmax(-1)).double().mean()
-    return Fidelity(divergence.mean().item(), same.item(), len(baseline))
+    return Fidelity(divergences(baseline, logits).mean().item(), same.item(), len(baseline))

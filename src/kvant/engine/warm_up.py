@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvant.attention.base import Step
 from kvant.attention.long import list_long
 from kvant.engine.graphs import Forward
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel, widened
+
+_MOST_AT_ONCE = 6
+"""More gain little: a part of compiling is Python, which runs one thread at a time."""
 
 
 def warm_up(
@@ -20,18 +27,37 @@ def warm_up(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> None:
-    """Run steps that write nowhere: short and long prompts, alone and beside each other."""
-    for lengths in step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len):
+    """Run steps that write nowhere: short and long prompts, alone and beside each other.
+
+    Several at once, since compiling them is what takes time. They share a stream, so that the device runs
+    their kernels one after the other, as it does those of one step.
+    """
+
+    def run(lengths: tuple[int, ...]) -> Tensor:
         step = _nowhere(lengths, model.plan.page_size, model.device)
         ids = torch.zeros_like(step.positions)
-        logits = forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
+        return forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
+
     # Triton is there where there is a GPU.
     from kvant.attention.triton.prefill import prepare
     from kvant.engine.triton_draw import draw_once
 
-    draw_once(logits.to(widened(logits.dtype)))
-    prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
+    first, *others = step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len)
+    logits = run(first)  # alone, as it makes what all of them find
+    with ThreadPoolExecutor(_at_once(model.device)) as threads:
+        compiled = threads.map(run, others)
+        draw = threads.submit(draw_once, logits.to(widened(logits.dtype)))
+        # Here, as cuDNN's plans are those of a thread.
+        prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
+        for _ in compiled:
+            pass
+        draw.result()
     torch.cuda.synchronize(model.device)
+
+
+def _at_once(device: torch.device) -> int:
+    """Steps whose kernels are compiled at the same time; Triton's interpreter takes one."""
+    return 1 if device.type == "cpu" else max(1, min(_MOST_AT_ONCE, len(os.sched_getaffinity(0))))
 
 
 def step_lengths(

@@ -8,6 +8,9 @@ the mean KL divergence from the float32 cache, read by the backend that Kvant ch
 standard error; the share of positions with the same likeliest token; the text's mean negative
 log-likelihood, in nats a token.
 
+`--defined` measures what the definition of fp8 products computes (`kvant.attention.verify.rounded`, in
+float64), on any device: what `--backend triton_fp8` does up to ties.
+
 A code next to a tie falls the other way where a sum was made in another order, and later ones follow: exact
 backends differ too. What lies within the standard errors is no difference.
 """
@@ -28,10 +31,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvant import LLM
+from kvant.attention.base import AttentionParams, Step
+from kvant.attention.reference.backend import ReferenceBackend
 from kvant.attention.select import parse_backend
+from kvant.attention.verify import definition, rounded
 from kvant.engine.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format
+from kvant.kv.pool import LayerCache
 from kvant.kv.spec import KVPlan
 from kvant.measure.facts import measurement_facts
 from kvant.measure.fidelity import divergences
@@ -55,12 +62,24 @@ class Row:
     nll: float
 
 
+class Defined(ReferenceBackend):
+    """Fp8 products for long stretches of queries, as they are defined."""
+
+    name = "fp8, defined"
+
+    def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        if step.long:
+            return rounded.attend(cache, q, step, params)[0].to(q.dtype)
+        return definition.attend(cache, q, step, params).to(q.dtype)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True, help='lines of {"question", "answer"}')
     parser.add_argument("--format", action="append", required=True)
     parser.add_argument("--backend", action="append", required=True)
+    parser.add_argument("--defined", action="store_true", help="fp8 products by their definition")
     parser.add_argument("--tokens", type=int, default=2048, help="of the text, from its start")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--device", default="cuda")
@@ -78,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ids = list(llm.encode(read_text(asked.text)))
     if len(ids) < asked.tokens:
         parser.error(f"--tokens {asked.tokens}: {asked.text} has {len(ids)}")
-    rows = measure(llm, ids[: asked.tokens], asked.format, asked.backend, asked.chunk)
+    rows = measure(
+        llm, ids[: asked.tokens], asked.format, asked.backend, asked.chunk, asked.defined
+    )
     print(table(rows))
     if asked.out is not None:
         command = shlex.join(["python", *sys.argv])
@@ -101,7 +122,12 @@ def read_text(path: Path) -> str:
 
 
 def measure(
-    llm: LLM, ids: list[int], formats: Sequence[str], backends: Sequence[str], chunk: int
+    llm: LLM,
+    ids: list[int],
+    formats: Sequence[str],
+    backends: Sequence[str],
+    chunk: int,
+    defined: bool = False,
 ) -> list[Row]:
     """The baseline's row, then one for each format and backend; what cannot be served is an error first."""
     runner = llm.engine.runner
@@ -117,13 +143,22 @@ def measure(
     plan = plan_storing(llm, BASELINE)
     exact = text_logits(runner.model, plan, ids, chunk=chunk)
     rows = [Row(str(BASELINE), _readers(plan), None, None, None, _nll(exact, ids))]
-    for (name, _), plan in zip(itertools.product(formats, backends), plans, strict=True):
-        found = text_logits(runner.model, plan, ids, chunk=chunk)
+    measured = [
+        (name, plan, _readers(plan), None)
+        for (name, _), plan in zip(itertools.product(formats, backends), plans, strict=True)
+    ]
+    if defined:
+        by_name = ((name, parse_format(name, asked_by="--format")) for name in formats)
+        measured += [
+            (name, plan_storing(llm, stored), Defined.name, Defined()) for name, stored in by_name
+        ]
+    for name, plan, reader, backend in measured:
+        found = text_logits(runner.model, plan, ids, chunk=chunk, backend=backend)
         kl = divergences(exact, found)
         error = kl.std() / len(kl) ** 0.5
         same = (exact.argmax(-1) == found.argmax(-1)).double().mean()
         rows.append(
-            Row(name, _readers(plan), kl.mean().item(), error.item(), same.item(), _nll(found, ids))
+            Row(name, reader, kl.mean().item(), error.item(), same.item(), _nll(found, ids))
         )
     return rows
 

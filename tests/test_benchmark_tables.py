@@ -51,9 +51,10 @@ def test_new_json_makes_the_tables_stale(copy: Path) -> None:
 
 
 def test_a_worse_figure_turns_a_goal_into_a_miss_with_its_size(copy: Path) -> None:
-    data = copy / "docs" / "benchmarks" / "h200-servers.json"
+    data = copy / "docs" / "benchmarks" / "h200-starts.json"
     found = json.loads(data.read_text())
-    found["starts"][0]["seconds"] = 90
+    newest = [row for row in found["rows"] if row["start"] == "first"][-1]
+    newest["seconds"] = 90
     data.write_text(json.dumps(found))
     subprocess.run([sys.executable, str(SCRIPT), "--root", str(copy)], check=True, timeout=60)
     goals = (copy / "docs" / "benchmarks" / "README.md").read_text()

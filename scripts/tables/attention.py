@@ -8,11 +8,9 @@ from tables import Cells, held, table
 
 FILE = "h200-attention.json"
 GENERAL = "h200-attention-general.json"
-PROMPTS = "h200-attention-prompts.json"
+DENSE = "h200-attention-prompts.json"
 MOST_OVER_PEER = 1.03
 MOST_OVER_ONE_QUERY = 1.15
-PREFIX_GOALS = {8: 0.9, 4: 0.8}
-"""Least speed over bfloat16, by bits of a stored number."""
 # Of one query: microseconds, and share of the time of bfloat16.
 GOALS: dict[str, tuple[float | None, float | None]] = {
     "bfloat16": (540, None),
@@ -151,33 +149,7 @@ def bits(name: str) -> int:
     return {"bfloat16": 16, "int4_per_token_head": 4, "nvfp4": 4}.get(name, 8)
 
 
-def prefix_speeds(data: Any) -> dict[str, float]:
-    found = {r["format"]: r["us"] for r in data["prefix_2048_over_32768"]}
-    return {name: found["bfloat16"] / us for name, us in found.items()}
-
-
-@table("attention-prefix", PROMPTS)
-def prefix(data: Any) -> Cells:
-    speeds = prefix_speeds(data)
-    lines = [["format", "us", "of that decoding us", "speed over own bfloat16", "goal"]]
-    for r in data["prefix_2048_over_32768"]:
-        name = r["format"]
-        speed, least = speeds[name], PREFIX_GOALS.get(bits(name))
-        goal = "-" if least is None else held(speed, least, least=True, shown=f"{least:.2f}")
-        lines.append([name, str(r["us"]), str(r["decoding_us"]), f"{speed:.2f}", goal])
-    return lines
-
-
-@table("attention-prompts", PROMPTS)
-def prompts(data: Any) -> Cells:
-    lines = [["prompts", "us", "TFLOP/s", "goal"]]
-    for r in data["prompts"]:
-        met = held(r["tflops"], 545, least=True, shown="545") if r["tokens"] == 8192 else "none"
-        lines.append([f"{r['sequences']} x {r['tokens']}", str(r["us"]), str(r["tflops"]), met])
-    return lines
-
-
-@table("attention-dense", PROMPTS)
+@table("attention-dense", DENSE)
 def dense(data: Any) -> Cells:
     lines = [["prompts", "heads, head size", "queries x keys, warps, stages", "us", "TFLOP/s"]]
     for r in data["dense_kernel"]:

@@ -12,7 +12,8 @@ KVANT = ("h200-throughput-bfloat16.json", "h200-throughput-fp8.json")
 VLLM = ("h200-vllm-bfloat16.json", "h200-vllm-fp8.json")
 PEER = {"bfloat16": "bfloat16", "fp8_e4m3": "fp8"}
 SERVERS = "h200-servers.json"
-LATER = "h200-servers-later.json"
+AGAIN = ("h200-again-fp8.json", "h200-again-triton-fp8.json", "h200-again-vllm-fp8.json")
+"""fp8 caches in a call of their own, Kvant by decoding and by fp8 products."""
 
 
 @table("beside-vllm", *KVANT, *VLLM)
@@ -40,8 +41,28 @@ def throughput(*files: Any) -> Cells:
     ]  # fmt: skip
 
 
+@table("beside-vllm-fp8", *AGAIN)
+def fp8_products(*files: Any) -> Cells:
+    """Of the fastest repeat; a ratio above 1 is in Kvant's favour."""
+    decoded, multiplied, theirs = (
+        {load: r for (load, _), r in rounds(one).items()} for one in files
+    )
+    lines = [["requests x input/output", "vLLM fp8", "Kvant triton", "over vLLM", "Kvant triton_fp8",
+              "over vLLM"]]  # fmt: skip
+    for load, peer in theirs.items():
+        cells = [load.replace("x", " x "), measured(load, peer["seconds"])[1]]
+        for ours in (decoded, multiplied):
+            if load in ours:
+                seconds = ours[load]["seconds"]
+                ratio = min(peer["seconds"]) / min(seconds)
+                cells += [measured(load, seconds)[1], f"{ratio:.2f}"]
+            else:
+                cells += ["-", "-"]
+        lines.append(cells)
+    return lines
+
+
 @table("servers", SERVERS)
-@table("servers-later", LATER)
 def servers(data: Any) -> Cells:
     """Milliseconds; one line for each rate and server."""
     lines = [

@@ -7,23 +7,36 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from tables import Cells, attention, held, scheduler, serving, speculative, table, throughput
+from tables import (
+    Cells,
+    attention,
+    held,
+    prompts,
+    scheduler,
+    serving,
+    speculative,
+    table,
+    throughput,
+)
 
 FILES = {
     "kernels": attention.FILE,
     "grid": "h200-attention-grid-bfloat16.json",
-    "prompts": attention.PROMPTS,
+    "prompts": prompts.FILE,
+    "dense": attention.DENSE,
     "flashinfer": "h200-flashinfer.json",
     "bfloat16": "h200-throughput-bfloat16.json",
     "fp8": "h200-throughput-fp8.json",
     "int4": "h200-throughput-int4.json",
     "later16": throughput.LATER[0],
     "later8": throughput.LATER[1],
+    "again8": "h200-again-fp8.json",
+    "products": "h200-again-triton-fp8.json",
     "decode": "h200-decode.json",
     "replay": "h200-replay.json",
     "long": "h200-replay-long.json",
     "smollm2": "h200-smollm2-spec.json",
-    "servers": "h200-servers.json",
+    "starts": "h200-starts.json",
     "logits": "h200-logits.json",
     "share": "h200-memory-share.json",
     "host": scheduler.FILE,
@@ -31,7 +44,7 @@ FILES = {
     "idle1024": scheduler.IDLE_FILES[1],
 }
 DECODE_US, LONG_US, SHORT_US = 515, {"bfloat16": 140, "fp8_e4m3": 85}, 8
-LIBRARY, OTHER_LIBRARY, OWN_KERNEL = 545, 600, 450
+OTHER_LIBRARY, OWN_KERNEL = 600, 450
 CAPACITY = {"fp8": 2.0, "int4": 3.7}
 HOST_MS = {256: 0.25, 1024: 0.6}
 BESIDE_BFLOAT16 = 0.62
@@ -103,7 +116,7 @@ def _all(*files: Any) -> Iterator[Goal]:
     data = dict(zip(FILES, files, strict=True))
     yield from _one_query(data["kernels"], data["grid"])
     yield from _sixteen_queries(data["kernels"])
-    yield from _prompts(data["prompts"], data["flashinfer"])
+    yield from _prompts(data["prompts"], data["dense"], data["flashinfer"])
     yield from _loads(data)
     yield from _drafts(data)
     yield from _served(data)
@@ -171,35 +184,41 @@ def _bits(name: str) -> int:
     return 0 if "/" in name else attention.bits(name)
 
 
-def _prompts(prompts: Any, flashinfer: Any) -> Iterator[Goal]:
-    at = {"page": "attention", "data": prompts, "unit": " TFLOP/s", "least": True, "digits": 0}
-    case = next(r for r in prompts["prompts"] if (r["sequences"], r["tokens"]) == (4, 8192))
+def _prompts(found: Any, dense: Any, flashinfer: Any) -> Iterator[Goal]:
+    at = {"page": "attention", "data": found, "unit": " TFLOP/s", "least": True, "digits": 0}
+    case = prompts.by_triton(found, "4 x 8192")["bfloat16"]
     peer = next(r for r in flashinfer["rows"] if r["case"] == "prefill 4x8192")
     # The same work: as many operations in another time.
-    other = case["tflops"] * case["us"] / median(peer["flashinfer_us"])
+    other = case["tflops"] * case["median_us"] / median(peer["flashinfer_us"])
     own = max(
         r["tflops"]
-        for r in prompts["dense_kernel"]
+        for r in dense["dense_kernel"]
         if (r["sequences"], r["tokens"], r["q_heads"], r["head_dim"]) == (4, 8192, 32, 128)
         and r["causal"]
     )
-    yield Goal("prompts of 4 x 8192, bfloat16, cuDNN", case["tflops"], LIBRARY, **at)
+    yield Goal(
+        "prompts of 4 x 8192, bfloat16, cuDNN", case["tflops"], prompts.LIBRARY_GOAL, **at
+    )  # fmt: skip
     yield Goal(
         "prompts of 4 x 8192, bfloat16, FlashInfer", other, OTHER_LIBRARY,
         **{**at, "page": "flashinfer", "data": flashinfer},
     )  # fmt: skip
-    yield Goal("prompts of 4 x 8192, bfloat16, Kvant's own kernel", own, OWN_KERNEL, **at)
-    speeds = attention.prefix_speeds(prompts)
-    for number, least in attention.PREFIX_GOALS.items():
+    yield Goal(
+        "prompts of 4 x 8192, bfloat16, Kvant's own kernel", own, OWN_KERNEL,
+        **{**at, "data": dense},
+    )  # fmt: skip
+    speeds = prompts.prefix_speeds(found)
+    for number, least in prompts.PREFIX_GOALS.items():
         worst = min(speed for name, speed in speeds.items() if attention.bits(name) == number)
         what = f"prompts of 2048 after 32768, speed over bfloat16, worst of {number} bits"
-        yield Goal(what, worst, least, "x", "attention", prompts, least=True)
+        yield Goal(what, worst, least, "x", "attention", found, least=True)
 
 
 def _loads(data: dict[str, Any]) -> Iterator[Goal]:
     for (load, stored), bound in throughput.GOALS.items():
-        newest = {"bfloat16": ("bfloat16", "later16"), "fp8_e4m3": ("fp8", "later8")}[stored]
-        for name, which in zip(newest, ("", ", in a later call"), strict=True):
+        calls = ("", ", in a later call", ", in the latest call")
+        runs = {"bfloat16": ("bfloat16", "later16"), "fp8_e4m3": ("fp8", "later8", "again8")}
+        for name, which in zip(runs[stored], calls, strict=False):
             run, long = data[name], load in throughput.LONG
             seconds = next(r["seconds"] for r in run["rounds"] if r["load"] == load)
             value, _ = throughput.measured(load, seconds)
@@ -208,6 +227,12 @@ def _loads(data: dict[str, Any]) -> Iterator[Goal]:
                 " s" if long else " tok/s", "throughput", run, least=not long,
                 digits=1 if long else 0,
             )  # fmt: skip
+    run, load = data["products"], "64x16384/128"
+    seconds = next(r["seconds"] for r in run["rounds"] if r["load"] == load)
+    yield Goal(
+        "64 x 16384/128, fp8_e4m3, --attention-backend triton_fp8", min(seconds),
+        throughput.GOALS[load, "fp8_e4m3"], " s", "throughput", run, digits=1,
+    )  # fmt: skip
     pool = {name: data[name]["rounds"][0]["capacity_tokens"] for name in ("bfloat16", *CAPACITY)}
     for name, least in CAPACITY.items():
         times = pool[name] / pool["bfloat16"]
@@ -242,12 +267,12 @@ def _drafts(data: dict[str, Any]) -> Iterator[Goal]:
 
 
 def _served(data: dict[str, Any]) -> Iterator[Goal]:
-    servers, logits, share, host = (data[name] for name in ("servers", "logits", "share", "host"))
-    for start, most, which in zip(
-        servers["starts"], serving.START_GOALS, ("first", "second"), strict=True
-    ):
+    starts, logits, share, host = (data[name] for name in ("starts", "logits", "share", "host"))
+    for which, most in serving.START_GOALS.items():
+        newest = next(r for r in reversed(starts["rows"]) if r["start"] == which)
+        assert newest["commit"] == starts["commit"]
         what = f"a server's {which} start"
-        yield Goal(what, start["seconds"], most, " s", "serving", servers, digits=1)
+        yield Goal(what, newest["seconds"], most, " s", "serving", starts, digits=1)
     theirs, ours = (r["error"] for r in logits["rows"][:2])
     what = "error of logits over transformers' own, bfloat16"
     yield Goal(what, ours / theirs, logits["bound"], "x", "serving", logits)

@@ -86,7 +86,7 @@ def test_every_format_is_read_by_every_backend_and_the_result_becomes_a_table(
 ) -> None:
     data = tmp_path / "docs" / "benchmarks"
     data.mkdir(parents=True)
-    out = data / "h200-fp8-quality.json"
+    out = data / "fp8-quality.json"
     script().main(
         [str(model), "--text", str(text), "--device", "cpu", "--tokens", "40", "--chunk", "16",
          "--dtype", "float32", "--format", "float32", "--format", "fp8_e5m2",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention.backends import load_backends
-from kvant.attention.base import Step, StepCall
+from kvant.attention.base import AttentionBackend, Step, StepCall
 from kvant.attention.long import list_long
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
@@ -24,17 +24,25 @@ CHUNK = 128
 
 
 def text_logits(
-    model: LoadedModel, plan: KVPlan, token_ids: Sequence[int], *, chunk: int = CHUNK
+    model: LoadedModel,
+    plan: KVPlan,
+    token_ids: Sequence[int],
+    *,
+    chunk: int = CHUNK,
+    backend: AttentionBackend | None = None,
 ) -> Tensor:
     """Logits after each token, [len(token_ids), vocab_size], with the KV cache stored as in `plan`.
 
     plan may differ from the one the model was loaded with in formats and backends only; scales are the
-    model's.
+    model's. backend: reads and writes every layer instead of the plan's.
     """
     pages = -(-len(token_ids) // plan.page_size)
     device = model.device
     pool = KVPool(plan, SCRATCH_PAGE + 1 + pages, device=device, scales=model.scales)
-    backends = load_backends(plan, batch_invariant=model.batch_invariant)
+    if backend is None:
+        backends = load_backends(plan, batch_invariant=model.batch_invariant)
+    else:
+        backends = (backend,) * len(plan.layers)
     first = SCRATCH_PAGE + 1
     table = torch.arange(first, first + pages, dtype=torch.int32, device=device)[None]
     ids = torch.tensor(token_ids, dtype=torch.int64, device=device)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import pytest
 from kvant import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvant.engine.async_llm import AsyncStream
 from kvant.engine.failed_steps import MOST_FAILED_STEPS
+from kvant.engine.llm_options import config_of
 from kvant.engine.result import Result
-from kvant.errors import EngineFault, KvantError, RequestError
+from kvant.engine.runner import ModelRunner
+from kvant.errors import ConfigError, EngineFault, KvantError, RequestError
 from tests.engine import tiny_chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -75,6 +78,70 @@ async def until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.002)
     raise AssertionError("it did not come to that")
+
+
+def test_one_thread_prepares_the_engine_and_runs_its_steps(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[threading.Thread]] = {"capture": set(), "run": set()}
+
+    def watched(name: str) -> Callable[..., Any]:
+        original = getattr(ModelRunner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            threads[name].add(threading.current_thread())
+            return original(*given, **named)
+
+        return call
+
+    for name in threads:
+        monkeypatch.setattr(ModelRunner, name, watched(name))
+    for make in (
+        lambda: AsyncLLM(path, kv_cache_memory="4MiB"),
+        lambda: AsyncLLM.from_config(config_of(path, {"kv_cache_memory": "4MiB"})),
+    ):
+        llm = make()
+
+        async def scenario(llm: AsyncLLM) -> None:
+            await result_of(llm.generate("Hello", GREEDY))
+
+        run(scenario(llm))
+        llm.close()
+        assert len(threads["run"]) == 1
+        assert threads["capture"] == threads["run"] != {threading.current_thread()}
+        for seen in threads.values():
+            seen.clear()
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_by_the_constructor(path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="fp7"):
+        AsyncLLM(path, kv_cache_dtype="fp7")
+    with pytest.raises(ConfigError, match="colour"):
+        AsyncLLM(path, colour="red")  # type: ignore[call-arg]
+    assert threading.active_count() == before
+
+
+def test_whoever_interrupts_the_loading_does_not_wait_for_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def load(*_: Any, **__: Any) -> LLM:
+        go_on.wait(30)
+        return LLM.from_config(config_of(path, {"kv_cache_memory": "4MiB"}))
+
+    def interrupted(self: Future[None], timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvant.engine.async_llm.LLM", load)
+    monkeypatch.setattr("kvant.engine.worker.Future", type("F", (Future,), {"result": interrupted}))
+    with pytest.raises(KeyboardInterrupt):
+        AsyncLLM(path)
+    (thread,) = [t for t in threading.enumerate() if t.name == "kvant-engine"]
+    go_on.set()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_one_answer_is_that_of_the_plain_llm(sync: LLM) -> None:

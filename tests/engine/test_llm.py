@@ -324,10 +324,12 @@ def test_the_environment_asks_less_loudly_than_the_argument(
     assert key.dtype is KVDtype.BFLOAT16
 
 
-def test_importing_kvant_or_a_refusal_loads_no_torch() -> None:
+@pytest.mark.parametrize("name", ["LLM", "AsyncLLM"])
+def test_importing_kvant_or_a_refusal_loads_no_torch(name: str) -> None:
+    """How OpenMP's threads wait can be set only before torch is there."""
     code = (
-        "import sys, kvant; assert kvant.SamplingParams and kvant.LLM\n"
-        "try: kvant.LLM('/nowhere/at-all')\n"
+        f"import sys, kvant; assert kvant.SamplingParams and kvant.{name}\n"
+        f"try: kvant.{name}('/nowhere/at-all')\n"
         "except kvant.errors.ModelNotFound: pass\n"
         "else: raise SystemExit('found?')\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy imports'"

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM, Prompt
@@ -19,6 +19,9 @@ from kvant.engine.worker import Mailbox, Submit, Worker, post
 from kvant.errors import EngineFault, KvantError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
+
+if TYPE_CHECKING:
+    from kvant.engine.engine import Engine
 
 
 class AsyncStream(AsyncIterator[Progress]):
@@ -104,9 +107,10 @@ class AsyncLLM:
         llm.close()
 
     Arguments are those of `LLM`. Everything that is asked at the same time runs in one batch, stepped
-    by one thread; loading happens in the constructor and takes its time. Methods can be called from any
-    event loop of any thread. A step that fails costs those who took part an EngineFault; several in a
-    row end the engine (`kvant.engine.failed_steps`), and everybody who waits is told.
+    by one thread, which also loads the model: `progress` is called there, and the constructor waits.
+    Methods can be called from any event loop of any thread. A step that fails costs those who took part
+    an EngineFault; several in a row end the engine (`kvant.engine.failed_steps`), and everybody who
+    waits is told.
     """
 
     def __init__(
@@ -116,26 +120,37 @@ class AsyncLLM:
         progress: local.Progress | None = None,
         **options: Unpack[LLMOptions],
     ) -> None:
-        self._start(LLM(model, progress=progress, **options))
+        self._start(lambda: LLM(model, progress=progress, **options))
 
     @classmethod
     def from_config(
         cls, config: EngineConfig, *, progress: local.Progress | None = None
     ) -> AsyncLLM:
         """An AsyncLLM of a configuration that was made elsewhere."""
-        return cls.from_llm(LLM.from_config(config, progress=progress))
+        made = cls.__new__(cls)
+        made._start(lambda: LLM.from_config(config, progress=progress))
+        return made
 
     @classmethod
     def from_llm(cls, llm: LLM) -> AsyncLLM:
-        """Take over a loaded model; the LLM itself must not generate any more."""
+        """Take over a loaded model; the LLM itself must not generate any more.
+
+        On a GPU the first long prompts wait for plans that whoever loaded it has made for its own thread.
+        """
         made = cls.__new__(cls)
-        made._start(llm)
+        made._start(lambda: llm)
         return made
 
-    def _start(self, llm: LLM) -> None:
-        self._llm = llm
-        self._worker = Worker(llm.engine)
-        self._worker.start()
+    def _start(self, load: Callable[[], LLM]) -> None:
+        loaded: list[LLM] = []
+
+        def make() -> Engine:  # holds no AsyncLLM, which could not end then
+            loaded.append(load())
+            return loaded[0].engine
+
+        self._worker = Worker()
+        self._worker.start(make)
+        self._llm = loaded.pop()
         # Also at the end of the program: the thread must not be in a step when Python goes away.
         self._stop = weakref.finalize(self, self._worker.stop)
 

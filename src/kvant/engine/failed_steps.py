@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from kvant.engine.engine import Engine
 from kvant.errors import EngineFault
+
+if TYPE_CHECKING:
+    from kvant.engine.engine import Engine
 
 MOST_FAILED_STEPS = 3
 """So many failed steps in a row mean that the device is broken, or the engine, not a request."""

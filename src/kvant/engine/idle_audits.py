@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
-from kvant.engine.engine import Engine
 from kvant.errors import EngineFault
+
+if TYPE_CHECKING:
+    from kvant.engine.engine import Engine
 
 AFTER_SECONDS = 1.0
 """An engine without work for so long checks who owns its pages, and from then on some scales each time."""

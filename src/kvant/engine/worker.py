@@ -11,16 +11,20 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
-from kvant.engine.engine import Engine
 from kvant.engine.failed_steps import FailedSteps
 from kvant.engine.idle_audits import AFTER_SECONDS, IdleAudits
 from kvant.engine.result import EngineStats, Progress
 from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import EngineFault, KvantError, RequestError
+
+if TYPE_CHECKING:
+    from kvant.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
 
@@ -100,21 +104,32 @@ Command = Submit | Cancel | Stop
 class Worker:
     """Owns the engine from `start` on: nobody else may touch it. Its methods may be called from anywhere."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.stats: EngineStats = engine.stats
-        self._engine = engine
-        self._audits = IdleAudits(engine)
-        self._failed = FailedSteps(engine)
+    stats: EngineStats
+
+    def __init__(self) -> None:
         # A SimpleQueue may be put to from a finaliser in the middle of anything.
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._ending = threading.Lock()
         self._ended = False
         self._mailboxes: dict[int, Mailbox] = {}  # by the engine's number
         self._numbers: dict[Mailbox, int] = {}
-        self._thread = threading.Thread(target=self._run, name="kvant-engine", daemon=True)
 
-    def start(self) -> None:
+    def start(self, make: Callable[[], Engine]) -> None:
+        """Have the thread make its engine; raises what `make` raises, and the thread has ended then.
+
+        In the thread that steps, since what a library prepares may be a thread's own: torch keeps cuDNN's
+        plans of attention so, and each that is missing takes 27 ms of the step that needs it.
+        """
+        made: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(make, made), name="kvant-engine", daemon=True
+        )
         self._thread.start()
+        try:
+            made.result()
+        except BaseException:
+            self._commands.put(Stop())  # whoever interrupts does not wait for the engine to be made
+            raise
 
     def submit(self, submit: Submit) -> None:
         """RequestError if the thread has ended, or been told to."""
@@ -136,7 +151,16 @@ class Worker:
 
     # -- in the thread -------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, make: Callable[[], Engine], made: Future[None]) -> None:
+        try:
+            self._engine = make()
+            self._audits = IdleAudits(self._engine)
+            self._failed = FailedSteps(self._engine)
+            self.stats = self._engine.stats
+        except BaseException as fault:
+            made.set_exception(fault)
+            return
+        made.set_result(None)
         try:
             while self._take_commands():
                 if self._engine.has_work:

@@ -92,7 +92,7 @@ def by_name_only(need: Need, info: BackendInfo) -> str | None:
         return f"on a GPU it is chosen by name only: --attention-backend {info.name}"
     if info is FLASHINFER:
         return (
-            "its cells are not all verified yet, so it is chosen by name only: "
+            "its kernels are compiled for minutes at its first start, so it is chosen by name only: "
             f"--attention-backend {info.name}"
         )
     if info.rounds_long:

@@ -46,6 +46,12 @@ def test_the_files_values_hold_and_do_sample_false_is_greedy(
     [
         ('{"temperature": -3, "top_p": 0, "min_p": 0.1}', {"min_p": 0.1}, ["temperature", "top_p"]),
         ('{"top_k": 5.5, "temperature": "1"}', {}, ["top_k", "temperature"]),
+        (
+            '{"top_k": 1' + 400 * "0" + ', "temperature": 1' + 400 * "0" + "}",
+            {},
+            ["top_k", "temperature"],
+        ),
+        ('{"top_k": 9223372036854775808, "min_p": 0.1}', {"min_p": 0.1}, ["top_k"]),
         ('{"top_k": true, "repetition_penalty": NaN}', {}, ["top_k", "repetition_penalty"]),
         ("[1]", {}, ["no JSON object"]),
         ('{"temperature"', {}, ["cannot be read"]),

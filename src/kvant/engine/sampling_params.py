@@ -115,7 +115,7 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _count("n", self.n, 1, MAX_N)
-        _count("top_k", self.top_k, -1)
+        _count("top_k", self.top_k, -1, 2**63 - 1)
         _count("min_tokens", self.min_tokens, 0)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:

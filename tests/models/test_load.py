@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,33 @@ def test_hidden_states_are_what_the_named_layers_hand_on(name: str, tmp_path: Pa
     reference(ids[None])
     for index, found in zip([3, 0, 2], hidden, strict=True):
         torch.testing.assert_close(found, expected[index][0], atol=1e-4, rtol=1e-4)
+
+
+def test_threads_that_run_at_once_get_their_own_hidden_states(tmp_path: Path) -> None:
+    """As steps that are warmed up; only models without a decoder of Kvant's own have hooks."""
+    model = load(tiny.build("gemma4", tmp_path))
+    ids, call, last = step_of(model)
+    _, expected = model.forward_with_hidden(ids, call, last, [0, 2])
+    other_ids, other_call, _ = step_of(model)
+    other_ids = other_ids.flip(0)
+    _, other_expected = model.forward_with_hidden(other_ids, other_call, last, [0, 2])
+    found: list[tuple[Tensor, ...]] = []
+
+    def other() -> None:
+        found.append(model.forward_with_hidden(other_ids, other_call, last, [0, 2])[1])
+
+    def between(*_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(30)
+
+    handle = model._decoder_layers[1].register_forward_hook(between)
+    _, hidden = model.forward_with_hidden(ids, call, last, [0, 2])
+    handle.remove()
+    assert not torch.equal(expected[0], other_expected[0])
+    for mine, right in zip((*hidden, *found[0]), (*expected, *other_expected), strict=True):
+        assert torch.equal(mine, right)
 
 
 def test_taps_are_gone_after_the_forward(llama: Path) -> None:

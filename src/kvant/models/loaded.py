@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -271,11 +272,14 @@ def _tap(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Ten
     """Inside, the wanted decoder layers' outputs arrive in the dict, without the batch of one.
 
     transformers' own `output_hidden_states=[..]` means other layers in 5.17 than in 5.23, and
-    gives the last layer's output after the final norm.
+    gives the last layer's output after the final norm. What other threads run meanwhile is theirs.
     """
     taps: dict[int, Tensor] = {}
+    own = threading.get_ident()
 
     def keep(index: int, output: object) -> None:
+        if threading.get_ident() != own:  # hooks are the layers', whoever runs them
+            return
         first = output[0] if isinstance(output, tuple) else output
         assert isinstance(first, Tensor)
         taps[index] = first[0]

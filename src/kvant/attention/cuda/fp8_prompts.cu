@@ -11,7 +11,7 @@
 //   maximum that is an integer in base 2. Rounding to four significant bits does not depend on which power
 //   that is, hence not on tiles.
 // - Products with values are summed in the tensor cores over one tile and added in float32, in the operation
-//   that fades what was there: the tensor cores' own sums keep 14 bits.
+//   that fades what was there: the tensor cores' own sums lose what is far below the largest.
 
 constexpr int TILE = 128;
 constexpr int ROWS = 64 * GROUPS;       // of a program

@@ -53,9 +53,6 @@ def warm_up(
             pass
         draw.result()
     torch.cuda.synchronize(model.device)
-    if model.device.type != "cpu":
-        # cuBLAS has given each of the threads a workspace, which torch keeps for good otherwise.
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _at_once(device: torch.device) -> int:

@@ -113,6 +113,20 @@ def test_one_thread_prepares_the_engine_and_runs_its_steps(
             seen.clear()
 
 
+def test_that_thread_works_on_the_gpu_that_its_maker_has_chosen(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int | None]] = []
+
+    def work_on(gpu: int | None) -> None:
+        seen.append((threading.current_thread().name, gpu))
+
+    monkeypatch.setattr("kvant.engine.worker.chosen_gpu", lambda: threading.get_ident())
+    monkeypatch.setattr("kvant.engine.worker.work_on", work_on)
+    AsyncLLM(path, kv_cache_memory="4MiB").close()
+    assert seen == [("kvant-engine", threading.get_ident())]
+
+
 def test_a_model_that_cannot_be_loaded_is_refused_by_the_constructor(path: Path) -> None:
     before = threading.active_count()
     with pytest.raises(ConfigError, match="fp7"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,24 @@ def torch_device(facts: DeviceFacts) -> torch.device:
     import torch
 
     return torch.device("cpu" if facts.kind is DeviceKind.CPU else "cuda")
+
+
+def chosen_gpu() -> int | None:
+    """The GPU that this thread works on, which torch keeps for each thread apart; None if nobody has asked
+    torch for one yet.
+    """
+    torch = sys.modules.get("torch")
+    return (
+        torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
+    )
+
+
+def work_on(gpu: int | None) -> None:
+    """Have this thread work on what another one found by `chosen_gpu`."""
+    if gpu is not None:
+        import torch
+
+        torch.cuda.set_device(gpu)
 
 
 def free_bytes(facts: DeviceFacts) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvant.attention.base import Step
 from kvant.attention.long import list_long
+from kvant.engine.device import chosen_gpu, work_on
 from kvant.engine.graphs import Forward
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel, widened
@@ -44,7 +45,8 @@ def warm_up(
 
     first, *others = step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len)
     logits = run(first)  # alone, as it makes what all of them find
-    with ThreadPoolExecutor(_at_once(model.device)) as threads:
+    at_once = _at_once(model.device)
+    with ThreadPoolExecutor(at_once, initializer=work_on, initargs=(chosen_gpu(),)) as threads:
         compiled = threads.map(run, others)
         draw = threads.submit(draw_once, logits.to(widened(logits.dtype)))
         # Here, as cuDNN's plans are those of a thread.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from kvant.engine.device import chosen_gpu, work_on
 from kvant.engine.failed_steps import FailedSteps
 from kvant.engine.idle_audits import AFTER_SECONDS, IdleAudits
 from kvant.engine.result import EngineStats, Progress
@@ -122,7 +123,7 @@ class Worker:
         """
         made: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(make, made), name="kvant-engine", daemon=True
+            target=self._run, args=(make, made, chosen_gpu()), name="kvant-engine", daemon=True
         )
         self._thread.start()
         try:
@@ -151,8 +152,9 @@ class Worker:
 
     # -- in the thread -------------------------------------------------------------------------
 
-    def _run(self, make: Callable[[], Engine], made: Future[None]) -> None:
+    def _run(self, make: Callable[[], Engine], made: Future[None], gpu: int | None) -> None:
         try:
+            work_on(gpu)
             self._engine = make()
             self._audits = IdleAudits(self._engine)
             self._failed = FailedSteps(self._engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,33 @@ def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_draw.narrow(*given, by_share=True)
     triton_draw.choose(*given)
     assert [spy.seen for spy in spies] == warm
+
+
+def test_threads_that_compile_work_on_the_gpu_of_the_thread_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has one of its own for torch, the first one where nobody says."""
+    chosen = threading.local()
+    seen: set[int] = set()
+
+    def forward(ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
+        seen.add(chosen.gpu)
+        return torch.zeros(len(logits_index), 9)
+
+    def work_on(gpu: int) -> None:
+        chosen.gpu = gpu
+
+    work_on(3)
+    monkeypatch.setattr("kvant.engine.warm_up.chosen_gpu", lambda: chosen.gpu)
+    monkeypatch.setattr("kvant.engine.warm_up.work_on", work_on)
+    monkeypatch.setattr(triton_draw, "draw_once", lambda logits: seen.add(chosen.gpu))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=torch.device("cpu"))
+    model: Any = SimpleNamespace(
+        plan=SimpleNamespace(page_size=16), device=pool.device, dtype=torch.bfloat16
+    )
+    warm_up(model, pool, forward, 4, 600, 500)
+    assert seen == {3}
 
 
 def test_a_small_engine_is_asked_for_no_step_that_it_could_not_run() -> None:

@@ -32,8 +32,10 @@ from torch.nn import functional
 
 from kvant import LLM
 from kvant.attention.base import AttentionParams, Step
+from kvant.attention.need import LONG
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.attention.select import parse_backend
+from kvant.attention.triton_fp8.info import SERVED
 from kvant.attention.verify import definition, rounded
 from kvant.engine.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
@@ -86,6 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(arguments)
+    if asked.defined:
+        for name in asked.format:
+            stored = parse_format(name, asked_by="--format")
+            if stored.k not in SERVED or stored.v not in SERVED:
+                parser.error(
+                    f"--defined: fp8 products are of {', '.join(map(str, SERVED))}, not {name}"
+                )
+        if asked.chunk < LONG:
+            parser.error(
+                f"--defined: chunks of {LONG} tokens or more are rounded, not {asked.chunk}"
+            )
     llm = LLM(
         asked.model,
         device=asked.device,

@@ -128,3 +128,17 @@ def test_a_text_that_is_too_short_and_a_backend_that_cannot_are_told(
     assert "--tokens 500" in capsys.readouterr().err
     with pytest.raises(NotServable, match="triton_fp8"):
         script().main([*asked, "20", "--backend", "triton_fp8"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [(["--format", "int4_per_token_head"], "int4"), (["--chunk", "16"], "not 16")],
+    ids=str,
+)
+def test_fp8_products_are_measured_only_where_they_are_defined(
+    model: Path, text: Path, capsys: pytest.CaptureFixture[str], changed: list[str], told: str
+) -> None:
+    asked = ["--text", str(text), "--device", "cpu", "--format", "fp8_e4m3", "--backend", "cpu"]
+    with pytest.raises(SystemExit):
+        script().main([str(model), *asked, "--tokens", "20", "--defined", *changed])
+    assert told in capsys.readouterr().err

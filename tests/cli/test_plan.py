@@ -89,6 +89,15 @@ def test_every_format_that_can_be_asked_for_is_compared_and_said_to_be_what_it_i
         assert bool(re.search(rf"^{dtype} .*[0-9]x *$", narrow, re.MULTILINE)) == named
 
 
+def test_no_title_of_the_alternatives_is_cut_where_rules_are_kept(plain: Path) -> None:
+    asked = ("plan", plain, "--memory", "1GiB", "--kv-cache-dtype-skip-layers", "0")
+    for width in ("80", "100", "160"):
+        table = kvant(*asked, env={"COLUMNS": width}).out
+        titles = table[table.index("if --kv-cache-dtype were") :].splitlines()[:2]
+        assert titles[1].startswith("(rules and skips kept)")
+        assert re.search(r"B/token +tokens a GiB +tokens in .* +vs 16 bit", titles[1])
+
+
 def test_a_model_that_does_not_fit_is_still_a_plan(tmp_path: Path) -> None:
     model = write_model(tmp_path / "70b", LLAMA_70B)
     ran = kvant("plan", model, "--memory", "80GiB", "--format", "json")

@@ -192,7 +192,7 @@ def _weights_note(plan: Plan) -> str:
 def _print_alternatives(plan: Plan, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     rules = plan.request.requests.target
-    kept = " (rules and skips kept)" if rules.rules or rules.skips else ""
+    kept = "\n(rules and skips kept)" if rules.rules or rules.skips else ""
     given = plan.memory.num_pages and plan.memory.num_pages * plan.page_bytes
     capacity = f"tokens in {format_size(given)}" if given else "capacity"
     described = console.width >= _DESCRIBED_FROM

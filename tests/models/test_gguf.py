@@ -16,6 +16,7 @@ import pytest
 from gguf.quants import dequantize
 from safetensors.numpy import load_file
 
+from kvant.engine.generation_defaults import recommended_params
 from kvant.errors import BadCheckpoint, ConfigError
 from kvant.kv.checkpoint.safetensors_header import weight_bytes
 from kvant.models import gguf_import, import_cache
@@ -190,6 +191,21 @@ def test_llama3_rope_scaling_is_recognised_by_its_divisors(tmp_path: Path) -> No
 @pytest.mark.parametrize("value", [1e-5, 1e-6, 10000.0, 1e6, 500000.0, 0.1, 1.25, 3.4e38])
 def test_float32_metadata_reads_back_as_the_number_that_was_meant(value: float) -> None:
     assert shortest_float32(float(np.float32(value))) == value
+
+
+def test_how_a_model_is_sampled_by_its_makers_is_kept_apart_and_yields_to_the_file(
+    tiny: Path,
+) -> None:
+    plain = import_gguf(tiny)
+    sampling = (("temperature", 0.25), ("eos_token_id", -1.0))
+    sampled = import_gguf(tiny, attribution=Attribution(sampling=sampling))
+    assert sampled != plain
+    said, silent = (
+        json.loads((path / "generation_config.json").read_text()) for path in (sampled, plain)
+    )
+    assert said == {"temperature": 0.25, **silent}
+    assert recommended_params(sampled).temperature == 0.25
+    assert recommended_params(plain).temperature == 1.0
 
 
 def test_the_licence_and_the_makers_stay_with_the_model(tiny: Path) -> None:

@@ -24,6 +24,9 @@ Quantised to GGUF Q4_1 by QuantFactory; distributed in the Python package {DISTR
 by Simon Willison (Apache License 2.0, its text is in the file LICENSE where the package has it).
 """
 
+SAMPLING = (("temperature", 0.2), ("top_p", 0.9))
+"""As its model card samples it; GGUF has no place for that. At temperature 1 so small a model rambles."""
+
 
 def demo_gguf() -> Path:
     """The GGUF file of the installed demo model. Raises ModelNotFound, saying how to install it."""

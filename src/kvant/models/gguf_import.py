@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,14 @@ _OTHER_FILES_BYTES = 32 << 20  # tokenizer and JSON, generously
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """What must stay with a model: who made it under which licence, and the licence if known."""
+    """What must stay with a model: who made it under which licence, and the licence if known.
+
+    sampling: how its makers sample it, for generation_config.json, where the file does not say.
+    """
 
     notice: str = ""
     license_text: str | None = None
+    sampling: tuple[tuple[str, float], ...] = ()
 
 
 def import_gguf(
@@ -56,16 +60,21 @@ def import_gguf(
     Raises BadCheckpoint for a file that is broken or that Kvant does not import, ConfigError when
     the cache directory cannot hold the result.
     """
+    attribution = attribution or Attribution()
     directory = import_cache.imports_directory("gguf")
     name = f"{path.stem}-{_fingerprint(path)}"
+    if attribution.sampling:
+        name += "".join(f"-{key}-{value:g}" for key, value in attribution.sampling)
     whole, plan_only = directory / name, directory / f"{name}.plan"
     if import_cache.is_complete(whole):
         return whole
     header = gguf_header.read_header(path)
     imported = gguf_config.read_config(header, _rope_freqs(header))
+    generation = {**dict(attribution.sampling), **imported.generation}
+    imported = replace(imported, generation=generation)
     if not weights:
         return _make_plan_only(plan_only, header, imported)
-    _make_whole(whole, header, imported, progress, attribution or Attribution())
+    _make_whole(whole, header, imported, progress, attribution)
     return whole
 
 

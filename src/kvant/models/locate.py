@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvant.errors import BadValue, ModelNotFound, WayOut
 from kvant.models import directory, hub
-from kvant.models.demo import DEMO_NAME, INSTALL, NOTICE, demo_gguf, demo_license
+from kvant.models.demo import DEMO_NAME, INSTALL, NOTICE, SAMPLING, demo_gguf, demo_license
 from kvant.models.local import LocalModel, ModelSource, Progress
 from kvant.models.shipped import SHIPPED, shipped_drafter
 
@@ -79,7 +79,7 @@ def _demo(weights: bool, progress: Progress | None) -> LocalModel:
         demo_gguf(),
         weights=weights,
         progress=progress,
-        attribution=Attribution(NOTICE, demo_license()),
+        attribution=Attribution(NOTICE, demo_license(), SAMPLING),
     )
     return LocalModel(path, DEMO_NAME, None, ModelSource.DEMO)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,3 +41,16 @@ def list_long(step: Step, lengths: NDArray[np.int64], seqlens_kv: NDArray[np.int
         max_seqlen_kv=int(seqlens_kv[:count].max()),
     )
     return replace(step, long=listed, rest=rest)
+
+
+def together(long: Sequence[LongQuery], at_once: int) -> Iterator[Sequence[LongQuery]]:
+    """Neighbours whose keys are made ready together, each as many as the longest of them has.
+
+    at_once: so many keys of more than one sequence at most; 0 keeps every sequence alone.
+    """
+    start = 0
+    for end in range(1, len(long) + 1):
+        longest = max(one.length for one in long[start : end + 1])
+        if end == len(long) or (end + 1 - start) * longest > at_once:
+            yield long[start:end]
+            start = end

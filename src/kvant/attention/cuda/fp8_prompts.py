@@ -7,7 +7,7 @@ four significant bits for it. That is another result than decoding gives, so it 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvant.attention.base import AttentionParams, LongQuery, Step
 from kvant.attention.cuda import build
 from kvant.attention.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
+from kvant.attention.long import together
 from kvant.attention.triton.codec import READING, Kind, Scaling
 from kvant.attention.triton.launch import outer
 from kvant.kv.dtype import KVDtype
@@ -72,18 +73,8 @@ def attend_long(
     """Fill the rows of `step.long` in out [T, num_q_heads, head_dim]."""
     if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4 or q.stride(2) != 1:
         q = q.contiguous()  # rows are read 8 bytes at a time
-    for some in _together(step.long):
+    for some in together(step.long, AT_ONCE):
         _attend(cache, q, out, step, params, some)
-
-
-def _together(long: Sequence[LongQuery]) -> Iterator[Sequence[LongQuery]]:
-    """Neighbours that are laid out together, each as long as the longest of them."""
-    start = 0
-    for end in range(1, len(long) + 1):
-        longest = max(one.length for one in long[start : end + 1])
-        if end == len(long) or (end + 1 - start) * longest > AT_ONCE:
-            yield long[start:end]
-            start = end
 
 
 def _attend(

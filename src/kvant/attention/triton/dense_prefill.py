@@ -7,14 +7,13 @@ are windows, with which each sequence has a launch of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvant.attention.base import AttentionParams, LongQuery, Step
+from kvant.attention.base import AttentionParams, Step
+from kvant.attention.long import together
 from kvant.attention.triton.dense import dense_attention
 from kvant.attention.triton.launch import has_ptx, shared_memory_of_a_program
 from kvant.attention.triton.prefill import decoded
@@ -50,7 +49,7 @@ def attend_dense(
     shape = dense_shape(g.head_dim_k, causal=step.causal)
     if q.stride(-1) != 1:
         q = q.contiguous()
-    for some in _together(step.long, alone=window > 0):
+    for some in together(step.long, 0 if window else AT_ONCE):
         first = some[0]
         skipped = 0
         if window:
@@ -74,13 +73,3 @@ def attend_dense(
             SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-
-
-def _together(long: Sequence[LongQuery], *, alone: bool) -> Iterator[Sequence[LongQuery]]:
-    """Neighbours that are decoded together, each as long as the longest of them."""
-    start = 0
-    for end in range(1, len(long) + 1):
-        longest = max(one.length for one in long[start : end + 1])
-        if end == len(long) or alone or (end + 1 - start) * longest > AT_ONCE:
-            yield long[start:end]
-            start = end

@@ -146,23 +146,11 @@ __device__ __forceinline__ void multiply_values(float (&s)[HEAD / 2], const u32 
   }
   mma_commit();
 }
-template <int N> __device__ __forceinline__ void settle_all(float (&d)[N]) {  // nothing may read d before the wait above
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
 __device__ __forceinline__ void arrive(u32 counter) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(counter) : "memory"); }
 __device__ __forceinline__ void copy_tile(u32 to, const u8* from, u32 counter) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(counter), "r"(USED) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(USED), "r"(counter) : "memory");
 }
-
-struct Turn {
-  u32 index = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == STAGES) { index = 0; parity ^= 1; }
-  }
-};
 
 // A row of 16-bit queries of this thread, its share of HEAD: 4 numbers from 4 t on of every 16.
 struct Row {
@@ -173,11 +161,7 @@ struct Row {
       const uint2 w = there ? *(const uint2*)(from + 16 * i) : uint2{0, 0};
       const u32 words[2] = {w.x, w.y};
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float &lo = x[4 * i + 2 * j], &hi = x[4 * i + 2 * j + 1];
-        if (BFLOAT16) { lo = __uint_as_float(words[j] << 16); hi = __uint_as_float(words[j] & 0xFFFF0000u); }
-        else asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(lo), "=f"(hi) : "r"(words[j]));
-      }
+      for (int j = 0; j < 2; ++j) unpack_16_bit(x[4 * i + 2 * j], x[4 * i + 2 * j + 1], words[j]);
     }
   }
   // Multiply so that the row's largest is in (128, 256]; returns what undoes that.
@@ -253,7 +237,7 @@ fp8_prompts(const u16* __restrict__ q_ptr, long long q_token, long long q_head, 
       behind.next();
     }
     mma_wait<0>();
-    settle_all(s);
+    settle(s);
     // s[4 j + 2 h + c]: row h, key 8 j + 2 t + c
     if (SCALED_K) {
 #pragma unroll
@@ -323,7 +307,7 @@ fp8_prompts(const u16* __restrict__ q_ptr, long long q_token, long long q_head, 
 #endif
     multiply_values(sums, p, descriptor(tile + AT_V));
     mma_wait<0>();
-    settle_all(sums);
+    settle(sums);
     if (lane == 0) arrive(freed + 8 * turn.index);
 #pragma unroll
     for (int j = 0; j < HEAD / 2; ++j) o[j] = fmaf(o[j], fade[j / 2 & 1], sums[j]);
@@ -341,12 +325,6 @@ fp8_prompts(const u16* __restrict__ q_ptr, long long q_token, long long q_head, 
     const float times = value / sum;
     u16* const to = out + ((long long)(first_token + row) * (HEADS * GROUP) + head) * HEAD + 2 * t;
 #pragma unroll
-    for (int j = 0; j < HEAD / 8; ++j) {
-      const float x = o[4 * j + 2 * h] * times, y = o[4 * j + 2 * h + 1] * times;
-      u32 both;
-      if (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
-      else both = pack(x, y);
-      *(u32*)(to + 8 * j) = both;
-    }
+    for (int j = 0; j < HEAD / 8; ++j) *(u32*)(to + 8 * j) = pack_16_bit(o[4 * j + 2 * h] * times, o[4 * j + 2 * h + 1] * times);
   }
 }

@@ -1,4 +1,4 @@
-// What Hopper's instructions are called in many_rows.cu. PTX says what each does.
+// What kernels for Hopper call its instructions, and pieces that they share. PTX says what each does.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned char u8;
@@ -20,6 +20,17 @@ __device__ __forceinline__ bool at_most(u32 a, u32 b) {  // both halves; NaN is 
   return d;
 }
 __device__ __forceinline__ u32 pack(float lo, float hi) { u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo)); return d; }
+// Two numbers of 16 bits to and from a word. BFLOAT16: of which kind.
+__device__ __forceinline__ void unpack_16_bit(float& lo, float& hi, u32 word) {
+  if (BFLOAT16) { lo = __uint_as_float(word << 16); hi = __uint_as_float(word & 0xFFFF0000u); }
+  else asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(lo), "=f"(hi) : "r"(word));
+}
+__device__ __forceinline__ u32 pack_16_bit(float lo, float hi) {
+  u32 word;
+  if (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(hi), "f"(lo));
+  else word = pack(lo, hi);
+  return word;
+}
 __device__ __forceinline__ u16 half_of(float x) { u16 d; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(x)); return d; }
 __device__ __forceinline__ u32 cvt_lo(u32 x) { u32 d; asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, a; }" : "=r"(d) : "r"(x)); return d; }
 __device__ __forceinline__ u32 cvt_hi(u32 x) { u32 d; asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, b; }" : "=r"(d) : "r"(x)); return d; }
@@ -65,6 +76,14 @@ __device__ __forceinline__ void wait_for(u32 at, u32 parity) {
       "@!p bra again; }" ::"r"(at), "r"(parity) : "memory");
 }
 
+// The spaces of tiles, in turn. parity: of the uses so far, as the counters of copies are asked.
+struct Turn {
+  u32 index = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++index == STAGES) { index = 0; parity ^= 1; }
+  }
+};
+
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -81,9 +100,9 @@ template <int MN> __device__ __forceinline__ void mma(float (&d)[32], u32 a0, u3
         "+f"(d[31])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add), "n"(MN));
 }
-__device__ __forceinline__ void settle(float (&d)[32]) {  // nothing may read d before the wait above
+template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {  // nothing may read d before the wait above
 #pragma unroll
-  for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 __device__ __forceinline__ u64 descriptor(u32 at) {  // 128-byte swizzle, groups of 8 rows 1024 bytes apart
   return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);

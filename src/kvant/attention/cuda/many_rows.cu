@@ -46,25 +46,13 @@ struct Shared {
 };
 constexpr int ARRIVED = 0, RENEWED = 8 * STAGES, PAGE_IDS = RENEWED + 8;  // where these begin
 
-// The spaces of tiles, in turn. parity: of the uses so far, as the counters of copies are asked.
-struct Turn {
-  u32 index = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == STAGES) { index = 0; parity ^= 1; }
-  }
-};
-
 template <int N> __device__ __forceinline__ void load_16_bit(float (&x)[N], const uint4* from, bool there) {
 #pragma unroll
   for (int i = 0; i < N / 8; ++i) {
     const uint4 w = there ? from[i] : uint4{0, 0, 0, 0};
     const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float &lo = x[8 * i + 2 * j], &hi = x[8 * i + 2 * j + 1];
-      if (BFLOAT16) { lo = __uint_as_float(words[j] << 16); hi = __uint_as_float(words[j] & 0xFFFF0000u); }
-      else asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(lo), "=f"(hi) : "r"(words[j]));
-    }
+    for (int j = 0; j < 4; ++j) unpack_16_bit(x[8 * i + 2 * j], x[8 * i + 2 * j + 1], words[j]);
   }
 }
 
@@ -418,10 +406,7 @@ __device__ __forceinline__ void store_16_bit(uint4* to, const float (&x)[64]) {
   for (int i = 0; i < 8; ++i) {
     u32 w[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w[j]) : "f"(x[8 * i + 2 * j + 1]), "f"(x[8 * i + 2 * j]));
-      else w[j] = pack(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
-    }
+    for (int j = 0; j < 4; ++j) w[j] = pack_16_bit(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
     to[i] = make_uint4(w[0], w[1], w[2], w[3]);
   }
 }

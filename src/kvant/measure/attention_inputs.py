@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,31 @@ def make_cache(
     return LayerCache(spec, sides[0], sides[1], scales[0], scales[1])
 
 
+def paged_step(
+    lengths: Sequence[int], queries: int, order: Tensor, page_size: int, *, causal: bool = True
+) -> Step:
+    """So many queries of every sequence, whose pages are those of `order` [pages], int32, one behind the
+    other; they are written nowhere.
+    """
+    pages = [-(-length // page_size) for length in lengths]
+    device, seqs, tokens = order.device, len(lengths), len(lengths) * queries
+    table = torch.zeros(seqs, max(pages), dtype=torch.int32, device=device)
+    start = 0
+    for i, n in enumerate(pages):
+        table[i, :n] = order[start : start + n]
+        start += n
+    return Step(
+        cu_seqlens_q=torch.arange(seqs + 1, dtype=torch.int32, device=device) * queries,
+        seqlens_kv=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=table,
+        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+        positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+        max_seqlen_q=queries,
+        max_seqlen_kv=max(lengths),
+        causal=causal,
+    )
+
+
 def make_inputs(
     case: Case,
     device: torch.device,
@@ -90,23 +116,8 @@ def make_inputs(
     if cache is None:
         cache = make_cache(case, sum(pages), device, seed=seed)
     order = torch.randperm(sum(pages), device=device).to(torch.int32)
-    table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
-    start = 0
-    for i, n in enumerate(pages):
-        table[i, :n] = order[start : start + n]
-        start += n
-    seqs = len(case.lengths)
-    tokens = seqs * case.queries
-    step = Step(
-        cu_seqlens_q=torch.arange(seqs + 1, dtype=torch.int32, device=device) * case.queries,
-        seqlens_kv=torch.tensor(case.lengths, dtype=torch.int32, device=device),
-        page_table=table,
-        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-        positions=torch.zeros(tokens, dtype=torch.int64, device=device),
-        max_seqlen_q=case.queries,
-        max_seqlen_kv=max(case.lengths),
-        causal=case.causal,
-    )
+    step = paged_step(case.lengths, case.queries, order, case.page_size, causal=case.causal)
+    seqs, tokens = len(pages), len(step.positions)
     step = list_long(step, np.full(seqs, case.queries), np.array(case.lengths))
     q = torch.randn(tokens, case.q_heads, case.head_dim, device=device, dtype=torch.float32)
     params = AttentionParams(scale=case.head_dim**-0.5, window=case.window)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.base import AttentionBackend, AttentionParams
 from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.cpu.formats import KERNELS
 from kvant.attention.cpu.reading import read_everything
@@ -29,6 +29,7 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.pool import LayerCache
 from kvant.kv.spec import Choice, LayerSpec, Scale, ScaleState, Source
+from kvant.measure.attention_inputs import Inputs, paged_step
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 9, 3, 64, 16
 Pair = tuple[KVDtype, KVDtype]
@@ -78,14 +79,6 @@ class Row:
     over_float32: float
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    cache: LayerCache
-    q: Tensor
-    step: Step
-    params: AttentionParams
-
-
 def make_inputs(case: Case, pair: Pair, *, seed: int = 0) -> Inputs:
     """Random numbers on pages in random order."""
     made = torch.Generator().manual_seed(seed)
@@ -104,22 +97,8 @@ def make_inputs(case: Case, pair: Pair, *, seed: int = 0) -> Inputs:
     choices = [Choice(d, Source.EXPLICIT, "bench", (), Scale(ScaleState.NONE)) for d in pair]
     spec = LayerSpec(geometry, choices[0], choices[1], "bench")
     order = torch.randperm(total, generator=made).to(torch.int32)
-    table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
-    start = 0
-    for i, n in enumerate(pages):
-        table[i, :n] = order[start : start + n]
-        start += n
-    tokens = len(pages) * case.queries
-    step = Step(
-        cu_seqlens_q=torch.arange(len(pages) + 1, dtype=torch.int32) * case.queries,
-        seqlens_kv=torch.tensor(case.lengths, dtype=torch.int32),
-        page_table=table,
-        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64),
-        positions=torch.zeros(tokens, dtype=torch.int64),
-        max_seqlen_q=case.queries,
-        max_seqlen_kv=max(case.lengths),
-    )
-    q = torch.randn(tokens, Q_HEADS, HEAD_DIM, generator=made)
+    step = paged_step(case.lengths, case.queries, order, PAGE_SIZE)
+    q = torch.randn(len(step.positions), Q_HEADS, HEAD_DIM, generator=made)
     cache = LayerCache(spec, sides[0], sides[1], scales[0], scales[1])
     return Inputs(cache, q, step, AttentionParams(scale=HEAD_DIM**-0.5))
 

@@ -36,7 +36,7 @@ from kvant.attention.need import LONG
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.attention.select import parse_backend
 from kvant.attention.triton_fp8.info import SERVED
-from kvant.attention.verify import definition, rounded
+from kvant.attention.verify import rounded
 from kvant.engine.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format
@@ -70,9 +70,7 @@ class Defined(ReferenceBackend):
     name = "fp8, defined"
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-        if step.long:
-            return rounded.attend(cache, q, step, params)[0].to(q.dtype)
-        return definition.attend(cache, q, step, params).to(q.dtype)
+        return rounded.attend(cache, q, step, params)[0].to(q.dtype)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

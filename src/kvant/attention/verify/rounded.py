@@ -42,6 +42,8 @@ def attend(
     g = cache.spec.geometry
     out = torch.zeros(len(q), g.num_q_heads, g.head_dim_v, dtype=torch.float64, device=q.device)
     undecided = out.new_zeros(out.shape[:2])
+    if not step.long:
+        return definition.attend(cache, q, step, params), undecided
     if step.rest is not None:
         count = step.long[0].first_token
         out[:count] = definition.attend(cache, q[:count], step.rest, params)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [T, in], weight [out, in], bias [out] or None -> [T, out]."""
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A `Linear` that becomes faster by looking at its weights."""
+
+    def measure(self, weights: Sequence[Tensor], most_rows: int) -> None:
+        """For x of up to most_rows."""
+
 
 _FUSED: tuple[type[PreTrainedModel], ...] = (
     LlamaForCausalLM,
@@ -107,6 +116,11 @@ class FusedDecoder:
         self._few = None
         if isinstance(self._kernels, TorchKernels):
             self._kernels = InvariantTorchKernels()
+
+    def measure(self, most_rows: int) -> None:
+        """Find the fastest products for steps of up to so many tokens, where there is a choice."""
+        if isinstance(self.linear, Measured):
+            self.linear.measure(_products(self.layers[0]), most_rows)
 
     def forward(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
@@ -239,11 +253,11 @@ def _products(layer: Layer) -> list[Tensor]:
 
 
 def linear_for(weight: Tensor) -> Linear:
-    """torch's; on a GPU with a kernel of our own for single rows."""
+    """torch's; on a GPU with other ways for single rows and for many."""
     if weight.device.type == "cuda":
-        from kvant.models.fused.matvec import linear
+        from kvant.models.fused.products import Products
 
-        return linear
+        return Products()
     return F.linear
 
 

@@ -21,11 +21,12 @@ from torch.nn import functional as F
 
 from kvant.measure.facts import measurement_facts
 from kvant.measure.gpu_time import elapsed_us
+from kvant.models.fused.cublas_lt import library
 from kvant.models.fused.products import Products
 
 PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-ROWS = (768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 2048, 2560, 3072, 3584, 4096)
-ROWS += (5000, 6144, 7000, 8192, 8448, 8704, 10000)
+ROWS = (1024, 1930, 2048, 2290, 3072, 3860, 4096, 4580, 5120, 5780, 6144, 6880, 7168, 7710, 8192)
+ROWS += (8256, 8320, 8448, 8704, 9170)
 
 
 def measured(
@@ -56,7 +57,7 @@ def main() -> None:
     torch.manual_seed(0)
     like = {"device": "cuda", "dtype": torch.bfloat16}
     weights = {name: torch.randn(size, **like) * 0.02 for name, size in PRODUCTS.items()}
-    products = Products()
+    products = Products(library(), F.linear)
     torch.cuda.synchronize()
     began = time.perf_counter()
     products.measure(list(weights.values()), 8192)

@@ -45,14 +45,10 @@ class _Found(ctypes.Structure):
 
 @functools.cache
 def library() -> CublasLt | None:
-    """That of torch for NVIDIA GPUs; None where there is none."""
+    """That of torch for NVIDIA GPUs, which is in the process already; None for other torches."""
     if torch.version.cuda is None:
         return None
-    try:
-        loaded = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:
-        return None
-    return CublasLt(loaded)
+    return CublasLt(ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}"))
 
 
 class CublasLt:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,15 @@ from transformers import (
 
 from kvant.attention.base import AttentionParams, HeadRotation, RotatingWriter, Step, StepCall
 from kvant.kv.spec import KVPlan
+from kvant.models.fused import cublas_lt
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
+from kvant.models.fused.products import Products
 
 if TYPE_CHECKING:
     from kvant.models.fused.few_rows import FewRows
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [T, in], weight [out, in], bias [out] or None -> [T, out]."""
-
-
-@runtime_checkable
-class Measured(Protocol):
-    """A `Linear` that becomes faster by looking at its weights."""
-
-    def measure(self, weights: Sequence[Tensor], most_rows: int) -> None:
-        """For x of up to most_rows."""
-
 
 _FUSED: tuple[type[PreTrainedModel], ...] = (
     LlamaForCausalLM,
@@ -119,7 +112,7 @@ class FusedDecoder:
 
     def measure(self, most_rows: int) -> None:
         """Find the fastest products for steps of up to so many tokens, where there is a choice."""
-        if isinstance(self.linear, Measured):
+        if isinstance(self.linear, Products):
             self.linear.measure(_products(self.layers[0]), most_rows)
 
     def forward(
@@ -255,9 +248,9 @@ def _products(layer: Layer) -> list[Tensor]:
 def linear_for(weight: Tensor) -> Linear:
     """torch's; on a GPU with other ways for single rows and for many."""
     if weight.device.type == "cuda":
-        from kvant.models.fused.products import Products
+        from kvant.models.fused.matvec import linear
 
-        return Products()
+        return Products(cublas_lt.library(), linear)
     return F.linear
 
 

@@ -30,9 +30,8 @@ _MILLISECONDS = 1.0  # of one reading, at least
 
 def measured_rows(most: int) -> list[int]:
     """Where steps have up to `most` tokens; empty where those are too few to be worth it."""
-    return sorted(
-        {*(rows for rows in _ROWS if rows <= most), *((most,) if most >= _ROWS[0] else ())}
-    )
+    found = [rows for rows in _ROWS if rows <= most]
+    return found if not found or measured_for(most, found) else [*found, most]
 
 
 def measured_for(rows: int, measured: Collection[int]) -> int | None:

@@ -17,7 +17,7 @@ from kvant.attention.select import allow, device_encodings, rounded_layers, sele
 from kvant.engine.batch_sizes import draft_counts
 from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.engine.workspaces import StepSize, Workspaces, default_step, workspaces
-from kvant.errors import BadCheckpoint, BadValue, WayOut
+from kvant.errors import BadCheckpoint, BadValue, ConfigError, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.dtype import ComputeDtype, KVDtype
@@ -251,7 +251,7 @@ def _resolve_model(
     role: Role,
 ) -> PlannedModel:
     checkpoint = read_checkpoint(local.path, config)
-    kv = resolve(asked, checkpoint, geometry, _surroundings(request, local.name, geometry, role))
+    kv = _resolve_kv(request, asked, checkpoint, local.name, geometry, role)
     quantization = request.quantization if role is Role.TARGET else None
     if quantization is None:
         weights = weight_bytes_of(local.path, config, geometry, compute=kv.compute_dtype)
@@ -264,13 +264,19 @@ def _resolve_model(
 def resolve_again(plan: Plan, asked: KVRequest) -> KVPlan:
     """The target's plan under another request, from facts already read: for "what if" questions."""
     target = plan.target
-    around = _surroundings(plan.request, target.local.name, target.geometry, Role.TARGET)
-    return resolve(asked, target.checkpoint, target.geometry, around)
+    return _resolve_kv(
+        plan.request, asked, target.checkpoint, target.local.name, target.geometry, Role.TARGET
+    )
 
 
-def _surroundings(
-    request: PlanRequest, model: str, geometry: ModelGeometry, role: Role
-) -> Surroundings:
+def _resolve_kv(
+    request: PlanRequest,
+    asked: KVRequest,
+    checkpoint: CheckpointKV,
+    model: str,
+    geometry: ModelGeometry,
+    role: Role,
+) -> KVPlan:
     compute, because = resolve_compute_dtype(request.dtype, geometry, request.device)
     only = request.backend if role is Role.TARGET else None
 
@@ -284,10 +290,23 @@ def _surroundings(
             return allow(need(layer, k, v), not_runnable=geometry.not_runnable)
         return select(need(layer, k, v), only=only)
 
-    def otherwise(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> tuple[WayOut, ...]:
-        return _other_ways(need(layer, k, v), only, role)
+    def works(changed: PlanRequest) -> bool:
+        try:
+            _resolve_kv(changed, asked, checkpoint, model, geometry, role)
+        except ConfigError:
+            return False
+        return True
 
-    return Surroundings(
+    def otherwise(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> tuple[WayOut, ...]:
+        ways = _other_ways(need(layer, k, v), only, role)
+        wide = compute in (ComputeDtype.FLOAT32, ComputeDtype.FLOAT64)
+        # A whole resolution: what is stored may follow the model's dtype.
+        if only is not None and wide and works(replace(request, dtype=ComputeDtype.BFLOAT16)):
+            text = "compute in 16 bits, which this backend does"
+            ways = (*ways, WayOut(text, ("--dtype", ComputeDtype.BFLOAT16.value)))
+        return ways
+
+    around = Surroundings(
         role=role,
         model=model,
         compute_dtype=compute,
@@ -297,6 +316,7 @@ def _surroundings(
         serve=serve,
         otherwise=otherwise,
     )
+    return resolve(asked, checkpoint, geometry, around)
 
 
 def _other_ways(need: Need, only: BackendInfo | None, role: Role) -> tuple[WayOut, ...]:

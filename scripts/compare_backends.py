@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -42,7 +41,7 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format
 from kvant.kv.pool import LayerCache
 from kvant.kv.spec import KVPlan
-from kvant.measure.facts import measurement_facts
+from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.fidelity import divergences
 from kvant.measure.own_engine import plan_storing
 from kvant.measure.teacher_forced import text_logits
@@ -113,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print(table(rows))
     if asked.out is not None:
-        command = shlex.join(["python", *sys.argv])
+        command = command_line("python", sys.argv)
         told = {
             **measurement_facts(command, ["torch", "transformers"]),
             "model": asked.model,

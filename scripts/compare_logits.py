@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import random
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from kvant.engine.planning import resolve_again
 from kvant.engine.runner import ModelRunner
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked, KVRequest
-from kvant.measure.facts import measurement_facts
+from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.teacher_forced import text_logits
 
 BOUND = 1.5
@@ -57,7 +56,7 @@ def main() -> None:
         print(json.dumps(row))
     print(f"allowed in the model dtype: {allowed:.2e}")
     if asked.out is not None:
-        command = shlex.join(["python", *sys.argv])
+        command = command_line("python", sys.argv)
         facts = measurement_facts(command, ["torch", "transformers"])
         told = {**facts, "tokens": asked.tokens, "chunk": asked.chunk, "bound": BOUND, "rows": rows}
         asked.out.write_text(json.dumps(told, indent=1) + "\n")

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kvant import LLM, SamplingParams
-from kvant.measure.facts import measurement_facts
+from kvant.measure.facts import command_line, measurement_facts
 
 GIB = 2**30
 SIZES = ((256, 17000), (512, 40000))
@@ -107,7 +107,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if options.out is not None:
-        command = " ".join(["python", *sys.argv])
+        command = command_line("python", sys.argv)
         facts = measurement_facts(command, ["torch", "triton", "transformers"])
         options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -100,10 +99,10 @@ def spec(
     if out is not None:
         import torch
 
-        from kvant.measure.facts import measurement_facts
+        from kvant.measure.facts import command_line, measurement_facts
 
         facts = {
-            **measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch"]),
+            **measurement_facts(command_line("kvant"), ["torch"]),
             "model": config.plan.model,
             "speculative": asked.model or asked.method.name,
             "prompts": str(prompts),

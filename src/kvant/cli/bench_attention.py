@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,7 +68,7 @@ def attention(
 
     from kvant.measure.attention_bench import read_bandwidth
     from kvant.measure.attention_grid import BATCHES, LENGTHS, SMALL_PAGE, measure_grid, table
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
 
     device = torch.device("cuda")
     stored = [_parse(name) for name in formats or map(str, _FORMATS)]
@@ -84,7 +83,7 @@ def attention(
     beside = [_peer(name, fa3, device) for name in peers or ()]
     bandwidth = read_bandwidth(device)
     sys.stderr.write(f"read bandwidth {bandwidth:.2f} TB/s\n")
-    facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "triton"])
+    facts = measurement_facts(command_line("kvant"), ["torch", "triton"])
     found = []
     for one in measure_grid(
         stored, batches or BATCHES, lengths or LENGTHS, beside, sizes, device,

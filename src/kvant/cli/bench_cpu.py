@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import asdict
 from enum import Enum
@@ -61,7 +60,7 @@ def cpu(
 
     from kvant.measure.cpu_attention_bench import bench
     from kvant.measure.cpu_peers_bench import Part, Peer, Peers, measure_part, table
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -80,7 +79,7 @@ def cpu(
         sys.stdout.write(table(rows) + "\n")
         found["steps"] = [asdict(row) for row in rows]
     if out is not None:
-        command = shlex.join(("kvant", *sys.argv[1:]))
+        command = command_line("kvant")
         facts = measurement_facts(command, ("torch", "transformers", "numba"))
         facts |= {"threads": torch.get_num_threads(), **versions, **found}
         write_json(out, facts)

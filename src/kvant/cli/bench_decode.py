@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import asdict, replace
 from typing import Annotated
@@ -49,7 +48,7 @@ def decode(
     """Milliseconds a decode step of long sequences, without computing their prompts."""
     from kvant.engine.llm import LLM
     from kvant.measure.device_idle import NotProfiled
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.steady_decode import parse_stored, steady_decode, table
 
     wanted = stored or [
@@ -72,8 +71,6 @@ def decode(
             sys.stderr.write(f"{one.stored}: idle time not measured: {one.timing.idle.why}\n")
     sys.stdout.write(table(found) + "\n")
     if out is not None:
-        facts = measurement_facts(
-            shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers", "numpy"]
-        )
+        facts = measurement_facts(command_line("kvant"), ["torch", "transformers", "numpy"])
         rows = [{**asdict(one), "median_ms": one.timing.median_ms} for one in found]
         write_json(out, {**facts, "rows": rows})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -121,9 +119,9 @@ def invariance(
     if out is not None:
         import torch
 
-        from kvant.measure.facts import measurement_facts
+        from kvant.measure.facts import command_line, measurement_facts
 
-        command = shlex.join(["kvant", *sys.argv[1:]])
+        command = command_line("kvant")
         found = {
             **measurement_facts(command, ["torch", "transformers", "numba"]),
             "model": model,

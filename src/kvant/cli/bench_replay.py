@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import asdict, replace
 from typing import Annotated
@@ -51,7 +50,7 @@ def replay(
     Drafter and verifier do all their work; which drafts stand is drawn beforehand. For models of
     random weights (--load-format dummy), whose drafts would never stand.
     """
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.replay_bench import Load, measure, table
 
     config = replace(engine_config(settings), prefix_caching=written, seed=0)
@@ -74,6 +73,6 @@ def replay(
         )
     sys.stdout.write(table(found) + "\n")
     if out is not None:
-        facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers"])
+        facts = measurement_facts(command_line("kvant"), ["torch", "transformers"])
         body = {**facts, "mean": mean, "rows": [asdict(one) for one in found]}
         write_json(out, body)

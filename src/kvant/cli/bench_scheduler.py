@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +32,7 @@ def scheduler(
     from rich.table import Table
 
     from kvant.measure.engine_bench import measure_whole
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.scheduler_bench import run
 
     sizes = tuple(sequences or SIZES)
@@ -56,7 +54,7 @@ def scheduler(
     console.print(table)
     console.print(f"[dim]milliseconds a step, medians of {steps} steps; no model runs[/]")
     if out is not None:
-        facts = measurement_facts(shlex.join(("kvant", *sys.argv[1:])), ("torch", "numpy"))
+        facts = measurement_facts(command_line("kvant"), ("torch", "numpy"))
         facts["rows"] = [asdict(row) for row in rows]
         facts["whole"] = [asdict(one) for one in whole]
         write_json(out, facts)

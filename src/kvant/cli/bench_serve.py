@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,7 +49,7 @@ def serve(
     """Time to first token and between tokens over HTTP; requests arrive whether others are answered or
     not. Any server with OpenAI's API; with several, the first one's times are shown over the others'.
     """
-    from kvant.measure.facts import gpu_facts, measurement_facts
+    from kvant.measure.facts import command_line, gpu_facts, measurement_facts
     from kvant.measure.servers import parse_servers, ratios, rounds_of, table
     from kvant.measure.serving import Load
 
@@ -69,7 +68,7 @@ def serve(
             sys.stderr.write(f"{server.name}, at {one.load.rate:g} requests/s: {shown}\n")
     if out is not None:
         words = [word.replace(api_key, "..") if api_key else word for word in sys.argv[1:]]
-        command = shlex.join(["kvant", *words])
+        command = command_line("kvant", words)
         facts = {**measurement_facts(command, ["h11"]), **gpu_facts(), "servers": rounds_of(found)}
         write_json(out, facts)
 

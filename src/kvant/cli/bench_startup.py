@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import asdict
 from typing import Annotated
@@ -23,7 +22,7 @@ def startup(
     out: OutFile = None,
 ) -> None:
     """Seconds from starting `kvant chat` on the demo model to its first token, and where they go."""
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.startup import measure_starts, table
 
     starts = []
@@ -33,6 +32,6 @@ def startup(
     sys.stdout.write(table(starts) + "\n")
     if out is not None:
         packages = ("torch", "transformers", "numba")
-        facts = measurement_facts(shlex.join(("kvant", *sys.argv[1:])), packages)
+        facts = measurement_facts(command_line("kvant"), packages)
         facts["starts"] = [asdict(start) for start in starts]
         write_json(out, facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -56,7 +55,7 @@ def steps(
     import torch
 
     from kvant.measure.cpu_steps_bench import KV_FORMATS, measure_quality, measure_steps, table
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -78,7 +77,7 @@ def steps(
     if speed:
         sys.stdout.write(table(rows) + "\n")
     if out is not None:
-        command = shlex.join(("kvant", *sys.argv[1:]))
+        command = command_line("kvant")
         facts = measurement_facts(command, ("torch", "transformers", "numba"))
         facts |= {"threads": torch.get_num_threads(), "steps": [asdict(row) for row in rows]}
         facts |= {"quality": [asdict(found) for found in judged]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import asdict, replace
 from typing import Annotated
@@ -47,7 +46,7 @@ def throughput(
     out: OutFile = None,
 ) -> None:
     """Output tokens a second of the engine, without a server; no prefix cache."""
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.throughput import GREEDY, measure, parse_load, parse_sampling, table
 
     config = replace(engine_config(settings), prefix_caching=False, seed=0)
@@ -62,6 +61,6 @@ def throughput(
         )
     sys.stdout.write(table(rounds) + "\n")
     if out is not None:
-        facts = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch", "transformers"])
+        facts = measurement_facts(command_line("kvant"), ["torch", "transformers"])
         rows = [{**asdict(found), "load": str(found.load)} for found in rounds]
         write_json(out, {**facts, "rounds": rows})

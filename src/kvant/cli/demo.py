@@ -67,16 +67,11 @@ def demo(out: OutFile = None) -> None:
 
 
 def _write(out: Path, measured: dict[str, object]) -> None:
-    import shlex
-    import sys
-
     import torch
 
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
 
-    facts = measurement_facts(
-        shlex.join(("kvant", *sys.argv[1:])), ("torch", "transformers", "numba")
-    )
+    facts = measurement_facts(command_line("kvant"), ("torch", "transformers", "numba"))
     facts |= {"threads": torch.get_num_threads(), **measured}
     write_json(out, facts)
 

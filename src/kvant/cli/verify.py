@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from enum import Enum
 from pathlib import Path
@@ -76,7 +75,7 @@ def verify(
     from kvant.engine.device import host_device
     from kvant.kv.dtype import KVDtype
     from kvant.kv.names import parse_compute_dtype, parse_format
-    from kvant.measure.facts import measurement_facts
+    from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.support import dump, failures, recorded, render, summary
     from kvant.measure.verify import Choice, device_here
     from kvant.measure.verify import verify as run
@@ -110,7 +109,7 @@ def verify(
         jobs=jobs or os.cpu_count() or 1,
         told=_told,
     )
-    made = measurement_facts(shlex.join(["kvant", *sys.argv[1:]]), ["torch"])
+    made = measurement_facts(command_line("kvant"), ["torch"])
     trees = {name: {"facts": made, "formats": tree} for name, tree in found.items()}
     document = recorded(Path(os.devnull) / "none", here, trees)
     sys.stdout.write(dump(document) if format is Format.JSON else summary(document))

@@ -24,7 +24,7 @@ import triton.language as tl
 from kvant.attention.triton.backend import TritonBackend
 from kvant.kv.dtype import PAIR_NAMES, KVDtype
 from kvant.measure.attention_inputs import Case, make_inputs
-from kvant.measure.facts import measurement_facts
+from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.gpu_time import time_us
 
 
@@ -158,14 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"read bandwidth {bandwidth:.2f} TB/s")
     print(table(rows))
     if options.out is not None:
-        command = "python -m kvant.measure.attention_bench --out result.json"
+        command = command_line("python -m kvant.measure.attention_bench", arguments)
         facts = {
-            **measurement_facts(
-                command
-                + "".join(f' --case "{name}"' for name in options.case)
-                + "".join(f" --format {name}" for name in options.format),
-                ("torch", "triton"),
-            ),
+            **measurement_facts(command, ("torch", "triton")),
             "read_tb_per_s": bandwidth,
             "rows": [asdict(r) for r in rows],
         }

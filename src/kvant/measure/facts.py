@@ -6,9 +6,10 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
@@ -24,6 +25,11 @@ def measurement_facts(command: str, packages: Iterable[str]) -> dict[str, object
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def command_line(program: str, arguments: Sequence[str] | None = None) -> str:
+    """What was typed, as a shell takes it again. arguments None: those that this process got."""
+    return f"{program} {shlex.join(sys.argv[1:] if arguments is None else arguments)}".rstrip()
 
 
 def processor() -> str:

@@ -28,7 +28,7 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format, whole_formats
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
-from kvant.measure.facts import measurement_facts
+from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.own_engine import engine_over, plan_storing
 from kvant.models.loaded import LoadedModel
 
@@ -264,9 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = judge(llm, problems, formats, answer_tokens=options.answer_tokens)
     print(table(rows, len(problems)))
     if options.out is not None:
-        given = sys.argv[1:] if arguments is None else arguments
         facts = {
-            **measurement_facts(" ".join(["python -m kvant.measure.gsm8k", *given]), ("torch",)),
+            **measurement_facts(
+                command_line("python -m kvant.measure.gsm8k", arguments), ("torch",)
+            ),
             "threads": torch.get_num_threads(),
             "model": options.model,
             "problems": len(problems),

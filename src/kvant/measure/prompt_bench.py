@@ -30,7 +30,7 @@ from kvant.attention.triton_fp8.info import INFO as TRITON_FP8
 from kvant.attention.triton_fp8.info import SERVED as FP8
 from kvant.kv.dtype import KVDtype
 from kvant.measure.attention_inputs import Case, make_inputs
-from kvant.measure.facts import measurement_facts
+from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.gpu_time import elapsed_us
 
 REPEATS = 3
@@ -204,17 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = rows(timed)
     print(table(found))
     if options.out is not None:
-        command = "python -m kvant.measure.prompt_bench --out result.json"
-        facts = {
-            **measurement_facts(
-                command
-                + "".join(f' --case "{name}"' for name in options.case)
-                + "".join(f" --format {name}" for name in options.format)
-                + "".join(f" --backend {name}" for name in options.backend),
-                ("torch", "triton"),
-            ),
-            "rows": [asdict(r) for r in found],
-        }
+        command = command_line("python -m kvant.measure.prompt_bench", arguments)
+        facts = measurement_facts(command, ("torch", "triton"))
+        facts["rows"] = [asdict(r) for r in found]
         options.out.write_text(json.dumps(facts, indent=1) + "\n")
     return 0
 

@@ -55,7 +55,7 @@ def main(address: str) -> int:
     except KvantError as fault:
         return _refuse(socket, Fault(str(fault), fault.exit_code))
     except Exception as fault:
-        _log.debug("start-up failed", exc_info=True)
+        _log.exception("the engine could not start")  # our own bug, whose place must be known
         return _refuse(socket, Fault(f"the engine could not start: {fault!r}", 1))
     send(ready)
     from kvant.server.engine_loop import EngineLoop  # with torch, which refusals do without

@@ -1,0 +1,58 @@
+"""The engine's process by itself: what it says where it cannot start."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import zmq
+
+from kvant.engine.settings import Settings
+from kvant.errors import BadValue
+from kvant.server import engine_process
+from kvant.server.messages import Fault, read_from_engine
+
+
+def refused(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> tuple[int, Fault]:
+    """Exit code and last words of a process that meets this."""
+
+    def fails(settings: Settings) -> None:
+        raise fault
+
+    stdin = SimpleNamespace(buffer=io.BytesIO(msgspec.json.encode(Settings()) + b"\n"))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(engine_process, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(engine_process, "engine_config", fails)
+    address = f"ipc://{directory}/socket"
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.bind(address)
+        code = engine_process.main(address)
+        assert socket.poll(5000)
+        said = read_from_engine(socket.recv())
+    assert isinstance(said, Fault)
+    return code, said
+
+
+def test_a_fault_of_our_own_is_logged_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, said = refused(ZeroDivisionError("by zero"), monkeypatch, tmp_path)
+    assert (code, said.exit_code) == (1, 1)
+    assert "ZeroDivisionError" in said.message
+    assert "Traceback" in caplog.text
+
+
+def test_what_the_user_can_mend_is_told_without_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        code, said = refused(BadValue("no such thing"), monkeypatch, tmp_path)
+    assert (code, said.message) == (2, "no such thing")
+    assert not caplog.text

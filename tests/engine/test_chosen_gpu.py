@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from kvant.engine.device import chosen_gpu, work_on
+from kvant.engine import device
+from kvant.engine.device import chosen_gpu, host_device, work_on
 
 
 def test_a_thread_takes_over_the_gpu_that_another_one_has_chosen(
@@ -20,3 +24,16 @@ def test_a_thread_takes_over_the_gpu_that_another_one_has_chosen(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     work_on(chosen_gpu())
     assert taken == [1]
+
+
+def test_a_plan_is_made_for_the_gpu_that_was_chosen_not_for_the_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    older, newer = SimpleNamespace(major=8, minor=0), SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(device, "_ACCELERATOR_NODES", (tmp_path,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    # The second one is this thread's.
+    found = {0: older, 1: newer, None: newer}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=None: found[index])
+    assert host_device("auto").arch == "sm_90"

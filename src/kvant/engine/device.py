@@ -18,7 +18,7 @@ _ACCELERATOR_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd")
 
 
 def host_device(name: str, *, asked_by: str = "--device") -> DeviceFacts:
-    """`auto` (an accelerator if there is one), `cpu` or `cuda`.
+    """`auto` (an accelerator if there is one), `cpu` or `cuda`: of several, the one this thread works on.
 
     Where no accelerator can be, torch is not imported: a refusal then costs no seconds.
     """
@@ -44,9 +44,9 @@ def _accelerator() -> DeviceFacts | None:
     if not torch.cuda.is_available():
         return None
     if torch.version.hip is not None:
-        arch = torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
+        arch = torch.cuda.get_device_properties().gcnArchName.split(":")[0]
         return DeviceFacts(DeviceKind.ROCM, arch)
-    major, minor = torch.cuda.get_device_capability(0)
+    major, minor = torch.cuda.get_device_capability()
     return DeviceFacts(DeviceKind.CUDA, f"sm_{major}{minor}", has_bf16=major >= 8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import subprocess
 import sys
@@ -330,6 +331,12 @@ def test_cancelling_ends_the_stream_with_what_there_is(llm: AsyncLLM) -> None:
         await back_within_a_second(llm)
 
     run(scenario())
+
+
+def test_without_a_running_loop_generating_is_an_error_and_nothing_else(llm: AsyncLLM) -> None:
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        llm.generate("nobody could read it")
+    gc.collect()  # pytest fails a test in which an object could not be finalised
 
 
 async def result_of_rest(stream: AsyncStream) -> Result:

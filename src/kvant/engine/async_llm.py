@@ -33,10 +33,10 @@ class AsyncStream(AsyncIterator[Progress]):
     at a certain place.
     """
 
-    def __init__(self, llm: AsyncLLM, worker: Worker) -> None:
+    def __init__(self, llm: AsyncLLM, worker: Worker, mailbox: Mailbox) -> None:
         self._llm = llm  # which must not stop before its streams
         self._worker = worker
-        self.mailbox = Mailbox(asyncio.get_running_loop())
+        self._mailbox = mailbox
         self._ended = False
         self._reader: asyncio.Task[object] | None = None
 
@@ -45,7 +45,7 @@ class AsyncStream(AsyncIterator[Progress]):
             raise StopAsyncIteration
         self._watch(asyncio.current_task())
         try:
-            piece = await self.mailbox.get()
+            piece = await self._mailbox.get()
         except BaseException:
             self._close()
             raise
@@ -54,7 +54,7 @@ class AsyncStream(AsyncIterator[Progress]):
 
     def cancel(self) -> None:
         """End the request as soon as the running step allows; the last piece then says `cancelled`."""
-        self._worker.cancel(self.mailbox)
+        self._worker.cancel(self._mailbox)
 
     async def aclose(self) -> None:
         """Cancel the request if it has not ended; nothing more is yielded."""
@@ -84,7 +84,7 @@ class AsyncStream(AsyncIterator[Progress]):
         if task is None or task is self._reader:
             return
         self._reader = task
-        task.add_done_callback(_Watcher(self._worker, self.mailbox))
+        task.add_done_callback(_Watcher(self._worker, self._mailbox))
 
 
 class _Watcher:
@@ -194,8 +194,8 @@ class AsyncLLM:
     def _open(
         self, encode: Callable[[], Sequence[int]], params: SamplingParams | None, salt: str
     ) -> AsyncStream:
-        stream = AsyncStream(self, self._worker)
-        worker, mailbox = self._worker, stream.mailbox
+        worker, mailbox = self._worker, Mailbox(asyncio.get_running_loop())
+        stream = AsyncStream(self, worker, mailbox)
         chosen = self.default_params if params is None else params
 
         def submit() -> None:  # holds no stream

@@ -45,7 +45,6 @@ def warm_up(
 
     first, *others = step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len)
     logits = run(first)  # alone, as it makes what all of them find
-    model.measure(max_num_batched_tokens)  # alone too: it takes times
     at_once = _at_once(model.device)
     with ThreadPoolExecutor(at_once, initializer=work_on, initargs=(chosen_gpu(),)) as threads:
         compiled = threads.map(run, others)

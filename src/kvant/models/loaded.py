@@ -98,11 +98,6 @@ class LoadedModel:
             return None
         return self._fused.compiled_seconds
 
-    def measure(self, most_tokens: int) -> None:
-        """Find the fastest matrix products for steps of up to so many tokens; the GPU must be idle."""
-        if isinstance(self._fused, FusedDecoder):
-            self._fused.measure(most_tokens)
-
     def forward(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
         """Run one step and return logits [len(logits_index), vocab_size], float32 or wider.
 

@@ -24,9 +24,7 @@ from transformers import (
 
 from kvant.attention.base import AttentionParams, HeadRotation, RotatingWriter, Step, StepCall
 from kvant.kv.spec import KVPlan
-from kvant.models.fused import cublas_lt
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
-from kvant.models.fused.products import Products
 
 if TYPE_CHECKING:
     from kvant.models.fused.few_rows import FewRows
@@ -109,11 +107,6 @@ class FusedDecoder:
         self._few = None
         if isinstance(self._kernels, TorchKernels):
             self._kernels = InvariantTorchKernels()
-
-    def measure(self, most_rows: int) -> None:
-        """Find the fastest products for steps of up to so many tokens, where there is a choice."""
-        if isinstance(self.linear, Products):
-            self.linear.measure(_products(self.layers[0]), most_rows)
 
     def forward(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
@@ -246,11 +239,11 @@ def _products(layer: Layer) -> list[Tensor]:
 
 
 def linear_for(weight: Tensor) -> Linear:
-    """torch's; on a GPU with other ways for single rows and for many."""
+    """torch's; on a GPU with a kernel of our own for single rows."""
     if weight.device.type == "cuda":
         from kvant.models.fused.matvec import linear
 
-        return Products(cublas_lt.library(), linear)
+        return linear
     return F.linear
 
 

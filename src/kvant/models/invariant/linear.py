@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvant.errors import NotServable, WayOut
-from kvant.models.order_of_sums import rows_for, weight_like
 
 _TILES = {"cpu": (4, 8, 16, 32, 64, 128, 256), "cuda": (128, 256, 512, 1024, 2048)}
 """Numbers of rows that are tried. The smallest costs a CPU hardly more than the weights' way from
@@ -86,7 +85,7 @@ class TiledLinear:
         key = _key(weight, bias), size, base
         if key not in self._proved:
             weight, bias = _stand_in(weight, bias)
-            x = rows_for(size, weight, seed=size)
+            x = _numbers(size, weight, seed=size)
             small = [F.linear(_tile_of(part, base), weight, bias) for part in torch.split(x, base)]
             self._proved[key] = torch.equal(F.linear(x, weight, bias), torch.cat(small)[:size])
         return self._proved[key]
@@ -97,7 +96,7 @@ def _rows_are_alike(size: int, weight: Tensor, bias: Tensor | None) -> bool:
 
     Moving all rows by one compares each place with the next one, so all of them with each other.
     """
-    x, others = rows_for(size, weight, seed=0), rows_for(size, weight, seed=1)
+    x, others = _numbers(size, weight, seed=0), _numbers(size, weight, seed=1)
     first = F.linear(x, weight, bias)
     for shift in (1, size // 2 + 1):
         if not torch.equal(F.linear(x.roll(shift, 0), weight, bias), first.roll(shift, 0)):
@@ -119,7 +118,32 @@ def _tile_of(rows: Tensor, size: int) -> Tensor:
 
 
 def _stand_in(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return weight_like(weight), None if bias is None else torch.zeros_like(bias)
+    """A weight that betrays the order of sums: with `_numbers`, every product has its negative.
+
+    Exact sums would be 0, so what comes out are roundings alone. With other numbers a result in 16
+    bits would hide nearly every difference between sums in float32.
+    """
+    half, order = weight.shape[1] // 2, _order(weight.shape[1])
+    generator = torch.Generator(weight.device).manual_seed(2)
+    numbers = torch.empty_like(weight[:, :half]).normal_(generator=generator)
+    rest = torch.zeros_like(weight[:, 2 * half :])
+    made = torch.empty_like(weight)
+    made[:] = torch.cat((numbers, -numbers, rest), dim=1)[:, order.to(weight.device)]
+    return made, None if bias is None else torch.zeros_like(bias)
+
+
+def _numbers(rows: int, weight: Tensor, *, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    columns = weight.shape[1]
+    half = torch.randn(rows, columns // 2, generator=generator)
+    rest = torch.zeros(rows, columns % 2)
+    x = torch.cat((half, half, rest), dim=1)[:, _order(columns)]
+    return x.to(device=weight.device, dtype=weight.dtype)
+
+
+def _order(columns: int) -> Tensor:
+    """Where the columns that cancel each other stand: anywhere."""
+    return torch.randperm(columns, generator=torch.Generator().manual_seed(3))
 
 
 def _key(weight: Tensor, bias: Tensor | None) -> _Key:

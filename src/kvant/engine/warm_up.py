@@ -41,12 +41,16 @@ def warm_up(
 
     # Triton is there where there is a GPU.
     from kvant.attention.triton.prefill import prepare
+    from kvant.engine.kernel_loading import one_loads
     from kvant.engine.triton_draw import draw_once
 
     first, *others = step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len)
     logits = run(first)  # alone, as it makes what all of them find
     at_once = _at_once(model.device)
-    with ThreadPoolExecutor(at_once, initializer=work_on, initargs=(chosen_gpu(),)) as threads:
+    with (
+        one_loads(),
+        ThreadPoolExecutor(at_once, initializer=work_on, initargs=(chosen_gpu(),)) as threads,
+    ):
         compiled = threads.map(run, others)
         draw = threads.submit(draw_once, logits.to(widened(logits.dtype)))
         # Here, as cuDNN's plans are those of a thread.

@@ -18,6 +18,7 @@ from kvant.attention.triton import backend
 from kvant.attention.triton.backend import TritonBackend
 from kvant.engine import triton_draw
 from kvant.engine.batch_sizes import batch_sizes
+from kvant.engine.graphs import Forward
 from kvant.engine.warm_up import _nowhere, step_lengths, warm_up
 from kvant.kv.dtype import KVDtype
 from kvant.models.fused.few_rows import MOST_TOKENS, _padded
@@ -99,6 +100,20 @@ def test_products_of_few_rows_are_warm_for_every_number_of_tokens_and_of_wanted_
     assert (1,) in few
 
 
+def warm(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 4 sequences, 600 tokens and lengths of 500, of a model without layers."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    device = torch.device("cpu")
+    pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=device)
+    model: Any = SimpleNamespace(
+        plan=SimpleNamespace(page_size=16),
+        device=device,
+        dtype=torch.bfloat16,
+        measure=lambda most_tokens: None,
+    )
+    warm_up(model, pool, forward, 4, 600, 500)
+
+
 def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     spies, ran = [Spy() for _ in range(5)], []
 
@@ -109,23 +124,18 @@ def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = "survey", "draw_few", "_narrow", "_weigh", "_choose"
     for name, spy in zip(kernels, spies, strict=True):
         monkeypatch.setattr(triton_draw, name, spy)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=torch.device("cpu"))
-    model: Any = SimpleNamespace(
-        plan=SimpleNamespace(page_size=16), device=pool.device, dtype=torch.bfloat16
-    )
-    warm_up(model, pool, forward, 4, 600, 500)
+    warm(forward, monkeypatch)
     assert ran == step_lengths(4, 600, 500)
-    warm = [set(spy.seen) for spy in spies]
-    assert all(warm)
+    launched = [set(spy.seen) for spy in spies]
+    assert all(launched)
     table = torch.tensor([[1.0, 50.0, 0.9, 0.0, 0.3]] * 3, dtype=torch.float64)
-    space = triton_draw.make_space(3, 9000, pool.device)
+    space = triton_draw.make_space(3, 9000, torch.device("cpu"))
     given = torch.zeros(3, 9000), torch.arange(3), table, torch.zeros(3, dtype=torch.int64), space
     triton_draw.draw_from_few(*given)
     triton_draw.narrow(*given, by_share=False)
     triton_draw.narrow(*given, by_share=True)
     triton_draw.choose(*given)
-    assert [spy.seen for spy in spies] == warm
+    assert [spy.seen for spy in spies] == launched
 
 
 def test_threads_that_compile_work_on_the_gpu_of_the_thread_that_waits(
@@ -146,13 +156,23 @@ def test_threads_that_compile_work_on_the_gpu_of_the_thread_that_waits(
     monkeypatch.setattr("kvant.engine.warm_up.chosen_gpu", lambda: chosen.gpu)
     monkeypatch.setattr("kvant.engine.warm_up.work_on", work_on)
     monkeypatch.setattr(triton_draw, "draw_once", lambda logits: seen.add(chosen.gpu))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=torch.device("cpu"))
-    model: Any = SimpleNamespace(
-        plan=SimpleNamespace(page_size=16), device=pool.device, dtype=torch.bfloat16
-    )
-    warm_up(model, pool, forward, 4, 600, 500)
+    warm(forward, monkeypatch)
     assert seen == {3}
+
+
+def test_a_step_that_fails_in_a_thread_fails_the_start_and_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
+        if step.max_seqlen_q == 300:
+            raise torch.OutOfMemoryError("no memory for this one")
+        return torch.zeros(len(logits_index), 9)
+
+    monkeypatch.setattr(triton_draw, "draw_once", lambda logits: None)
+    before = threading.active_count()
+    with pytest.raises(torch.OutOfMemoryError, match="for this one"):
+        warm(forward, monkeypatch)
+    assert threading.active_count() == before
 
 
 def test_a_small_engine_is_asked_for_no_step_that_it_could_not_run() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -339,6 +340,18 @@ def test_compiling_takes_no_longer_than_its_time_and_the_next_one_compiles() -> 
     compiler._workers[0]._process.kill()
     compiler._workers[0]._process.wait()
     assert not compiler.start(StructuredOutputs(regex="c")).result(30).is_complete
+
+
+def test_a_process_that_does_not_start_is_not_taken_for_a_form_that_is_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = GrammarCompiler(TOKENIZER, VOCAB, [EOS], limits=CompileLimits())
+    form = StructuredOutputs(regex="a+")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(RequestError, match="could not be started"):
+            compiler.start(form).result()
+    compiler.start(form).result()  # the next one is another process's
 
 
 def test_steps_go_on_while_a_form_is_compiled_and_cancelling_does_not_wait(

@@ -194,7 +194,7 @@ class _Worker:
         self._answers: SimpleQueue[str] = SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self.alive = True
-        if self._answer(_WORKER_START_SECONDS) is None:
+        if not self._answer(_WORKER_START_SECONDS):
             self.close()
 
     @property

@@ -157,12 +157,12 @@ class Option:
             case Kind.COUNT:
                 return raw if isinstance(raw, int) and is_number else None
             case Kind.NUMBER:
-                return float(raw) if is_number and math.isfinite(raw) else None  # type: ignore[arg-type]
+                return _finite(raw) if is_number else None  # type: ignore[arg-type]
             case Kind.SIZE:
                 return str(raw) if isinstance(raw, str | int) and raw is not True else None
             case Kind.OBJECT:
                 if isinstance(raw, Mapping):
-                    return json.dumps(dict(raw))
+                    return _json(raw)
                 return raw if isinstance(raw, str) else None
             case _:
                 return self._convert_list(raw)
@@ -180,6 +180,22 @@ class Option:
         if not isinstance(value, int | float):
             return True
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+def _finite(number: int | float) -> float | None:
+    try:
+        found = float(number)
+    except OverflowError:  # a whole number beyond every float
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _json(mapping: Mapping[object, object]) -> str | None:
+    """None for what JSON cannot carry, such as the dates that YAML knows."""
+    try:
+        return json.dumps(dict(mapping))
+    except TypeError:
+        return None
 
 
 def option(default: Any, help: str, *, kind: Kind | None = None, **details: Any) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvant.engine import tokenizing
+from kvant.engine.tokenizing import Tokenizing
 from kvant.errors import BadCheckpoint, RequestError
 from kvant.server import tokenizer
 from tests.engine import tiny_chat
@@ -32,3 +35,30 @@ def test_lone_surrogates_are_a_fault_of_the_request_in_prompts_and_in_chats(tmp_
     with pytest.raises(RequestError, match="no valid Unicode") as refused:
         found.encode_chat([{"role": "user", "content": "\ud800"}])
     assert refused.value.param == "messages"
+
+
+CUT = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+FILLED = {
+    "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+    "pad_type_id": 0, "pad_token": "<pad>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", [{"truncation": CUT}, {"padding": FILLED}], ids=str)
+@pytest.mark.parametrize("read", [tokenizing.open_tokenizer, tokenizer.open_tokenizer])
+def test_no_prompt_is_cut_or_filled_up_as_it_was_in_training(
+    tmp_path: Path, kept: dict[str, object], read: Callable[[Path], Tokenizing | None]
+) -> None:
+    """Files say so wherever a tokenizer was saved after its last batch; transformers passes over it."""
+    path = tiny_chat.build(tmp_path)
+    file = path / "tokenizer.json"
+    text = "a text of more than five tokens"
+    plain = read(path)
+    assert plain is not None
+    ids = plain.encode(text)
+    assert 5 < len(ids) < 64
+    file.write_text(json.dumps({**json.loads(file.read_text()), **kept}))
+    found = read(path)
+    assert found is not None
+    assert found.encode(text) == ids == found.tokenizer(text)["input_ids"]
+    assert found.encode_rendered(text) == plain.encode_rendered(text)

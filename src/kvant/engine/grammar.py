@@ -15,7 +15,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -126,11 +125,8 @@ class GrammarCompiler:
     def prepare(self) -> LLTokenizer:
         """Read the tokenizer now; else the first form does, and holds other threads up meanwhile."""
         if self._matching is None:
-            tokenizer = deepcopy(self._tokenizer)
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
             self._matching = LLTokenizer(
-                tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos
+                self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos
             )
         return self._matching
 

@@ -116,4 +116,7 @@ def open_tokenizer(path: Path) -> Tokenizing | None:
             f"{path} has a tokenizer that Kvant cannot stream",
             why=f"{type(tokenizer).__name__} is not built on the tokenizers library",
         )
+    # Files often keep what they were trained with. transformers sets both anew at every call.
+    backend.no_truncation()
+    backend.no_padding()
     return Tokenizing(tokenizer, backend)

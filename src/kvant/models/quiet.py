@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -11,23 +12,27 @@ from typing import Any
 
 from transformers.utils import logging
 
+_alone = threading.RLock()
+
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Inside, transformers shows no bars and logs errors only; afterwards all is as it was.
 
-    For the main thread: verbosity, bars and warning filters are process-wide.
+    One thread at a time, others wait: verbosity, bars and warning filters are process-wide, and so is the
+    dtype that transformers makes the default one while it loads weights.
     """
-    verbosity = logging.get_verbosity()
-    hook = logging.set_tqdm_hook(_without_bar)
-    logging.set_verbosity(ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_tqdm_hook(hook)
-        logging.set_verbosity(verbosity)
+    with _alone:
+        verbosity = logging.get_verbosity()
+        hook = logging.set_tqdm_hook(_without_bar)
+        logging.set_verbosity(ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            logging.set_tqdm_hook(hook)
+            logging.set_verbosity(verbosity)
 
 
 @contextmanager

@@ -2,64 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tables import Cells, percent, table
-from tables.throughput import measured, rounds
+from tables.throughput import backend, loads_file, measured, rounds
 
-KVANT = ("h200-throughput-bfloat16.json", "h200-throughput-fp8.json")
-VLLM = ("h200-vllm-bfloat16.json", "h200-vllm-fp8.json")
-PEER = {"bfloat16": "bfloat16", "fp8_e4m3": "fp8"}
 SERVERS = "h200-servers.json"
-AGAIN = ("h200-again-fp8.json", "h200-again-triton-fp8.json", "h200-again-vllm-fp8.json")
-"""fp8 caches in a call of their own, Kvant by decoding and by fp8 products."""
+CALLS = (
+    ("h200-vllm-ddec008-bfloat16.json", loads_file("ddec008", "bfloat16")),
+    (
+        "h200-vllm-b4fa26c-fp8.json",
+        loads_file("b4fa26c", "fp8"),
+        loads_file("b4fa26c", "triton-fp8"),
+    ),
+)
+"""vLLM and Kvant on one GPU in one call: files of both. Each cache had a call of its own."""
 
 
-@table("beside-vllm", *KVANT, *VLLM)
+@table("beside-vllm", *(file for call in CALLS for file in call))
 def throughput(*files: Any) -> Cells:
     """Of the fastest repeat; a ratio above 1 is in Kvant's favour."""
-    ours, theirs = rounds(*files[:2]), rounds(*files[2:])
-    loads = list(dict.fromkeys(load for load, _ in ours))
-
-    def line(what: str, load: str, cells: Callable[[Any, Any], list[str]]) -> list[str]:
-        pairs = [(theirs[load, peer], ours[load, stored]) for stored, peer in PEER.items()]
-        return [what, *(cell for pair in pairs for cell in cells(*pair))]
-
-    def speeds(one: Any, other: Any) -> list[str]:
-        shown = [measured(r["load"], r["seconds"])[1] for r in (one, other)]
-        return [*shown, f"{min(one['seconds']) / min(other['seconds']):.2f}"]
-
-    return [
-        line("requests x input/output", loads[0],
-             lambda one, other: [f"vLLM {one['stored']}", f"Kvant {other['stored']}", "over vLLM"]),
-        *(line(load.replace("x", " x "), load, speeds) for load in loads),
-        line("the pool holds", loads[0],
-             lambda *pair: [*(f"{r['capacity_tokens']:,d} tokens" for r in pair), ""]),
-        line("until ready", loads[0],
-             lambda *pair: [*(f"{r['start_seconds']:.1f} s" for r in pair), ""]),
-    ]  # fmt: skip
-
-
-@table("beside-vllm-fp8", *AGAIN)
-def fp8_products(*files: Any) -> Cells:
-    """Of the fastest repeat; a ratio above 1 is in Kvant's favour."""
-    decoded, multiplied, theirs = (
-        {load: r for (load, _), r in rounds(one).items()} for one in files
-    )
-    lines = [["requests x input/output", "vLLM fp8", "Kvant triton", "over vLLM", "Kvant triton_fp8",
-              "over vLLM"]]  # fmt: skip
-    for load, peer in theirs.items():
-        cells = [load.replace("x", " x "), measured(load, peer["seconds"])[1]]
-        for ours in (decoded, multiplied):
-            if load in ours:
-                seconds = ours[load]["seconds"]
-                ratio = min(peer["seconds"]) / min(seconds)
-                cells += [measured(load, seconds)[1], f"{ratio:.2f}"]
-            else:
-                cells += ["-", "-"]
+    by_load = [{load: r for (load, _), r in rounds(data).items()} for data in files]
+    found = dict(zip((file for call in CALLS for file in call), by_load, strict=True))
+    loads = list(found[CALLS[0][0]])
+    lines = [["requests x input/output", *(cell for call in CALLS for cell in _heads(call, found))]]
+    for load in loads:
+        cells = [load.replace("x", " x ")]
+        for theirs, *ours in call_rounds(found, load):
+            cells.append(measured(load, theirs["seconds"])[1])
+            for one in ours:
+                seconds = one["seconds"] if one else ()
+                cells.append(measured(load, seconds)[1] if one else "-")
+                cells.append(f"{min(theirs['seconds']) / min(seconds):.2f}" if one else "-")
+        lines.append(cells)
+    for what, fact in (("the pool holds", "capacity_tokens"), ("until ready", "start_seconds")):
+        cells = [what]
+        for theirs, *ours in call_rounds(found, "512x1024/256"):
+            shown = [_fact(one[fact]) for one in (theirs, *ours)]
+            cells += [shown[0], *(cell for one in shown[1:] for cell in (one, ""))]
         lines.append(cells)
     return lines
+
+
+def call_rounds(found: dict[str, Any], load: str) -> list[list[Any]]:
+    """Of each call, vLLM's round of a load and Kvant's; None where it did not run."""
+    return [[found[file].get(load) for file in call] for call in CALLS]
+
+
+def _heads(call: tuple[str, ...], found: dict[str, Any]) -> list[str]:
+    theirs, *ours = call
+    heads = [f"vLLM {next(iter(found[theirs].values()))['stored']}"]
+    for file in ours:
+        stored = next(iter(found[file].values()))["stored"]
+        by = ", triton_fp8" if backend(file) == "triton_fp8" else ""
+        heads += [f"Kvant {stored}{by}", "over vLLM"]
+    return heads
+
+
+def _fact(value: float) -> str:
+    return f"{value:,d} tokens" if isinstance(value, int) else f"{value:.1f} s"
 
 
 @table("servers", SERVERS)

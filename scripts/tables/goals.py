@@ -25,13 +25,8 @@ FILES = {
     "prompts": prompts.FILE,
     "dense": attention.DENSE,
     "flashinfer": "h200-flashinfer.json",
-    "bfloat16": "h200-throughput-bfloat16.json",
-    "fp8": "h200-throughput-fp8.json",
-    "int4": "h200-throughput-int4.json",
-    "later16": throughput.LATER[0],
-    "later8": throughput.LATER[1],
-    "again8": "h200-again-fp8.json",
-    "products": "h200-again-triton-fp8.json",
+    **{f"pool of {what}": throughput.FORMATS[what] for what in ("bfloat16", "fp8", "int4")},
+    **{file: file for file in throughput.CALLS},
     "decode": "h200-decode.json",
     "replay": "h200-replay.json",
     "long": "h200-replay-long.json",
@@ -216,28 +211,26 @@ def _prompts(found: Any, dense: Any, flashinfer: Any) -> Iterator[Goal]:
 
 def _loads(data: dict[str, Any]) -> Iterator[Goal]:
     for (load, stored), bound in throughput.GOALS.items():
-        calls = ("", ", in a later call", ", in the latest call")
-        runs = {"bfloat16": ("bfloat16", "later16"), "fp8_e4m3": ("fp8", "later8", "again8")}
-        for name, which in zip(runs[stored], calls, strict=False):
-            run, long = data[name], load in throughput.LONG
-            seconds = next(r["seconds"] for r in run["rounds"] if r["load"] == load)
-            value, _ = throughput.measured(load, seconds)
+        long = load in throughput.LONG
+        for by in ("triton", "triton_fp8") if long and stored == "fp8_e4m3" else ("triton",):
+            calls = [data[file] for file in throughput.CALLS if throughput.backend(file) == by]
+            runs = [
+                (r, call) for call in calls if (r := throughput.rounds(call).get((load, stored)))
+            ]
+            values = [throughput.measured(load, r["seconds"])[0] for r, _ in runs]
+            digits = 1 if long else 0
+            least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
             yield Goal(
-                f"{load.replace('x', ' x ')}, {stored}{which}", value, bound,
-                " s" if long else " tok/s", "throughput", run, least=not long,
-                digits=1 if long else 0,
+                f"{load.replace('x', ' x ')}, {stored}"
+                + ("" if by == "triton" else f", --attention-backend {by}"),
+                values[-1], bound, " s" if long else " tok/s", "throughput", runs[-1][1],
+                least=not long, digits=digits, note=f"; {least} to {most} in {len(runs)} calls",
             )  # fmt: skip
-    run, load = data["products"], "64x16384/128"
-    seconds = next(r["seconds"] for r in run["rounds"] if r["load"] == load)
-    yield Goal(
-        "64 x 16384/128, fp8_e4m3, --attention-backend triton_fp8", min(seconds),
-        throughput.GOALS[load, "fp8_e4m3"], " s", "throughput", run, digits=1,
-    )  # fmt: skip
-    pool = {name: data[name]["rounds"][0]["capacity_tokens"] for name in ("bfloat16", *CAPACITY)}
+    pool = {name: data[f"pool of {name}"]["rounds"][0] for name in ("bfloat16", *CAPACITY)}
     for name, least in CAPACITY.items():
-        times = pool[name] / pool["bfloat16"]
-        what = f"tokens in the pool, {data[name]['rounds'][0]['stored']} over bfloat16"
-        yield Goal(what, times, least, "x", "throughput", data[name], least=True)
+        times = pool[name]["capacity_tokens"] / pool["bfloat16"]["capacity_tokens"]
+        what = f"tokens in the pool, {pool[name]['stored']} over bfloat16"
+        yield Goal(what, times, least, "x", "throughput", data[f"pool of {name}"], least=True)
     decode = data["decode"]
     step = throughput.uniform(decode)
     for name, least in throughput.STEADY_GOALS.items():

@@ -40,13 +40,18 @@ def rounds(*files: Any) -> dict[tuple[str, str], Any]:
     return {(r["load"], r["stored"]): r for data in files for r in data["rounds"]}
 
 
-@table(
-    "h200-throughput",
-    "h200-throughput-bfloat16.json",
-    "h200-throughput-fp8.json",
-    "h200-throughput-fp8-per-token-head.json",
-    "h200-throughput-int4.json",
-)
+def loads_file(commit: str, what: str) -> str:
+    """JSON of `kvant bench throughput` at a commit. what: the format, or a backend and it."""
+    return f"h200-loads-{commit}-{what}.json"
+
+
+FORMATS = {
+    what: loads_file("22404fa", what) for what in ("bfloat16", "fp8", "fp8-per-token-head", "int4")
+}
+"""Every format in one call."""
+
+
+@table("h200-throughput", *FORMATS.values())
 def throughput(*files: Any) -> Cells:
     found = rounds(*files)
     formats = list(dict.fromkeys(stored for _, stored in found))
@@ -67,21 +72,37 @@ def throughput(*files: Any) -> Cells:
     return lines
 
 
-LATER = ("h200-throughput-later-bfloat16.json", "h200-throughput-later-fp8.json")
-"""Newer, and without vLLM in the call."""
+HEAVY = ("512x1024/256", "64x16384/128")
+CALLS = tuple(
+    loads_file(commit, what)
+    for commit, *formats in (
+        ("22404fa", "bfloat16", "fp8"),
+        ("cc74c98", "bfloat16", "fp8"),
+        ("fbb7665", "triton-fp8"),
+        ("b4fa26c", "fp8", "triton-fp8"),
+        ("ddec008", "bfloat16", "fp8", "triton-fp8"),
+    )
+    for what in formats
+)
+"""Heavy loads in every call so far, the oldest first; each call had another card."""
 
 
-@table("h200-throughput-later", *LATER)
-def later(*files: Any) -> Cells:
-    lines = [
-        ["requests x input/output", "KV cache", "of the fastest repeat", "goal", "repeats, seconds"]
-    ]
-    for (load, stored), r in sorted(rounds(*files).items(), key=lambda one: one[0][::-1]):
-        goal, least = GOALS.get((load, stored)), load not in LONG
-        value, shown = measured(load, r["seconds"])
-        met = "" if goal is None else held(value, goal, least=least, shown=f"{goal:g}")
-        times = ", ".join(f"{seconds:.2f}" for seconds in r["seconds"])
-        lines.append([load.replace("x", " x "), stored, shown, met, times])
+def backend(file: str) -> str:
+    return "triton_fp8" if "triton-fp8" in file else "triton"
+
+
+@table("h200-heavy-loads", *CALLS)
+def heavy_loads(*calls: Any) -> Cells:
+    lines = [["commit", "KV cache", "attention"]]
+    lines[0] += [cell for load in HEAVY for cell in (load.replace("x", " x "), "repeats, seconds")]
+    for file, data in sorted(zip(CALLS, calls, strict=True), key=lambda one: backend(one[0])):
+        found = {load: r for (load, _), r in rounds(data).items()}
+        cells = [data["commit"], data["rounds"][0]["stored"], backend(file)]
+        for load in HEAVY:
+            seconds = found[load]["seconds"] if load in found else ()
+            cells.append(measured(load, seconds)[1] if seconds else "-")
+            cells.append(", ".join(f"{one:.2f}" for one in seconds) or "-")
+        lines.append(cells)
     return lines
 
 

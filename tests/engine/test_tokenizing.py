@@ -37,6 +37,29 @@ def test_lone_surrogates_are_a_fault_of_the_request_in_prompts_and_in_chats(tmp_
     assert refused.value.param == "messages"
 
 
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("tokenizer.json", {"model": {"type": "of another version"}}),
+        ("tokenizer.json", {"added_tokens": "many"}),
+        ("tokenizer_config.json", {"eos_token": 5}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("read", [tokenizing.open_tokenizer, tokenizer.open_tokenizer])
+def test_whatever_is_wrong_with_a_tokenizer_is_its_files_fault(
+    tmp_path: Path,
+    file: str,
+    changes: dict[str, object],
+    read: Callable[[Path], Tokenizing | None],
+) -> None:
+    path = tiny_chat.build(tmp_path)
+    said = json.loads((path / file).read_text())
+    (path / file).write_text(json.dumps({**said, **changes}))
+    with pytest.raises(BadCheckpoint, match="no tokenizer that can be read"):
+        read(path)
+
+
 CUT = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
 FILLED = {
     "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,

@@ -249,6 +249,20 @@ def test_a_directory_without_a_tokenizer_says_so(llama: Path) -> None:
         load_tokenizer(llama)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"rms_norm_eps": "small"}, {"use_return_dict": False}, {"head_dim": [1]}],
+    ids=str,
+)
+def test_a_config_that_transformers_cannot_read_is_the_checkpoints_fault(
+    llama: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    path = copy_of(llama, tmp_path)
+    change_config(path, **changes)
+    with pytest.raises(BadCheckpoint, match=r"cannot read config\.json"):
+        load(path)
+
+
 def copy_of(path: Path, directory: Path) -> Path:
     new = directory / path.name
     new.mkdir()

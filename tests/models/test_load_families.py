@@ -66,6 +66,20 @@ def test_greedy_float32_tokens_are_those_of_transformers(name: str, tmp_path: Pa
         assert generated_by_kvant(model, chunk) == expected
 
 
+@pytest.mark.parametrize("left", ["output_router_logits", "return_dict"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_what_training_left_in_a_config_changes_nothing(
+    name: str, left: str, tmp_path: Path
+) -> None:
+    plain = generated_by_kvant(load(name, tmp_path), 1000)
+    file = tmp_path / name / "config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, left: left == "output_router_logits"}))
+    geometry = tiny.geometry(name)
+    again = load_model(file.parent, driver.plan(geometry.layers), geometry, device=CPU)
+    assert generated_by_kvant(again, 1000) == plain
+
+
 @pytest.mark.parametrize("name", tiny_multimodal.NAMES)
 def test_the_text_model_of_a_multimodal_checkpoint_runs_alike(name: str, tmp_path: Path) -> None:
     path = tiny_multimodal.build(name, tmp_path)

@@ -104,11 +104,15 @@ def _read_config(path: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(
             str(path), trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as fault:
+    except Exception as fault:  # each family checks its fields in its own way
         raise BadCheckpoint(
-            f"{path}: transformers cannot read config.json", why=str(fault)
+            f"{path}: transformers cannot read config.json", why=f"{type(fault).__name__}: {fault}"
         ) from fault
     assert isinstance(config, PreTrainedConfig)
+    for part in (config, config.get_text_config(decoder=True)):
+        part.return_dict = True
+        if hasattr(part, "output_router_logits"):  # which training asks for, to balance experts
+            part.output_router_logits = False
     return config
 
 
@@ -142,8 +146,10 @@ def _read_weights(
             why=str(fault),
             ways_out=(WayOut("convert .bin weights with transformers' save_pretrained"),),
         ) from fault
-    except (ValueError, RuntimeError) as fault:
-        raise NotServable(f"transformers cannot load {path}", why=str(fault)) from fault
+    except Exception as fault:  # whatever a family's own code makes of the config
+        raise NotServable(
+            f"transformers cannot load {path}", why=f"{type(fault).__name__}: {fault}"
+        ) from fault
     module, info = loaded
     _check_complete(path, info)
     assert isinstance(module, PreTrainedModel)

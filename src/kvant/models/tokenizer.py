@@ -17,7 +17,9 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(path), trust_remote_code=False, local_files_only=True
             )
-    except (OSError, ValueError, KeyError) as fault:
-        raise BadCheckpoint(f"{path} has no tokenizer that can be read", why=str(fault)) from fault
+    except Exception as fault:  # the tokenizers library raises nothing more special
+        raise BadCheckpoint(
+            f"{path} has no tokenizer that can be read", why=f"{type(fault).__name__}: {fault}"
+        ) from fault
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer

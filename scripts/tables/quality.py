@@ -50,6 +50,7 @@ def formats(data: Any) -> Cells:
 
 
 @table("fp8-quality", "fp8-quality.json")
+@table("fp8-quality-gpu", "h200-fp8-quality.json")
 def fp8_products(data: Any) -> Cells:
     lines = [["KV format", "backend", "mean KL", "its standard error", "same top token",
               "negative log-likelihood"]]  # fmt: skip

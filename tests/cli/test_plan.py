@@ -16,8 +16,10 @@ from kvant.engine.workspaces import StepSize
 from kvant.errors import BadValue
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import known_names
+from kvant.models.gguf_import import import_gguf
 from tests.acceptance.models import LLAMA, config, write_model
 from tests.cli.command import kvant
+from tests.models.tiny_gguf import write_gguf
 
 LLAMA_70B = config(
     LLAMA,
@@ -134,6 +136,7 @@ def test_what_the_user_can_mend_ends_with_2_a_message_and_no_torch(
     assert ran.code == 2
     assert says in ran.err
     assert "Traceback" not in ran.err
+    assert ran.out == ""
     assert ran.heavy == ()
 
 
@@ -147,6 +150,19 @@ def test_a_directory_that_is_no_model_ends_with_2(tmp_path: Path, content: str |
     assert ran.code == 2
     assert ran.err.startswith("kvant: error:")
     assert "Traceback" not in ran.err
+
+
+def test_a_gguf_file_is_planned_alike_before_and_after_it_is_converted(tmp_path: Path) -> None:
+    """It has no scales, which needs no weight files to know: nothing is unchecked, and nobody is warned."""
+    file, cache = write_gguf(tmp_path / "m.gguf"), {"KVANT_CACHE": str(tmp_path / "cache")}
+    asked = ("plan", file, "--kv-cache-dtype", "fp8", "--memory", "1GiB", "--format", "json")
+    before = kvant(*asked, env=cache).out
+    assert json.loads(before)["target"]["layers"][0]["k"]["scale"]["state"] == "uncalibrated"
+    assert "not checked" not in before
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVANT_CACHE", cache["KVANT_CACHE"])
+        import_gguf(file)
+    assert kvant(*asked, env=cache).out == before
 
 
 def test_an_unknown_architecture_names_itself_and_the_known_ones(tmp_path: Path) -> None:

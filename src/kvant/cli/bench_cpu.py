@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from kvant.cli.out_file import OutFile, write_json
-from kvant.errors import UnknownName
+from kvant.errors import BadValue, UnknownName, WayOut
 
 
 def cpu(
@@ -55,6 +55,15 @@ def cpu(
     """
     from kvant.engine.threads import wait_without_spinning
 
+    if parts and peers is None:
+        raise BadValue(
+            f"--part {parts[0]} measures nothing without --peers",
+            why="parts are those of whole steps",
+            ways_out=(
+                WayOut("measure Kvant's steps alone", ("--peers", "none")),
+                WayOut("measure them beside another engine", ("--peers", "transformers")),
+            ),
+        )
     wait_without_spinning()
     import torch
 

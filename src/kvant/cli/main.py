@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvant import __version__
+from kvant.cli.no_reader import flush_stdout, open_closed_streams, reader_left
 from kvant.errors import KvantError
 
 app = typer.Typer(
@@ -52,12 +53,17 @@ _add_commands()
 
 
 def run() -> None:
-    """Entry point. 0 done; 2 what the user can mend (message on stderr); 1 our own bug."""
+    """Entry point. 0 done, also where the reader of a pipe has left; 2 what the user can mend (message on
+    stderr); 1 our own bug."""
+    code: str | int | None = 0
+    open_closed_streams()
     try:
         app(standalone_mode=True)
     except KvantError as fault:
         sys.stderr.write(f"kvant: error: {fault}\n")
-        sys.exit(fault.exit_code)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
+        code = fault.exit_code
+    except (BrokenPipeError, SystemExit) as end:
+        # rich and typer turn the first into the second, with an exit code of 1.
+        code = end.code if isinstance(end, SystemExit) and not reader_left(end) else 0
+    flush_stdout()
+    sys.exit(code)

@@ -15,7 +15,7 @@ import typer
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.cli.configured import configured
-from kvant.cli.out_file import writable
+from kvant.cli.plan_plot import picture, plot_plan
 from kvant.engine.config import PlanOptions, plan_request
 from kvant.engine.planning import Plan, PlanRequest, make_plan
 from kvant.engine.settings import Settings
@@ -45,7 +45,7 @@ def plan(
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="FILE", help="Draw the plan as .svg or .png.", callback=writable
+            "--plot", metavar="FILE", help="Draw the plan as .svg or .png.", callback=picture
         ),
     ] = None,
 ) -> None:
@@ -75,8 +75,6 @@ def plan(
 
         print_plan(made, Console(), command=_serve_arguments(sys.argv))
     if plot is not None:
-        from kvant.cli.plan_plot import plot_plan
-
         plot_plan(made, plot)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
+import typer
+
+from kvant.cli.out_file import writable
 from kvant.engine.planning import Plan
 from kvant.errors import BadValue, NotServable, WayOut
 from kvant.kv.dtype import KVDtype
@@ -11,18 +15,25 @@ from kvant.kv.dtype import KVDtype
 _SUFFIXES = (".svg", ".png")
 
 
-def plot_plan(plan: Plan, path: Path) -> None:
-    """Write an SVG or PNG. Needs the `plot` extra (matplotlib)."""
+def picture(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The path, for typer. BadValue or NotServable where `plot_plan` could write no picture there."""
+    if writable(option, path) is None or path is None:
+        return None
     if path.suffix.lower() not in _SUFFIXES:
         raise BadValue(f"--plot {path}: unknown kind of picture", why="use a name in .svg or .png")
-    try:
-        import matplotlib
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         raise NotServable(
             f"--plot {path}: matplotlib is not installed",
             why="pictures are an extra",
             ways_out=(WayOut("install it: pip install 'kvant[plot]'"),),
-        ) from None
+        )
+    return path
+
+
+def plot_plan(plan: Plan, path: Path) -> None:
+    """Write an SVG or PNG. Needs the `plot` extra (matplotlib)."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

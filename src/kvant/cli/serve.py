@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from kvant.cli.configured import configured
+from kvant.cli.no_reader import flush_stdout
 from kvant.engine.config import ENGINE_OPTIONS, EngineOptions
 from kvant.engine.settings import Settings
 from kvant.errors import NotServable, WayOut
@@ -40,8 +41,9 @@ def serve(settings: Settings) -> None:
 
 
 def _say(line: str) -> None:
+    """On stdout, if anybody is there: `kvant serve M | grep -m 1 ready` leaves a server that serves."""
     sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    flush_stdout()
 
 
 def _name_of(model: str) -> str:

@@ -28,7 +28,7 @@ from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
 from kvant.models.geometry import DraftFacts, read_draft_geometry, read_geometry
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
-from kvant.models.locate import LocalModel, locate
+from kvant.models.locate import LocalModel, ModelSource, locate
 from kvant.models.quantization import Quantization, check_quantization
 from kvant.models.weights import WeightBytes, quantized_weight_bytes, weight_bytes_of
 from kvant.speculative.dflash.files import check_files, read_network
@@ -250,7 +250,7 @@ def _resolve_model(
     geometry: ModelGeometry,
     role: Role,
 ) -> PlannedModel:
-    checkpoint = read_checkpoint(local.path, config)
+    checkpoint = _checkpoint(local, config)
     kv = _resolve_kv(request, asked, checkpoint, local.name, geometry, role)
     quantization = request.quantization if role is Role.TARGET else None
     if quantization is None:
@@ -259,6 +259,13 @@ def _resolve_model(
         check_quantization(quantization, config, request.device, kv.compute_dtype)
         weights = quantized_weight_bytes(config, geometry, quantization)
     return PlannedModel(local, config, geometry, checkpoint, weights, kv)
+
+
+def _checkpoint(local: LocalModel, config: Mapping[str, Any]) -> CheckpointKV:
+    """What a model's files say about its KV cache. A GGUF file says nothing, converted yet or not."""
+    if local.source in (ModelSource.GGUF, ModelSource.DEMO):
+        return CheckpointKV(checked=True)
+    return read_checkpoint(local.path, config)
 
 
 def resolve_again(plan: Plan, asked: KVRequest) -> KVPlan:

@@ -7,7 +7,6 @@ At a long context the pages are a copied prompt's: see `kvant.measure.peers.fill
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvant.engine.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
 from kvant.measure.cpu_decode_bench import Case, Timing, time_engine
+from kvant.measure.json_lines import read_texts
 from kvant.measure.peers.filled import engine_with
 from kvant.measure.teacher_forced import text_logits
 from kvant.models.demo import DEMO_NAME
@@ -86,8 +86,8 @@ def measure_quality(
     weights: Sequence[Quantization | None], problems: Path, count: int
 ) -> Iterator[Quality]:
     """Of the answers to the first problems of GSM8K, as they stand in the file."""
-    lines = problems.read_text(encoding="utf-8").splitlines()[:count]
-    texts = [(f"{p['question']}\n", p["answer"]) for p in map(json.loads, lines)]
+    read = read_texts(problems, ("question",), ("answer",), count=count)
+    texts = [(f"{question}\n", answer) for question, answer in read]
     for quantization in weights:
         llm = _open(quantization)
         runner = llm.engine.runner

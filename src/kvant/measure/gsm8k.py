@@ -29,6 +29,7 @@ from kvant.kv.names import FormatRequest, parse_format, whole_formats
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
 from kvant.measure.facts import command_line, measurement_facts
+from kvant.measure.json_lines import read_texts
 from kvant.measure.own_engine import engine_over, plan_storing
 from kvant.models.loaded import LoadedModel
 
@@ -76,11 +77,8 @@ class Judged:
 
 def read_problems(path: Path, count: int, *, shortest: bool = False) -> list[Problem]:
     """The first `count` problems of a file of JSON lines, or those with the shortest texts."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if shortest:
-        lines.sort(key=len)
-    found = [json.loads(line) for line in lines[:count]]
-    return [Problem(one["question"], one["answer"]) for one in found]
+    found = read_texts(path, ("question",), ("answer",), count=count, shortest=shortest)
+    return [Problem(question, answer) for question, answer in found]
 
 
 def number(text: str) -> str:

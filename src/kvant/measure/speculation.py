@@ -7,7 +7,6 @@ first token of an answer to its last.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,10 @@ from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM, Prompt
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.speculative_config import SpeculativeConfig
-from kvant.errors import BadValue, WayOut
+from kvant.errors import BadValue
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
+from kvant.measure.json_lines import read_texts
 from kvant.speculative.counts import SpeculationStats
 
 
@@ -107,18 +107,7 @@ def _asked(name: str, by: str) -> Asked:
 
 def read_prompts(path: Path, count: int) -> list[str]:
     """The first `count` prompts of a file of JSON lines with a `question` or a `prompt`."""
-    if not path.is_file():
-        raise BadValue(
-            f"no prompts at {path}",
-            why="it is a file of JSON lines with a question or a prompt each",
-            ways_out=(WayOut("run where Kvant's repository is, or name a file with --prompts"),),
-        )
-    found = []
-    with path.open(encoding="utf-8") as lines:
-        for line, _ in zip(lines, range(count), strict=False):
-            body = json.loads(line)
-            found.append(str(body.get("question") or body["prompt"]))
-    return found
+    return [prompt for (prompt,) in read_texts(path, ("question", "prompt"), count=count)]
 
 
 def compare(

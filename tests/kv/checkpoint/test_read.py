@@ -180,12 +180,3 @@ def test_broken_weights_are_an_error_even_if_nothing_is_declared(tmp_path: Path)
     (write(tmp_path, tensors={}) / "model.safetensors").write_bytes(b"\0" * 4)
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
         read_checkpoint(tmp_path)
-
-
-# -- GGUF ----------------------------------------------------------------------------------------
-
-
-def test_gguf_says_nothing_about_kv(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    assert read_checkpoint(file) == read_checkpoint(tmp_path) == CheckpointKV(checked=True)

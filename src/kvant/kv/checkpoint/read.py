@@ -46,13 +46,11 @@ _KV_KEYS = (
 
 
 def read_checkpoint(directory: Path, config: Mapping[str, Any] | None = None) -> CheckpointKV:
-    """Facts about the KV cache of the model in `directory`; a GGUF file or directory says nothing.
+    """Facts about the KV cache of the model in `directory`.
 
     config: its config.json, where the caller has read it already.
     Raises BadCheckpoint for files that are broken, naming them.
     """
-    if _is_gguf(directory):
-        return CheckpointKV(checked=True)
     if config is None:
         config = read_json_object(directory / CONFIG_NAME)
     declared = agreed(list(_declarations(directory, config)))
@@ -68,12 +66,6 @@ def read_checkpoint(directory: Path, config: Mapping[str, Any] | None = None) ->
         notes=tuple(_notes(directory, declared, found, headers is not None)),
         ignored=found.ignored,
     )
-
-
-def _is_gguf(path: Path) -> bool:
-    if os.path.isfile(path):
-        return path.suffix == ".gguf"
-    return not os.path.isfile(path / CONFIG_NAME) and any(path.glob("*.gguf"))
 
 
 def _declarations(directory: Path, config: Mapping[str, Any]) -> Iterator[Declaration]:

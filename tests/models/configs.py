@@ -75,6 +75,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "mistral": {"model_type": "mistral"},
     "mistral_full": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
+    "ministral": {"model_type": "ministral", "layer_types": _ALTERNATING},
+    "ministral_window": {"model_type": "ministral"},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
     "phi3": {"model_type": "phi3", "head_dim": ...},
     "olmo2": {"model_type": "olmo2", "head_dim": ..., "attention_bias": True},

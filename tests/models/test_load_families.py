@@ -66,6 +66,19 @@ def test_greedy_float32_tokens_are_those_of_transformers(name: str, tmp_path: Pa
         assert generated_by_kvant(model, chunk) == expected
 
 
+def test_a_mistral_with_layer_types_has_its_window_on_the_sliding_ones(tmp_path: Path) -> None:
+    """transformers takes it for a Ministral, under the model_type that Mistral published it with."""
+    file = tiny.build("ministral", tmp_path) / "config.json"
+    said = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({**said, "model_type": "mistral", "architectures": ["MistralForCausalLM"]})
+    )
+    geometry = read_geometry(json.loads(file.read_text()))
+    assert geometry.layers == tiny.geometry("ministral").layers
+    model = load_model(file.parent, driver.plan(geometry.layers), geometry, device=CPU)
+    assert generated_by_kvant(model, 7) == generated_by_transformers(file.parent)
+
+
 @pytest.mark.parametrize("left", ["output_router_logits", "return_dict"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_what_training_left_in_a_config_changes_nothing(

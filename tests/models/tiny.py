@@ -78,6 +78,11 @@ FAMILIES: dict[str, Family] = {
         "MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW, "head_dim": 16},
         windows=(WINDOW,) * 4,
     ),
+    "ministral": Family(
+        "MinistralConfig", "MinistralForCausalLM",
+        {"sliding_window": WINDOW, "head_dim": 16, "layer_types": _HALF_SLIDING},
+        windows=_SLIDES,
+    ),
     "mixtral": Family(
         "MixtralConfig", "MixtralForCausalLM",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},

@@ -1,7 +1,8 @@
-"""Llama and models of the same shape: Mistral, Phi-3, OLMo 2. All layers alike.
+"""Llama and models of the same shape: Mistral, Ministral, Phi-3, OLMo 2.
 
-Windows: Llama and OLMo 2 have none; Mistral and Phi-3 have one on every layer where
-`sliding_window` is a number (their classes do not read `layer_types`).
+Windows: Llama and OLMo 2 have none; Mistral and Phi-3 have one on every layer where `sliding_window` is
+a number. A Mistral with `layer_types` is a Ministral to transformers, whatever its model_type: it has
+the window on its sliding layers only. Phi-3's class does not read `layer_types`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from kvant.models.geometry.family import Family, Layers, attention_layers
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import QKNorm, Weight, attention, mlp, norms
-from kvant.models.geometry.windows import every_layer, num_layers
+from kvant.models.geometry.windows import (
+    LayerType,
+    every_layer,
+    num_layers,
+    read_layer_types,
+    read_window,
+    windows_of,
+)
 
 
 def _full(fields: Fields, prefix: str) -> Layers:
@@ -20,9 +28,16 @@ def _full(fields: Fields, prefix: str) -> Layers:
     return attention_layers(prefix, heads, (None,) * num_layers(fields))
 
 
-def _windowed(fields: Fields, prefix: str) -> Layers:
+def _phi3(fields: Fields, prefix: str) -> Layers:
     heads = read_heads(fields, kv_defaults_to_q=True)
     return attention_layers(prefix, heads, every_layer(fields))
+
+
+def _mistral(fields: Fields, prefix: str) -> Layers:
+    heads, window = read_heads(fields, kv_defaults_to_q=True), read_window(fields)
+    kind = LayerType.FULL if window is None else LayerType.SLIDING
+    kinds = read_layer_types(fields, (kind,) * num_layers(fields))
+    return attention_layers(prefix, heads, windows_of(fields, kinds, window))
 
 
 def _llama_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
@@ -56,6 +71,9 @@ def _olmo2_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
 
 
 LLAMA = Family("Llama", ("llama",), ("LlamaForCausalLM",), _full, _llama_weights)
-MISTRAL = Family("Mistral", ("mistral",), ("MistralForCausalLM",), _windowed, _plain_weights)
-PHI3 = Family("Phi-3", ("phi3",), ("Phi3ForCausalLM",), _windowed, _plain_weights)
+MISTRAL = Family(
+    "Mistral", ("mistral", "ministral"), ("MistralForCausalLM", "MinistralForCausalLM"),
+    _mistral, _plain_weights,
+)  # fmt: skip
+PHI3 = Family("Phi-3", ("phi3",), ("Phi3ForCausalLM",), _phi3, _plain_weights)
 OLMO2 = Family("OLMo 2", ("olmo2",), ("Olmo2ForCausalLM",), _full, _olmo2_weights)

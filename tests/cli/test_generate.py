@@ -73,6 +73,13 @@ def test_json_says_all_about_every_prompt(path: Path, llm: LLM) -> None:
     assert len(rows[0]["token_ids"]) == 9
 
 
+def test_json_keeps_every_character_whatever_the_terminal_can_show(path: Path) -> None:
+    arguments = ["Hello \N{GRINNING FACE}", "--format", "json", *FLAGS, "--model", str(path)]
+    for encoding in ("latin-1", "utf-8"):
+        result = CliRunner(charset=encoding).invoke(app, arguments)
+        assert json.loads(result.stdout_bytes.decode(encoding))["prompt"] == arguments[0]
+
+
 def test_a_dash_reads_the_prompt_from_stdin(path: Path, llm: LLM) -> None:
     assert run(path, "-", *FLAGS, stdin="Hello").stdout == expected(llm, "Hello") + "\n"
 

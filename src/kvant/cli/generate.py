@@ -12,6 +12,7 @@ import typer
 
 from kvant.cli import model_options
 from kvant.cli.configured import configured
+from kvant.cli.streams import writes_utf8
 from kvant.engine.config import EngineOptions
 from kvant.engine.settings import Settings
 from kvant.errors import BadValue
@@ -228,7 +229,8 @@ def _answer(
     asked = [text for text in texts for _ in range(params.n)]
     for text, result in zip(asked, llm.generate(prompts, params), strict=True):
         if output is Output.JSON:
-            sys.stdout.write(json.dumps(_as_json(text, result), ensure_ascii=False) + "\n")
+            line = json.dumps(_as_json(text, result), ensure_ascii=not writes_utf8())
+            sys.stdout.write(line + "\n")
         else:
             sys.stdout.write(f">>> {text}\n{result.text}\n\n")
             _warn(result)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvant import __version__
-from kvant.cli.no_reader import flush_stdout, open_closed_streams, reader_left
+from kvant.cli.streams import flush_stdout, prepare_streams, reader_left
 from kvant.errors import KvantError
 
 app = typer.Typer(
@@ -56,7 +56,7 @@ def run() -> None:
     """Entry point. 0 done, also where the reader of a pipe has left; 2 what the user can mend (message on
     stderr); 1 our own bug."""
     code: str | int | None = 0
-    open_closed_streams()
+    prepare_streams()
     try:
         app(standalone_mode=True)
     except KvantError as fault:

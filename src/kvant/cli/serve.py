@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from kvant.cli.configured import configured
-from kvant.cli.no_reader import flush_stdout
+from kvant.cli.streams import flush_stdout
 from kvant.engine.config import ENGINE_OPTIONS, EngineOptions
 from kvant.engine.settings import Settings
 from kvant.errors import NotServable, WayOut

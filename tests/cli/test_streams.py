@@ -1,4 +1,4 @@
-"""Commands in pipes: who reads as much as he wants and leaves has had no error."""
+"""Commands whose output is closed, left by its reader, or in an encoding without most characters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.models import config, write_model
+from tests.cli.command import kvant
 
 RUN = "import sys; sys.argv[0] = 'kvant'; from kvant.cli.main import run; run()"
 
@@ -57,3 +58,9 @@ def test_a_command_without_streams_does_its_work(tmp_path: Path) -> None:
     kvant = [sys.executable, "-c", RUN, "plan", str(model)]
     ran = subprocess.run(["sh", "-c", '"$@" >&- 2>&-', "sh", *kvant], timeout=60)
     assert ran.returncode == 0
+
+
+def test_characters_that_a_terminal_lacks_end_no_command(tmp_path: Path) -> None:
+    ran = kvant("plan", write_model(tmp_path / "m", config()), env={"PYTHONIOENCODING": "ascii"})
+    assert (ran.code, ran.err) == (0, "")
+    assert "stored as" in ran.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from kvant.models.quantized import check_nothing_quantises_kv
 from kvant.models.quiet import quiet_transformers
 from tests.attention import driver
 from tests.models import tiny
-from tests.models.tiny_quantized import build_quantized, scale
+from tests.models.tiny_quantized import build_fp8, build_mxfp4, build_quantized, scale
 
 CPU = torch.device("cpu")
 PROMPT = [3, 17, 5, 90, 41]
@@ -151,6 +152,40 @@ def test_weights_are_decoded_while_loading_and_nothing_is_printed(
     assert model.num_weight_bytes == before
     assert {p.dtype for p in model._module.parameters()} == {torch.float32}
     assert capfd.readouterr() == ("", "")
+
+
+def compressed(directory: Path) -> Path:
+    return build_quantized(directory)[0]
+
+
+def fp8(directory: Path) -> Path:
+    return build_fp8(directory)[0]
+
+
+@pytest.mark.parametrize("compute", [ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16])
+@pytest.mark.parametrize("build", [compressed, fp8, build_mxfp4])
+def test_weights_that_are_decoded_are_planned_as_what_they_are_then(
+    build: Callable[[Path], Path], compute: ComputeDtype, tmp_path: Path
+) -> None:
+    path = build(tmp_path)
+    request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=compute)
+    planned = make_plan(request, weights=True).target
+    model = load_model(path, planned.kv, planned.geometry, device=CPU)
+    # Scales that are left, and buffers, are a few thousand bytes.
+    assert planned.weights.bytes == pytest.approx(model.num_weight_bytes, abs=8000)
+
+
+def test_fp8_weights_are_decoded_into_the_dtype_that_is_computed_in(tmp_path: Path) -> None:
+    """transformers decodes them into bfloat16, which does not multiply with float32."""
+    path, decoded = build_fp8(tmp_path)
+    _, model = plan_and_load(path, "float32")
+    ids, call, _ = driver.Driver(pool_of(model), backend()).call([(driver.Text(list(PROMPT)), 5)])
+    found = model.forward(ids, call, torch.arange(5))
+    plain = LlamaForCausalLM(tiny.config_of("llama"))
+    plain.load_state_dict(decoded)
+    with torch.no_grad():
+        expected = plain(ids[None]).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_missing_compressed_tensors_package_is_named_with_its_cure(

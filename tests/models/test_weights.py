@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -9,10 +10,17 @@ from typing import Any
 
 import pytest
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry import read_draft_geometry, read_geometry
-from kvant.models.weights import WeightBytes, WeightSource, estimate_weight_bytes, weight_bytes_of
+from kvant.models.geometry.weight_recipe import are_decoded
+from kvant.models.weights import (
+    WeightBytes,
+    WeightSource,
+    estimate_weight_bytes,
+    weight_bytes_of,
+)
 from tests.models import configs, meta
 from tests.models.configs import changed, published
 
@@ -290,3 +298,31 @@ def test_broken_weight_files_are_an_error_not_an_estimate(tmp_path: Path) -> Non
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(BadCheckpoint):
         of(tmp_path, published("llama-3.1-8b"))
+
+
+@pytest.mark.parametrize(
+    ("method", "decoded"),
+    [
+        ("compressed-tensors", {"cpu", "sm_80", "sm_90"}),
+        ("fp8", {"cpu", "sm_80"}),
+        ("mxfp4", {"cpu"}),
+        ("gptq", set()),
+        (None, set()),
+    ],
+)
+def test_codes_that_no_kernel_multiplies_are_counted_decoded(
+    method: str | None, decoded: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = published("llama-3.1-8b", quantization_config={"quant_method": method})
+    devices = {"cpu": DeviceFacts(DeviceKind.CPU)}
+    devices |= {arch: DeviceFacts(DeviceKind.CUDA, arch) for arch in ("sm_80", "sm_90")}
+
+    def find() -> set[str]:
+        return {name for name, device in devices.items() if are_decoded(config, device)}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: object())
+        assert find() == decoded
+    if method == "mxfp4":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert find() == set(devices)

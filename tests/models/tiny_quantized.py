@@ -1,4 +1,5 @@
-"""A tiny Llama as compressed-tensors stores it: float8 weights, a KV scheme, calibrated KV scales.
+"""A tiny Llama as compressed-tensors stores it: float8 weights, a KV scheme, calibrated KV scales. And
+models whose weights are in other codes.
 
 Written tensor by tensor after the format's own documentation (float-quantized, one weight scale per
 output channel), so that reading it back is not tested with the code that wrote it.
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models import tiny
@@ -55,6 +56,51 @@ def build_quantized(
     (path / "config.json").write_text(json.dumps(config))
     model.generation_config.save_pretrained(path)
     return path, decoded
+
+
+def build_fp8(directory: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The same of a Llama with DeepSeek's fp8 weights, one scale for a block, in a bfloat16 checkpoint."""
+    path = tiny.build("llama", directory)
+    stored: dict[str, Tensor] = {}
+    decoded: dict[str, Tensor] = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        if "_proj" not in name:
+            stored[name] = value.to(torch.bfloat16)
+            decoded[name] = stored[name].float()
+            continue
+        stored[name] = (value * 8).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = torch.tensor([[0.125]])
+        decoded[name] = stored[name].float() * 0.125
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    declared = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3",
+                "activation_scheme": "dynamic"}  # fmt: skip
+    (path / "config.json").write_text(
+        json.dumps({**config, "dtype": "bfloat16", "quantization_config": declared})
+    )
+    return path, decoded
+
+
+def build_mxfp4(directory: Path) -> Path:
+    """A gpt-oss whose experts are mxfp4 codes, any will do, in a bfloat16 checkpoint."""
+    path = tiny.build("gpt_oss", directory)
+    stored: dict[str, Tensor] = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = value.to(torch.bfloat16)
+            continue
+        experts, rows, columns = value.shape
+        blocks = (experts, columns, rows // 32)
+        stored[f"{name}_blocks"] = torch.randint(0, 255, (*blocks, 16), dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.full(blocks, 122, dtype=torch.uint8)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps(
+            {**config, "dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
+        )
+    )
+    return path
 
 
 def _declared(*, kv_scheme: bool, weights: bool) -> dict[str, Any]:

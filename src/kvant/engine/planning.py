@@ -28,6 +28,7 @@ from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
 from kvant.models.geometry import DraftFacts, read_draft_geometry, read_geometry
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
+from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.locate import LocalModel, ModelSource, locate
 from kvant.models.quantization import Quantization, check_quantization
 from kvant.models.weights import WeightBytes, quantized_weight_bytes, weight_bytes_of
@@ -254,7 +255,10 @@ def _resolve_model(
     kv = _resolve_kv(request, asked, checkpoint, local.name, geometry, role)
     quantization = request.quantization if role is Role.TARGET else None
     if quantization is None:
-        weights = weight_bytes_of(local.path, config, geometry, compute=kv.compute_dtype)
+        decoded = are_decoded(config, request.device)
+        weights = weight_bytes_of(
+            local.path, config, geometry, compute=kv.compute_dtype, decoded=decoded
+        )
     else:
         check_quantization(quantization, config, request.device, kv.compute_dtype)
         weights = quantized_weight_bytes(config, geometry, quantization)

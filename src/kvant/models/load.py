@@ -83,7 +83,7 @@ def load_model(
                 unused: tuple[str, ...] = ()
             else:
                 module, unused = _read_weights(path, config, plan.compute_dtype, device)
-            decode_weights(module)
+            decode_weights(module, TORCH_COMPUTE[plan.compute_dtype])
     fix_frequencies(module, max_model_len or geometry.max_model_len)
     check_nothing_quantises_kv(module)
     text = module.config.get_text_config(decoder=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -22,6 +23,7 @@ from kvant.errors import BadCheckpoint, EngineFault, NotServable, WayOut
 MODELOPT_FILE = "hf_quant_config.json"
 _COMPRESSED_TENSORS = frozenset({"compressed-tensors", "compressed_tensors"})
 _MODELOPT = frozenset({"modelopt", "modelopt_fp4", "modelopt_mixed"})
+_HALF = (torch.float16, torch.bfloat16)
 # Submodules that compressed-tensors hangs on an attention module whose KV it quantises.
 _FOREIGN_KV = ("kv_cache", "impl")
 
@@ -51,13 +53,16 @@ def leave_weights_only(config: PreTrainedConfig, directory: Path) -> None:
         )
 
 
-def decode_weights(model: PreTrainedModel) -> None:
-    """Decode compressed-tensors' weights now, once, into the model's dtype.
+def decode_weights(model: PreTrainedModel, compute: torch.dtype) -> None:
+    """Decode compressed-tensors' weights now, once, into the dtype that the model computes in.
 
     Left alone they would be decoded in the first forward, and activations quantised and decoded
     again in every one. The model computes as its dtype says; only its weights are as coarse as
-    the checkpoint's.
+    the checkpoint's. What transformers has decoded is in bfloat16, whatever was asked for.
     """
+    for parameter in model.parameters():
+        if parameter.dtype in _HALF:
+            parameter.data = parameter.data.to(compute)
     compressor: Any = getattr(getattr(model, "hf_quantizer", None), "compressor", None)
     if compressor is None:
         return

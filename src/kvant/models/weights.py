@@ -59,17 +59,22 @@ def weight_bytes_of(
     geometry: ModelGeometry,
     *,
     compute: ComputeDtype | None = None,
+    decoded: bool = False,
 ) -> WeightBytes:
     """Bytes of the weights in `directory`, which may hold no more than a config.json.
 
     compute: the dtype that the model will compute in, for the bytes after loading; None for the
-    bytes as stored. Quantised matrices keep their size. Raises BadCheckpoint for weight files that
-    cannot be read.
+    bytes as stored. Quantised matrices keep their size unless they are decoded while they are loaded
+    (`weight_recipe.are_decoded`). Raises BadCheckpoint for weight files that cannot be read.
     """
+    if decoded:
+        found = estimate_weight_bytes(config, geometry, compute=compute, decoded=True)
+        if found.bytes is not None:
+            return found
     stored = weight_bytes_by_dtype(directory)
     if stored is not None:
-        found = sum(_loaded(stored, config, compute).values())
-        return WeightBytes(found, WeightSource.HEADERS, "from the headers of the safetensors files")
+        size = sum(_loaded(stored, config, compute).values())
+        return WeightBytes(size, WeightSource.HEADERS, "from the headers of the safetensors files")
     total = weight_bytes(directory)
     if total is not None:
         if compute is not None and read_recipe(config) is None:
@@ -79,14 +84,19 @@ def weight_bytes_of(
 
 
 def estimate_weight_bytes(
-    config: Mapping[str, Any], geometry: ModelGeometry, *, compute: ComputeDtype | None = None
+    config: Mapping[str, Any],
+    geometry: ModelGeometry,
+    *,
+    compute: ComputeDtype | None = None,
+    decoded: bool = False,
 ) -> WeightBytes:
     """Bytes from the config alone: the elements of every weight times the bytes of its dtype.
 
     Counts what transformers' AutoModelForCausalLM loads: no extra prediction layers (MTP), and no
-    towers that the class leaves out. Quantised weights are counted with their scales.
+    towers that the class leaves out. Quantised weights are counted with their scales, or as what they
+    are once they are decoded.
     """
-    recipe = read_recipe(config)
+    recipe = None if decoded else read_recipe(config)
     if isinstance(recipe, NoRecipe):
         return WeightBytes(None, None, recipe.reason)
     try:
@@ -97,7 +107,10 @@ def estimate_weight_bytes(
     except BadCheckpoint as fault:
         # The shape of the KV cache does not depend on this field, so the plan can go on without it.
         return WeightBytes(None, None, fault.what)
-    return WeightBytes(found, WeightSource.ESTIMATED, "counted from config.json")
+    reason = "counted from config.json"
+    if decoded:
+        reason += ": codes are decoded while they are loaded"
+    return WeightBytes(found, WeightSource.ESTIMATED, reason)
 
 
 def quantized_weight_bytes(

@@ -8,11 +8,13 @@ cannot turn into bytes is a `NoRecipe` with the reason.
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
 from kvant.models.geometry.fields import MAX_WIDTH, Fields, shown
 from kvant.models.geometry.parameters import Weight, WeightKind
@@ -23,6 +25,7 @@ MatrixBytes = Callable[[int, int], int]
 _QUANTISED = (WeightKind.LINEAR, WeightKind.EXPERT)
 _F32 = 4
 _F16 = 2
+_WITHOUT_FP8 = ("sm_75", "sm_80", "sm_86", "sm_87")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,22 @@ def read_recipe(config: Mapping[str, Any]) -> Recipe | NoRecipe | None:
         # Weights are one line of the plan; their recipe is the loader's business to refuse.
         what = fault.what if isinstance(fault, BadCheckpoint) else str(fault)
         return NoRecipe(f"the weights' quantization_config cannot be read: {what}")
+
+
+def are_decoded(config: Mapping[str, Any], device: DeviceFacts) -> bool:
+    """Whether codes of the checkpoint become numbers of the compute dtype while they are loaded.
+
+    compressed-tensors' always do (`quantized.decode_weights`). transformers decodes fp8 where there are no
+    products of it, and mxfp4 without its kernels, which are a package of their own.
+    """
+    declared = config.get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    on_cpu = device.kind is DeviceKind.CPU
+    return (
+        method == "compressed-tensors"
+        or (method == "fp8" and (on_cpu or device.arch in _WITHOUT_FP8))
+        or (method == "mxfp4" and (on_cpu or importlib.util.find_spec("kernels") is None))
+    )
 
 
 def _fp8(fields: Fields) -> Recipe | NoRecipe:

@@ -11,15 +11,19 @@ import torch
 
 from kvant.attention.base import Step
 from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.engine import build
 from kvant.engine.budget import choose_kv_bytes
+from kvant.engine.build import plan_engine
+from kvant.engine.config import EngineConfig
 from kvant.engine.graphs import StepGraphs
 from kvant.engine.plan_json import plan_json
-from kvant.engine.planning import PlanRequest, make_plan
+from kvant.engine.planning import Plan, PlanRequest, make_plan
 from kvant.engine.speculative_config import parse_speculative_config
 from kvant.engine.workspaces import StepSize, workspaces
 from kvant.errors import DoesNotFit
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry import read_geometry
+from kvant.models.weights import WeightBytes
 from tests.speculative.recorded import Again
 
 CONFIG = Path(__file__).parents[1] / "configs" / "qwen3-8b.json"
@@ -154,6 +158,29 @@ def test_an_explicit_size_is_held_against_what_workspaces_leave(request_: PlanRe
     assert choose_kv_bytes(make_plan(given), TOTAL, TOTAL, 256) == int(way[1])
     warnings = make_plan(replace(asked, memory_bytes=TOTAL)).warnings
     assert any("more than the device has" in line for line in warnings)
+
+
+def test_weights_that_no_config_tells_are_taken_off_the_pages_once_their_files_are_here(
+    request_: PlanRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a hub model in codes that Kvant has no recipe for, at its first start."""
+    known = make_plan(request_)
+    assert known.weights_bytes is not None
+
+    def plan(request: PlanRequest, *, weights: bool = False) -> Plan:
+        made = make_plan(request)
+        if weights:
+            return made
+        return replace(made, target=replace(made.target, weights=WeightBytes(None, None, "unread")))
+
+    monkeypatch.setattr(build, "make_plan", plan)
+    monkeypatch.setattr(build, "locate", lambda *given, **options: None)
+    monkeypatch.setattr(build, "total_bytes", lambda device: TOTAL)
+    monkeypatch.setattr(build, "free_bytes", lambda device: TOTAL)
+    planned, _, _ = plan_engine(EngineConfig(request_, 256, 8448))
+    given = planned.request.kv_cache_bytes
+    assert given == choose_kv_bytes(known, TOTAL, TOTAL, 256)
+    assert given + known.weights_bytes + known.memory.workspace_bytes <= 0.9 * TOTAL
 
 
 def test_where_little_is_left_the_way_out_still_holds_a_page(request_: PlanRequest) -> None:

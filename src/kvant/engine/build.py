@@ -13,7 +13,7 @@ from kvant.attention.need import LONG_STRIDE, DeviceKind
 from kvant.engine.budget import choose_kv_bytes, choose_max_model_len
 from kvant.engine.config import EngineConfig
 from kvant.engine.device import free_bytes, torch_device, total_bytes
-from kvant.engine.planning import Plan, make_plan
+from kvant.engine.planning import Plan, PlanRequest, make_plan
 from kvant.engine.scheduler import SchedulerLimits
 from kvant.engine.threads import wait_without_spinning
 from kvant.engine.tokenizing import Tokenizing, open_tokenizer
@@ -161,24 +161,32 @@ def plan_engine(
             f"{config.plan.model} can be planned, but not run yet",
             why=first.target.geometry.not_runnable,
         )
-    device = config.plan.device
-    total = total_bytes(device)
-    budget = choose_kv_bytes(first, free_bytes(device), total, config.max_num_seqs)
-    request = replace(config.plan, kv_cache_bytes=budget)
-    if device.kind is not DeviceKind.CPU:
-        request = replace(request, memory_bytes=total)
+    request = _with_budget(config, first)
     choose_max_model_len(make_plan(request))
     weights = not config.dummy_weights
     locate(request.model, revision=request.revision, weights=weights, progress=progress)
     drafts = request.speculative
     if drafts is not None and drafts.method.has_model:
         locate(drafts.model, revision=drafts.revision, weights=weights, progress=progress)
+    if (
+        first.weights_bytes is None
+    ):  # no config says how many, but their files do, which are here now
+        request = _with_budget(config, make_plan(config.plan, weights=weights))
     planned = make_plan(request, weights=weights)
     max_model_len, note = choose_max_model_len(planned)
     notes = [] if note is None else [note]
     if config.dummy_weights:
         notes.append("weights are random (--load-format dummy): answers mean nothing")
     return planned, max_model_len, tuple(notes)
+
+
+def _with_budget(config: EngineConfig, plan: Plan) -> PlanRequest:
+    """What was asked, with the bytes that pages get beside this plan's weights."""
+    device = config.plan.device
+    total = total_bytes(device)
+    budget = choose_kv_bytes(plan, free_bytes(device), total, config.max_num_seqs)
+    memory = config.plan.memory_bytes if device.kind is DeviceKind.CPU else total
+    return replace(config.plan, kv_cache_bytes=budget, memory_bytes=memory)
 
 
 def _unused(model: LoadedModel, checkpoint: CheckpointKV) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from kvant.attention.base import Step
 from kvant.attention.long import list_long
 from kvant.engine.page_table import PageTable
 from kvant.engine.request import Sequence
-from kvant.engine.scheduler import Chunk
+from kvant.engine.schedule import Chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvant.engine.drawing import uniforms, wishes
 from kvant.engine.page_table import PageTable
 from kvant.engine.request import Sequence
-from kvant.engine.scheduler import Chunk
+from kvant.engine.schedule import Chunk
 
 
 @dataclass(frozen=True, slots=True)

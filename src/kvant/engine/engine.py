@@ -27,7 +27,8 @@ from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.runner import Runner
 from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.saturation import saturation_warning
-from kvant.engine.scheduler import Schedule, Scheduler, SchedulerLimits
+from kvant.engine.schedule import Schedule
+from kvant.engine.scheduler import Scheduler, SchedulerLimits
 from kvant.engine.speculation import Speculation
 from kvant.engine.steady import Steady
 from kvant.engine.stepping import Ran, run_step

@@ -7,7 +7,8 @@ from kvant.engine.live import Live
 from kvant.engine.request import FinishReason, Sequence, Status
 from kvant.engine.result import Progress, Result
 from kvant.engine.sampler import Sampled
-from kvant.engine.scheduler import Chunk, Scheduler
+from kvant.engine.schedule import Chunk
+from kvant.engine.scheduler import Scheduler
 from kvant.engine.steady import one_token
 from kvant.engine.stepping import Ran
 from kvant.errors import RequestError

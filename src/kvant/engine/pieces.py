@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvant.engine.batch import Batch, build_batch
 from kvant.engine.decodes import Draws, list_draws
 from kvant.engine.page_table import PageTable
-from kvant.engine.scheduler import Chunk
+from kvant.engine.schedule import Chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import NamedTuple
 
-from kvant.attention.need import LONG
 from kvant.engine.held_pages import HeldPages
 from kvant.engine.request import FinishReason, Sequence, Status
+from kvant.engine.schedule import Chunk, Schedule, for_backends, made_chunk
 from kvant.kv.pages import PageAllocator
 
 
@@ -49,65 +47,7 @@ class SchedulerLimits:
     prompt_stride: int = 1
 
 
-class Chunk(NamedTuple):
-    """Tokens `start` to `start + num_tokens` of one sequence, run in this step.
-
-    max_drafts: draft tokens that its pages have room for behind them. drafts: those that are run
-    with them, once a proposer was asked.
-    """
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    max_drafts: int = 0
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last of these tokens is followed by one that is not known yet."""
-        return self.start + self.num_tokens == len(self.sequence.token_ids)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of logits that are wanted: behind its last token, and behind every draft."""
-        return 1 + len(self.drafts) if self.samples else 0
-
-
 _NOWHERE_ELSE: Mapping[int, int] = MappingProxyType({})
-
-# What a named tuple's own constructor calls, without the call around it: half of its time.
-_chunk = partial(tuple.__new__, Chunk)
-
-
-def _for_backends(chunk: Chunk) -> tuple[int, int]:
-    """Backends want long stretches last, and those of one kind and size beside each other."""
-    if chunk.num_tokens < LONG:
-        return 0, 0
-    return 2 - (chunk.start > 0), chunk.num_tokens
-
-
-class Schedule(NamedTuple):
-    """One step. chunks: oldest sequence first within decodes, then prefills, then the newly admitted;
-    long stretches after all others, by length, those of new sequences last.
-
-    pages_to_zero: cleared before anything is written. preempted: those that lost their pages for it.
-    num_prefills: of the chunks, at their end; those before them are one token each that samples.
-    has_everyone: nobody waits, or nobody for whom there will be room in the next step if nobody ends.
-    """
-
-    chunks: list[Chunk]
-    pages_to_zero: list[int]
-    preempted: list[Sequence]
-    num_prefills: int
-    has_everyone: bool = True
-
-    def of_those_left(self, *, has_everyone: bool) -> Schedule:
-        """Without those that have ended since; its pages are clear."""
-        chunks = [c for c in self.chunks if c.sequence.status is Status.RUNNING]
-        assert all(c.sequence.num_computed_tokens == c.start for c in chunks)
-        first = len(self.chunks) - self.num_prefills
-        num_prefills = sum(c.sequence.status is Status.RUNNING for c in self.chunks[first:])
-        return Schedule(chunks, [], [], num_prefills, has_everyone)
 
 
 class Scheduler:
@@ -180,7 +120,7 @@ class Scheduler:
             self._schedule_drafts(chunks, left, num_draft_tokens)
         if self.limits.pages_ahead and not preempted:
             self._grow_behind(prefills)
-        prefills.sort(key=_for_backends)
+        prefills.sort(key=for_backends)
         chunks += prefills
         zero = self.allocator.take_pages_to_zero()
         return Schedule(chunks, zero, preempted, len(prefills), has_everyone)
@@ -217,7 +157,7 @@ class Scheduler:
                 continue  # the token that is found now is its last one
             if start >= len(sequence.pages) * page_size:
                 return None
-            decodes.append(_chunk((sequence, start, 1, 0, ())))
+            decodes.append(made_chunk((sequence, start, 1, 0, ())))
         if not prefilling and not next_ones:
             return None
         budget = self.limits.max_num_batched_tokens - len(decodes)
@@ -231,7 +171,7 @@ class Scheduler:
         for chunk in decodes:
             self.pages.grow_early(chunk.sequence, chunk.start + 1)
         self._grow_behind(prefills)
-        prefills.sort(key=_for_backends)
+        prefills.sort(key=for_backends)
         zero = self.allocator.take_pages_to_zero()
         return Schedule([*decodes, *prefills], zero, [], len(prefills), has_everyone)
 
@@ -304,7 +244,7 @@ class Scheduler:
                 ):
                     continue
                 grow_early.append(sequence)
-            chunks.append(_chunk((sequence, start, 1, 0, ())))
+            chunks.append(made_chunk((sequence, start, 1, 0, ())))
         if preempted:
             prefilling = [s for s in prefilling if s.status is Status.RUNNING]
         elif ahead:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvant.engine.scheduler import Chunk
+from kvant.engine.schedule import Chunk
 from kvant.errors import EngineFault
 from kvant.speculative.adaptive import Adaptive
 from kvant.speculative.base import Ask, Proposer

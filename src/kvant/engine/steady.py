@@ -27,7 +27,8 @@ from kvant.engine.request import Status
 from kvant.engine.result import Progress
 from kvant.engine.runner import Runner
 from kvant.engine.sampler import Rows
-from kvant.engine.scheduler import Chunk, Scheduler
+from kvant.engine.schedule import Chunk
+from kvant.engine.scheduler import Scheduler
 from kvant.engine.stepping import Ran
 
 # What a named tuple's own constructor calls, without the call around it.

@@ -14,7 +14,8 @@ from kvant.engine.pieces import list_pieces
 from kvant.engine.request import Sequence
 from kvant.engine.runner import Runner
 from kvant.engine.sampler import Rows, token_logprobs
-from kvant.engine.scheduler import Chunk, Schedule, Scheduler
+from kvant.engine.schedule import Chunk, Schedule
+from kvant.engine.scheduler import Scheduler
 from kvant.engine.speculation import Speculation
 
 

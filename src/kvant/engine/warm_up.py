@@ -51,14 +51,12 @@ def warm_up(
         one_loads(),
         ThreadPoolExecutor(at_once, initializer=work_on, initargs=(chosen_gpu(),)) as threads,
     ):
-        wide = threads.submit(model.prepare, max_num_batched_tokens)
         compiled = threads.map(run, others)
         draw = threads.submit(draw_once, logits.to(widened(logits.dtype)))
         # Here, as cuDNN's plans are those of a thread.
         prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
         for _ in compiled:
             pass
-        wide.result()
         draw.result()
     torch.cuda.synchronize(model.device)
 

@@ -98,12 +98,6 @@ class LoadedModel:
             return None
         return self._fused.compiled_seconds
 
-    @torch.no_grad()
-    def prepare(self, most_tokens: int) -> None:
-        """Compile what only steps of many tokens run, up to so many."""
-        if isinstance(self._fused, FusedDecoder):
-            self._fused.prepare(most_tokens)
-
     def forward(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
         """Run one step and return logits [len(logits_index), vocab_size], float32 or wider.
 

@@ -94,7 +94,6 @@ class FusedDecoder:
         self.eps = float(decoder.norm.variance_epsilon)
         self._kernels = kernels_for(self.embedding)
         self._few = few_rows_for(self)
-        self._gated = gated_for(self)
         self._table: tuple[Tensor, Tensor] | None = None
         if self.embedding.device.type != "cpu" and self.rotary.rope_type in _FIXED_ROPE:
             most = module.config.get_text_config().max_position_embeddings
@@ -106,7 +105,6 @@ class FusedDecoder:
         """From now on no row's result depends on the rows beside it. linear: of that kind."""
         self.linear = linear
         self._few = None
-        self._gated = None
         if isinstance(self._kernels, TorchKernels):
             self._kernels = InvariantTorchKernels()
 
@@ -131,7 +129,7 @@ class FusedDecoder:
                 q, residual, step = q[logits_index], residual[logits_index], step.wanted
             x = linear(self._attend(index, q, call, step), *layer.output)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = linear(self._gate(x, layer), *layer.down)
+            x = linear(kernels.silu_mul(linear(x, *layer.gate_up)), *layer.down)
             if last:
                 if index in layers:
                     taps[index] = x + residual
@@ -172,18 +170,6 @@ class FusedDecoder:
         )
         return logits, tuple(taps[index] for index in layers)
 
-    def prepare(self, most_tokens: int) -> None:
-        """Compile what only steps of many tokens run."""
-        if self._gated is not None and most_tokens >= self._gated.fewest:
-            weight, _ = self.layers[0].gate_up
-            self._gated.run(weight.new_zeros(self._gated.fewest, weight.shape[1]), weight)
-
-    def _gate(self, x: Tensor, layer: Layer) -> Tensor:
-        """silu(gate) * up of x [T, hidden_size]."""
-        if self._gated is not None and len(x) >= self._gated.fewest:
-            return self._gated.run(x, layer.gate_up[0])
-        return self._kernels.silu_mul(self.linear(x, *layer.gate_up))
-
     def _angles(self, step: Step) -> _Angles:
         table = self._table
         if table is not None and step.max_seqlen_kv <= len(table[0]):
@@ -208,14 +194,6 @@ class FusedDecoder:
         """[len(q), num_q_heads * head_dim]."""
         backend, cache = call.backends[index], call.pool[index]
         return backend.attend(cache, q, step, self.layers[index].params).reshape(len(q), -1)
-
-
-@dataclass(frozen=True, slots=True)
-class Gated:
-    """run: silu(x @ gate.T) * (x @ up.T) of x [T, in] and gates and ups [2 * width, in], T >= fewest."""
-
-    run: Callable[[Tensor, Tensor], Tensor]
-    fewest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,18 +232,6 @@ def few_rows_for(decoder: FusedDecoder) -> FewRows | None:
     from kvant.models.fused.few_rows import FewRows
 
     return FewRows(weight.device, decoder.eps)
-
-
-def gated_for(decoder: FusedDecoder) -> Gated | None:
-    """The product of gate and up with the activation in it, where there is one that is faster."""
-    products = [layer.gate_up for layer in decoder.layers]
-    if decoder.embedding.device.type != "cuda" or any(bias is not None for _, bias in products):
-        return None
-    from kvant.models.fused import gated
-
-    if not all(gated.fits(weight) for weight, _ in products):
-        return None
-    return Gated(gated.gated, gated.FEWEST)
 
 
 def _products(layer: Layer) -> list[Tensor]:

@@ -120,6 +120,7 @@ def make_engine(
     prompt_stride: int = 1,
     tokenizer: Tokenizer | None = None,
     seed: int | None = 0,
+    eos_token_ids: Sequence[int] = (EOS,),
 ) -> tuple[Engine, RememberingRunner]:
     """An engine around a fresh fake model. max_model_len: all the pool can hold by default."""
     runner = RememberingRunner(num_pages, page_size)
@@ -138,7 +139,7 @@ def make_engine(
         num_pages,
         identity=CacheIdentity("fake", None, "plan"),
         vocab_size=VOCAB,
-        eos_token_ids=(EOS,),
+        eos_token_ids=eos_token_ids,
         tokenizer=tokenizer,
         seed=seed,
     )

@@ -399,6 +399,24 @@ def test_a_form_larger_than_the_cache_compiles_all_the_same() -> None:
     assert compiler._cached_bytes == 0
 
 
+def test_tokens_of_the_tokenizer_beyond_the_logits_are_no_obstacle() -> None:
+    """Gemma 3's tokenizer has an image token more than its text models have logits."""
+    tokenizer = characters()
+    tokenizer.add_special_tokens(["<image>", "<more>"])
+    assert tokenizer.get_vocab_size() > VOCAB
+    engine, _ = make_engine(tokenizer=tokenizer)
+    engine.prepare_structured()
+    form = StructuredOutputs(regex="[a-c]{4}")
+    assert re.fullmatch(form.regex or "", answer(engine, form, bad_words=["<image>"]).text)
+
+
+def test_ends_that_cannot_be_drawn_end_nothing() -> None:
+    engine, _ = make_engine(eos_token_ids=[EOS, -1, VOCAB, 10 * VOCAB])
+    assert engine.eos_token_ids == {EOS}
+    number = engine.submit([5], SamplingParams(min_tokens=2, max_tokens=3, temperature=1, seed=2))
+    assert run(engine)[number].num_prompt_tokens == 1
+
+
 def test_a_model_without_end_or_tokenizer_cannot_be_asked_for_a_form() -> None:
     engine, _ = make_engine()
     with pytest.raises(RequestError, match="needs a tokenizer") as fault:

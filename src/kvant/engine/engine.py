@@ -75,7 +75,8 @@ class Engine:
         self.scheduler = Scheduler(limits, PageAllocator(num_pages))
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.eos_token_ids = frozenset(eos_token_ids)
+        # Those that can be drawn: a generation_config.json may name tokens beyond the logits, or -1.
+        self.eos_token_ids = frozenset(t for t in eos_token_ids if 0 <= t < vocab_size)
         self._identity = identity
         self._random = random.Random(seed)
         self._cache_audit = None

@@ -93,7 +93,7 @@ Compiling = Future[Grammar]
 
 
 class GrammarCompiler:
-    """Compiles forms for one tokenizer. vocab_size: the width of logits, which may be more than its own.
+    """Compiles forms for one tokenizer. vocab_size: the width of logits, more than its own or less.
 
     The thread and the process start with the first form and end when nobody refers to the compiler
     any more.
@@ -125,8 +125,12 @@ class GrammarCompiler:
     def prepare(self) -> LLTokenizer:
         """Read the tokenizer now; else the first form does, and holds other threads up meanwhile."""
         if self._matching is None:
+            # A tokenizer may have tokens beyond the logits (Gemma 3's image token): they are never drawn.
+            largest = max(self._tokenizer.get_vocab().values(), default=0)
             self._matching = LLTokenizer(
-                self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos
+                self._tokenizer.to_str(),
+                n_vocab=max(self._vocab_size, largest + 1),
+                eos_token=self._eos,
             )
         return self._matching
 

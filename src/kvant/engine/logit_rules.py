@@ -89,7 +89,8 @@ class LogitRules:
     def edits(self, vocab_size: int) -> Edits:
         """What they change in the next row."""
         params = self._params
-        banned = self._banned()
+        # A tokenizer may have tokens beyond the logits: words with them are never written.
+        banned = [token for token in self._banned() if token < vocab_size]
         if len(self._output) < params.min_tokens:
             banned += self._ends
         seen, times, is_prompt = self._seen.numbers

@@ -132,6 +132,9 @@ class Follow(Enum):
     CHECKPOINT = "auto"  # what the checkpoint wishes, else the model dtype
     MODEL = "model"  # the layer's compute dtype, always
 
+    def __str__(self) -> str:
+        return self.value
+
 
 class ComputeDtype(Enum):
     """The dtype a model computes in; the value is torch's name for it."""

@@ -39,7 +39,7 @@ class FormatRequest:
     v: Request
 
     def __str__(self) -> str:
-        k, v = (r.value if isinstance(r, Follow) else r.format.name for r in (self.k, self.v))
+        k, v = str(self.k), str(self.v)
         return k if k == v else f"{k}/{v}"
 
 

@@ -26,7 +26,8 @@ from kvant.kv.checkpoint.lookup import wish_for
 from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
 from kvant.kv.names import Request
-from kvant.kv.request import Asked, KVRequest, LayerRule, Selector
+from kvant.kv.request import Asked, KVRequest, LayerRule
+from kvant.kv.request_check import check_request
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Rejected, Role, Source
 from kvant.kv.warn import plan_warnings
 
@@ -89,8 +90,7 @@ def resolve(
     Raises BadValue for rules that select nothing, BadCheckpoint for a wish that decides and cannot
     be read (or promises scales that are not there), NotServable for a hard request without a backend.
     """
-    _refuse_empty_selectors(request, geometry)
-    _refuse_pairs_on_latents(request, geometry)
+    check_request(request, geometry)
     layers = tuple(
         _resolve_layer(layer, request, checkpoint, geometry, around) for layer in geometry.layers
     )
@@ -155,7 +155,7 @@ class _Step:
     def __str__(self) -> str:
         if self.asked is None:
             return f"{self.label}: {self.asked_by or 'none'}"
-        return f"{self.label}: {_word(self.asked)} ({self.asked_by})"
+        return f"{self.label}: {self.asked} ({self.asked_by})"
 
 
 def _decide(
@@ -305,10 +305,6 @@ def _side(asked: Asked, side: Side) -> Request:
     return asked.format.k if side is Side.K else asked.format.v
 
 
-def _word(request: Request) -> str:
-    return request.value if isinstance(request, Follow) else str(request)
-
-
 def _describe(wish: KVWish | UnreadableWish | None, side: Side) -> str:
     if wish is None:
         return "none"
@@ -444,55 +440,3 @@ def _ways_out(
             ways.append(STORE_MODEL_DTYPE)
     latent = layer.attention is Attention.MLA
     return [*ways, *around.otherwise(layer, k, None if latent else v)]
-
-
-# -- requests that cannot mean anything --------------------------------------------------------
-
-
-def _refuse_empty_selectors(request: KVRequest, geometry: ModelGeometry) -> None:
-    """A selector that reaches no layer with KV of its own is a mistake, not a no-op."""
-    num_layers = len(geometry.layers)
-    asked: list[tuple[Selector, str]] = [(r.selector, r.asked_by) for r in request.rules]
-    asked += [(s.selector, s.asked_by) for s in request.skips]
-    for selector, asked_by in asked:
-        hit = [layer for layer in geometry.layers if selector.matches(layer, num_layers)]
-        if any(layer.has_kv for layer in hit):
-            continue
-        shared = next((layer for layer in hit if layer.shared_with is not None), None)
-        if shared is not None:
-            why = f"layer {shared.index} keeps no KV: it reads layer {shared.shared_with}'s"
-            ways = (WayOut(f"address the owner, layer {shared.shared_with}"),)
-        else:
-            why = "it keeps no KV" if hit else "it matches no layer"
-            ways = (WayOut("address one of the layers listed"),)
-        raise BadValue(
-            f"{asked_by}: {selector.text!r} selects nothing that is stored",
-            why=f"{why}; {_list_layers(geometry)}",
-            ways_out=ways,
-        )
-
-
-def _list_layers(geometry: ModelGeometry) -> str:
-    kinds: dict[str, list[str]] = {}
-    for layer in geometry.layers:
-        kind = "sliding_window" if layer.attention is Attention.SLIDING else layer.attention.value
-        kinds.setdefault(kind, []).append(str(layer.index))
-    listed = "; ".join(f"{kind}: {', '.join(indices)}" for kind, indices in kinds.items())
-    return f"layers of this model: {listed}; names like {geometry.layers[0].name!r}"
-
-
-def _refuse_pairs_on_latents(request: KVRequest, geometry: ModelGeometry) -> None:
-    if not any(layer.attention is Attention.MLA for layer in geometry.layers):
-        return
-    asked: list[tuple[Request | None, Request | None, str]]
-    asked = [(a.format.k, a.format.v, a.asked_by) for a in request.explicit[:1]]
-    asked += [(rule.k, rule.v, rule.asked_by) for rule in request.rules]
-    for k, v, asked_by in asked:
-        if k is not v:
-            raise BadValue(
-                f"{asked_by}: K and V cannot differ in {geometry.architecture}",
-                why="its attention keeps one latent instead of keys and values",
-                ways_out=(
-                    WayOut("name one format", ("--kv-cache-dtype", _word(k or v or Follow.MODEL))),
-                ),
-            )

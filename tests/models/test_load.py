@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from kvant.attention.reference.backend import ReferenceBackend, backend
-from kvant.errors import BadCheckpoint, EngineFault, NotServable
+from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
@@ -247,6 +247,18 @@ def test_a_model_that_can_only_be_planned_is_refused_before_anything_is_read(
 def test_a_directory_without_a_tokenizer_says_so(llama: Path) -> None:
     with pytest.raises(BadCheckpoint, match="tokenizer"):
         load_tokenizer(llama)
+
+
+@pytest.mark.parametrize("where", ["AutoModelForCausalLM.from_pretrained", "LoadedModel"])
+def test_a_device_that_fills_up_while_weights_are_read_or_joined_is_too_small(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fails(*given: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(f"kvant.models.load.{where}", fails)
+    with pytest.raises(DoesNotFit, match="tried to allocate"):
+        load(llama)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ this loads the weights and puts Kvant's attention under every layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def load_model(
     longest sequence that will be served, None for the longest the model allows; it fixes rotary
     frequencies that depend on it. dummy_weights: read no weight, for timings.
     batch_invariant, quantization: as the plan was made.
-    Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or do
-    not fit.
+    Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or of other
+    shapes, DoesNotFit where the device has no room for them.
     """
     if geometry.not_runnable is not None:
         raise NotServable(f"{path} can be planned but not run", why=geometry.not_runnable)
@@ -72,7 +73,7 @@ def load_model(
         for key, values in read_scale_values(path, plan).items()
     }
     register()
-    with quiet_transformers():
+    with quiet_transformers(), _room_for(path, device):
         config = _read_config(path)
         leave_weights_only(config, path)
         if plan.compute_dtype is ComputeDtype.FLOAT64:
@@ -90,13 +91,22 @@ def load_model(
     if text._attn_implementation != ATTENTION_NAME:
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
-    loaded = LoadedModel(
-        module, plan, scales, device, unused,
-        batch_invariant=batch_invariant, quantization=quantization,
-    )  # fmt: skip
+    with _room_for(path, device):
+        loaded = LoadedModel(
+            module, plan, scales, device, unused,
+            batch_invariant=batch_invariant, quantization=quantization,
+        )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of products that were joined, a third of the weights
     return loaded
+
+
+@contextmanager
+def _room_for(path: Path, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as fault:
+        raise DoesNotFit(f"{path} does not fit on {device}", why=str(fault)) from fault
 
 
 def _read_config(path: Path) -> PreTrainedConfig:
@@ -132,8 +142,8 @@ def _read_weights(
             device_map=None if device.type == "cpu" else {"": device},
             output_loading_info=True,
         )
-    except torch.OutOfMemoryError as fault:
-        raise DoesNotFit(f"{path} does not fit on {device}", why=str(fault)) from fault
+    except torch.OutOfMemoryError:
+        raise
     except ImportError as fault:
         raise NotServable(
             f"{path} needs a package that is not installed",

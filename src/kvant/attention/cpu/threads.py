@@ -7,10 +7,13 @@ runs a C function on its threads, those that torch's operators use and keep warm
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import cache
 from pathlib import Path
 
 import torch
+
+_log = logging.getLogger(__name__)
 
 
 @cache
@@ -27,6 +30,12 @@ def openmp_address(name: str) -> int:
     return 0
 
 
+@cache
 def parallel_address() -> int:
-    """Of GOMP_parallel(function, data, threads, flags)."""
-    return openmp_address("GOMP_parallel")
+    """Of GOMP_parallel(function, data, threads, flags). 0, said once, where our loops have one thread."""
+    address = openmp_address("GOMP_parallel")
+    if not address and torch.get_num_threads() > 1:
+        _log.warning(
+            "this torch brings no GNU OpenMP: attention and models run in one thread on CPUs"
+        )
+    return address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvant.attention.cpu.block import Block, address, block_of
 from kvant.attention.cpu.compiled import Entry, compiled_entry
-from kvant.attention.cpu.threads import openmp_address
+from kvant.attention.cpu.threads import openmp_address, parallel_address
 from kvant.attention.cpu.vector import fork, load_i64, store_i64
 from kvant.models.cpu.layout import StepFields, Team
 from kvant.models.cpu.program import operate
@@ -50,6 +50,6 @@ def new_step() -> tuple[Block, Block]:
     team[Team.COUNT_THREADS // 8] = openmp_address("omp_get_num_threads")
     team[Team.YIELD // 8] = yield_address()
     team[Team.SHARE // 8], team[Team.TAKE_PART // 8] = share_address(), take_part_address()
-    step[StepFields.PARALLEL // 8] = openmp_address("GOMP_parallel")
+    step[StepFields.PARALLEL // 8] = parallel_address()
     step[StepFields.TEAM // 8] = address(team)
     return step, team

@@ -52,6 +52,7 @@ def test_a_method_of_somebody_elses_is_named_by_where_it_stands() -> None:
         ({"method": "ngram", "kv_cache_dtype": "fp8"}, "unknown key"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "more than"),
         ({"method": "no_such_module:M"}, "no_such_module"),
+        ({"method": ".relative:M"}, "no method"),
         ({"method": "tests.speculative.test_config:NOTHING"}, "NOTHING"),
         ({"method": "tests.speculative.test_config:parse_speculative_config"}, "no method"),
     ],

@@ -52,7 +52,7 @@ def find_method(name: str, *, asked_by: str) -> Method:
         raise UnknownName("method", name, [m.name for m in METHODS], asked_by=asked_by)
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as fault:
+    except (ImportError, AttributeError, ValueError, TypeError) as fault:
         raise BadValue(f"{asked_by}: no method {name!r}", why=str(fault)) from fault
     if not isinstance(found, Method):
         raise BadValue(

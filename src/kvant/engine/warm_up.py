@@ -53,11 +53,15 @@ def warm_up(
     ):
         compiled = threads.map(run, others)
         draw = threads.submit(draw_once, logits.to(widened(logits.dtype)))
-        # Here, as cuDNN's plans are those of a thread.
-        prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
-        for _ in compiled:
-            pass
-        draw.result()
+        try:
+            # Here, as cuDNN's plans are those of a thread.
+            prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
+            for _ in compiled:
+                pass
+            draw.result()
+        except BaseException:  # a start that fails does not go on compiling
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     torch.cuda.synchronize(model.device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kvant.attention.base import Step
-from kvant.attention.triton import backend
+from kvant.attention.triton import backend, prefill
 from kvant.attention.triton.backend import TritonBackend
 from kvant.engine import triton_draw
 from kvant.engine.batch_sizes import batch_sizes
@@ -173,6 +174,25 @@ def test_a_step_that_fails_in_a_thread_fails_the_start_and_leaves_no_thread(
     with pytest.raises(torch.OutOfMemoryError, match="for this one"):
         warm(forward, monkeypatch)
     assert threading.active_count() == before
+
+
+def test_a_start_that_fails_does_not_go_on_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def forward(ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
+        if ran:
+            time.sleep(0.05)
+        ran.append(step.max_seqlen_q)
+        return torch.zeros(len(logits_index), 9)
+
+    def fails(*given: object) -> None:
+        raise torch.OutOfMemoryError("no memory for a plan")
+
+    monkeypatch.setattr(triton_draw, "draw_once", lambda logits: None)
+    monkeypatch.setattr(prefill, "prepare", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="for a plan"):
+        warm(forward, monkeypatch)
+    assert len(ran) < len(step_lengths(4, 600, 500)) / 2
 
 
 def test_a_small_engine_is_asked_for_no_step_that_it_could_not_run() -> None:

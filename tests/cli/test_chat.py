@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from kvant import LLM, SamplingParams
 from kvant.cli.chat import Conversation, chat, printable
+from kvant.cli.main import app as kvant_app
 from kvant.errors import NotServable
 from tests.engine import tiny_chat
 from tests.models import tiny
@@ -128,10 +129,24 @@ def test_a_model_cannot_steer_the_terminal() -> None:
 
 
 def test_a_model_without_template_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    path = tiny.build("llama", tmp_path)
+    path = tiny_chat.build(tmp_path)
+    (path / "chat_template.jinja").unlink()
     result = CliRunner().invoke(app, [str(path), "--kv-cache-memory", "2MiB"])
     assert isinstance(result.exception, NotServable)
-    assert "kvant generate" in str(result.exception)
+    (way,) = result.exception.ways_out
+    kvant, command, *rest = way.arguments
+    done = CliRunner().invoke(kvant_app, [command, *rest, "--max-tokens", "2"])
+    assert (kvant, done.exit_code) == ("kvant", 0)
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "Hello", "--model"]])
+def test_a_model_without_tokenizer_is_refused_where_texts_are_typed(
+    tmp_path: Path, command: list[str]
+) -> None:
+    path = str(tiny.build("llama", tmp_path))
+    result = CliRunner().invoke(kvant_app, [*command, path, "--kv-cache-memory", "2MiB"])
+    assert isinstance(result.exception, NotServable)
+    assert [way.arguments for way in result.exception.ways_out] == [("kvant", "serve", path)]
 
 
 def test_the_models_recommendation_holds_where_no_flag_is_given(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ def chat(
 
 
 def _refuse_without_template(llm: LLM, model: str) -> None:
-    if llm.tokenizing is None or not llm.tokenizing.has_chat_template:
+    assert llm.tokenizing is not None, "open_llm refuses a model without a tokenizer"
+    if not llm.tokenizing.has_chat_template:
         raise NotServable(
             f"{model} does not converse",
             why="it has no chat template: it was made to complete texts",

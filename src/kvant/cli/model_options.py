@@ -11,7 +11,7 @@ import typer
 
 from kvant.engine.config import engine_config
 from kvant.engine.settings import Settings
-from kvant.errors import BadValue, RequestError
+from kvant.errors import BadValue, NotServable, RequestError, WayOut
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,6 +97,15 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
     config = engine_config(settings, num_requests=num_requests)
     with bars(console) as progress:
         llm = LLM.from_built(build_engine(config, progress=progress))
+    if llm.tokenizing is None:
+        model = llm.plan.model
+        raise NotServable(
+            f"{model} has no tokenizer",
+            why="what is typed and printed here is text",
+            ways_out=(
+                WayOut("serve it: /v1/completions takes token ids", ("kvant", "serve", model)),
+            ),
+        )
     recommended = recommendation(llm.default_params)
     own = f"sampling as the model recommends where no flag says: {recommended}"
     for line in (*llm.notes, *([own] if recommended else ())):

@@ -60,10 +60,13 @@ def decode_weights(model: PreTrainedModel, compute: torch.dtype) -> None:
     again in every one. The model computes as its dtype says; only its weights are as coarse as
     the checkpoint's. What transformers has decoded is in bfloat16, whatever was asked for.
     """
-    for parameter in model.parameters():
-        if parameter.dtype in _HALF:
-            parameter.data = parameter.data.to(compute)
-    compressor: Any = getattr(getattr(model, "hf_quantizer", None), "compressor", None)
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None:  # there was none, or it has decoded all it had
+        for parameter in model.parameters():
+            if parameter.dtype in _HALF:
+                parameter.data = parameter.data.to(compute)
+        return
+    compressor: Any = getattr(quantizer, "compressor", None)
     if compressor is None:
         return
     compressor.decompress_model(model)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvant import LLM
 from kvant.engine.generation_defaults import recommendation, recommended_params
 from kvant.engine.sampling_params import SamplingParams
+from tests.engine import tiny_chat
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,28 @@ def test_a_model_without_the_file_recommends_nothing(tmp_path: Path) -> None:
 def test_a_recommendation_is_told_by_what_differs() -> None:
     params = SamplingParams(temperature=0.6, top_k=20, max_tokens=5)
     assert recommendation(params) == "temperature 0.6, top_k 20"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"eos_token_id": [70, 71]}, 5, {70, 71}),
+        ({"temperature": 0.5}, 5, {5}),
+        (None, 5, {5}),
+        ({}, None, {tiny_chat.END}),
+        (None, None, {tiny_chat.END}),
+    ],
+    ids=str,
+)
+def test_an_answer_ends_where_any_of_the_models_files_says_so(
+    tmp_path: Path, generation: dict[str, object] | None, config: int | None, ends: set[int]
+) -> None:
+    """generation_config.json, else config.json, else the tokenizer."""
+    path = tiny_chat.build(tmp_path)
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**said, "eos_token_id": config}))
+    (path / "generation_config.json").unlink()
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    llm = LLM(path, dtype="float32", device="cpu", kv_cache_memory="4MiB", max_num_seqs=2)
+    assert llm.engine.eos_token_ids == ends

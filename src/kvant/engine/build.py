@@ -88,6 +88,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         quantization=planned.request.quantization,
     )
     notes = (*notes, *_unused(model, target.checkpoint))
+    ends = model.eos_token_ids or (() if tokenizing is None else tokenizing.eos_token_ids)
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages
     # Random weights are made also where there are none to load.
@@ -119,7 +120,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         num_pages,
         identity=cache_identity(planned),
         vocab_size=target.geometry.vocab_size,
-        eos_token_ids=model.eos_token_ids,
+        eos_token_ids=ends,
         tokenizer=None if tokenizing is None else tokenizing.backend,
         seed=config.seed,
         speculation=make_speculation(planned, proposer, runner),

@@ -45,6 +45,12 @@ class Tokenizing:
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The token that ends a text, for models whose own files name none."""
+        found = self.tokenizer.eos_token_id
+        return (found,) if isinstance(found, int) else ()
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:

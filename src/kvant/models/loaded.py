@@ -71,8 +71,11 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text; empty where the model names none."""
+        """Tokens that end a text; empty where neither generation_config.json nor config.json names one."""
         found = self.generation.eos_token_id
+        if found is None:
+            text = self._module.config.get_text_config(decoder=True)
+            found = getattr(text, "eos_token_id", None)
         if found is None:
             return ()
         return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)

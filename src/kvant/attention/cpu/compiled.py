@@ -8,6 +8,7 @@ are compiled at every start.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ import kvant
 
 config: Any = numba.core.config
 KEPT_DAYS = 30
+_log = logging.getLogger(__name__)
 _DIGEST = re.compile("[0-9a-f]{16}")
 
 
@@ -76,12 +78,38 @@ def kept_on_disk() -> Iterator[bool]:
         config.CACHE_DIR = before
 
 
+def compiled(function: Callable[..., Any], signature: Any) -> Any:
+    """numba's cfunc of `function`, out of `kernel_cache` or from now on in it.
+
+    numba fails where a file in there is cut short, as by a machine that stopped, and where the disk is
+    full. Cut files are removed; without room nothing is kept.
+    """
+    with kept_on_disk() as is_kept:
+        try:
+            return _cfunc(function, signature, is_kept)
+        except OSError as fault:
+            _tell_once(config.CACHE_DIR, str(fault))
+        except Exception:  # of many kinds, as numba's files are pickles
+            if not is_kept:
+                raise
+            shutil.rmtree(config.CACHE_DIR, ignore_errors=True)
+            return _cfunc(function, signature, is_kept)
+    return _cfunc(function, signature, False)
+
+
+def _cfunc(function: Callable[..., Any], signature: Any, is_kept: bool) -> Any:
+    return cfunc(signature, cache=is_kept, error_model="numpy")(function)
+
+
+@cache
+def _tell_once(place: str, why: str) -> None:
+    _log.warning("kernels are not kept in %s (%s): every start compiles them", place, why)
+
+
 @cache
 def compiled_worker(work: Callable[..., None], signature: Any) -> int:
     """Address of `work`, compiled: what every thread runs."""
-    with kept_on_disk() as is_kept:
-        made: Any = cfunc(signature, cache=is_kept, error_model="numpy")(work)
-    return int(made.address)
+    return int(compiled(work, signature).address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +125,5 @@ class Entry:
 @cache
 def compiled_entry(function: Callable[[int, int, int, int], int]) -> Entry:
     """`function`, of four addresses or numbers, compiled."""
-    with kept_on_disk() as is_kept:
-        made: Any = cfunc("int64(int64, int64, int64, int64)", cache=is_kept, error_model="numpy")(
-            function
-        )
+    made = compiled(function, "int64(int64, int64, int64, int64)")
     return Entry(made.ctypes, int(made.address))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import cfunc, types
+from numba import types
 
 from kvant.attention.cpu.codes import BITS, group_words
-from kvant.attention.cpu.compiled import kept_on_disk
+from kvant.attention.cpu.compiled import compiled
 from kvant.attention.cpu.inner import (
     TILE,
     expand_keys,
@@ -104,8 +104,7 @@ def key_kernel(code: Code) -> Any:
                 score_keys(number, 1, a, pitch, words, groups, scales, c)
                 row += 1
 
-    with kept_on_disk() as is_kept:
-        return cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(keys)
+    return compiled(keys, SIGNATURE)
 
 
 @cache
@@ -202,5 +201,4 @@ def value_kernel(code: Code) -> Any:
                     row += 1
             start += 16 * vectors
 
-    with kept_on_disk() as is_kept:
-        return cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(values)
+    return compiled(values, SIGNATURE)

@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit
+from numba import njit
 
-from kvant.attention.cpu.compiled import kept_on_disk
+from kvant.attention.cpu.compiled import compiled
 from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.layout import Form, Real, Row
 from kvant.attention.cpu.rotate import rotate_in_place
@@ -370,5 +370,4 @@ _WRITERS: dict[Form, Callable[[int, int], None]] = {
 @cache
 def row_kernel(form: Form) -> Any:
     """void(row, _): store one row's codes and scales; see `Row`."""
-    with kept_on_disk() as is_kept:
-        return cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(_WRITERS[form])
+    return compiled(_WRITERS[form], SIGNATURE)

@@ -15,10 +15,10 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import cfunc, types
+from numba import types
 from numba.extending import intrinsic
 
-from kvant.attention.cpu.compiled import kept_on_disk
+from kvant.attention.cpu.compiled import compiled
 from kvant.attention.cpu.vector import (
     BYTES,
     F16,
@@ -298,6 +298,4 @@ def product_worker(code: Code) -> int:
                                       a, x_stride, pairs, c, out_stride)  # fmt: skip
                     output += at_once
 
-    with kept_on_disk() as is_kept:
-        made: Any = cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(work)
-    return int(made.address)
+    return int(compiled(work, SIGNATURE).address)

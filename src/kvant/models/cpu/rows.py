@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
-from kvant.attention.cpu.compiled import kept_on_disk
+from kvant.attention.cpu.compiled import compiled_worker
 from kvant.attention.cpu.inner import exp_lanes
 from kvant.attention.cpu.vector import (
     FLOATS,
@@ -215,20 +215,14 @@ def _gate(task: int, _: int) -> None:
 
 @cache
 def norm_worker() -> int:
-    return _compiled(_norm)
+    return compiled_worker(_norm, SIGNATURE)
 
 
 @cache
 def rotate_worker() -> int:
-    return _compiled(_rotate)
+    return compiled_worker(_rotate, SIGNATURE)
 
 
 @cache
 def gate_worker() -> int:
-    return _compiled(_gate)
-
-
-def _compiled(work: Any) -> int:
-    with kept_on_disk() as is_kept:
-        made: Any = cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(work)
-    return int(made.address)
+    return compiled_worker(_gate, SIGNATURE)

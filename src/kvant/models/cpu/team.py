@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
-from kvant.attention.cpu.compiled import compiled_worker, kept_on_disk
+from kvant.attention.cpu.compiled import compiled_worker
 from kvant.attention.cpu.vector import I64, call, fetch_add, load_i64, run_at, store_i64
 from kvant.models.cpu.layout import Task, Team
 from kvant.models.cpu.program import operate
@@ -118,10 +118,8 @@ def _take_part(team: int, _: int) -> None:
 
 @cache
 def share_address() -> int:
-    with kept_on_disk() as is_kept:
-        signature = types.void(types.int64, types.int64, types.int32, types.int32)
-        made: Any = cfunc(signature, cache=is_kept, error_model="numpy")(_share)
-    return int(made.address)
+    signature = types.void(types.int64, types.int64, types.int32, types.int32)
+    return compiled_worker(_share, signature)
 
 
 def take_part_address() -> int:

@@ -129,8 +129,8 @@ def first_layers_rows(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torc
     return layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)
 
 
-def test_logits_of_quantised_weights_are_those_of_the_decoded_weights(tmp_path: Path) -> None:
-    path, decoded = build_quantized(tmp_path)
+def assert_logits_are_those_of(decoded: dict[str, torch.Tensor], path: Path) -> None:
+    """Of a checkpoint's codes, in float32, and of transformers with the decoded weights."""
     _, model = plan_and_load(path, "float32")
     ids, call, _ = driver.Driver(pool_of(model), backend()).call([(driver.Text(list(PROMPT)), 5)])
     found = model.forward(ids, call, torch.arange(5))
@@ -139,6 +139,11 @@ def test_logits_of_quantised_weights_are_those_of_the_decoded_weights(tmp_path: 
     with torch.no_grad():
         expected = plain(ids[None]).logits[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_of_quantised_weights_are_those_of_the_decoded_weights(tmp_path: Path) -> None:
+    path, decoded = build_quantized(tmp_path)
+    assert_logits_are_those_of(decoded, path)
 
 
 def test_weights_are_decoded_while_loading_and_nothing_is_printed(
@@ -178,14 +183,7 @@ def test_weights_that_are_decoded_are_planned_as_what_they_are_then(
 def test_fp8_weights_are_decoded_into_the_dtype_that_is_computed_in(tmp_path: Path) -> None:
     """transformers decodes them into bfloat16, which does not multiply with float32."""
     path, decoded = build_fp8(tmp_path)
-    _, model = plan_and_load(path, "float32")
-    ids, call, _ = driver.Driver(pool_of(model), backend()).call([(driver.Text(list(PROMPT)), 5)])
-    found = model.forward(ids, call, torch.arange(5))
-    plain = LlamaForCausalLM(tiny.config_of("llama"))
-    plain.load_state_dict(decoded)
-    with torch.no_grad():
-        expected = plain(ids[None]).logits[0]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert_logits_are_those_of(decoded, path)
 
 
 def test_a_missing_compressed_tensors_package_is_named_with_its_cure(

@@ -171,7 +171,7 @@ def plan_engine(
         locate(drafts.model, revision=drafts.revision, weights=weights, progress=progress)
     if (
         first.weights_bytes is None
-    ):  # no config says how many, but their files do, which are here now
+    ):  # the config does not tell, but the files do, which are here now
         request = _with_budget(config, make_plan(config.plan, weights=weights))
     planned = make_plan(request, weights=weights)
     max_model_len, note = choose_max_model_len(planned)

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvant.attention.cpu.compiled import compiled
+from kvant.attention.cpu.compiled import compiled_worker
 from kvant.attention.cpu.vector import (
     BYTES,
     F16,
@@ -298,4 +298,4 @@ def product_worker(code: Code) -> int:
                                       a, x_stride, pairs, c, out_stride)  # fmt: skip
                     output += at_once
 
-    return int(compiled(work, SIGNATURE).address)
+    return compiled_worker(work, SIGNATURE)

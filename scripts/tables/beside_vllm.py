@@ -28,7 +28,7 @@ def throughput(*files: Any) -> Cells:
     lines = [["requests x input/output", *(cell for call in CALLS for cell in _heads(call, found))]]
     for load in loads:
         cells = [load.replace("x", " x ")]
-        for theirs, *ours in call_rounds(found, load):
+        for theirs, *ours in _call_rounds(found, load):
             cells.append(measured(load, theirs["seconds"])[1])
             for one in ours:
                 seconds = one["seconds"] if one else ()
@@ -37,14 +37,14 @@ def throughput(*files: Any) -> Cells:
         lines.append(cells)
     for what, fact in (("the pool holds", "capacity_tokens"), ("until ready", "start_seconds")):
         cells = [what]
-        for theirs, *ours in call_rounds(found, "512x1024/256"):
+        for theirs, *ours in _call_rounds(found, "512x1024/256"):
             shown = [_fact(one[fact]) for one in (theirs, *ours)]
             cells += [shown[0], *(cell for one in shown[1:] for cell in (one, ""))]
         lines.append(cells)
     return lines
 
 
-def call_rounds(found: dict[str, Any], load: str) -> list[list[Any]]:
+def _call_rounds(found: dict[str, Any], load: str) -> list[list[Any]]:
     """Of each call, vLLM's round of a load and Kvant's; None where it did not run."""
     return [[found[file].get(load) for file in call] for call in CALLS]
 

@@ -36,7 +36,7 @@ from kvant.attention.reference.backend import ReferenceBackend
 from kvant.attention.select import parse_backend
 from kvant.attention.triton_fp8.info import SERVED
 from kvant.attention.verify import rounded
-from kvant.engine.runner import ModelRunner
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format
 from kvant.kv.pool import LayerCache

@@ -24,12 +24,12 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from kvant import LLM
-from kvant.engine.planning import resolve_again
-from kvant.engine.runner import ModelRunner
+from kvant.execution.runner import ModelRunner
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked, KVRequest
 from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.teacher_forced import text_logits
+from kvant.plan.planning import resolve_again
 
 BOUND = 1.5
 

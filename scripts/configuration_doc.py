@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvant.engine.config import EngineOptions
-from kvant.engine.options import Kind, Option, options_of
+from kvant.plan.config import EngineOptions
+from kvant.plan.options import Kind, Option, options_of
 from kvant.server.config import ServerConfig
 
 DOC = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

@@ -12,7 +12,7 @@ import pytest
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
-    from kvant.engine.scheduler import Scheduler
+    from kvant.scheduling.scheduler import Scheduler
 
 _MODULE = "kvant.engine.engine"
 

@@ -29,7 +29,7 @@ _AMBIGUOUS = {
 _EDGE = {
     "kv/dtype.py",  # where formats have their names
     "cli/demo.py",  # a command line of its own
-    "engine/refused.py",  # a way out, as arguments
+    "plan/refused.py",  # a way out, as arguments
     "models/geometry/weight_recipe.py",  # names of weight recipes in configs
 }
 # Dialects of checkpoints have words of their own for formats: reading them is an edge too.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvant.engine.async_llm import AsyncLLM
     from kvant.engine.llm import LLM
-    from kvant.engine.sampling_params import SamplingParams
-    from kvant.engine.structured_outputs import StructuredOutputs
+    from kvant.sampling.sampling_params import SamplingParams
+    from kvant.sampling.structured_outputs import StructuredOutputs
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs", "__version__"]
 __version__ = "0.1.0"
@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncLLM": "kvant.engine.async_llm",
     "LLM": "kvant.engine.llm",
-    "SamplingParams": "kvant.engine.sampling_params",
-    "StructuredOutputs": "kvant.engine.structured_outputs",
+    "SamplingParams": "kvant.sampling.sampling_params",
+    "StructuredOutputs": "kvant.sampling.structured_outputs",
 }
 
 

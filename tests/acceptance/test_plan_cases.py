@@ -61,7 +61,7 @@ def test_explicit_bfloat16_beats_the_checkpoint(fp8: Path) -> None:
 @pytest.mark.case("A01", "F1")
 def test_nothing_can_write_to_a_plan(fp8: Path) -> None:
     from kvant.cli.plan import device_from
-    from kvant.engine.planning import PlanRequest, make_plan
+    from kvant.plan.planning import PlanRequest, make_plan
 
     made = make_plan(PlanRequest(str(fp8), device_from("cpu")))
     layer = made.target.kv.layers[0]

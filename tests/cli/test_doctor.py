@@ -65,7 +65,7 @@ def test_on_a_gpu_what_is_chosen_by_name_only_is_told_apart_and_a_missing_packag
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hopper = DeviceFacts(DeviceKind.CUDA, "sm_90")
-    monkeypatch.setattr("kvant.engine.device.host_device", lambda name: hopper)
+    monkeypatch.setattr("kvant.plan.device.host_device", lambda name: hopper)
     find = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "triton" else find(name)

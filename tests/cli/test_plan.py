@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.engine.planning import PlanRequest, make_plan
-from kvant.engine.speculative_config import parse_speculative_config
-from kvant.engine.workspaces import StepSize
 from kvant.errors import BadValue
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import known_names
 from kvant.models.gguf_import import import_gguf
+from kvant.plan.planning import PlanRequest, make_plan
+from kvant.plan.speculative_config import parse_speculative_config
+from kvant.plan.workspaces import StepSize
 from tests.acceptance.models import LLAMA, config, write_model
 from tests.cli.command import kvant
 from tests.models.tiny_gguf import write_gguf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvant.engine.batch_graphs import BatchGraphs
+from kvant.execution.batch_graphs import BatchGraphs
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from kvant import LLM
 from kvant.engine.build import load_proposer, make_speculation
 from kvant.engine.engine import Engine
-from kvant.engine.planning import resolve_again
 from kvant.engine.result import Result
-from kvant.engine.runner import ModelRunner
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.scheduler import SchedulerLimits
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, known_names
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.scale_audit import ScaleAudit
+from kvant.plan.planning import resolve_again
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.scheduler import SchedulerLimits
 from tests.engine.fakes import finish
 
 FORMATS = [d.format.name for d in KVDtype if d.format.name in known_names()]

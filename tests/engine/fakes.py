@@ -15,15 +15,15 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvant.engine.batch import Batch
-from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
-from kvant.engine.launched import Answered
 from kvant.engine.result import Result
-from kvant.engine.runner import ReadFirst
-from kvant.engine.scheduler import SchedulerLimits
+from kvant.execution.batch import Batch
+from kvant.execution.decodes import Decodes
+from kvant.execution.launched import Answered
+from kvant.execution.runner import ReadFirst
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
+from kvant.scheduling.scheduler import SchedulerLimits
 
 VOCAB = 97
 EOS = 3

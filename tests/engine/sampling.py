@@ -6,9 +6,9 @@ from collections.abc import Sequence as Items
 
 from torch import Tensor
 
-from kvant.engine.logit_rules import LogitRules, edited
-from kvant.engine.request import Sequence
-from kvant.engine.sampler import Rows, Sampled
+from kvant.execution.sampler import Rows, Sampled
+from kvant.sampling.logit_rules import LogitRules, edited
+from kvant.scheduling.request import Sequence
 
 
 def sample(logits: Tensor, sequences: Items[Sequence]) -> list[Sampled]:

@@ -12,11 +12,11 @@ import pytest
 
 from kvant import LLM, SamplingParams
 from kvant.engine.engine import Engine
-from kvant.engine.graphs import StepGraphs
-from kvant.engine.request import FinishReason
 from kvant.engine.result import Result
-from kvant.engine.scheduler import SchedulerLimits
+from kvant.execution.graphs import StepGraphs
 from kvant.kv.pages import CacheIdentity
+from kvant.scheduling.request import FinishReason
+from kvant.scheduling.scheduler import SchedulerLimits
 from tests.engine.fakes import EOS, VOCAB, answer, finish, make_engine
 from tests.engine.test_steady import (
     PAGE,

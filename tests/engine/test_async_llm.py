@@ -19,10 +19,10 @@ import pytest
 from kvant import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvant.engine.async_llm import AsyncStream
 from kvant.engine.failed_steps import MOST_FAILED_STEPS
-from kvant.engine.llm_options import config_of
 from kvant.engine.result import Result
-from kvant.engine.runner import ModelRunner
 from kvant.errors import ConfigError, EngineFault, KvantError, RequestError
+from kvant.execution.runner import ModelRunner
+from kvant.plan.llm_options import config_of
 from tests.engine import tiny_chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

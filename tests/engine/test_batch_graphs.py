@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvant import LLM, SamplingParams
-from kvant.engine import batch_graphs
-from kvant.engine.batch_sizes import MOST_PIECES, piece_sizes
 from kvant.engine.result import Result
-from kvant.engine.runner import ModelRunner
+from kvant.execution import batch_graphs
+from kvant.execution.runner import ModelRunner
+from kvant.plan.batch_sizes import MOST_PIECES, piece_sizes
 from tests.models import tiny
 from tests.speculative.recorded import Again
 

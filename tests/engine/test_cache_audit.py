@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvant.engine import cache_audit
 from kvant.engine.engine import Engine
-from kvant.engine.runner import ModelRunner
+from kvant.execution.runner import ModelRunner
 from kvant.kv.format import ScalePlace
 from kvant.kv.pool import KVPool
 from kvant.kv.scale_audit import ScaleAudit

@@ -11,10 +11,10 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.triton.info import INFO as TRITON
 from kvant.attention.triton_fp8.info import INFO as TRITON_FP8
 from kvant.engine.build import cache_identity
-from kvant.engine.config import EngineConfig
-from kvant.engine.llm_options import LLMOptions, config_of
-from kvant.engine.planning import make_plan
 from kvant.kv.pages import CacheIdentity
+from kvant.plan.config import EngineConfig
+from kvant.plan.llm_options import LLMOptions, config_of
+from kvant.plan.planning import make_plan
 from tests.models import tiny
 
 

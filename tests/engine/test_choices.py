@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvant.engine.result import Result
-from kvant.engine.sampling_params import SamplingParams, seed_of_choice
 from kvant.errors import RequestError
+from kvant.sampling.sampling_params import SamplingParams, seed_of_choice
 from tests.engine.fakes import make_engine
 
 PROMPT = [4 + i for i in range(41)]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvant.engine import device
-from kvant.engine.device import chosen_gpu, host_device, work_on
+from kvant.plan import device
+from kvant.plan.device import chosen_gpu, host_device, work_on
 
 
 def test_a_thread_takes_over_the_gpu_that_another_one_has_chosen(

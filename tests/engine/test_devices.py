@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 from kvant import LLM, SamplingParams
 from kvant.attention.backends import load_backends
 from kvant.attention.base import AttentionBackend, Step, StepCall
-from kvant.engine.batch import build_batch
-from kvant.engine.planning import resolve_again
-from kvant.engine.runner import ModelRunner, _there
+from kvant.execution.batch import build_batch
+from kvant.execution.runner import ModelRunner, _there
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
@@ -30,6 +29,7 @@ from kvant.measure.teacher_forced import text_logits
 from kvant.models.fused import fuse
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
+from kvant.plan.planning import resolve_again
 from tests.models import tiny
 from tests.models.tiny_quantized import build_quantized, scale
 

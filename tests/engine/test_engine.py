@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvant.engine.batch import Batch
 from kvant.engine.engine import Engine
-from kvant.engine.request import FinishReason
 from kvant.engine.result import Result
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import EngineFault, RequestError
+from kvant.execution.batch import Batch
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import FinishReason
 from tests.engine.fakes import EOS, VOCAB, answer, make_engine
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvant import LLM
-from kvant.engine.generation_defaults import recommendation, recommended_params
-from kvant.engine.sampling_params import SamplingParams
+from kvant.sampling.generation_defaults import recommendation, recommended_params
+from kvant.sampling.sampling_params import SamplingParams
 from tests.engine import tiny_chat
 
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 import kvant
 from kvant import LLM, SamplingParams
-from kvant.engine.budget import CPU_SHARE
 from kvant.engine.build import build_engine
-from kvant.engine.device import free_host_bytes
 from kvant.engine.llm import Prompt
-from kvant.engine.llm_options import config_of
-from kvant.engine.runner import ModelRunner
 from kvant.errors import BadValue, DoesNotFit, KvantError, NotServable, RequestError, UnknownName
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
+from kvant.plan.budget import CPU_SHARE
+from kvant.plan.device import free_host_bytes
+from kvant.plan.llm_options import config_of
 from kvant.server import engine_process
 from tests.engine import tiny_chat
 from tests.models import tiny
@@ -198,7 +198,7 @@ def test_steps_that_cannot_be_recorded_are_a_warning_of_a_running_engine(
     def refuse(*_: object) -> None:
         raise NotServable("steps cannot be recorded", why="an operation waits for the device")
 
-    monkeypatch.setattr("kvant.engine.runner.ModelRunner.capture", refuse)
+    monkeypatch.setattr("kvant.execution.runner.ModelRunner.capture", refuse)
     llm = make(path)
     assert "steps cannot be recorded (an operation waits for the device)" in llm.warnings
     assert llm.warnings[-1] in caplog.messages

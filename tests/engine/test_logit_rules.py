@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from kvant.engine.logit_rules import LogitRules, make_rules
-from kvant.engine.request import Request, Sequence
-from kvant.engine.sampler import Rows
-from kvant.engine.sampling_params import SamplingParams
+from kvant.execution.sampler import Rows
+from kvant.sampling.logit_rules import LogitRules, make_rules
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import Request, Sequence
 from tests.engine.fakes import EOS, VOCAB, finish, logits, make_engine
 from tests.engine.sampling import ruled, sample
 

@@ -10,9 +10,9 @@ import pytest
 from kvant import LLM
 from kvant.engine.engine import Engine
 from kvant.engine.result import Result
-from kvant.engine.sampling_params import SamplingParams
 from kvant.kv.names import FormatRequest, parse_format, whole_formats
 from kvant.models import loaded
+from kvant.sampling.sampling_params import SamplingParams
 from tests.engine.equality import Bench
 from tests.models import tiny
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvant.engine.engine import Engine
-from kvant.engine.request import FinishReason, Sequence
-from kvant.engine.runner import ModelRunner
-from kvant.engine.sampling_params import SamplingParams
+from kvant.execution.runner import ModelRunner
 from kvant.kv.pool import KVPool
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import FinishReason, Sequence
 from tests.engine.equality import FORMATS, Bench, run, tokens
 from tests.engine.fakes import finish
 from tests.engine.test_equality import FEW, LONG, make

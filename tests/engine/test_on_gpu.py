@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvant import LLM, SamplingParams
-from kvant.engine.decodes import Decodes
+from kvant.execution.decodes import Decodes
 from tests.models import tiny
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def test_a_gpu_gives_the_tokens_of_a_cpu(path: Path, expected: list[tuple[int, .
 def test_what_is_launched_ahead_is_used_and_forgotten_where_it_must_be(
     path: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvant.engine import graphs
+    from kvant.execution import graphs
 
     launched: list[bool] = []
     launch = graphs.StepGraphs._launch
@@ -88,8 +88,8 @@ def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
     path: Path, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And while steps are launched, nobody waits for the device."""
-    from kvant.engine import stepping
-    from kvant.engine.graphs import StepGraphs
+    from kvant.execution import stepping
+    from kvant.execution.graphs import StepGraphs
 
     params = [
         SamplingParams(seed=i, max_tokens=20 + 7 * i, ignore_eos=True, **WISHES[i % 5])  # type: ignore[arg-type]
@@ -131,8 +131,8 @@ def test_requests_that_arrive_are_answered_by_steps_that_are_launched_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Greedy ones beside drawn ones, prompts in pieces; while they are launched, nobody waits."""
-    from kvant.engine import batch_graphs, stepping
-    from kvant.engine.graphs import StepGraphs
+    from kvant.execution import batch_graphs, stepping
+    from kvant.execution.graphs import StepGraphs
 
     params = list(PARAMS)
     for i in range(1, len(PROMPTS), 2):
@@ -225,7 +225,7 @@ def test_with_and_without_graphs_the_tokens_are_the_same(
     path: Path, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In batch-invariant mode, as the padding of a recorded step makes other shapes outside it."""
-    from kvant.engine.runner import ModelRunner
+    from kvant.execution.runner import ModelRunner
 
     options = {"kv_cache_dtype": stored, "kv_missing_scales": "one", "batch_invariant": True}
     recorded = answers(path, "cuda", **options)
@@ -235,7 +235,7 @@ def test_with_and_without_graphs_the_tokens_are_the_same(
 
 @pytest.mark.case("A50")
 def test_warm_up_graphs_and_the_check_at_start_leave_every_page_zero(path: Path) -> None:
-    from kvant.engine.runner import ModelRunner
+    from kvant.execution.runner import ModelRunner
 
     llm = LLM(path, device="cuda", dtype="bfloat16", max_model_len=500, kv_cache_dtype="fp8/nvfp4",
               kv_missing_scales="one")  # fmt: skip
@@ -251,7 +251,7 @@ def test_warm_up_graphs_and_the_check_at_start_leave_every_page_zero(path: Path)
 def test_recorded_steps_read_scales_where_they_lie_on_the_device(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvant.engine.runner import ModelRunner
+    from kvant.execution.runner import ModelRunner
 
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
 

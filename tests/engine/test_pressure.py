@@ -18,16 +18,16 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvant import LLM
-from kvant.engine import held_pages
 from kvant.engine.engine import Engine
-from kvant.engine.grammar import GrammarCompiler
-from kvant.engine.request import FinishReason
 from kvant.engine.result import Result
-from kvant.engine.runner import ModelRunner
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.structured_outputs import StructuredOutputs
+from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest, whole_formats
 from kvant.kv.pages import page_hash
+from kvant.sampling.grammar import GrammarCompiler
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.structured_outputs import StructuredOutputs
+from kvant.scheduling import held_pages
+from kvant.scheduling.request import FinishReason
 from tests.engine import tiny_chat
 from tests.engine.equality import Bench
 from tests.speculative.recorded import record_here

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvant.engine.llm import LLM
-from kvant.engine.request import TokenLogprobs
 from kvant.engine.result import Result
-from kvant.engine.sampler import max_prompt_logprobs, token_logprobs
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import RequestError
+from kvant.execution.sampler import max_prompt_logprobs, token_logprobs
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import TokenLogprobs
 from tests.engine.fakes import RememberingRunner, logits, make_engine
 from tests.models import tiny
 

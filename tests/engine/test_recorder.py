@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvant.engine.recorder import CudaRecorder
+from kvant.execution.recorder import CudaRecorder
 
 
 class Stream:

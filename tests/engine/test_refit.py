@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvant import LLM, SamplingParams
-from kvant.engine.runner import ModelRunner
 from kvant.errors import BadCheckpoint, NotServable, RequestError
+from kvant.execution.runner import ModelRunner
 from kvant.kv.checkpoint.facts import Side
 from tests.models import tiny
 from tests.models.tiny_gguf import tensors, write_gguf

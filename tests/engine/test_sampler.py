@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvant.engine.drawing import FEW, Draw, parts_for, uniform, uniforms
-from kvant.engine.logit_rules import make_rules
-from kvant.engine.request import Request, Sequence
-from kvant.engine.sampler import Sampled
-from kvant.engine.sampling_params import SamplingParams
+from kvant.execution.sampler import Sampled
+from kvant.sampling.drawing import FEW, Draw, parts_for, uniform, uniforms
+from kvant.sampling.logit_rules import make_rules
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import Request, Sequence
 from tests.engine.fakes import make_engine
 from tests.engine.sampling import sample
 
@@ -144,8 +144,8 @@ def test_sorting_the_head_alone_gives_the_tokens_of_sorting_everything(
     ):
         fast = tokens(row, params, 40)
         with monkeypatch.context() as patch:
-            patch.setattr("kvant.engine.drawing.HEAD", 10_000)
-            patch.setattr("kvant.engine.drawing.FEW", 0)
+            patch.setattr("kvant.sampling.drawing.HEAD", 10_000)
+            patch.setattr("kvant.sampling.drawing.FEW", 0)
             assert tokens(row, params, 40) == fast
 
 

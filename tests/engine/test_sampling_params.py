@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.structured_outputs import StructuredOutputs
 from kvant.errors import RequestError
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.structured_outputs import StructuredOutputs
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvant.engine.options import Kind, option, options_of
-from kvant.engine.settings import Settings, read_settings, refuse_unknown_variables
 from kvant.errors import BadValue, ConfigError, UnknownName
+from kvant.plan.options import Kind, option, options_of
+from kvant.plan.settings import Settings, read_settings, refuse_unknown_variables
 
 
 @dataclass(frozen=True, slots=True)

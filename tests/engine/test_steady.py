@@ -21,20 +21,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from kvant.attention.base import Step
-from kvant.engine.batch import Batch
-from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
-from kvant.engine.graphs import StepGraphs
-from kvant.engine.launched import Answered
-from kvant.engine.pieces import Pieces
-from kvant.engine.request import FinishReason, Status
 from kvant.engine.result import Progress, Result
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.scheduler import SchedulerLimits
-from kvant.engine.shared_logits import SharedLogits
 from kvant.engine.steady import Steady
 from kvant.engine.text import TextStream
+from kvant.execution.batch import Batch
+from kvant.execution.decodes import Decodes
+from kvant.execution.graphs import StepGraphs
+from kvant.execution.launched import Answered
+from kvant.execution.pieces import Pieces
+from kvant.execution.shared_logits import SharedLogits
 from kvant.kv.pages import CacheIdentity
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import FinishReason, Status
+from kvant.scheduling.scheduler import SchedulerLimits
 from tests.engine.fakes import (
     EOS,
     VOCAB,

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvant.engine.engine import Engine
-from kvant.engine.grammar import Grammar, GrammarCompiler
-from kvant.engine.logit_rules import make_rules
-from kvant.engine.request import Request, Sequence
 from kvant.engine.result import Result
-from kvant.engine.sampler import Rows
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.structured_outputs import CompileLimits, FormLimits, StructuredOutputs
 from kvant.errors import RequestError
+from kvant.execution.sampler import Rows
+from kvant.sampling.grammar import Grammar, GrammarCompiler
+from kvant.sampling.logit_rules import make_rules
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.structured_outputs import CompileLimits, FormLimits, StructuredOutputs
+from kvant.scheduling.request import Request, Sequence
 from tests.engine.fakes import EOS, VOCAB, logits, make_engine
 from tests.engine.sampling import sample
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvant.engine.llm import LLM
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.structured_outputs import StructuredOutputs
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.structured_outputs import StructuredOutputs
 
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {

@@ -12,18 +12,18 @@ import torch
 from kvant.attention.base import Step
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.engine import build
-from kvant.engine.budget import choose_kv_bytes
 from kvant.engine.build import plan_engine
-from kvant.engine.config import EngineConfig
-from kvant.engine.graphs import StepGraphs
-from kvant.engine.plan_json import plan_json
-from kvant.engine.planning import Plan, PlanRequest, make_plan
-from kvant.engine.speculative_config import parse_speculative_config
-from kvant.engine.workspaces import StepSize, workspaces
 from kvant.errors import DoesNotFit
+from kvant.execution.graphs import StepGraphs
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry import read_geometry
 from kvant.models.weights import WeightBytes
+from kvant.plan.budget import choose_kv_bytes
+from kvant.plan.config import EngineConfig
+from kvant.plan.plan_json import plan_json
+from kvant.plan.planning import Plan, PlanRequest, make_plan
+from kvant.plan.speculative_config import parse_speculative_config
+from kvant.plan.workspaces import StepSize, workspaces
 from tests.speculative.recorded import Again
 
 CONFIG = Path(__file__).parents[1] / "configs" / "qwen3-8b.json"

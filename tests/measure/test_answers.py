@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvant import LLM
-from kvant.engine.decodes import Decodes
-from kvant.engine.graphs import StepGraphs
-from kvant.engine.runner import ModelRunner
 from kvant.errors import ConfigError
+from kvant.execution.decodes import Decodes
+from kvant.execution.graphs import StepGraphs
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
 from kvant.measure import answers

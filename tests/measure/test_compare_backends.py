@@ -17,8 +17,8 @@ from kvant.attention.base import AttentionParams, LongQuery, Step
 from kvant.attention.need import LONG
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
 from kvant.errors import NotServable
+from kvant.execution.runner import ModelRunner
 from kvant.kv.pool import LayerCache
 from kvant.measure import teacher_forced
 from kvant.measure.teacher_forced import text_logits

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from kvant.engine.llm import LLM
-from kvant.engine.planning import resolve_again
-from kvant.engine.runner import ModelRunner
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
 from kvant.kv.request import KVRequest
 from kvant.measure.fidelity import compare, passage
 from kvant.measure.formats import measure_formats
 from kvant.measure.teacher_forced import text_logits
+from kvant.plan.planning import resolve_again
 from tests.engine import tiny_chat
 
 FLOAT32 = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)

@@ -11,7 +11,7 @@ import yaml
 from jinja2 import Template
 
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
+from kvant.execution.runner import ModelRunner
 from kvant.kv.names import parse_format
 from kvant.measure.gsm8k import (
     Judged,

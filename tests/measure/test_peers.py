@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
 from kvant.errors import ConfigError, WayOut
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
 from kvant.measure.cpu_decode_bench import Case, time_engine

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kvant.attention.base import Step
-from kvant.engine.llm_options import config_of
-from kvant.engine.speculative_config import parse_speculative_config
 from kvant.errors import DoesNotFit
 from kvant.measure.replay import accepted_counts, decide
 from kvant.measure.replay_bench import Load, measure, table
+from kvant.plan.llm_options import config_of
+from kvant.plan.speculative_config import parse_speculative_config
 from tests.speculative.pair import BLOCK, Pair, build_pair
 
 

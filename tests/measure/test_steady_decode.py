@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvant import LLM
-from kvant.engine.runner import ModelRunner
 from kvant.errors import BadValue, ConfigError
+from kvant.execution.runner import ModelRunner
 from kvant.measure.device_idle import Idle, NotProfiled
 from kvant.measure.steady_decode import parse_stored, steady_decode, table
 from tests.cli.command import kvant

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvant.engine.llm import LLM
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import BadValue, RequestError
 from kvant.measure.throughput import Load, parse_load, parse_sampling, run_load
+from kvant.sampling.sampling_params import SamplingParams
 from tests.cli.command import kvant
 from tests.models import tiny
 

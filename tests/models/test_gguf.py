@@ -16,12 +16,12 @@ import pytest
 from gguf.quants import dequantize
 from safetensors.numpy import load_file
 
-from kvant.engine.generation_defaults import recommended_params
 from kvant.errors import BadCheckpoint, ConfigError
 from kvant.kv.checkpoint.safetensors_header import weight_bytes
 from kvant.models import gguf_import, import_cache
 from kvant.models.gguf_config import shortest_float32
 from kvant.models.gguf_import import Attribution, import_gguf
+from kvant.sampling.generation_defaults import recommended_params
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import HEAD_DIM, HEADS, KV_HEADS, metadata, tensors, write_gguf
 

@@ -13,7 +13,6 @@ from transformers import LlamaForCausalLM
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
-from kvant.engine.planning import PlanRequest, make_plan
 from kvant.errors import EngineFault, NotServable
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import codec_for
@@ -26,6 +25,7 @@ from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantized import check_nothing_quantises_kv
 from kvant.models.quiet import quiet_transformers
+from kvant.plan.planning import PlanRequest, make_plan
 from tests.attention import driver
 from tests.models import tiny
 from tests.models.tiny_quantized import build_fp8, build_mxfp4, build_quantized, scale

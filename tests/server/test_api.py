@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvant.engine.llm import LLM
-from kvant.engine.sampling_params import SamplingParams
+from kvant.sampling.sampling_params import SamplingParams
 from tests.server.harness import COMMAND, MODEL_LEN, Server, events
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvant.engine.failed_steps import MOST_FAILED_STEPS
-from kvant.engine.request import FinishReason
 from kvant.errors import EngineFault
 from kvant.kv.dtype import KVDtype
 from kvant.kv.saturation import Saturated
 from kvant.kv.spec import Role
+from kvant.scheduling.request import FinishReason
 from kvant.server.engine_loop import EngineLoop
 from kvant.server.messages import (
     Cancel,

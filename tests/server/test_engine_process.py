@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvant.engine.settings import Settings
 from kvant.errors import BadValue
+from kvant.plan.settings import Settings
 from kvant.server import engine_process
 from kvant.server.messages import Fault, read_from_engine
 

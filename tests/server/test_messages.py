@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvant.server
-from kvant.engine.request import FinishReason
 from kvant.engine.result import EngineStats
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.structured_outputs import StructuredOutputs
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.structured_outputs import StructuredOutputs
+from kvant.scheduling.request import FinishReason
 from kvant.server.messages import (
     Cancel,
     Drafts,

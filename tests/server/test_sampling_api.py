@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvant.engine.llm import LLM
-from kvant.engine.sampling_params import SamplingParams
+from kvant.sampling.sampling_params import SamplingParams
 from tests.engine import tiny_chat
 from tests.server.harness import Server, build_model, events
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvant.engine.settings import Settings
+from kvant.plan.settings import Settings
 from kvant.server.config import Restarts
 from kvant.server.messages import Report, Stats, encode
 from kvant.server.supervisor import Supervisor

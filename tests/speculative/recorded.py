@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
+from kvant.execution.runner import ModelRunner
 
 T = TypeVar("T")
 

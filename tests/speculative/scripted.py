@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import Step
-from kvant.engine.batch import Batch
 from kvant.engine.engine import Engine
-from kvant.engine.speculation import Speculation
+from kvant.execution.batch import Batch
+from kvant.execution.speculation import Speculation
 from kvant.speculative.base import Ask, Setting
 from kvant.speculative.methods import Method
 from tests.engine import fakes

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kvant.attention.base import Step
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.engine.planning import PlanRequest, make_plan
-from kvant.engine.speculative_config import parse_speculative_config
 from kvant.kv.names import parse_compute_dtype
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel
+from kvant.plan.planning import PlanRequest, make_plan
+from kvant.plan.speculative_config import parse_speculative_config
 from kvant.speculative.base import PlannedDraft, Setting
 from kvant.speculative.dflash.proposer import DFlashProposer, build
 

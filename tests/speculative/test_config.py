@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvant.engine.speculative_config import parse_speculative_config
 from kvant.errors import BadValue, ConfigError, UnknownName
+from kvant.plan.speculative_config import parse_speculative_config
 from kvant.speculative.methods import DFLASH, NGRAM, Method
 
 MINE = Method("mine", "tests.speculative.test_config", has_model=False, num_speculative_tokens=3)

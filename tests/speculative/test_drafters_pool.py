@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
-from kvant.engine.sampling_params import SamplingParams
+from kvant.execution.runner import ModelRunner
 from kvant.kv.pool import KVPool
+from kvant.sampling.sampling_params import SamplingParams
 from tests.speculative.engines import make_llm
 from tests.speculative.pair import ANSWER, Pair
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvant.engine.request import FinishReason
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.speculation import Speculation
 from kvant.errors import EngineFault
+from kvant.execution.speculation import Speculation
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import FinishReason
 from kvant.speculative.base import Ask
 from kvant.speculative.ngram import NgramProposer
 from tests.engine.fakes import EOS, VOCAB, answer

@@ -10,10 +10,10 @@ import torch
 
 from kvant.engine.llm import LLM
 from kvant.engine.result import Result
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import BadValue
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import known_names
+from kvant.sampling.sampling_params import SamplingParams
 from tests.speculative.engines import make_llm
 from tests.speculative.pair import ANSWER, Pair
 
@@ -193,9 +193,9 @@ def test_target_and_draft_have_pools_of_their_own_in_one_budget(pair: Pair) -> N
 
 @pytest.mark.case("A60")
 def test_acceptance_is_counted_for_each_pair_of_formats(pair: Pair) -> None:
-    from kvant.engine.llm_options import config_of
-    from kvant.engine.speculative_config import parse_speculative_config
     from kvant.measure.speculation import compare, parse_pair
+    from kvant.plan.llm_options import config_of
+    from kvant.plan.speculative_config import parse_speculative_config
 
     config = config_of(pair.target, {"dtype": "float64", "kv_cache_memory": "4MB", "seed": 0})
     asked = parse_speculative_config(

@@ -9,8 +9,8 @@ import pytest
 
 from kvant.engine.llm import LLM
 from kvant.engine.result import Result
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.structured_outputs import StructuredOutputs
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.structured_outputs import StructuredOutputs
 from tests.engine import tiny_chat
 from tests.speculative.scripted import speculate
 

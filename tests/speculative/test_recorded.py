@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvant import LLM, SamplingParams
-from kvant.engine.layout import lay_out, what_follows
+from kvant.execution.layout import lay_out, what_follows
 from tests.engine.test_steady import Admissions
 from tests.speculative.engines import make_llm
 from tests.speculative.pair import BLOCK, Pair

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvant.engine.llm import LLM
-from kvant.engine.sampling_params import SamplingParams
+from kvant.sampling.sampling_params import SamplingParams
 
 QUESTIONS = Path(__file__).parents[2] / "data" / "gsm8k" / "gsm8k_test.jsonl"
 PARAMS = SamplingParams(temperature=0, max_tokens=28)

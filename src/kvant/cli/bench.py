@@ -22,8 +22,8 @@ from kvant.cli import (
 )
 from kvant.cli.configured import configured
 from kvant.cli.out_file import OutFile, write_json
-from kvant.engine.config import EngineOptions, engine_config
-from kvant.engine.settings import Settings
+from kvant.plan.config import EngineOptions, engine_config
+from kvant.plan.settings import Settings
 
 DEFAULT_DRAFTER = {"method": "dflash", "model": "smollm2-dflash"}
 DEFAULT_PROMPTS = Path("data/gsm8k/gsm8k_test.jsonl")
@@ -84,8 +84,8 @@ def spec(
     One prompt at a time, greedy, in the model's chat template. Without --speculative-config the demo
     model's drafter.
     """
-    from kvant.engine.speculative_config import parse_speculative_config
     from kvant.measure.speculation import FormatPair, compare, parse_pair, read_prompts, table
+    from kvant.plan.speculative_config import parse_speculative_config
 
     config = engine_config(settings, num_requests=1)
     asked = config.plan.speculative or parse_speculative_config(DEFAULT_DRAFTER)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvant.cli.out_file import OutFile, write_json
-from kvant.engine.config import DEFAULT_MODEL
+from kvant.plan.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

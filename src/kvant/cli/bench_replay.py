@@ -10,9 +10,9 @@ import typer
 
 from kvant.cli.configured import configured
 from kvant.cli.out_file import OutFile, write_json
-from kvant.engine.config import EngineOptions, engine_config
-from kvant.engine.settings import Settings
 from kvant.errors import BadValue
+from kvant.plan.config import EngineOptions, engine_config
+from kvant.plan.settings import Settings
 
 _OWN = ("kv_cache_dtype", "enable_prefix_caching", "seed")
 

@@ -15,17 +15,17 @@ import typer
 
 from kvant.cli import model_options
 from kvant.cli.configured import configured
-from kvant.engine.config import EngineOptions
-from kvant.engine.settings import Settings
 from kvant.errors import NotServable, RequestError, WayOut
+from kvant.plan.config import EngineOptions
+from kvant.plan.settings import Settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvant.engine.llm import LLM
     from kvant.engine.result import Result
-    from kvant.engine.sampling_params import SamplingParams
     from kvant.engine.tokenizing import Message
+    from kvant.sampling.sampling_params import SamplingParams
 
 COMMANDS = {
     "/exit": "leave (as does Ctrl-D)",
@@ -58,7 +58,7 @@ def chat(
     """
     from rich.console import Console
 
-    from kvant.engine.sampling_params import SamplingParams
+    from kvant.sampling.sampling_params import SamplingParams
 
     sampling = model_options.SamplingFlags(
         temperature,

@@ -18,15 +18,15 @@ from typing import Annotated, Any
 import typer
 
 from kvant.cli.print_config import config_lines
-from kvant.engine.config import DEFAULT_MODEL, ENGINE_OPTIONS
-from kvant.engine.options import Kind, Option, options_of
-from kvant.engine.settings import (
+from kvant.errors import BadValue, WayOut
+from kvant.plan.config import DEFAULT_MODEL, ENGINE_OPTIONS
+from kvant.plan.options import Kind, Option, options_of
+from kvant.plan.settings import (
     CONFIG_VARIABLE,
     Settings,
     read_settings,
     refuse_unknown_variables,
 )
-from kvant.errors import BadValue, WayOut
 from kvant.server.config import SERVER_OPTIONS
 
 ALL_OPTIONS = (*ENGINE_OPTIONS, *SERVER_OPTIONS)

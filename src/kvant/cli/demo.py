@@ -88,8 +88,8 @@ def _plan(llm: LLM, console: Console) -> None:
 
 
 def _answer(llm: LLM, console: Console) -> None:
-    from kvant.engine.sampling_params import SamplingParams
     from kvant.kv.memory import format_size
+    from kvant.sampling.sampling_params import SamplingParams
 
     console.print(f"[bold]you:[/] {QUESTION}")
     prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
@@ -199,7 +199,7 @@ def _served(llm: LLM, console: Console) -> None:
 def _drafts(llm: LLM, console: Console) -> None:
     """Two engines of its own: batch-invariant, so that rounding cannot make the answers differ."""
     from kvant.engine.llm import LLM
-    from kvant.engine.sampling_params import SamplingParams
+    from kvant.sampling.sampling_params import SamplingParams
 
     drafter = {"method": "dflash", "model": DRAFTER}
     console.print(

@@ -127,10 +127,10 @@ def _numbers(version: str) -> tuple[int, int]:
 
 
 def _machine() -> Iterator[Finding]:
-    from kvant.engine.budget import CPU_SHARE
-    from kvant.engine.device import free_host_bytes
     from kvant.kv.memory import format_size
     from kvant.models.geometry.compute_dtype import host_cpu_has_bf16
+    from kvant.plan.budget import CPU_SHARE
+    from kvant.plan.device import free_host_bytes
 
     bf16 = "with" if host_cpu_has_bf16() else "without"
     yield Finding("cpu", State.GOOD, f"{os.cpu_count()} cores, {bf16} bfloat16 arithmetic")
@@ -208,9 +208,9 @@ def _print_formats(console: Console) -> None:
     from rich.table import Table
 
     from kvant.attention.select import BACKENDS, by_name_only, refusal
-    from kvant.engine.device import host_device
     from kvant.kv.dtype import KVDtype
     from kvant.kv.names import known_names
+    from kvant.plan.device import host_device
 
     device = host_device("auto")
     where = device.kind.value + (f" ({device.arch})" if device.arch else "")

@@ -13,17 +13,17 @@ import typer
 from kvant.cli import model_options
 from kvant.cli.configured import configured
 from kvant.cli.streams import writes_utf8
-from kvant.engine.config import EngineOptions
-from kvant.engine.settings import Settings
 from kvant.errors import BadValue
+from kvant.plan.config import EngineOptions
+from kvant.plan.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvant.engine.llm import LLM, Prompt
     from kvant.engine.result import Result
-    from kvant.engine.sampling_params import SamplingParams
-    from kvant.engine.structured_outputs import StructuredOutputs
+    from kvant.sampling.sampling_params import SamplingParams
+    from kvant.sampling.structured_outputs import StructuredOutputs
 
 _FORM_PANEL = "Form of the answer"
 
@@ -140,7 +140,7 @@ def generate(
     """
     from rich.console import Console
 
-    from kvant.engine.sampling_params import SamplingParams
+    from kvant.sampling.sampling_params import SamplingParams
 
     sampling = model_options.SamplingFlags(
         temperature,
@@ -177,7 +177,7 @@ def _form(
     grammar: str | None,
 ) -> StructuredOutputs | None:
     """The form that the flags ask for. BadValue for two of them, or for one that makes no sense."""
-    from kvant.engine.structured_outputs import StructuredOutputs
+    from kvant.sampling.structured_outputs import StructuredOutputs
 
     given = {
         "--json-schema": json_schema,

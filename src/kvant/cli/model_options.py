@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.engine.config import engine_config
-from kvant.engine.settings import Settings
 from kvant.errors import BadValue, NotServable, RequestError, WayOut
+from kvant.plan.config import engine_config
+from kvant.plan.settings import Settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvant.engine.llm import LLM
-    from kvant.engine.sampling_params import SamplingParams
-    from kvant.engine.structured_outputs import StructuredOutputs
+    from kvant.sampling.sampling_params import SamplingParams
+    from kvant.sampling.structured_outputs import StructuredOutputs
 
 SAMPLING_PANEL = "Sampling"
 
@@ -91,8 +91,8 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
     """
     from kvant.cli.progress import bars
     from kvant.engine.build import build_engine
-    from kvant.engine.generation_defaults import recommendation
     from kvant.engine.llm import LLM
+    from kvant.sampling.generation_defaults import recommendation
 
     config = engine_config(settings, num_requests=num_requests)
     with bars(console) as progress:

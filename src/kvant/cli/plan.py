@@ -16,11 +16,11 @@ import typer
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.cli.configured import configured
 from kvant.cli.plan_plot import picture, plot_plan
-from kvant.engine.config import PlanOptions, plan_request
-from kvant.engine.planning import Plan, PlanRequest, make_plan
-from kvant.engine.settings import Settings
 from kvant.errors import DoesNotFit, UnknownName
 from kvant.models.geometry.compute_dtype import host_cpu_has_avx2, host_cpu_has_bf16
+from kvant.plan.config import PlanOptions, plan_request
+from kvant.plan.planning import Plan, PlanRequest, make_plan
+from kvant.plan.settings import Settings
 
 
 class Format(Enum):
@@ -64,7 +64,7 @@ def plan(
     ):
         made = make_plan(_as_on_this_machine(made))
     if output is Format.JSON:
-        from kvant.engine.plan_json import plan_json
+        from kvant.plan.plan_json import plan_json
 
         json.dump(plan_json(made), sys.stdout, indent=2)
         sys.stdout.write("\n")
@@ -100,9 +100,9 @@ def device_from(text: str) -> DeviceFacts:
 
 def _as_on_this_machine(made: Plan) -> PlanRequest:
     """The same request with what the engine would give it here: free memory, and its share for pages."""
-    from kvant.engine.budget import choose_kv_bytes
-    from kvant.engine.device import free_host_bytes
-    from kvant.engine.workspaces import default_step
+    from kvant.plan.budget import choose_kv_bytes
+    from kvant.plan.device import free_host_bytes
+    from kvant.plan.workspaces import default_step
 
     free = free_host_bytes()
     request = replace(made.request, memory_bytes=free)

@@ -8,9 +8,9 @@ from pathlib import Path
 import typer
 
 from kvant.cli.out_file import writable
-from kvant.engine.planning import Plan
 from kvant.errors import BadValue, NotServable, WayOut
 from kvant.kv.dtype import KVDtype
+from kvant.plan.planning import Plan
 
 _SUFFIXES = (".svg", ".png")
 

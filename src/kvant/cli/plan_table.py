@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvant.engine.planning import Plan, PlannedModel
-from kvant.engine.what_if import what_if
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
+from kvant.plan.planning import Plan, PlannedModel
+from kvant.plan.what_if import what_if
 
 _BAR_WIDTH = 60
 _DESCRIBED_FROM = 100  # columns: below, numbers need the room

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from kvant.engine.options import Option, Value
-from kvant.engine.settings import Said, Settings
+from kvant.plan.options import Option, Value
+from kvant.plan.settings import Said, Settings
 
 
 def config_lines(options: Iterable[Option], settings: Settings) -> list[str]:

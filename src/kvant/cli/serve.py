@@ -10,9 +10,9 @@ import typer
 
 from kvant.cli.configured import configured
 from kvant.cli.streams import flush_stdout
-from kvant.engine.config import ENGINE_OPTIONS, EngineOptions
-from kvant.engine.settings import Settings
 from kvant.errors import NotServable, WayOut
+from kvant.plan.config import ENGINE_OPTIONS, EngineOptions
+from kvant.plan.settings import Settings
 from kvant.server.config import ServerConfig
 
 

@@ -72,13 +72,13 @@ def verify(
     """
     from kvant.attention.select import BACKENDS, parse_backend
     from kvant.attention.verify.cells import usual_compute
-    from kvant.engine.device import host_device
     from kvant.kv.dtype import KVDtype
     from kvant.kv.names import parse_compute_dtype, parse_format
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.support import dump, failures, recorded, render, summary
     from kvant.measure.verify import Choice, device_here
     from kvant.measure.verify import verify as run
+    from kvant.plan.device import host_device
 
     facts = host_device(device)
     compute = parse_compute_dtype(dtype, asked_by="--dtype") or usual_compute(facts)

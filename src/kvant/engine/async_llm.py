@@ -9,16 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM, Prompt
-from kvant.engine.llm_options import LLMOptions
 from kvant.engine.result import Progress, as_metrics
-from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.tokenizing import Message
 from kvant.engine.worker import Mailbox, Submit, Worker, post
 from kvant.errors import EngineFault, KvantError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
+from kvant.plan.config import EngineConfig
+from kvant.plan.llm_options import LLMOptions
+from kvant.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine

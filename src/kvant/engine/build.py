@@ -10,11 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvant.attention.need import LONG_STRIDE, DeviceKind
-from kvant.engine.budget import choose_kv_bytes, choose_max_model_len
-from kvant.engine.config import EngineConfig
-from kvant.engine.device import free_bytes, torch_device, total_bytes
-from kvant.engine.planning import Plan, PlanRequest, make_plan
-from kvant.engine.scheduler import SchedulerLimits
 from kvant.engine.threads import wait_without_spinning
 from kvant.engine.tokenizing import Tokenizing, open_tokenizer
 from kvant.errors import DoesNotFit, NotServable, WayOut
@@ -22,11 +17,16 @@ from kvant.kv.pages import CacheIdentity
 from kvant.kv.spec import KVPlan
 from kvant.models.local import Progress
 from kvant.models.locate import locate
+from kvant.plan.budget import choose_kv_bytes, choose_max_model_len
+from kvant.plan.config import EngineConfig
+from kvant.plan.device import free_bytes, torch_device, total_bytes
+from kvant.plan.planning import Plan, PlanRequest, make_plan
+from kvant.scheduling.scheduler import SchedulerLimits
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
-    from kvant.engine.runner import ModelRunner
-    from kvant.engine.speculation import Speculation
+    from kvant.execution.runner import ModelRunner
+    from kvant.execution.speculation import Speculation
     from kvant.kv.checkpoint.facts import CheckpointKV
     from kvant.models.loaded import LoadedModel
     from kvant.speculative.base import Proposer
@@ -64,8 +64,8 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     wait_without_spinning()
     from kvant.attention.verify.start import verify_plan
     from kvant.engine.engine import Engine
-    from kvant.engine.runner import ModelRunner
-    from kvant.engine.sampler import max_prompt_logprobs
+    from kvant.execution.runner import ModelRunner
+    from kvant.execution.sampler import max_prompt_logprobs
     from kvant.kv.scale_audit import ScaleAudit
     from kvant.models.load import load_model
 
@@ -248,7 +248,7 @@ def make_speculation(
     planned: Plan, proposer: Proposer | None, runner: ModelRunner
 ) -> Speculation | None:
     """The engine's half of it; None without a proposer."""
-    from kvant.engine.speculation import Speculation
+    from kvant.execution.speculation import Speculation
     from kvant.speculative.base import DeviceProposer
 
     asked = planned.request.speculative

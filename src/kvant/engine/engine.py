@@ -20,25 +20,25 @@ from kvant.engine.cache_audit import CacheAudit
 from kvant.engine.forms import Forms
 from kvant.engine.live import Live
 from kvant.engine.live_requests import LiveRequests
-from kvant.engine.logit_rules import make_rules
-from kvant.engine.request import Request, Sequence
 from kvant.engine.request_check import check_request
 from kvant.engine.result import EngineStats, Progress, Result
-from kvant.engine.runner import Runner
-from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.saturation import saturation_warning
-from kvant.engine.schedule import Schedule
-from kvant.engine.scheduler import Scheduler, SchedulerLimits
-from kvant.engine.speculation import Speculation
 from kvant.engine.steady import Steady
-from kvant.engine.stepping import Ran, run_step
 from kvant.engine.stream import TokenStream
-from kvant.engine.structured_outputs import CompileLimits
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault
+from kvant.execution.runner import Runner
+from kvant.execution.speculation import Speculation
+from kvant.execution.stepping import Ran, run_step
 from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
 from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
+from kvant.sampling.logit_rules import make_rules
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.structured_outputs import CompileLimits
+from kvant.scheduling.request import Request, Sequence
+from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Scheduler, SchedulerLimits
 
 _COMPILE_LIMITS = CompileLimits()
 SATURATION_STEPS = 512

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from kvant.engine.logit_rules import make_rules
-from kvant.engine.request import Sequence
-from kvant.engine.structured_outputs import CompileLimits
 from kvant.errors import RequestError
+from kvant.sampling.logit_rules import make_rules
+from kvant.sampling.structured_outputs import CompileLimits
+from kvant.scheduling.request import Sequence
 
 if TYPE_CHECKING:
-    from kvant.engine.grammar import Compiling, GrammarCompiler
+    from kvant.sampling.grammar import Compiling, GrammarCompiler
 
 _WAIT_SECONDS = 0.02
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Forms:
     def _compiling(self) -> GrammarCompiler:
         if self._compiler is None:
             # Not with the module: its library takes time to import, and timings do without it.
-            from kvant.engine.grammar import GrammarCompiler
+            from kvant.sampling.grammar import GrammarCompiler
 
             assert self._tokenizer is not None
             self._compiler = GrammarCompiler(

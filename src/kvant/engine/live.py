@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
-from kvant.engine.request import FinishReason, Sequence, TokenLogprobs
 from kvant.engine.result import Progress, Result
 from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import RequestError
+from kvant.scheduling.request import FinishReason, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True)

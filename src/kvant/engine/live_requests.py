@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from kvant.engine.forms import Forms
 from kvant.engine.live import Live
-from kvant.engine.request import FinishReason, Sequence, Status
 from kvant.engine.result import Progress, Result
-from kvant.engine.sampler import Sampled
-from kvant.engine.schedule import Chunk
-from kvant.engine.scheduler import Scheduler
 from kvant.engine.steady import one_token
-from kvant.engine.stepping import Ran
 from kvant.errors import RequestError
+from kvant.execution.sampler import Sampled
+from kvant.execution.stepping import Ran
+from kvant.scheduling.request import FinishReason, Sequence, Status
+from kvant.scheduling.schedule import Chunk
+from kvant.scheduling.scheduler import Scheduler
 from kvant.speculative.accept import verify
 
 

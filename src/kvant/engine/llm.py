@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from kvant.engine.build import BuiltEngine, build_engine
-from kvant.engine.config import EngineConfig
-from kvant.engine.generation_defaults import recommended_params
-from kvant.engine.llm_options import LLMOptions, config_of
-from kvant.engine.planning import Plan
 from kvant.engine.result import Result, as_metrics
-from kvant.engine.sampling_params import SamplingParams
 from kvant.engine.stream import TokenStream
 from kvant.engine.tokenizing import Message, Tokenizing
 from kvant.errors import RequestError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
+from kvant.plan.config import EngineConfig
+from kvant.plan.llm_options import LLMOptions, config_of
+from kvant.plan.planning import Plan
+from kvant.sampling.generation_defaults import recommended_params
+from kvant.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine

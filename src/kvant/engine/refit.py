@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvant.engine.planning import Plan, make_plan
 from kvant.errors import NotServable, RequestError, WayOut
+from kvant.plan.planning import Plan, make_plan
 
 if TYPE_CHECKING:
     from kvant.engine.build import BuiltEngine
@@ -28,7 +28,7 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
     import torch
 
     from kvant.engine.build import cache_identity
-    from kvant.engine.runner import ModelRunner
+    from kvant.execution.runner import ModelRunner
     from kvant.models.load import load_model
 
     engine, planned = built.engine, built.planned

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import RequestError
+from kvant.sampling.sampling_params import SamplingParams
 
 
 def check_request(

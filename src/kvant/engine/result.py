@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from kvant.engine.request import FinishReason, TokenLogprobs
 from kvant.errors import RequestError
 from kvant.kv.saturation import Saturated
+from kvant.scheduling.request import FinishReason, TokenLogprobs
 from kvant.speculative.counts import SpeculationStats, spec_decode
 
 

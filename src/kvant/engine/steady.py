@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvant.engine.decodes import list_draws, make_decodes
-from kvant.engine.launched import Answered
 from kvant.engine.live import Live
-from kvant.engine.request import Status
 from kvant.engine.result import Progress
-from kvant.engine.runner import Runner
-from kvant.engine.sampler import Rows
-from kvant.engine.schedule import Chunk
-from kvant.engine.scheduler import Scheduler
-from kvant.engine.stepping import Ran
+from kvant.execution.decodes import list_draws, make_decodes
+from kvant.execution.launched import Answered
+from kvant.execution.runner import Runner
+from kvant.execution.sampler import Rows
+from kvant.execution.stepping import Ran
+from kvant.scheduling.request import Status
+from kvant.scheduling.schedule import Chunk
+from kvant.scheduling.scheduler import Scheduler
 
 # What a named tuple's own constructor calls, without the call around it.
 one_token = partial(tuple.__new__, Progress)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from kvant.engine.device import chosen_gpu, work_on
 from kvant.engine.failed_steps import FailedSteps
 from kvant.engine.idle_audits import AFTER_SECONDS, IdleAudits
 from kvant.engine.result import EngineStats, Progress
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import EngineFault, KvantError, RequestError
+from kvant.plan.device import chosen_gpu, work_on
+from kvant.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine

@@ -16,13 +16,13 @@ import torch
 
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import BadValue, UnknownName
+from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.kv.spec import KVPlan
 from kvant.measure.fidelity import passage
 from kvant.measure.own_engine import engine_over, plan_storing
+from kvant.sampling.sampling_params import SamplingParams
 
 NUM_PROMPTS = 32
 _LONGEST = 128

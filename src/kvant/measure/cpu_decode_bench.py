@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvant.engine.engine import Engine
-from kvant.engine.runner import ModelRunner
-from kvant.engine.sampling_params import SamplingParams
+from kvant.execution.runner import ModelRunner
 from kvant.measure import device_idle
 from kvant.measure.device_idle import Idle, NotProfiled, measure_idle
+from kvant.sampling.sampling_params import SamplingParams
 
 WARM_UP_STEPS = 3
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
 from kvant.measure.cpu_decode_bench import Case, Timing, time_engine

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import Step
-from kvant.engine.batch import Batch
-from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
 from kvant.engine.garbage import search_rarely
-from kvant.engine.graphs import StepGraphs
-from kvant.engine.launched import Answered
-from kvant.engine.runner import ReadFirst
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.scheduler import SchedulerLimits
+from kvant.execution.batch import Batch
+from kvant.execution.decodes import Decodes
+from kvant.execution.graphs import StepGraphs
+from kvant.execution.launched import Answered
+from kvant.execution.runner import ReadFirst
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
 from kvant.measure.scheduler_bench import MODEL_LEN, PAGE_SIZE, PROMPT_TOKENS, STEP_TOKENS
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.scheduler import SchedulerLimits
 
 _VOCAB = 64
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
+from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.measure.fidelity import Fidelity, compare
 from kvant.measure.own_engine import plan_storing

@@ -22,8 +22,7 @@ import torch
 from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
-from kvant.engine.sampling_params import SamplingParams
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format, whole_formats
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
@@ -32,6 +31,7 @@ from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.json_lines import read_texts
 from kvant.measure.own_engine import engine_over, plan_storing
 from kvant.models.loaded import LoadedModel
+from kvant.sampling.sampling_params import SamplingParams
 
 STEP_TOKENS = 2048
 """Solutions, or questions, of about so many tokens are read in one step."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
-from kvant.engine.sampling_params import SamplingParams
+from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import engine_over, plan_storing
 from kvant.measure.teacher_forced import text_logits
+from kvant.sampling.sampling_params import SamplingParams
 
 ROWS = 8
 _PROMPT = 16

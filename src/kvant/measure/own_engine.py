@@ -7,13 +7,13 @@ from dataclasses import replace
 from kvant.attention.need import BackendInfo
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
-from kvant.engine.planning import resolve_again
-from kvant.engine.runner import Runner
-from kvant.engine.scheduler import SchedulerLimits
+from kvant.execution.runner import Runner
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
+from kvant.plan.planning import resolve_again
+from kvant.scheduling.scheduler import SchedulerLimits
 
 
 def plan_storing(llm: LLM, stored: FormatRequest, backend: BackendInfo | None = None) -> KVPlan:

@@ -13,18 +13,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.errors import DoesNotFit, WayOut
+from kvant.execution.runner import ModelRunner
 from kvant.kv.names import parse_format
 from kvant.kv.pool import KVPool
 from kvant.kv.request import Asked
 from kvant.measure.long_context import fill, remember
 from kvant.measure.replay import REPLAY
 from kvant.measure.throughput import free_memory
+from kvant.plan.config import EngineConfig
+from kvant.plan.speculative_config import SpeculativeConfig
+from kvant.sampling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvant.engine.batch import build_batch
-from kvant.engine.request import FinishReason, Request, Sequence
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.scheduler import Scheduler, SchedulerLimits
+from kvant.execution.batch import build_batch
 from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import FinishReason, Request, Sequence
+from kvant.scheduling.scheduler import Scheduler, SchedulerLimits
 
 PAGE_SIZE = 16
 MODEL_LEN = 4096

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM, Prompt
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.speculative_config import SpeculativeConfig
 from kvant.errors import BadValue
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
 from kvant.measure.json_lines import read_texts
+from kvant.plan.config import EngineConfig
+from kvant.plan.speculative_config import SpeculativeConfig
+from kvant.sampling.sampling_params import SamplingParams
 from kvant.speculative.counts import SpeculationStats
 
 

@@ -112,8 +112,8 @@ def _note_parts(created: float) -> dict[str, float]:
     import_module("kvant.cli.main")
     from kvant.engine.build import plan_engine
     from kvant.engine.llm import LLM
-    from kvant.engine.llm_options import config_of
-    from kvant.engine.sampling_params import SamplingParams
+    from kvant.plan.llm_options import config_of
+    from kvant.sampling.sampling_params import SamplingParams
 
     mark("command line")
     config = config_of(None, {"max_num_seqs": 1})
@@ -122,7 +122,7 @@ def _note_parts(created: float) -> dict[str, float]:
     import_module("torch")
     mark("import torch")
     import_module("kvant.models.load")
-    import_module("kvant.engine.runner")
+    import_module("kvant.execution.runner")
     mark("import transformers and the engine")
     llm = LLM.from_config(config)
     mark("tokenizer, weights, kernels")

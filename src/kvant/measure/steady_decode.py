@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
-from kvant.engine.planning import resolve_again
-from kvant.engine.runner import ModelRunner
 from kvant.errors import BadValue, WayOut
+from kvant.execution.runner import ModelRunner
 from kvant.kv.names import parse_format
 from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, KVRequest, parse_rule
@@ -23,6 +22,7 @@ from kvant.measure.device_idle import LONG_GAP_US, Idle
 from kvant.measure.own_engine import engine_over
 from kvant.measure.peers.filled import SAMPLE_TOKENS, FilledRunner, compute_sample
 from kvant.measure.throughput import free_memory
+from kvant.plan.planning import resolve_again
 
 _STEP_TOKENS = 65536
 _WARM_UP_TOKENS = 64

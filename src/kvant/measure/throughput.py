@@ -17,12 +17,12 @@ from dataclasses import fields as dataclass_fields
 from itertools import product
 from types import MappingProxyType
 
-from kvant.engine.config import EngineConfig
 from kvant.engine.llm import LLM
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import BadValue, WayOut
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
+from kvant.plan.config import EngineConfig
+from kvant.sampling.sampling_params import SamplingParams
 
 GREEDY: Mapping[str, SamplingParams] = MappingProxyType({"greedy": SamplingParams(temperature=0.0)})
 """What is measured where nobody asks for another way to sample."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvant.engine.options import option, options_of
-from kvant.engine.sampling_params import (
+from kvant.plan.options import option, options_of
+from kvant.sampling.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -14,7 +14,7 @@ from kvant.engine.sampling_params import (
     MAX_STOP_CHARS,
     MAX_STOPS,
 )
-from kvant.engine.structured_outputs import MOST, FormLimits
+from kvant.sampling.structured_outputs import MOST, FormLimits
 
 _SERVER = "Server"
 _limit = partial(option, panel="Limits")

@@ -11,9 +11,9 @@ import msgspec
 from kvant.engine.engine import Engine
 from kvant.engine.failed_steps import FailedSteps
 from kvant.engine.idle_audits import IdleAudits
-from kvant.engine.request import FinishReason, TokenLogprobs
 from kvant.engine.result import Progress
 from kvant.errors import EngineFault, RequestError
+from kvant.scheduling.request import FinishReason, TokenLogprobs
 from kvant.server.messages import (
     Cancel,
     Drafts,

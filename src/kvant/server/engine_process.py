@@ -18,11 +18,11 @@ import msgspec
 import zmq
 
 from kvant.engine.build import BuiltEngine, build_engine
-from kvant.engine.config import engine_config
 from kvant.engine.garbage import search_rarely
-from kvant.engine.plan_json import plan_json
-from kvant.engine.settings import Settings
 from kvant.errors import KvantError
+from kvant.plan.config import engine_config
+from kvant.plan.plan_json import plan_json
+from kvant.plan.settings import Settings
 from kvant.server.messages import Fault, FromEngine, Loading, Ready, encode, read_to_engine
 
 if TYPE_CHECKING:

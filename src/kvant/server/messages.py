@@ -10,13 +10,13 @@ from typing import Literal
 
 import msgspec
 
-from kvant.engine.request import FinishReason
-from kvant.engine.sampling_params import SamplingParams
-from kvant.engine.structured_outputs import StructuredOutputs
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.structured_outputs import StructuredOutputs
+from kvant.scheduling.request import FinishReason
 
 
 class Structured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kvant.engine.structured_outputs.StructuredOutputs`, field by field."""
+    """`kvant.sampling.structured_outputs.StructuredOutputs`, field by field."""
 
     json: str | None = None
     json_object: bool = False
@@ -31,7 +31,7 @@ class Structured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kvant.engine.sampling_params.SamplingParams`, field by field."""
+    """`kvant.sampling.sampling_params.SamplingParams`, field by field."""
 
     n: int = 1
     temperature: float = 1.0
@@ -115,7 +115,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fault"
 
 
 class Logprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`kvant.engine.request.TokenLogprobs`, field by field."""
+    """`kvant.scheduling.request.TokenLogprobs`, field by field."""
 
     token_id: int
     logprob: float

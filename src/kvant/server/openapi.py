@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from kvant import __version__
-from kvant.engine.sampling_params import MAX_BAD_WORD_CHARS
+from kvant.sampling.sampling_params import MAX_BAD_WORD_CHARS
 from kvant.server.config import Limits
 from kvant.server.openapi_answers import ANSWERS
 from kvant.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody

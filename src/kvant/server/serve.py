@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from kvant.engine.generation_defaults import recommendation
-from kvant.engine.settings import Settings
 from kvant.errors import BadValue, WayOut
 from kvant.kv.memory import format_size
+from kvant.plan.settings import Settings
+from kvant.sampling.generation_defaults import recommendation
 from kvant.server.app import make_app
 from kvant.server.config import ServerConfig
 from kvant.server.deadlines import protocol_with

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from kvant.engine.generation_defaults import recommended_params
-from kvant.engine.sampling_params import SamplingParams, seed_of_choice
 from kvant.engine.tokenizing import Message, Tokenizing, TooManyTokens
 from kvant.errors import RequestError
+from kvant.sampling.generation_defaults import recommended_params
+from kvant.sampling.sampling_params import SamplingParams, seed_of_choice
 from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
 from kvant.server.channel import Channel, Event

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kvant.engine.structured_outputs import FormLimits
 from kvant.errors import RequestError
+from kvant.sampling.structured_outputs import FormLimits
 from kvant.server.api_error import bad_request, of_request
 from kvant.server.messages import Structured
 from kvant.server.protocol import GenerationBody, ResponseFormat, StructuredBody

@@ -20,8 +20,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvant.engine.settings import Settings
 from kvant.errors import KvantError
+from kvant.plan.settings import Settings
 from kvant.server.channel import Channel, Event
 from kvant.server.config import Restarts
 from kvant.server.messages import (

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from kvant.engine.sampling_params import SamplingParams
 from kvant.errors import RequestError
+from kvant.sampling.sampling_params import SamplingParams
 from kvant.server.api_error import ApiError, bad_request, of_request
 from kvant.server.config import Limits
 from kvant.server.messages import Sampling

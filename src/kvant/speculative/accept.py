@@ -2,7 +2,7 @@
 
 The target chooses its own token in every row that it verified, exactly as it would without drafts:
 after the same rules, and with the same random number, which belongs to the token's place in the
-answer (`kvant.engine.sampler`). A draft stands if it is that token; the first that is not is replaced
+answer (`kvant.execution.sampler`). A draft stands if it is that token; the first that is not is replaced
 by it, and the rest is dropped.
 
 So a draft d is accepted with the probability p(d) that the target gives it, and what comes instead of

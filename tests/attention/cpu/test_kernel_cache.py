@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
-from kvant.attention.cpu import compiled as module
-from kvant.attention.cpu.compiled import KEPT_DAYS, compiled, kernel_cache
+from kvant.kernels.cpu import compiled as module
+from kvant.kernels.cpu.compiled import KEPT_DAYS, compiled, kernel_cache
 
 
 def made(root: Path, name: str, *, days: float) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvant.attention.cpu import threads
+from kvant.kernels.cpu import threads
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from kvant.attention.cuda import build, many_rows
+from kvant.attention.cuda import many_rows
 from kvant.attention.triton.codec import READING
+from kvant.kernels.cuda import build
 from kvant.kv.dtype import KVDtype
 from tests.attention.triton import case
 

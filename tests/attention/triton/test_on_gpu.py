@@ -18,7 +18,7 @@ from kvant.attention.triton import dense_prefill, prefill
 from kvant.attention.triton.backend import TritonBackend
 from kvant.attention.triton.codec import READING, Kind
 from kvant.attention.triton.info import SERVED
-from kvant.attention.triton.zero import PageEraser
+from kvant.kernels.triton.zero import PageEraser
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
 from kvant.kv.saturation import LARGEST

@@ -17,8 +17,8 @@ from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.verify import start
 from kvant.attention.verify.start import verify_plan
-from kvant.engine.runner import ModelRunner
 from kvant.errors import NotServable
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.spec import Role
 from tests.attention import driver

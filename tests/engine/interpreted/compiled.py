@@ -19,10 +19,10 @@ from triton.runtime.jit import JITFunction
 from kvant.attention.base import HeadRotation
 from kvant.attention.triton import backend
 from kvant.attention.triton.backend import TritonBackend
-from kvant.attention.triton.zero import clear_pages
-from kvant.engine.triton_draw import draw_once
-from kvant.engine.triton_step import likeliest, plain_step
+from kvant.execution.triton_step import likeliest, plain_step
+from kvant.kernels.triton.zero import clear_pages
 from kvant.kv.dtype import KVDtype
+from kvant.sampling.triton_draw import draw_once
 from tests.attention.triton import case
 
 H200 = GPUTarget("cuda", 90, 32)

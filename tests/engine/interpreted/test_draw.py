@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvant.engine.drawing import FEW, Drawer, DrawParts, parts_for
-from kvant.engine.triton_draw import choose, draw_from_few, make_space, narrow
+from kvant.sampling.drawing import FEW, Drawer, DrawParts, parts_for
+from kvant.sampling.triton_draw import choose, draw_from_few, make_space, narrow
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvant.engine import drawing, graphs, triton_draw
 from kvant.engine.result import Result
+from kvant.execution import graphs
+from kvant.sampling import drawing, triton_draw
 from tests.engine.test_steady import alone, make, some_params
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors lie on the host")

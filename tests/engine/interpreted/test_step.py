@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvant.engine.layout import lay_out
-from kvant.engine.triton_step import likeliest, plain_step
+from kvant.execution.layout import lay_out
+from kvant.execution.triton_step import likeliest, plain_step
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

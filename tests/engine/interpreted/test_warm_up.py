@@ -17,12 +17,12 @@ pytest.importorskip("triton")
 from kvant.attention.base import Step
 from kvant.attention.triton import backend, prefill
 from kvant.attention.triton.backend import TritonBackend
-from kvant.engine import triton_draw
-from kvant.engine.batch_sizes import batch_sizes
-from kvant.engine.graphs import Forward
-from kvant.engine.warm_up import _nowhere, step_lengths, warm_up
+from kvant.execution.graphs import Forward
+from kvant.execution.warm_up import _nowhere, step_lengths, warm_up
 from kvant.kv.dtype import KVDtype
 from kvant.models.fused.few_rows import MOST_TOKENS, _padded
+from kvant.plan.batch_sizes import batch_sizes
+from kvant.sampling import triton_draw
 from tests.attention.triton import case
 
 MOST_SEQS = 256
@@ -154,8 +154,8 @@ def test_threads_that_compile_work_on_the_gpu_of_the_thread_that_waits(
         chosen.gpu = gpu
 
     work_on(3)
-    monkeypatch.setattr("kvant.engine.warm_up.chosen_gpu", lambda: chosen.gpu)
-    monkeypatch.setattr("kvant.engine.warm_up.work_on", work_on)
+    monkeypatch.setattr("kvant.execution.warm_up.chosen_gpu", lambda: chosen.gpu)
+    monkeypatch.setattr("kvant.execution.warm_up.work_on", work_on)
     monkeypatch.setattr(triton_draw, "draw_once", lambda logits: seen.add(chosen.gpu))
     warm(forward, monkeypatch)
     assert seen == {3}

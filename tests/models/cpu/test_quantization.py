@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from kvant import LLM
 from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.engine.planning import read_config
 from kvant.errors import NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.cpu.weights import Code, pack, unpack
@@ -21,6 +20,7 @@ from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, check_quantization
 from kvant.models.weights import quantized_weight_bytes
+from kvant.plan.planning import read_config
 from tests.attention import driver
 from tests.models import tiny
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kvant.attention.cpu.compiled import Entry, compiled_entry, compiled_worker
 from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.inner import (
     TILE,
@@ -29,7 +28,8 @@ from kvant.attention.cpu.inner import (
 )  # fmt: skip
 from kvant.attention.cpu.layout import Call, Item, Real, Scaling, Tile
 from kvant.attention.cpu.rotate import rotate_in_place
-from kvant.attention.cpu.vector import (
+from kvant.kernels.cpu.compiled import Entry, compiled_entry, compiled_worker
+from kvant.kernels.cpu.vector import (
     fetch_add,
     float_of,
     fork,
@@ -47,7 +47,7 @@ from kvant.attention.cpu.vector import (
     store_i32,
     store_i64,
 )  # fmt: skip
-from kvant.attention.cpu.vector import (
+from kvant.kernels.cpu.vector import (
     zero as _zero,
 )
 

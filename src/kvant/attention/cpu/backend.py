@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
 from kvant.attention.cpu import attend, write
-from kvant.attention.cpu.block import Block, address, block_of, float_bits
 from kvant.attention.cpu.codes import BITS
 from kvant.attention.cpu.decode import key_kernel, value_kernel
 from kvant.attention.cpu.encode import row_kernel
 from kvant.attention.cpu.formats import KERNELS, Kernels
 from kvant.attention.cpu.layout import Call, Real, Write
-from kvant.attention.cpu.threads import parallel_address
+from kvant.kernels.cpu.block import Block, address, block_of, float_bits
+from kvant.kernels.cpu.threads import parallel_address
 from kvant.kv.codecs.float8 import FLOAT8
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.format import Encoding

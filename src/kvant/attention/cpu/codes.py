@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from kvant.attention.cpu.layout import Code
-from kvant.attention.cpu.vector import (
+from kvant.kernels.cpu.vector import (
     F32,
     FLOATS,
     HALVES,

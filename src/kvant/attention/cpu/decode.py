@@ -11,7 +11,6 @@ from typing import Any
 from numba import types
 
 from kvant.attention.cpu.codes import BITS, group_words
-from kvant.attention.cpu.compiled import compiled
 from kvant.attention.cpu.inner import (
     TILE,
     expand_keys,
@@ -22,7 +21,8 @@ from kvant.attention.cpu.inner import (
     weigh_values,
 )  # fmt: skip
 from kvant.attention.cpu.layout import Code, Tile
-from kvant.attention.cpu.vector import load_i64
+from kvant.kernels.cpu.compiled import compiled
+from kvant.kernels.cpu.vector import load_i64
 
 FEW_ROWS = 12
 """Up to so many rows, codes are unpacked anew for every 6 of them; beyond, once into float32."""

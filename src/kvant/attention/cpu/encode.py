@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kvant.attention.cpu.compiled import compiled
 from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.layout import Form, Real, Row
 from kvant.attention.cpu.rotate import rotate_in_place
-from kvant.attention.cpu.vector import (
+from kvant.kernels.cpu.compiled import compiled
+from kvant.kernels.cpu.vector import (
     bits_of,
     float_of,
     load_f16,

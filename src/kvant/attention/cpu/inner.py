@@ -29,7 +29,7 @@ from kvant.attention.cpu.codes import (
     unpack,
 )  # fmt: skip
 from kvant.attention.cpu.layout import Code
-from kvant.attention.cpu.vector import (
+from kvant.kernels.cpu.vector import (
     F32,
     FLOATS,
     I32,

@@ -12,10 +12,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kvant.attention.cpu.compiled import kept_on_disk
 from kvant.attention.cpu.decode import SIGNATURE
-from kvant.attention.cpu.threads import parallel_address
-from kvant.attention.cpu.vector import (
+from kvant.kernels.cpu.compiled import kept_on_disk
+from kvant.kernels.cpu.threads import parallel_address
+from kvant.kernels.cpu.vector import (
     I32,
     I64,
     LANES,

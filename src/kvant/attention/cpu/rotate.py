@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from kvant.attention.cpu.vector import load_f32, store_f32
+from kvant.kernels.cpu.vector import load_f32, store_f32
 
 
 @njit

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvant.attention.cpu.compiled import Entry, compiled_entry, compiled_worker
 from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.layout import Real, Row, Write
-from kvant.attention.cpu.vector import (
+from kvant.kernels.cpu.compiled import Entry, compiled_entry, compiled_worker
+from kvant.kernels.cpu.vector import (
     bits_of,
     fetch_add,
     fork,

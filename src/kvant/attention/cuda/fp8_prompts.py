@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, LongQuery, Step
-from kvant.attention.cuda import build
-from kvant.attention.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.attention.long import together
 from kvant.attention.triton.codec import READING, Kind, Scaling
 from kvant.attention.triton.launch import outer
+from kvant.kernels.cuda import build
+from kvant.kernels.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.kv.dtype import KVDtype
 from kvant.kv.pool import LayerCache
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step
-from kvant.attention.cuda import build
-from kvant.attention.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.attention.triton.codec import READING, Kind, Reading, Scaling
 from kvant.attention.triton.cut import Shape
 from kvant.attention.triton.launch import outer, words
+from kvant.kernels.cuda import build
+from kvant.kernels.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.kv.dtype import KVDtype
 from kvant.kv.pool import LayerCache
 

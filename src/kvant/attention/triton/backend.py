@@ -14,24 +14,14 @@ from kvant.attention.triton.codec import READING
 from kvant.attention.triton.combine import combine
 from kvant.attention.triton.cut import Cut, Shape, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
-from kvant.attention.triton.launch import (
-    arrivals,
-    has_ptx,
-    is_nvidia,
-    multiprocessors,
-    outer,
-    pad,
-    rotate,
-    shifts,
-    stores,
-    words,
-)
+from kvant.attention.triton.launch import outer, pad, rotate, shifts, stores, words
 from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.prefill import attend_long
 from kvant.attention.triton.rotated_store import rotate_and_store
 from kvant.attention.triton.store import store_rows
 from kvant.attention.triton.tuning import shape_for
 from kvant.attention.triton.workmap import list_items
+from kvant.kernels.triton.device import arrivals, has_ptx, is_nvidia, multiprocessors
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
 

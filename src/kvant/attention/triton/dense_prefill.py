@@ -15,9 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvant.attention.base import AttentionParams, Step
 from kvant.attention.long import together
 from kvant.attention.triton.dense import dense_attention
-from kvant.attention.triton.launch import has_ptx, shared_memory_of_a_program
 from kvant.attention.triton.prefill import decoded
 from kvant.attention.triton.tuning import dense_bytes, dense_shape
+from kvant.kernels.triton.device import has_ptx, shared_memory_of_a_program
 from kvant.kv.pool import LayerCache
 
 AT_ONCE = 16384

@@ -1,9 +1,8 @@
-"""What launches share: planes as kernels load them, and facts of the device."""
+"""What launches share: planes as kernels load them."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -63,45 +62,3 @@ def outer(scale: Tensor | None) -> int:
 def pad(head_dim: int, reading: Reading) -> int:
     """Words of a row, padded to a power of two that a matrix product takes."""
     return max(16, int(triton.next_power_of_2(head_dim // reading.elements)))
-
-
-def multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 4  # Triton's interpreter
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-_arrivals: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def arrivals(device: torch.device, count: int) -> Tensor:
-    """Zeros where programs that share a result count themselves; whoever is last leaves zeros behind.
-
-    Launches that use them run one after the other. Kept for good: recorded steps keep the address.
-    """
-    size = max(1 << 16, int(triton.next_power_of_2(count)))
-    if (device, size) not in _arrivals:
-        _arrivals[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
-    return _arrivals[device, size]
-
-
-def shared_memory_of_a_program(device: torch.device) -> int:
-    """Bytes that one program can have at most."""
-    if device.type == "cpu":
-        return 1 << 17  # Triton's interpreter
-    facts: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack this field
-    return int(facts.shared_memory_per_block_optin)
-
-
-def is_nvidia(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
-
-
-def launches_ahead(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one before it still runs: NVIDIA, sm_90 and later."""
-    return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def has_ptx(device: torch.device) -> bool:
-    """Whether inline PTX with e4m3 conversions can be used: NVIDIA, sm_89 and later."""
-    return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

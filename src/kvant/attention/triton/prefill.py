@@ -26,8 +26,9 @@ from kvant.attention.triton.codec import READING, Reading
 from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.info import INFO
 from kvant.attention.triton.join import join_rows
-from kvant.attention.triton.launch import has_ptx, outer, shifts, words
+from kvant.attention.triton.launch import outer, shifts, words
 from kvant.attention.triton.pack import pack_rows, unpack_rows
+from kvant.kernels.triton.device import has_ptx
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.pool import KVPool, LayerCache

@@ -68,9 +68,9 @@ class TritonFp8Backend:
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
     """The backend as the engine uses it. NotServable where its kernel cannot be compiled."""
     assert not batch_invariant, "its results depend on the batch, and planning knows"
-    from kvant.attention.cuda.build import unavailable
     from kvant.attention.cuda.fp8_prompts import attend_long
     from kvant.attention.triton.backend import TritonBackend
+    from kvant.kernels.cuda.build import unavailable
 
     reason = unavailable()
     if reason is not None:

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvant.engine.batch import Batch
-from kvant.engine.decodes import Decodes
 from kvant.engine.engine import Engine
-from kvant.engine.launched import Answered
 from kvant.engine.llm import LLM
-from kvant.engine.runner import ModelRunner, ReadFirst
-from kvant.engine.sampling_params import SamplingParams
+from kvant.execution.batch import Batch
+from kvant.execution.decodes import Decodes
+from kvant.execution.launched import Answered
+from kvant.execution.runner import ModelRunner, ReadFirst
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import SCRATCH
 from kvant.kv.saturation import Saturated
 from kvant.measure.own_engine import engine_over, plan_storing
+from kvant.sampling.sampling_params import SamplingParams
 
 SAMPLE_TOKENS = 512
 _STEP_TOKENS = 2048

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvant.attention.base import AttentionParams, StepCall
 from kvant.attention.cpu import attend, write
 from kvant.attention.cpu.backend import CpuBackend, Recorded, scratch_bytes
-from kvant.attention.cpu.block import Block, address, block_of, float_bits
-from kvant.attention.cpu.vector import LANES
+from kvant.kernels.cpu.block import Block, address, block_of, float_bits
+from kvant.kernels.cpu.vector import LANES
 from kvant.kv.pool import KVPool
 from kvant.models.cpu.layout import (
     Gate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from kvant.attention.cpu.fields import Fields
+from kvant.kernels.cpu.fields import Fields
 
 
 class Task(Fields):

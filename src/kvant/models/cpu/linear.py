@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvant.attention.cpu.block import Block, address, block_of
+from kvant.kernels.cpu.block import Block, address, block_of
 from kvant.models.cpu.layout import Kind, Operation, Product, StepFields
 from kvant.models.cpu.product import OUTPUTS, product_worker
 from kvant.models.cpu.run import new_step, run_function

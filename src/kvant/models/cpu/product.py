@@ -18,8 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvant.attention.cpu.compiled import compiled_worker
-from kvant.attention.cpu.vector import (
+from kvant.kernels.cpu.compiled import compiled_worker
+from kvant.kernels.cpu.vector import (
     BYTES,
     F16,
     F32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import njit
 
 from kvant.attention.cpu.layout import Call, Write
-from kvant.attention.cpu.vector import enter, fork, load_i64, run_at, store_i64
+from kvant.kernels.cpu.vector import enter, fork, load_i64, run_at, store_i64
 from kvant.models.cpu.layout import Kind, Operation, StepFields, Task
 
 (

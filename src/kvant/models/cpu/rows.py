@@ -14,9 +14,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvant.attention.cpu.compiled import compiled_worker
 from kvant.attention.cpu.inner import exp_lanes
-from kvant.attention.cpu.vector import (
+from kvant.kernels.cpu.compiled import compiled_worker
+from kvant.kernels.cpu.vector import (
     FLOATS,
     LANES,
     call,

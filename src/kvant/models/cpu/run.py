@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvant.attention.cpu.block import Block, address, block_of
-from kvant.attention.cpu.compiled import Entry, compiled_entry
-from kvant.attention.cpu.threads import openmp_address, parallel_address
-from kvant.attention.cpu.vector import fork, load_i64, store_i64
+from kvant.kernels.cpu.block import Block, address, block_of
+from kvant.kernels.cpu.compiled import Entry, compiled_entry
+from kvant.kernels.cpu.threads import openmp_address, parallel_address
+from kvant.kernels.cpu.vector import fork, load_i64, store_i64
 from kvant.models.cpu.layout import StepFields, Team
 from kvant.models.cpu.program import operate
 from kvant.models.cpu.team import share_address, take_part_address, yield_address

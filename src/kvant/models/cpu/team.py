@@ -16,8 +16,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvant.attention.cpu.compiled import compiled_worker
-from kvant.attention.cpu.vector import I64, call, fetch_add, load_i64, run_at, store_i64
+from kvant.kernels.cpu.compiled import compiled_worker
+from kvant.kernels.cpu.vector import I64, call, fetch_add, load_i64, run_at, store_i64
 from kvant.models.cpu.layout import Task, Team
 from kvant.models.cpu.program import operate
 

@@ -14,11 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kvant.attention.triton.launch import (
-    launches_ahead,
-    multiprocessors,
-    shared_memory_of_a_program,
-)
+from kvant.kernels.triton.device import launches_ahead, multiprocessors, shared_memory_of_a_program
 from kvant.models.fused import few_rows_kernels as kernels
 
 MOST_TOKENS = kernels.MOST_TOKENS

@@ -35,7 +35,7 @@ class DFlashProposer:
         self._device = device
         self._clear: Callable[[Sequence[int]], None] = pool.zero
         if device.type != "cpu":
-            from kvant.attention.triton.zero import PageEraser
+            from kvant.kernels.triton.zero import PageEraser
 
             self._clear = PageEraser(pool.planes()).clear
 

@@ -1,0 +1,1 @@
+"""One step: its inputs, its graphs, its results."""

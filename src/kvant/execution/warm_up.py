@@ -1,0 +1,114 @@
+"""Before the first request: kernels are compiled and libraries have made their plans."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.attention.base import Step
+from kvant.attention.long import list_long
+from kvant.execution.graphs import Forward
+from kvant.kv.pool import KVPool
+from kvant.models.loaded import LoadedModel, widened
+from kvant.plan.device import chosen_gpu, work_on
+
+_MOST_AT_ONCE = 6
+"""More gain little: a part of compiling is Python, which runs one thread at a time."""
+
+
+def warm_up(
+    model: LoadedModel,
+    pool: KVPool,
+    forward: Forward,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+) -> None:
+    """Run steps that write nowhere: short and long prompts, alone and beside each other.
+
+    Several at once, since compiling them is what takes time. They share a stream, so that the device runs
+    their kernels one after the other, as it does those of one step.
+    """
+
+    def run(lengths: tuple[int, ...]) -> Tensor:
+        step = _nowhere(lengths, model.plan.page_size, model.device)
+        ids = torch.zeros_like(step.positions)
+        return forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
+
+    # Triton is there where there is a GPU.
+    from kvant.attention.triton.prefill import prepare
+    from kvant.plan.kernel_loading import one_loads
+    from kvant.sampling.triton_draw import draw_once
+
+    first, *others = step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len)
+    logits = run(first)  # alone, as it makes what all of them find
+    at_once = _at_once(model.device)
+    with (
+        one_loads(),
+        ThreadPoolExecutor(at_once, initializer=work_on, initargs=(chosen_gpu(),)) as threads,
+    ):
+        compiled = threads.map(run, others)
+        draw = threads.submit(draw_once, logits.to(widened(logits.dtype)))
+        try:
+            # Here, as cuDNN's plans are those of a thread.
+            prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
+            for _ in compiled:
+                pass
+            draw.result()
+        except BaseException:  # a start that fails does not go on compiling
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    torch.cuda.synchronize(model.device)
+
+
+def _at_once(device: torch.device) -> int:
+    """Steps whose kernels are compiled at the same time; Triton's interpreter takes one."""
+    return 1 if device.type == "cpu" else max(1, min(_MOST_AT_ONCE, len(os.sched_getaffinity(0))))
+
+
+def step_lengths(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+) -> list[tuple[int, ...]]:
+    """Query tokens of each sequence, for steps that are launched in kernels compiled apart.
+
+    Rows of a sequence and KV head, tokens of a step, and rows of logits are rounded up to powers of two
+    there; few sequences run in larger programs than some, and parts of few, of some and of many are
+    joined by other kernels. Those of one token each are recorded later, but between the sizes that are,
+    and where that cannot be, they are launched like all others: beside a long prompt, for one.
+    """
+    long = min(300, max_num_batched_tokens, max_model_len)
+    many = min(64, max_num_seqs)
+    found: list[tuple[int, ...]] = [(1, 5), (long,), (1, long), (5, long), (long, long)]
+    found += [(n,) for n in (1, 2, 4, 8, 16, 32, 64)]
+    found += [(1,) * min(32, many), *((n,) * many for n in (1, 2, 4, 8, 16))]
+    found += [(1,) * seqs for seqs in (3, 5, 6, 9, 129)]
+    found += [(n,) * seqs for seqs in (2, 3, 4, 5) for n in (2, 3, 6, 17)]
+    return [
+        lengths
+        for lengths in dict.fromkeys(found)
+        if sum(lengths) <= max_num_batched_tokens
+        and len(lengths) <= max_num_seqs
+        and max(lengths) <= max_model_len
+    ]
+
+
+def _nowhere(lengths: tuple[int, ...], page_size: int, device: torch.device) -> Step:
+    """Prompts of these lengths whose rows are not stored; they read the scratch page."""
+    count = np.array(lengths)
+    total, longest = int(count.sum()), int(count.max())
+    step = Step(
+        cu_seqlens_q=torch.tensor([0, *np.cumsum(count)], dtype=torch.int32, device=device),
+        seqlens_kv=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=torch.zeros(
+            len(lengths), -(-longest // page_size), dtype=torch.int32, device=device
+        ),
+        slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device),
+        positions=torch.zeros(total, dtype=torch.int64, device=device),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return list_long(step, count, count)

@@ -1,0 +1,1 @@
+"""Plumbing that kernels of all rooms share."""

@@ -1,0 +1,1 @@
+"""CPU kernels: vector code, threads, compiled functions."""

@@ -1,0 +1,26 @@
+"""The memory that holds fields, and what is put into it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvant.kernels.cpu.fields import Fields
+
+Block = NDArray[np.int64]
+
+
+def block_of(fields: type[Fields], count: int = 1) -> Block:
+    """Zeros on a cache line, one number a field, for `count` blocks behind each other."""
+    size = count * int(fields["END"]) // 8
+    room = np.zeros(size + 8, np.int64)
+    start = -room.ctypes.data % 64 // 8
+    return room[start : start + size]
+
+
+def address(block: Block) -> int:
+    return int(block.ctypes.data)
+
+
+def float_bits(x: float) -> int:
+    return int(np.float32(x).view(np.int32))

@@ -1,0 +1,1 @@
+"""Options, settings, limits and the plan: what will run, decided before anything is loaded."""

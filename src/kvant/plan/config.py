@@ -1,0 +1,288 @@
+"""What an engine is asked to be: the options of engines, and the frozen configuration made of them once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvant.attention.need import DeviceFacts
+from kvant.attention.select import parse_backend
+from kvant.kv.memory import UTILIZATION, parse_size
+from kvant.kv.names import parse_compute_dtype, parse_format
+from kvant.kv.policy import read_policy
+from kvant.kv.request import Asked, KVRequest, Requests, parse_rule, parse_skips
+from kvant.models.quantization import Quantization
+from kvant.plan.device import host_device
+from kvant.plan.options import Kind, option, options_of
+from kvant.plan.planning import DEFAULT_PAGE_SIZE, PlanRequest
+from kvant.plan.refused import refuse_calculated_scales, refuse_tensor_parallel
+from kvant.plan.settings import Said, Settings
+from kvant.plan.speculative_config import parse_speculative_config
+from kvant.plan.workspaces import StepSize, default_step
+from kvant.sampling.structured_outputs import CompileLimits
+
+DEFAULT_MODEL = "smollm2"
+_KV = "KV cache"
+_RUN = "Engine"
+_COMPILE = CompileLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What decides a plan, wherever the model runs."""
+
+    model: str = option(DEFAULT_MODEL, "Directory, hub id, .gguf file, or smollm2.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.", unset="main")
+    dtype: str = option("auto", "Dtype to compute in; auto is the config's.", metavar="D")
+    kv_cache_dtype: str | None = option(
+        None,
+        "Format of the KV cache: a name, K/V, auto (the checkpoint's wish) or model "
+        "(the model dtype).",
+        metavar="F|K/V",
+        unset="auto",
+        panel=_KV,
+    )
+    kv_cache_dtype_skip_layers: tuple[str, ...] = option(
+        (),
+        "Layers that store the model dtype: 0,1,-1,4-7,re:PATTERN,sliding_window,full.",
+        kind=Kind.LAYERS,
+        metavar="L,..",
+        panel=_KV,
+    )
+    kv_cache_rules: tuple[str, ...] = option(
+        (),
+        "Format for some layers, such as 0-3:bf16 or full:k=fp8; may be repeated.",
+        flag_name="--kv-cache-rule",
+        metavar="L,..:F",
+        panel=_KV,
+    )
+    kv_cache_policy: str | None = option(
+        None,
+        "YAML file with kv_cache_dtype, skip_layers and rules.",
+        metavar="FILE",
+        unset="none",
+        panel=_KV,
+    )
+    kv_missing_scales: str = option(
+        "error",
+        "What to do where the checkpoint promises scales that are not there.",
+        choices=("error", "one"),
+        metavar="error|one",
+        panel=_KV,
+    )
+    kv_format_defaults: str = option(
+        "on",
+        "Whether a format may keep a model's first and last layers wide, as turboquant's do.",
+        choices=("on", "off"),
+        metavar="on|off",
+        panel=_KV,
+    )
+    strict: bool = option(
+        False,
+        "A checkpoint's wish that cannot be served is an error, not a downgrade.",
+        panel=_KV,
+    )
+    page_size: int = option(
+        DEFAULT_PAGE_SIZE, "Tokens a page.", low=1, high=256, aliases=("block_size",), panel=_KV
+    )
+    kv_cache_memory: str | None = option(
+        None,
+        "Memory of the KV cache, such as 2GiB.",
+        kind=Kind.SIZE,
+        metavar="SIZE",
+        unset="on a CPU a quarter of what is free, or less where less can be used",
+        panel=_KV,
+    )
+    gpu_memory_utilization: float = option(
+        UTILIZATION,
+        "Share of a GPU's memory to use: weights, workspaces and pages together.",
+        low=0.01,
+        high=1.0,
+        panel=_KV,
+    )
+    attention_backend: str = option("auto", "auto, or one backend by name.", metavar="B")
+    batch_invariant: bool = option(
+        False,
+        "Each answer is bitwise the same alone or in any batch, with any chunking, caching or "
+        "preemption; slower.",
+    )
+    quantization: str | None = option(
+        None,
+        "Round the weights of linear layers while they are loaded, activations not; on CPUs.",
+        choices=tuple(q.value for q in Quantization),
+        metavar="|".join(q.value for q in Quantization),
+        unset="weights as they are",
+    )
+    speculative_config: str | None = option(
+        None,
+        'Drafter: {"method":"dflash","model":..,"num_speculative_tokens":..,"kv_cache_dtype":..}.',
+        kind=Kind.OBJECT,
+        metavar="JSON",
+        unset="no drafter",
+    )
+    max_model_len: int | None = option(
+        None,
+        "Tokens of one sequence, prompt and answer.",
+        low=1,
+        unset="the model's, or what fits",
+        panel=_RUN,
+    )
+    calculate_kv_scales: bool = option(False, "Refused, with the reason.", hidden=True)
+    tensor_parallel_size: int = option(1, "One device so far.", low=1, short=("-tp",), hidden=True)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions(PlanOptions):
+    """What decides how requests run on it, too."""
+
+    max_num_seqs: int | None = option(
+        None,
+        "Requests that run at once.",
+        low=1,
+        high=2**16,
+        unset="32 on a CPU, else 256",
+        panel=_RUN,
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Tokens of one step.",
+        low=1,
+        high=2**20,
+        unset="512 on a CPU, else 8192 + max_num_seqs",
+        panel=_RUN,
+    )
+    enable_prefix_caching: bool = option(
+        True, "Share pages between requests that begin alike.", panel=_RUN
+    )
+    device: str = option("auto", "auto, cpu or cuda.", panel=_RUN)
+    seed: int | None = option(
+        None, "Of the seeds of requests without one.", unset="drawn", panel=_RUN
+    )
+    load_format: str = option(
+        "auto",
+        "auto reads the weights; dummy makes random ones, for timings: a config.json is enough.",
+        choices=("auto", "dummy"),
+        metavar="auto|dummy",
+        panel=_RUN,
+    )
+    structured_timeout: float = option(
+        _COMPILE.seconds, "Seconds in which a schema, regex or grammar must compile.",
+        low=0.1, panel=_RUN,
+    )  # fmt: skip
+    structured_cache_bytes: int = option(
+        _COMPILE.cached_bytes, "Bytes of the texts of forms that are kept compiled.",
+        low=0, panel=_RUN,
+    )  # fmt: skip
+
+
+ENGINE_OPTIONS = options_of(EngineOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """plan: the model, its device and its KV cache. The rest: how requests share one step.
+
+    seed: of the seeds of requests without one; None draws it. dummy_weights: load none, for timings
+    of a model of which only the configuration is there.
+    """
+
+    plan: PlanRequest
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool = True
+    seed: int | None = None
+    dummy_weights: bool = False
+    compile_limits: CompileLimits = field(default_factory=CompileLimits)
+
+
+def engine_config(settings: Settings, *, num_requests: int | None = None) -> EngineConfig:
+    """ConfigError, naming who said it, for everything that makes no sense.
+
+    num_requests: how many there will be at most, where that is known: no memory is taken for more
+    unless max_num_seqs asks for it.
+    """
+    options = settings.build(EngineOptions)
+    device = host_device(options.device, asked_by=_by(settings, "device"))
+    seqs, tokens = options.max_num_seqs, options.max_num_batched_tokens
+    if seqs is None:
+        usual = default_step(device).seqs
+        seqs = usual if num_requests is None else min(usual, num_requests)
+    if tokens is None:
+        tokens = default_step(device, seqs).tokens
+    return EngineConfig(
+        replace(plan_request(settings, device), step=StepSize(seqs, tokens)),
+        seqs,
+        tokens,
+        options.enable_prefix_caching,
+        options.seed,
+        options.load_format == "dummy",
+        CompileLimits(options.structured_timeout, options.structured_cache_bytes),
+    )
+
+
+def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
+    """What decides the plan, with its types: the last time that a format is text."""
+    options = settings.build(PlanOptions)
+    refuse_calculated_scales(options.calculate_kv_scales)
+    refuse_tensor_parallel(options.tensor_parallel_size)
+    memory, draft = options.kv_cache_memory, options.speculative_config
+    return PlanRequest(
+        model=options.model,
+        device=device,
+        requests=_kv_requests(settings, options),
+        revision=options.revision,
+        dtype=parse_compute_dtype(options.dtype, asked_by=_by(settings, "dtype")),
+        backend=parse_backend(
+            options.attention_backend, asked_by=_by(settings, "attention_backend")
+        ),
+        page_size=options.page_size,
+        max_model_len=options.max_model_len,
+        kv_cache_bytes=None
+        if memory is None
+        else parse_size(memory, asked_by=_by(settings, "kv_cache_memory")),
+        speculative=None
+        if draft is None
+        else parse_speculative_config(draft, asked_by=_by(settings, "speculative_config")),
+        memory_utilization=options.gpu_memory_utilization,
+        batch_invariant=options.batch_invariant,
+        quantization=None if options.quantization is None else Quantization(options.quantization),
+    )
+
+
+def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
+    """What was asked of the KV cache. A format keeps everybody who named one; the policy file is weakest."""
+    asked = tuple(_asked(said) for said in settings.said.get("kv_cache_dtype", ()))
+    found = Requests(
+        target=KVRequest(
+            explicit=asked,
+            strict=options.strict,
+            missing_scales_as_one=options.kv_missing_scales == "one",
+            format_defaults=options.kv_format_defaults == "on",
+        )
+    )
+    for text, by in _items(settings, "kv_cache_dtype_skip_layers"):
+        found = found.merged(parse_skips(text, asked_by=by))
+    for text, by in _items(settings, "kv_cache_rules"):
+        found = found.merged(parse_rule(text, asked_by=by))
+    policy = options.kv_cache_policy
+    return found if policy is None else found.merged(read_policy(Path(policy)))
+
+
+def _asked(said: Said) -> Asked:
+    by = said.label(said.value)
+    return Asked(parse_format(str(said.value), asked_by=by), by)
+
+
+def _items(settings: Settings, name: str) -> list[tuple[str, str]]:
+    """Each text of a list, and how it reads to whoever gave it."""
+    said = settings.get(name)
+    if said is None:
+        return []
+    assert isinstance(said.value, tuple)
+    return [(text, said.label(text)) for text in said.value]
+
+
+def _by(settings: Settings, name: str) -> str:
+    """Who said an option's value; the default is nobody's, and its flag is how to change it."""
+    said = settings.get(name)
+    return "--" + name.replace("_", "-") if said is None else said.by.removesuffix("=")

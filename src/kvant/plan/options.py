@@ -1,0 +1,236 @@
+"""What an option is: one thing that a user can set, by whatever means.
+
+The fields of configuration classes are the table of options:
+
+    @dataclass(frozen=True, slots=True)
+    class Limits:
+        body_bytes: int = option(32 * 2**20, "Bytes of a request's body.", name="max_body_bytes", low=1)
+
+From such a field follow the flag --max-body-bytes, the variable KVANT_MAX_BODY_BYTES, the key
+max_body_bytes of the YAML file, the check of what comes in, and a line of docs/configuration.md.
+`kvant.plan.settings` reads the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import BadValue, UnknownName
+
+Value = str | int | float | bool | tuple[str, ...]
+"""What an option can hold. JSON can carry all of it."""
+
+PREFIX = "KVANT_"
+_METADATA = "kvant.option"
+_SWITCH_TEXTS = {"1": True, "true": True, "yes": True, "on": True,
+                 "0": False, "false": False, "no": False, "off": False}  # fmt: skip
+
+
+class Kind(Enum):
+    """What a value is; the value says so in words."""
+
+    TEXT = "a text (in YAML: in quotes)"
+    COUNT = "a whole number"
+    NUMBER = "a number"
+    SWITCH = "true or false"
+    TEXTS = "a list of texts (in YAML: in quotes)"
+    LAYERS = "a list of layers"
+    SIZE = "a size, such as 2GiB"
+    OBJECT = "a JSON object"
+
+
+_KINDS: dict[object, Kind] = {
+    str: Kind.TEXT,
+    int: Kind.COUNT,
+    float: Kind.NUMBER,
+    bool: Kind.SWITCH,
+    tuple[str, ...]: Kind.TEXTS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """name: as a keyword argument and in the file. field: of the class it belongs to.
+
+    unset: what holds where nobody says anything, for options whose default is None. low, high: bounds,
+    both allowed. flag: where it is not the name. aliases: other names, as other programs have them.
+    short: further flags as they are written. panel: heading in a command's help. secret: never shown.
+    hidden: in no help and no document.
+    """
+
+    name: str
+    field: str
+    kind: Kind
+    default: Value | None
+    help: str
+    unset: str = ""
+    metavar: str | None = None
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    flag_name: str | None = None
+    aliases: tuple[str, ...] = ()
+    short: tuple[str, ...] = ()
+    panel: str | None = None
+    secret: bool = False
+    hidden: bool = False
+
+    @property
+    def flag(self) -> str:
+        return self.flag_name or _dashed(self.name)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every way to write it on a command line; a switch can also be turned off."""
+        names = (self.flag, *(_dashed(alias) for alias in self.aliases))
+        if self.kind is Kind.SWITCH:
+            names = tuple(f"{name}/--no-{name.removeprefix('--')}" for name in names)
+        return names + self.short
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    def read(self, raw: object, where: str) -> Value:
+        """A value that came as it is (Python, YAML). BadValue or UnknownName, with `where`."""
+        value = self._convert(raw)
+        if value is None or not self._in_bounds(value):
+            shown = "what was given" if self.secret else repr(raw)
+            raise BadValue(f"{where} is {shown}", why=f"it must be {self.expects}")
+        if self.choices and value not in self.choices:
+            raise UnknownName("value", str(value), self.choices, asked_by=where)
+        return value
+
+    def read_text(self, text: str, where: str) -> Value:
+        """A value that came as text, from a variable. Lists are separated by blanks."""
+        raw: object = text
+        if not text:
+            raise BadValue(f"{where} is empty", why=f"it must be {self.expects}; or unset it")
+        if self.kind is Kind.COUNT and re.fullmatch(r"[+-]?\d{1,18}", text.strip()):
+            raw = int(text)
+        elif self.kind is Kind.NUMBER:
+            try:
+                raw = float(text)
+            except ValueError:
+                raw = text
+        elif self.kind is Kind.SWITCH:
+            raw = _SWITCH_TEXTS.get(text.strip().lower(), text)
+        elif self.kind in (Kind.TEXTS, Kind.LAYERS):
+            raw = text.split()
+        return self.read(raw, where)
+
+    @property
+    def expects(self) -> str:
+        """What a value must be, in words."""
+        if self.choices:
+            return " or ".join(self.choices)
+        bounds = ""
+        if self.low is not None and self.high is not None:
+            bounds = f" from {self.low:g} to {self.high:g}"
+        elif self.low is not None:
+            bounds = f", {self.low:g} or more"
+        return self.kind.value + bounds
+
+    def _convert(self, raw: object) -> Value | None:
+        """The value in its own type; None if it has another."""
+        if isinstance(raw, Path):
+            raw = str(raw)
+        is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
+        match self.kind:
+            case Kind.TEXT:
+                return raw if isinstance(raw, str) else None
+            case Kind.SWITCH:
+                return raw if isinstance(raw, bool) else None
+            case Kind.COUNT:
+                return raw if isinstance(raw, int) and is_number else None
+            case Kind.NUMBER:
+                return _finite(raw) if is_number else None  # type: ignore[arg-type]
+            case Kind.SIZE:
+                return str(raw) if isinstance(raw, str | int) and raw is not True else None
+            case Kind.OBJECT:
+                if isinstance(raw, Mapping):
+                    return _json(raw)
+                return raw if isinstance(raw, str) else None
+            case _:
+                return self._convert_list(raw)
+
+    def _convert_list(self, raw: object) -> tuple[str, ...] | None:
+        items = [raw] if isinstance(raw, str | int) else raw
+        if not isinstance(items, list | tuple):
+            return None
+        may_be = str | int if self.kind is Kind.LAYERS else str
+        if any(isinstance(item, bool) or not isinstance(item, may_be) for item in items):
+            return None
+        return tuple(str(item) for item in items)
+
+    def _in_bounds(self, value: Value) -> bool:
+        if not isinstance(value, int | float):
+            return True
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+def _finite(number: int | float) -> float | None:
+    try:
+        found = float(number)
+    except OverflowError:  # a whole number beyond every float
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _json(mapping: Mapping[object, object]) -> str | None:
+    """None for what JSON cannot carry, such as the dates that YAML knows."""
+    try:
+        return json.dumps(dict(mapping))
+    except TypeError:
+        return None
+
+
+def option(default: Any, help: str, *, kind: Kind | None = None, **details: Any) -> Any:
+    """A dataclass field that is an option. details: see `Option`; kind: where the type does not say it."""
+    return dataclasses.field(
+        default=default, metadata={_METADATA: {"help": help, "kind": kind, **details}}
+    )
+
+
+def options_of(*tables: type) -> tuple[Option, ...]:
+    """Every option of these classes, those of fields that are such classes themselves included."""
+    found: list[Option] = []
+    for table in tables:
+        types = typing.get_type_hints(table)
+        for field in dataclasses.fields(table):
+            if dataclasses.is_dataclass(types[field.name]):
+                found += options_of(types[field.name])
+            elif _METADATA in field.metadata:
+                found.append(_option(field, types[field.name]))
+    return tuple(found)
+
+
+def _option(field: dataclasses.Field[Any], type_: object) -> Option:
+    details = dict(field.metadata[_METADATA])
+    kind = details.pop("kind") or _KINDS[_without_none(type_)]
+    name = details.pop("name", field.name)
+    default: Any = field.default
+    return Option(name, field.name, kind, default, **details)
+
+
+def _without_none(type_: object) -> object:
+    parts = [part for part in typing.get_args(type_) if part is not type(None)]
+    is_optional = type(None) in typing.get_args(type_)
+    return parts[0] if is_optional and len(parts) == 1 else type_
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")

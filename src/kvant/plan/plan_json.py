@@ -1,0 +1,103 @@
+"""`kvant plan --format json`: schema 1, documented in docs/plan-json.md."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kvant.kv.spec import Choice, LayerSpec
+from kvant.plan.planning import Plan, PlannedModel
+
+SCHEMA = 1
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The whole plan as plain data; key order is part of the promise."""
+    memory = plan.memory
+    return {
+        "schema": SCHEMA,
+        "model": plan.target.local.name,
+        "fingerprint": plan.target.kv.fingerprint,
+        "dtype": plan.target.kv.compute_dtype.value,
+        "dtype_because": plan.target.kv.compute_because,
+        "page_size": plan.target.kv.page_size,
+        "batch_invariant": plan.request.batch_invariant,
+        "quantization": None
+        if plan.request.quantization is None
+        else plan.request.quantization.value,
+        "target": _model(plan.target),
+        "draft": None if plan.draft is None else _draft(plan, plan.draft),
+        "memory": {
+            "total_bytes": memory.total_bytes,
+            "weights_bytes": memory.weights_bytes,
+            "weights_source": None
+            if plan.target.weights.source is None
+            else plan.target.weights.source.value,
+            "reserve_bytes": memory.reserve_bytes,
+            "workspaces": None if plan.workspaces is None else asdict(plan.workspaces),
+            "workspace_bytes": memory.workspace_bytes,
+            "draft_bytes": memory.draft_bytes,
+            "kv_bytes": memory.kv_bytes,
+            "capacity_tokens": memory.capacity_tokens,
+        },
+        "warnings": list(plan.warnings),
+    }
+
+
+def _model(model: PlannedModel) -> dict[str, Any]:
+    return {
+        "layers": [_layer(layer) for layer in model.kv.layers],
+        "bytes_per_token": model.kv.bytes_per_token,
+        "bytes_per_token_16bit": model.kv.bytes_per_token_16bit,
+    }
+
+
+def _draft(plan: Plan, draft: PlannedModel) -> dict[str, Any]:
+    facts = plan.draft_facts
+    assert facts is not None
+    return {
+        "model": draft.local.name,
+        "fingerprint": draft.kv.fingerprint,
+        "dtype": draft.kv.compute_dtype.value,
+        "block_size": facts.block_size,
+        **_model(draft),
+    }
+
+
+def _layer(layer: LayerSpec) -> dict[str, Any]:
+    g = layer.geometry
+    body: dict[str, Any] = {
+        "layer": g.index,
+        "name": g.name,
+        "attention": g.attention.value,
+        "causal": g.causal,
+        "window": g.window,
+        "kv_heads": g.num_kv_heads,
+        "head_dim_k": g.head_dim_k,
+        "head_dim_v": g.head_dim_v,
+        "k": _choice(layer.k),
+        "v": _choice(layer.v),
+        "bytes_per_token": layer.bytes_per_token,
+        "backend": layer.backend,
+        "rejected": [{"backend": r.backend, "reason": r.reason} for r in layer.rejected],
+    }
+    if g.shared_with is not None:
+        body["shared_with"] = g.shared_with
+    return body
+
+
+def _choice(choice: Choice | None) -> dict[str, Any] | None:
+    if choice is None:
+        return None
+    scale = choice.scale
+    return {
+        "format": choice.dtype.format.name,
+        "source": choice.source.value,
+        "because": choice.because,
+        "considered": list(choice.considered),
+        "scale": {
+            "state": scale.state.value,
+            "tensor": None if scale.tensor is None else scale.tensor.name,
+            "because": scale.because,
+        },
+    }

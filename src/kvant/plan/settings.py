@@ -1,0 +1,215 @@
+"""What holds, and who said so: argument or flag, else environment, else YAML file, else default.
+
+Read once, at the edge. Nothing is merged: the strongest source's value holds whole, what it overrode
+stays visible. Keys and variables that nobody knows are errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from kvant.errors import BadValue, ConfigError, UnknownName, WayOut
+from kvant.plan.options import PREFIX, Option, Value, options_of
+
+CONFIG_VARIABLE = PREFIX + "CONFIG"
+OTHER_VARIABLES = (CONFIG_VARIABLE, PREFIX + "CACHE")
+"""Variables of Kvant that are no options: the file's name, and the directory of converted models."""
+
+# What Kubernetes puts into every container beside a service named "kvant". KVANT_PORT is one of them
+# too, as tcp://..., and is refused with the reason.
+_SERVICE_LINK = re.compile(
+    PREFIX + r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A value and who said it: "--max-num-seqs", "KVANT_MAX_NUM_SEQS", "kvant.yaml:3: max_num_seqs"."""
+
+    value: Value
+    by: str
+
+    def label(self, item: object) -> str:
+        """How one value reads in plans and messages: "--kv-cache-dtype fp8", "kv_cache_dtype='fp8'"."""
+        return f"{self.by}{item!r}" if self.by.endswith("=") else f"{self.by} {item}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """By option: all that was said, strongest first. An option without an entry has its default."""
+
+    said: dict[str, tuple[Said, ...]] = field(default_factory=dict)
+
+    def get(self, name: str) -> Said | None:
+        """What holds; None for the default."""
+        found = self.said.get(name)
+        return found[0] if found else None
+
+    def only(self, options: Iterable[Option]) -> Settings:
+        """Those of some options."""
+        names = {option.name for option in options}
+        return Settings({name: said for name, said in self.said.items() if name in names})
+
+    def build(self, table: type[T]) -> T:
+        """An object of a class of options, with what was said or its own defaults."""
+        types = typing.get_type_hints(table)
+        values: dict[str, Any] = {}
+        for option in options_of(table):
+            said = self.get(option.name)
+            if said is not None:
+                values[option.field] = said.value
+        mine = {f.name for f in dataclasses.fields(table)}  # type: ignore[arg-type]
+        made = {name: value for name, value in values.items() if name in mine}
+        for name in mine:
+            if dataclasses.is_dataclass(types[name]):
+                made[name] = self.build(types[name])
+        return table(**made)
+
+
+def read_settings(
+    known: Iterable[Option],
+    *,
+    given: Mapping[str, object],
+    by: Callable[[Option], str],
+    environ: Mapping[str, str],
+    file: Path | None = None,
+) -> Settings:
+    """All that was said. ConfigError, naming variable or file and line, for what makes no sense.
+
+    given: flags or arguments by option name, None where there was none. by: how such a one is called.
+    """
+    known = tuple(known)
+    ladder = (
+        _given(known, given, by),
+        _from_environment(known, environ),
+        {} if file is None else _from_file(known, file),
+    )
+    said = {o.name: tuple(step[o.name] for step in ladder if o.name in step) for o in known}
+    return Settings({name: found for name, found in said.items() if found})
+
+
+def refuse_unknown_variables(known: Iterable[Option], environ: Mapping[str, str]) -> None:
+    """UnknownName for the first KVANT_ variable that means nothing."""
+    names = [*(option.variable for option in known), *OTHER_VARIABLES]
+    aliases = {PREFIX + alias.upper() for option in known for alias in option.aliases}
+    for name in sorted(environ):
+        if not name.startswith(PREFIX) or name in names or name in aliases:
+            continue
+        if not _SERVICE_LINK.fullmatch(name):
+            raise UnknownName("variable", name, names, asked_by="the environment")
+
+
+def _given(
+    known: Iterable[Option], given: Mapping[str, object], by: Callable[[Option], str]
+) -> dict[str, Said]:
+    found: dict[str, Said] = {}
+    options = {name: option for option in known for name in option.names}
+    for name, raw in given.items():
+        if raw is None:
+            continue
+        if name not in options:
+            raise UnknownName("argument", name, _shown(known))
+        option = options[name]
+        value = option.read(raw, by(option).removesuffix("="))
+        if option.name in found and found[option.name].value != value:
+            raise BadValue(
+                f"{' and '.join(option.names)} differ", why="they are names of one thing"
+            )
+        found[option.name] = Said(value, by(option))
+    return found
+
+
+def _from_environment(known: Iterable[Option], environ: Mapping[str, str]) -> dict[str, Said]:
+    found: dict[str, Said] = {}
+    for option in known:
+        for name in option.names:
+            variable = PREFIX + name.upper()
+            text = environ.get(variable)
+            if text is None:
+                continue
+            if variable == PREFIX + "PORT" and "://" in text:
+                raise BadValue(
+                    f"{variable} is {text!r}",
+                    why="that is what Kubernetes sets beside a service named kvant",
+                    ways_out=(WayOut("set enableServiceLinks: false in the pod's specification"),),
+                )
+            if option.name in found:
+                raise BadValue(f"{found[option.name].by} and {variable} are names of one thing")
+            found[option.name] = Said(option.read_text(text, variable), variable)
+    return found
+
+
+def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
+    """A flat mapping. Dashes and underscores in keys are the same; null is as good as nothing."""
+    options = {name: option for option in known for name in option.names}
+    found: dict[str, Said] = {}
+    seen: set[str] = set()
+    faults: list[str] = []
+    unknown: UnknownName | None = None
+    for key, line, raw in _entries(path):
+        name = key.replace("-", "_")
+        if name not in options:
+            unknown = UnknownName("key", key, _shown(known), asked_by=f"{path}:{line}")
+            faults.append(unknown.what)
+            continue
+        option = options[name]
+        by = f"{path}:{line}: {option.name}"
+        if option.name in seen:
+            faults.append(f"{by} stands there twice")
+        elif raw is not None:
+            try:
+                found[option.name] = Said(option.read(raw, by), by)
+            except ConfigError as fault:
+                faults.append(f"{fault.what}; {fault.why}")
+        seen.add(option.name)
+    if unknown is not None and len(faults) == 1:
+        raise unknown  # which lists all keys
+    if faults:
+        raise BadValue("\n".join(faults), why=f"{path} is read before anything is started")
+    return found
+
+
+def _shown(known: Iterable[Option]) -> list[str]:
+    return [name for option in known if not option.hidden for name in option.names]
+
+
+def _entries(path: Path) -> list[tuple[str, int, object]]:
+    """(key, line, value) of a YAML mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            return []
+        if not isinstance(root, yaml.MappingNode):
+            raise BadValue(
+                f"{path}:{root.start_mark.line + 1} is no mapping", why="it has lines KEY: VALUE"
+            )
+        loader = yaml.SafeLoader("")
+        return [
+            (
+                str(key.value),
+                key.start_mark.line + 1,
+                loader.construct_object(value, deep=True),
+            )
+            for key, value in root.value
+        ]
+    except OSError as fault:
+        raise BadValue(
+            f"the configuration file {path} cannot be read", why=str(fault.strerror or fault)
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as fault:
+        mark = getattr(fault, "problem_mark", None)
+        place = str(path) if mark is None else f"{path}:{mark.line + 1}"
+        raise BadValue(
+            f"{place} is no YAML", why=str(getattr(fault, "problem", None) or fault)
+        ) from None

@@ -1,0 +1,243 @@
+"""What one request changes in its logits before a token is chosen. One object for each request.
+
+A rule sees one row and the request's own tokens, never a batch:
+
+    edits = rules.edits(vocab_size)    what every rule changes in the next row
+    rules.advance(token)               the answer has one more token
+
+A row behind drafts has its turn when they stand, so rules only ever go on. What they change is a list of
+numbers (`Edits`), so that many rows are changed at once (`edited`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvant.errors import RequestError
+from kvant.sampling.drawing import to_device
+from kvant.sampling.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from kvant.sampling.grammar import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What the rules change in one row, as numbers, in the order in which it happens.
+
+    allowed: [vocab] bool, nothing else is left; None for all. banned: tokens that cannot follow.
+    bias: what is added to some tokens. seen: tokens that are penalised; factors and amounts: the
+    repetition penalty of each (1 for none), and what is taken from it after that.
+    """
+
+    allowed: Tensor | None
+    banned: list[int]
+    bias: tuple[tuple[int, float], ...]
+    seen: NDArray[np.int64]
+    factors: NDArray[np.float64]
+    amounts: NDArray[np.float64]
+    asked_as: str | None
+
+
+class LogitRules:
+    """The rules of one request, in the order that `SamplingParams` names.
+
+    prompt_token_ids: read by the repetition penalty alone. ends: tokens that end the answer, banned
+    before min_tokens. bad_words: token sequences. grammar: the request's own matcher.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        ends: Iterable[int],
+        bad_words: Iterable[tuple[int, ...]] = (),
+        grammar: Grammar | None = None,
+    ) -> None:
+        self._params = params
+        self._grammar = grammar
+        self._ends = sorted(set(ends))
+        self._bad_words = tuple(set(bad_words))
+        self._output: list[int] = []
+        repeats = params.repetition_penalty != 1.0
+        self._penalises = bool(repeats or params.frequency_penalty or params.presence_penalty)
+        self._seen = SeenTokens(sorted(set(prompt_token_ids)) if repeats else ())
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow but the end: the answer has the form that was asked for."""
+        return self._grammar is not None and self._grammar.is_complete
+
+    def advance(self, token: int) -> None:
+        """The answer has one more token, which its row must have allowed. RequestError if it did not."""
+        if self._grammar is not None:
+            self._grammar.advance(token)
+        self._output.append(token)
+        if self._penalises:
+            self._seen.add(token, 1)
+
+    def edits(self, vocab_size: int) -> Edits:
+        """What they change in the next row."""
+        params = self._params
+        # A tokenizer may have tokens beyond the logits: words with them are never written.
+        banned = [token for token in self._banned() if token < vocab_size]
+        if len(self._output) < params.min_tokens:
+            banned += self._ends
+        seen, times, is_prompt = self._seen.numbers
+        factors = np.where((times > 0) | is_prompt, params.repetition_penalty, 1.0)
+        amounts = params.frequency_penalty * times + params.presence_penalty * (times > 0)
+        return Edits(
+            self._allowed(vocab_size),
+            banned,
+            params.bias_pairs,
+            seen,
+            factors,
+            amounts,
+            None if self._grammar is None else self._grammar.asked_as,
+        )
+
+    def _allowed(self, vocab_size: int) -> Tensor | None:
+        """What the grammar and allowed_token_ids allow."""
+        found: Tensor | None = None
+        if self._params.allowed_token_ids is not None:
+            found = torch.zeros(vocab_size, dtype=torch.bool)
+            found[list(self._params.allowed_token_ids)] = True
+        if self._grammar is not None:
+            by_form = self._grammar.allowed(vocab_size)
+            found = by_form if found is None else found & by_form
+        return found
+
+    def _banned(self) -> list[int]:
+        """The last tokens of bad words whose other tokens stand at the answer's end."""
+        found = []
+        for word in self._bad_words:
+            *before, last = word
+            if not before or self._output[-len(before) :] == before:
+                found.append(last)
+        return found
+
+
+class SeenTokens:
+    """Tokens of a prompt and an answer, and how often each stands in the answer. Grows by one at a time."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        count = len(prompt)
+        self._places = {token: place for place, token in enumerate(prompt)}
+        self._num_prompt = count
+        self._tokens = np.zeros(count + 16, np.int64)
+        self._tokens[:count] = prompt
+        self._times = np.zeros(count + 16, np.int64)
+
+    def add(self, token: int, times: int) -> None:
+        place = self._places.get(token)
+        if place is None:
+            place = self._places[token] = len(self._places)
+            if place == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+                self._times = np.concatenate([self._times, np.zeros_like(self._times)])
+            self._tokens[place] = token
+        self._times[place] += times
+
+    @property
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Tokens, how often each stands in the answer, and whether it stands in the prompt."""
+        count = len(self._places)
+        return self._tokens[:count], self._times[:count], np.arange(count) < self._num_prompt
+
+
+def edited(rows: Tensor, edits: Sequence[Edits]) -> Tensor:
+    """A copy of rows of logits [n, vocab], each as its own rules leave it, all of them at once."""
+    rows = rows.clone()
+    masked = [(place, one.allowed) for place, one in enumerate(edits) if one.allowed is not None]
+    if masked:
+        index = _there(np.array([place for place, _ in masked]), rows)
+        allowed = to_device(torch.stack([mask for _, mask in masked]), rows.device)
+        rows[index] = rows[index].masked_fill(~allowed, -torch.inf)
+    banned = [(place, token) for place, one in enumerate(edits) for token in one.banned]
+    if banned:
+        at = _there(np.array(banned).T, rows)
+        rows.index_put_((at[0], at[1]), rows.new_full((), -torch.inf))
+    bias = [(place, *pair) for place, one in enumerate(edits) for pair in one.bias]
+    if bias:
+        at = _there(np.array([entry[:2] for entry in bias]).T, rows)
+        values = _there(np.array([entry[2] for entry in bias]), rows).to(rows.dtype)
+        rows[at[0], at[1]] += values  # a request names no token twice
+    counts = [len(one.seen) for one in edits]
+    if any(counts):
+        owners = np.repeat(np.arange(len(edits)), counts)
+        at = _there(np.stack([owners, np.concatenate([one.seen for one in edits])]), rows)
+        both = np.stack(
+            [
+                np.concatenate([one.factors for one in edits]),
+                np.concatenate([one.amounts for one in edits]),
+            ]
+        )
+        factors, amounts = _there(both, rows).to(rows.dtype)
+        values = rows[at[0], at[1]]
+        values = torch.where(values > 0, values / factors, values * factors)
+        rows[at[0], at[1]] = values - amounts
+    return rows
+
+
+def nothing_left(edits: Edits) -> RequestError:
+    return RequestError(
+        "what this request allows and forbids leaves no token to go on with", param=edits.asked_as
+    )
+
+
+def _there(numbers: NDArray[Any], rows: Tensor) -> Tensor:
+    return to_device(torch.from_numpy(np.ascontiguousarray(numbers)), rows.device)
+
+
+def make_rules(
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int],
+    *,
+    eos_token_ids: Iterable[int],
+    tokenizer: Tokenizer | None,
+    grammar: Grammar | None = None,
+) -> LogitRules | None:
+    """The rules that a request needs; None where its logits stay as they are.
+
+    RequestError for bad_words without a tokenizer to read them with.
+    """
+    needed = (
+        params.min_tokens > 0
+        or params.bias_pairs
+        or params.bad_texts
+        or params.allowed_token_ids is not None
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or grammar is not None
+    )
+    if not needed:
+        return None
+    ends = [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
+    words = [word for text in params.bad_texts for word in _spellings(text, tokenizer)]
+    return LogitRules(params, prompt_token_ids, ends=ends, bad_words=words, grammar=grammar)
+
+
+def _spellings(text: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    """A bad word's tokens as the beginning of a text, and behind a space."""
+    if tokenizer is None:
+        raise RequestError("bad_words need a tokenizer, and this model has none", param="bad_words")
+    bare = text.lstrip(" ") or text
+    try:
+        found = tokenizer.encode_batch_fast([bare, " " + bare], add_special_tokens=False)
+    except TypeError:  # tokenizers takes no lone surrogates
+        raise RequestError("bad_words holds no valid Unicode text", param="bad_words") from None
+    spellings = [tuple(one.ids) for one in found]
+    if not all(spellings):
+        raise RequestError("bad_words holds a text that has no tokens", param="bad_words")
+    return spellings

@@ -1,0 +1,331 @@
+"""Drawing from rows of logits on a GPU: nothing is sorted, nobody waits, and no row sees another.
+
+Most rows are drawn from by `kvant.sampling.triton_few`. For all others a row is cut into stretches. What a
+filter keeps is everything above an edge, a number, and the first few of what equals it. The edge is
+searched for: a pass adds up what lies at or above 16 numbers between its bounds, which brings them 16
+times closer; float32 has 2**32 numbers, so 8 passes find it, and fewer where no two logits are close to
+it. Sums over stretches run in one order, so a row's token depends on nothing beside it.
+
+This search weighs in float32, in sums of a few numbers; what filters leave is weighed in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvant.sampling.triton_few import draw_few, survey
+from kvant.sampling.triton_row import least, number, ordered, roughly, row_of, weight
+
+_STRETCH = 4096
+_WARPS = 4
+_PASSES = 8
+_PROGRAMS = 2048
+"""A launch for many rows gives each program several stretches: that costs less where nothing is to do."""
+
+_GROUP = 32
+_HELD = 4096
+_LARGEST_K = 1024
+_FEW_WARPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Working memory of `most` rows.
+
+    state: [2, 4, most] float64, the search by count and the one by share: its bounds (as places), what
+    lies at or above the higher one, and the goal. parts: of a pass. sums, ties: of the last one; sums
+    also of the survey. arrived: zeros between launches. peaks: [most, groups]. listed: groups that are
+    read again. held, held_ids: what is found there. drawn: whether that was enough.
+    """
+
+    state: Tensor
+    parts: Tensor
+    sums: Tensor
+    ties: Tensor
+    arrived: Tensor
+    peaks: Tensor
+    listed: Tensor
+    held: Tensor
+    held_ids: Tensor
+    drawn: Tensor
+
+
+def make_space(most: int, vocab_size: int, device: torch.device) -> Space:
+    stretches = triton.cdiv(vocab_size, _STRETCH)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(most, *shape, dtype=dtype, device=device)
+
+    return Space(
+        torch.empty(2, 4, most, dtype=torch.float64, device=device),
+        empty(stretches, 16),
+        empty(stretches, dtype=torch.float64),
+        empty(stretches, dtype=torch.int32),
+        torch.zeros(most, dtype=torch.int32, device=device),
+        empty(triton.cdiv(vocab_size, _GROUP)),
+        empty(2 * _LARGEST_K, dtype=torch.int32),
+        empty(_HELD),
+        empty(_HELD, dtype=torch.int32),
+        empty(dtype=torch.int32),
+    )
+
+
+def draw_from_few(
+    logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space
+) -> None:
+    """Draw in those rows of which top_k or top_p leaves few: for all with top_k up to `FEW` this is all.
+
+    logits: [.., vocab] float32 or float64. rows: [n] int64. numbers: [n, 5] float64, as `Draw.numbers`.
+    tokens: [n] int64, the likeliest of each row; a drawn one takes its place. For rows with other
+    filters this comes before `narrow`.
+    """
+    count, stretches = len(rows), space.sums.shape[1]
+    groups, per = space.peaks.shape[1], _stretches_of_a_program(count, stretches)
+    given = logits, logits.stride(0), logits.shape[1], rows, numbers, tokens
+    survey[(count, triton.cdiv(stretches, per))](
+        *given, space.peaks, space.sums, groups, stretches, per, STRETCH=_STRETCH, GROUP=_GROUP,
+        LARGEST_K=_LARGEST_K, num_warps=_WARPS,
+    )  # fmt: skip
+    draw_few[(count,)](
+        *given, space.peaks, space.sums, space.listed, space.held, space.held_ids, space.drawn,
+        groups, stretches, GROUP=_GROUP, PEAKS=triton.next_power_of_2(groups),
+        SUMS=triton.next_power_of_2(stretches), LISTED=space.listed.shape[1],
+        HELD=_HELD, LARGEST_K=_LARGEST_K, num_warps=_FEW_WARPS,
+    )  # fmt: skip
+
+
+def narrow(
+    logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space, *, by_share: bool
+) -> None:
+    """Find the edge of top_k or, after that, the one of top_p, of those rows that still need it."""
+    count, stretches = len(rows), space.sums.shape[1]
+    per = _stretches_of_a_program(count, stretches)
+    for place in range(_PASSES):
+        _narrow[(count, triton.cdiv(stretches, per))](
+            logits, logits.stride(0), logits.shape[1], rows, numbers, tokens, space.state,
+            space.state.shape[2], space.parts, space.arrived, space.drawn, stretches, per,
+            BY_SHARE=int(by_share), FIRST=place == 0, STRETCH=_STRETCH,
+            PAD=triton.next_power_of_2(stretches), num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def choose(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space) -> None:
+    """Put a drawn token into the place of the likeliest one, in rows that still need it.
+
+    Of what the filters keep it is the one in which the share u of all weights falls, in the order of
+    ids. Rows without a temperature, or whose largest is no finite number, keep what they have.
+    """
+    count, stretches = len(rows), space.sums.shape[1]
+    per = _stretches_of_a_program(count, stretches)
+    given = (
+        logits, logits.stride(0), logits.shape[1], rows, numbers, tokens, space.state,
+        space.state.shape[2], space.sums, space.ties, space.drawn, stretches,
+    )  # fmt: skip
+    _weigh[(count, triton.cdiv(stretches, per))](*given, per, STRETCH=_STRETCH, num_warps=_WARPS)
+    pad = triton.next_power_of_2(stretches)
+    _choose[(count,)](*given, STRETCH=_STRETCH, PAD=pad, num_warps=_WARPS)
+
+
+def draw_once(logits: Tensor) -> None:
+    """Launch every kernel that draws, on one row of logits [.., vocab]: they are compiled."""
+    space = make_space(1, logits.shape[1], logits.device)
+    numbers = torch.tensor([[1.0, 50.0, 0.9, 0.0, 0.5]], dtype=torch.float64, device=logits.device)
+    tokens = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    given = logits, torch.zeros_like(tokens), numbers, tokens, space
+    draw_from_few(*given)
+    narrow(*given, by_share=False)
+    narrow(*given, by_share=True)
+    choose(*given)
+
+
+def _stretches_of_a_program(count: int, stretches: int) -> int:
+    return max(1, min(stretches, count * stretches // _PROGRAMS))
+
+
+@triton.jit
+def _is_open(drawn, program, top_k, top_p):  # type: ignore[no-untyped-def]
+    """Whether the few likeliest did not tell what is kept; they are not asked of rows without filters."""
+    is_filtered = (top_k < float("inf")) | (top_p < 1.0)
+    return tl.load(drawn + program, mask=is_filtered, other=0) == 0
+
+
+@triton.jit
+def _edge(state, most, program, best, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+    """What the filters found: the edge, a place, and how many of its equals are kept."""
+    has_k = top_k < float("inf")
+    has_p = top_p < 1.0
+    own = state + program
+    edge = tl.load(own, mask=has_k, other=-2147483648.0)
+    equals = tl.load(own + 3 * most, mask=has_k, other=0.0) - tl.load(
+        own + 2 * most, mask=has_k, other=0.0
+    )
+    own += 4 * most
+    by_share = tl.load(own, mask=has_p, other=0.0)
+    left = tl.load(own + 3 * most, mask=has_p, other=0.0) - tl.load(
+        own + 2 * most, mask=has_p, other=0.0
+    )
+    weight = roughly(number(by_share.to(tl.int64).to(tl.int32)), best, temperature)
+    needed = tl.maximum(tl.ceil(left / tl.maximum(weight.to(tl.float64), 1e-300)), 1.0)
+    needed = tl.where(left > 0.0, needed, 0.0)
+    needed = tl.where(by_share == edge, tl.minimum(needed, equals), needed)
+    edge = tl.where(has_p, by_share, edge)
+    return edge.to(tl.int64).to(tl.int32), tl.where(has_p, needed, equals)
+
+
+@triton.jit(do_not_specialize=("most", "stretches", "per"))
+def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arrived, drawn,
+            stretches, per, BY_SHARE: tl.constexpr, FIRST: tl.constexpr, STRETCH: tl.constexpr,
+            PAD: tl.constexpr):  # fmt: skip
+    """Program: `per` stretches of a row; the last one of a row to end brings the bounds closer.
+
+    What lies at or above the lower bound reaches the goal, what lies at or above the higher does not.
+    """
+    program = tl.program_id(0)
+    row, best, temperature, wanted = row_of(logits, stride, rows, numbers, tokens, program)
+    top_k = tl.load(numbers + program * 5 + 1)
+    top_p = tl.load(numbers + program * 5 + 2)
+    bound = least(best, temperature, tl.load(numbers + program * 5 + 3))
+    wanted = wanted & _is_open(drawn, program, top_k, top_p)
+    own = state + BY_SHARE * 4 * most + program
+    # Of the equals of top_k's edge some may be left out: they are added up apart.
+    edge = tl.full((), -2147483648, tl.int64)
+    equals = tl.full((), 0.0, tl.float64)
+    if BY_SHARE:
+        wanted = wanted & (top_p < 1.0)
+        has_k = wanted & (top_k < float("inf"))
+        first = state + program
+        edge = tl.load(first, mask=has_k, other=-2147483648.0).to(tl.int64)
+        equals = tl.load(first + 3 * most, mask=has_k, other=0.0) - tl.load(
+            first + 2 * most, mask=has_k, other=0.0
+        )
+    else:
+        wanted = wanted & (top_k < float("inf"))
+    if FIRST:
+        low = edge
+        high = ordered(best).to(tl.int64) + 1
+    else:
+        low = tl.load(own, mask=wanted, other=0.0).to(tl.int64)
+        high = tl.load(own + most, mask=wanted, other=0.0).to(tl.int64)
+        wanted = wanted & (high - low > 1)
+    if wanted:
+        begin = tl.program_id(1) * per
+        end = tl.minimum(begin + per, stretches)
+        for stretch in range(begin, end):
+            ids = stretch * STRETCH + tl.arange(0, STRETCH)
+            x = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
+            if BY_SHARE:
+                weights = roughly(x, best, temperature)
+                weights = tl.where(x == number(edge.to(tl.int32)), 0.0, weights)
+            else:
+                weights = tl.full((STRETCH,), 1.0, tl.float32)
+            weights = tl.where((ids < size) & (x >= bound), weights, 0.0)
+            part = parts + (program * stretches + stretch) * 16
+            for j in tl.static_range(16):
+                mark = number((low + (high - low) * j // 16).to(tl.int32))
+                tl.store(part + j, tl.sum(tl.where(x >= mark, 1.0, 0.0) * weights, 0))
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + program, end - begin, sem="acq_rel")
+        if before + end - begin == stretches:
+            j = tl.arange(0, 16)
+            marks = low + (high - low) * j // 16
+            s = tl.arange(0, PAD)[:, None]
+            found = tl.load(parts + (program * stretches + s) * 16 + j[None, :],
+                            mask=s < stretches, other=0.0, cache_modifier=".cg")  # fmt: skip
+            found = tl.sum(found.to(tl.float64), 0)
+            if BY_SHARE:
+                of_equals = roughly(number(edge.to(tl.int32)), best, temperature).to(tl.float64)
+                kept = tl.where(equals > 0.0, equals * of_equals, 0.0)
+                found += tl.where(marks == edge, kept, 0.0)
+            if FIRST:
+                # At or above the lowest mark lies everything.
+                wished = (
+                    top_p * tl.max(found, 0) if BY_SHARE else tl.minimum(top_k, tl.max(found, 0))
+                )
+                beyond = tl.full((), 0.0, tl.float64)
+            else:
+                wished = tl.load(own + 3 * most)
+                beyond = tl.load(own + 2 * most)
+            enough = found >= wished
+            low = tl.max(tl.where(enough, marks, low), 0)
+            high = tl.min(tl.where(enough, high, marks), 0)
+            beyond = tl.max(tl.where(enough, beyond, found), 0)
+            reached = tl.min(tl.where(enough, found, float("inf")), 0)
+            # Where one logit is left between, its own number need not be found: all below it goes.
+            of_one = tl.full((), 1.0, tl.float64)
+            if BY_SHARE:
+                of_one = roughly(number(low.to(tl.int32)), best, temperature).to(tl.float64)
+            is_last = (low > edge) & (reached - beyond < 1.5 * of_one)
+            tl.store(own, tl.where(is_last, low - 1, low).to(tl.float64))
+            tl.store(own + most, tl.where(is_last, low, high).to(tl.float64))
+            tl.store(own + 2 * most, tl.where(is_last, reached, beyond))
+            tl.store(own + 3 * most, wished)
+            tl.store(arrived + program, 0)
+
+
+@triton.jit(do_not_specialize=("most", "stretches", "per"))
+def _weigh(logits, stride, size, rows, numbers, tokens, state, most, sums, ties, drawn, stretches,
+           per, STRETCH: tl.constexpr):  # fmt: skip
+    """Program: `per` stretches of a row; what lies above the edge there, and how many equal it."""
+    program = tl.program_id(0)
+    begin = tl.program_id(1) * per
+    row, best, temperature, is_drawn = row_of(logits, stride, rows, numbers, tokens, program)
+    top_k = tl.load(numbers + program * 5 + 1)
+    top_p = tl.load(numbers + program * 5 + 2)
+    if is_drawn & _is_open(drawn, program, top_k, top_p):
+        edge, _ = _edge(state, most, program, best, temperature, top_k, top_p)
+        bound = least(best, temperature, tl.load(numbers + program * 5 + 3))
+        for stretch in range(begin, tl.minimum(begin + per, stretches)):
+            ids = stretch * STRETCH + tl.arange(0, STRETCH)
+            x = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
+            there = (ids < size) & (x >= bound)
+            place = ordered(x)
+            weights = tl.where(there & (place > edge), weight(x, best, temperature), 0.0)
+            tl.store(sums + program * stretches + stretch, tl.sum(weights, 0))
+            equal = (there & (place == edge)).to(tl.int32)
+            tl.store(ties + program * stretches + stretch, tl.sum(equal, 0))
+
+
+@triton.jit(do_not_specialize=("stride", "size", "most", "stretches"))
+def _choose(logits, stride, size, rows, numbers, tokens, state, most, sums, ties, drawn,
+            stretches, STRETCH: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
+    """Program: a row. The stretch in which the share falls, then the token."""
+    program = tl.program_id(0)
+    row, best, temperature, is_drawn = row_of(logits, stride, rows, numbers, tokens, program)
+    top_k = tl.load(numbers + program * 5 + 1)
+    top_p = tl.load(numbers + program * 5 + 2)
+    if is_drawn & _is_open(drawn, program, top_k, top_p):
+        edge, equals = _edge(state, most, program, best, temperature, top_k, top_p)
+        s = tl.arange(0, PAD)
+        at = program * stretches + s
+        above = tl.load(sums + at, mask=s < stretches, other=0.0)
+        equal = tl.load(ties + at, mask=s < stretches, other=0)
+        earlier = tl.cumsum(equal, 0) - equal
+        kept = tl.minimum(tl.maximum(equals - earlier, 0.0), equal.to(tl.float64))
+        of_one = tl.where(equals > 0.0, weight(number(edge), best, temperature), 0.0)
+        whole = above + kept * of_one
+        ends = tl.cumsum(whole, 0)
+        wished = tl.load(numbers + program * 5 + 4) * tl.max(ends, 0)
+        # The first stretch whose end is beyond the share, or the last with weight.
+        last = tl.max(tl.where(whole > 0.0, s, 0), 0)
+        stretch = tl.minimum(tl.sum((ends <= wished).to(tl.int32), 0), last)
+        before = tl.max(tl.where(s < stretch, ends, 0.0), 0)
+        kept_here = tl.sum(tl.where(s == stretch, kept, 0.0), 0)
+        c = tl.arange(0, STRETCH)
+        ids = stretch * STRETCH + c
+        x = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
+        bound = least(best, temperature, tl.load(numbers + program * 5 + 3))
+        there = (ids < size) & (x >= bound)
+        place = ordered(x)
+        is_equal = there & (place == edge)
+        is_kept = is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= kept_here)
+        is_kept = is_kept | (there & (place > edge))
+        weights = tl.where(is_kept, weight(x, best, temperature), 0.0)
+        passed = tl.sum((before + tl.cumsum(weights, 0) <= wished).to(tl.int32), 0)
+        furthest = tl.max(tl.where(weights > 0.0, c, 0), 0)
+        token = stretch * STRETCH + tl.minimum(passed, furthest)
+        tl.store(tokens + program, token.to(tl.int64))

@@ -1,0 +1,1 @@
+"""Requests, pages, and who runs next."""

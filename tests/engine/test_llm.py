@@ -213,7 +213,7 @@ def test_memory_that_is_not_there_any_more_is_told_in_words_and_the_way_out_work
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nA trace.")
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"kvant.engine.{part}", fail)
+        patched.setattr(f"kvant.execution.{part}", fail)
         with pytest.raises(DoesNotFit) as refused:
             make(path)
     assert refused.value.why == "CUDA out of memory. Tried to allocate 2 GiB."

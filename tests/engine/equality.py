@@ -14,9 +14,9 @@ from kvant.kv.names import FormatRequest, known_names
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.scale_audit import ScaleAudit
+from kvant.plan.limits import Limits
 from kvant.plan.planning import resolve_again
 from kvant.sampling.sampling_params import SamplingParams
-from kvant.scheduling.scheduler import SchedulerLimits
 from tests.engine.fakes import finish
 
 FORMATS = [d.format.name for d in KVDtype if d.format.name in known_names()]
@@ -61,7 +61,7 @@ class Bench:
             assert runner.capture(seqs, chunk, longest) is None
         return Engine(
             runner,
-            SchedulerLimits(
+            Limits(
                 max_num_seqs=seqs,
                 max_num_batched_tokens=chunk,
                 max_model_len=longest,

@@ -23,7 +23,7 @@ from kvant.execution.launched import Answered
 from kvant.execution.runner import ReadFirst
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
-from kvant.scheduling.scheduler import SchedulerLimits
+from kvant.plan.limits import Limits
 
 VOCAB = 97
 EOS = 3
@@ -124,7 +124,7 @@ def make_engine(
 ) -> tuple[Engine, RememberingRunner]:
     """An engine around a fresh fake model. max_model_len: all the pool can hold by default."""
     runner = RememberingRunner(num_pages, page_size)
-    limits = SchedulerLimits(
+    limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len or (num_pages - 1) * page_size,

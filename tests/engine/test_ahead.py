@@ -15,8 +15,8 @@ from kvant.engine.engine import Engine
 from kvant.engine.result import Result
 from kvant.execution.graphs import StepGraphs
 from kvant.kv.pages import CacheIdentity
+from kvant.plan.limits import Limits
 from kvant.scheduling.request import FinishReason
-from kvant.scheduling.scheduler import SchedulerLimits
 from tests.engine.fakes import EOS, VOCAB, answer, finish, make_engine
 from tests.engine.test_steady import (
     PAGE,
@@ -33,7 +33,7 @@ def make(
     num_pages: int, *, seqs: int = 6, tokens: int = 24, longest: int = 96, stride: int = 1
 ) -> tuple[Engine, RecordedRunner]:
     runner = RecordedRunner(num_pages, seqs, longest)
-    limits = SchedulerLimits(seqs, tokens, longest, PAGE, pages_ahead=True, prompt_stride=stride)
+    limits = Limits(seqs, tokens, longest, PAGE, pages_ahead=True, prompt_stride=stride)
     identity = CacheIdentity("fake", None, "plan")
     engine = Engine(
         runner, limits, num_pages, identity=identity, vocab_size=VOCAB, eos_token_ids=(EOS,)

@@ -12,7 +12,7 @@ from kvant import LLM, SamplingParams
 from kvant.engine.result import Result
 from kvant.execution import batch_graphs
 from kvant.execution.runner import ModelRunner
-from kvant.plan.batch_sizes import MOST_PIECES, piece_sizes
+from kvant.plan.graph_sizes import MOST_PIECES, piece_sizes
 from tests.models import tiny
 from tests.speculative.recorded import Again
 

@@ -32,9 +32,9 @@ from kvant.execution.launched import Answered
 from kvant.execution.pieces import Pieces
 from kvant.execution.shared_logits import SharedLogits
 from kvant.kv.pages import CacheIdentity
+from kvant.plan.limits import Limits
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason, Status
-from kvant.scheduling.scheduler import SchedulerLimits
 from tests.engine.fakes import (
     EOS,
     VOCAB,
@@ -127,7 +127,7 @@ def make(
     num_pages: int, seqs: int = 6, longest: int = 60, tokenizer: Tokenizer | None = None
 ) -> tuple[Engine, RecordedRunner]:
     runner = RecordedRunner(num_pages, seqs, longest)
-    limits = SchedulerLimits(seqs, 32, longest, PAGE, pages_ahead=True)
+    limits = Limits(seqs, 32, longest, PAGE, pages_ahead=True)
     identity = CacheIdentity("fake", None, "plan")
     engine = Engine(
         runner, limits, num_pages, identity=identity, vocab_size=VOCAB, eos_token_ids=(EOS,),

@@ -20,8 +20,8 @@ from kvant.models.locate import locate
 from kvant.plan.budget import choose_kv_bytes, choose_max_model_len
 from kvant.plan.config import EngineConfig
 from kvant.plan.device import free_bytes, torch_device, total_bytes
+from kvant.plan.limits import Limits
 from kvant.plan.planning import Plan, PlanRequest, make_plan
-from kvant.scheduling.scheduler import SchedulerLimits
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
@@ -107,7 +107,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             warnings = (*warnings, f"{fault.what} ({fault.why})")
     engine = Engine(
         runner,
-        SchedulerLimits(
+        Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,

@@ -33,12 +33,13 @@ from kvant.execution.stepping import Ran, run_step
 from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
 from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
+from kvant.plan.limits import Limits
 from kvant.sampling.logit_rules import make_rules
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.structured_outputs import CompileLimits
 from kvant.scheduling.request import Request, Sequence
 from kvant.scheduling.schedule import Schedule
-from kvant.scheduling.scheduler import Scheduler, SchedulerLimits
+from kvant.scheduling.scheduler import Scheduler
 
 _COMPILE_LIMITS = CompileLimits()
 SATURATION_STEPS = 512
@@ -57,7 +58,7 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        limits: SchedulerLimits,
+        limits: Limits,
         num_pages: int,
         *,
         identity: CacheIdentity,

@@ -23,7 +23,7 @@ from kvant.execution.batch import Batch
 from kvant.execution.graphs import Forward
 from kvant.execution.recorder import Recorder
 from kvant.execution.shared_logits import SharedLogits
-from kvant.plan.batch_sizes import piece_sizes
+from kvant.plan.graph_sizes import piece_sizes
 
 MOST_CONTEXT = 8192
 """Stored tokens of a sequence: longer ones are multiplied faster as they lie in `Step.long`."""

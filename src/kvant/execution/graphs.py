@@ -37,7 +37,7 @@ from kvant.execution.layout import lay_out, what_follows
 from kvant.execution.pieces import Pieces
 from kvant.execution.recorder import Recorder
 from kvant.execution.shared_logits import SharedLogits
-from kvant.plan.batch_sizes import batch_sizes, draft_sizes
+from kvant.plan.graph_sizes import batch_sizes, draft_sizes
 from kvant.sampling.drawing import Drawer, DrawParts, has_kernels, parts_for
 
 Forward = Callable[[Tensor, Step, Tensor], Tensor]

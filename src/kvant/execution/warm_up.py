@@ -41,7 +41,7 @@ def warm_up(
 
     # Triton is there where there is a GPU.
     from kvant.attention.triton.prefill import prepare
-    from kvant.plan.kernel_loading import one_loads
+    from kvant.kernels.triton.first_launch import one_loads
     from kvant.sampling.triton_draw import draw_once
 
     first, *others = step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len)

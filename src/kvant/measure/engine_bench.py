@@ -28,8 +28,8 @@ from kvant.execution.runner import ReadFirst
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
 from kvant.measure.scheduler_bench import MODEL_LEN, PAGE_SIZE, PROMPT_TOKENS, STEP_TOKENS
+from kvant.plan.limits import Limits
 from kvant.sampling.sampling_params import SamplingParams
-from kvant.scheduling.scheduler import SchedulerLimits
 
 _VOCAB = 64
 
@@ -110,9 +110,7 @@ class _Runner(ReadFirst):
 
 def full_engine(sequences: int) -> Engine:
     """So many sequences that are answering, with contexts of the scheduler's loads."""
-    limits = SchedulerLimits(
-        sequences, STEP_TOKENS + sequences, MODEL_LEN, PAGE_SIZE, pages_ahead=True
-    )
+    limits = Limits(sequences, STEP_TOKENS + sequences, MODEL_LEN, PAGE_SIZE, pages_ahead=True)
     pages = sequences * (MODEL_LEN // PAGE_SIZE) + 1
     identity = CacheIdentity("bench", None, "plan")
     engine = Engine(_Runner(sequences), limits, pages, identity=identity, vocab_size=_VOCAB)

@@ -12,8 +12,8 @@ from kvant.kv.names import FormatRequest
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
+from kvant.plan.limits import Limits
 from kvant.plan.planning import resolve_again
-from kvant.scheduling.scheduler import SchedulerLimits
 
 
 def plan_storing(llm: LLM, stored: FormatRequest, backend: BackendInfo | None = None) -> KVPlan:
@@ -44,7 +44,7 @@ def engine_over(
     own = llm.engine
     return Engine(
         runner,
-        SchedulerLimits(
+        Limits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from kvant.execution.batch import build_batch
 from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
+from kvant.plan.limits import Limits
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason, Request, Sequence
-from kvant.scheduling.scheduler import Scheduler, SchedulerLimits
+from kvant.scheduling.scheduler import Scheduler
 
 PAGE_SIZE = 16
 MODEL_LEN = 4096
@@ -52,7 +53,7 @@ class Load:
     def __init__(self, sequences: int, turnover: int, *, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._number = 0
-        limits = SchedulerLimits(sequences, STEP_TOKENS, MODEL_LEN, PAGE_SIZE)
+        limits = Limits(sequences, STEP_TOKENS, MODEL_LEN, PAGE_SIZE)
         pages = sequences * (MODEL_LEN // PAGE_SIZE) + 1
         self.scheduler = Scheduler(limits, PageAllocator(pages))
         self._turnover = turnover

@@ -29,7 +29,7 @@ from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.locate import LocalModel, ModelSource, locate
 from kvant.models.quantization import Quantization, check_quantization
 from kvant.models.weights import WeightBytes, quantized_weight_bytes, weight_bytes_of
-from kvant.plan.batch_sizes import draft_counts
+from kvant.plan.graph_sizes import draft_counts
 from kvant.plan.speculative_config import SpeculativeConfig
 from kvant.plan.workspaces import StepSize, Workspaces, default_step, workspaces
 from kvant.speculative.dflash.files import check_files, read_network

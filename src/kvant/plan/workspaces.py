@@ -13,7 +13,7 @@ from typing import Any
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS, DeviceFacts, DeviceKind
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import LayerGeometry, ModelGeometry
-from kvant.plan.batch_sizes import MOST_PIECES, draft_sizes
+from kvant.plan.graph_sizes import MOST_PIECES, draft_sizes
 
 RUNTIME_BYTES = 1024 * 2**20
 """The driver's context, the kernels of libraries and of Kvant, and the libraries' own workspaces."""

@@ -16,36 +16,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
 from kvant.kv.pages import PageAllocator
+from kvant.plan.limits import Limits
 from kvant.scheduling.held_pages import HeldPages
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.schedule import Chunk, Schedule, for_backends, made_chunk
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """max_num_batched_tokens: tokens of one step, over all sequences. max_num_seqs: sequences running.
-
-    max_model_len: tokens of one sequence. prefix_caching: whether pages are shared by their contents.
-    max_prompt_logprobs: prompt tokens of one step whose log-probabilities can be asked for: each takes
-    a row of logits. pages_ahead: an answering sequence gets the pages of the step after the next one
-    early, if they are free. prompt_stride: a prompt is cut at multiples of so many tokens, in steps
-    with room for as many.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    page_size: int
-    prefix_caching: bool = True
-    max_prompt_logprobs: int = 256
-    pages_ahead: bool = False
-    prompt_stride: int = 1
-
 
 _NOWHERE_ELSE: Mapping[int, int] = MappingProxyType({})
 
@@ -56,7 +34,7 @@ class Scheduler:
     changes: how often a sequence has come, begun to run, been preempted or ended.
     """
 
-    def __init__(self, limits: SchedulerLimits, allocator: PageAllocator) -> None:
+    def __init__(self, limits: Limits, allocator: PageAllocator) -> None:
         self.limits = limits
         self.allocator = allocator
         self.pages = HeldPages(

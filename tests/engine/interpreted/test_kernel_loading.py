@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from triton.compiler import CompiledKernel
 from triton.compiler import compiler as triton_compiler
 
-from kvant.plan.kernel_loading import one_loads
+from kvant.kernels.triton.first_launch import one_loads
 
 FUNCTION = 17
 

@@ -21,7 +21,7 @@ from kvant.execution.graphs import Forward
 from kvant.execution.warm_up import _nowhere, step_lengths, warm_up
 from kvant.kv.dtype import KVDtype
 from kvant.models.fused.few_rows import MOST_TOKENS, _padded
-from kvant.plan.batch_sizes import batch_sizes
+from kvant.plan.graph_sizes import batch_sizes
 from kvant.sampling import triton_draw
 from tests.attention.triton import case
 

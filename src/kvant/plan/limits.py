@@ -1,0 +1,27 @@
+"""The limits of a running engine, decided once by the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes in tokens unless stated otherwise.
+
+    max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of one step, over all
+    sequences. max_model_len: tokens of one sequence, prompt and answer. page_size: tokens of a page.
+    prefix_caching: whether requests share pages with equal contents. max_prompt_logprobs: prompt tokens
+    per step whose log-probabilities can be requested; each takes a row of logits. pages_ahead: allocate
+    the pages of the step after the next one early, if pages are free. prompt_stride: a prompt is split
+    at multiples of this number, in steps with room for one stride.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    prefix_caching: bool = True
+    max_prompt_logprobs: int = 256
+    pages_ahead: bool = False
+    prompt_stride: int = 1

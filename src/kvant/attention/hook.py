@@ -4,9 +4,9 @@
         -> each attention layer: attend_through_pages(module, q, k, v, None, .., kvant=StepCall)
             -> backend.write (unless the layer reads another's cache), then backend.attend
 
-The step travels in the keyword `kvant`; there is no global state. What a layer asks of its
-attention must be something this function honours and the plan knows: any keyword it has no meaning
-for, and any disagreement with the plan's geometry, is an `EngineFault` naming the layer's class.
+The step travels in the keyword `kvant`; there is no global state. A keyword that Kvant does not know
+and whose value is not None, and any disagreement with the plan's geometry, is an `EngineFault` that
+names the layer's class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ATTENTION_NAME = "kvant"
 # Keywords that models hand through to attention and that ask for nothing here: positions are
 # already in q and k, and hidden states are collected outside of attention.
 _WITHOUT_MEANING = frozenset({"position_ids", "cache_position", "output_hidden_states"})
-# Keywords that ask for nothing as long as they are None or False.
+# Keywords that ask for nothing as long as they are False. None asks for nothing in any keyword.
 _MUST_BE_FALSE = frozenset({"use_cache", "output_attentions", "output_router_logits", "labels"})
 
 
@@ -56,10 +56,15 @@ def attend_through_pages(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Query [1, Hq, T, Dk], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
+    """Write this step's keys and values into the layer's pages and attend over what is stored there.
 
-    Query and key come after rotary. Writes key and value into the layer's pages, then attends over
-    what is stored there; a layer that shares another's KV writes nothing.
+    query: [1, num_q_heads, T, head_dim_k], key: [1, num_kv_heads, T, head_dim_k], both after rotary
+    embedding; value: [1, num_kv_heads, T, head_dim_v]; any floating dtype. T is the step's number of
+    tokens. A layer that shares another layer's KV writes nothing.
+
+    Returns [1, T, num_q_heads, head_dim_v] in the query's dtype, and None for the attention weights.
+    Raises EngineFault, before anything is written, if the layer asks for what Kvant does not do or
+    disagrees with the plan.
     """
     call = _call(module, kvant)
     layer = _layer(module, call)
@@ -69,12 +74,6 @@ def attend_through_pages(
         raise _fault(module, "was given an attention mask; Kvant's layers know only the step's")
     if dropout:
         raise _fault(module, f"asks for dropout {dropout}")
-    if query.shape[0] != 1 or query.shape[2] != step.slot_mapping.shape[0]:
-        raise _fault(
-            module,
-            f"brings queries of batch {query.shape[0]} and length {query.shape[2]}, "
-            f"but the step packs {step.slot_mapping.shape[0]} tokens into a batch of one",
-        )
     _check_geometry(
         module,
         layer,
@@ -82,9 +81,20 @@ def attend_through_pages(
         softcap=softcap or 0.0,
         sinks=s_aux is not None,
         causal=step.causal,
-        head_dims=(query.shape[3], value.shape[3]),
-        heads=(query.shape[1], key.shape[1]),
     )
+    num_tokens = step.slot_mapping.shape[0]
+    for what, x, heads, head_dim in (
+        ("queries", query, layer.num_q_heads, layer.head_dim_k),
+        ("keys", key, layer.num_kv_heads, layer.head_dim_k),
+        ("values", value, layer.num_kv_heads, layer.head_dim_v),
+    ):
+        expected = (1, heads, num_tokens, head_dim)
+        if tuple(x.shape) != expected:
+            raise _fault(
+                module,
+                f"brings {what} of shape {tuple(x.shape)}; the plan's heads and head size and the "
+                f"step's {num_tokens} tokens make {expected}",
+            )
     if is_causal is not None and is_causal != step.causal:
         raise _fault(module, f"asks for is_causal={is_causal}, the step has {step.causal}")
 
@@ -128,9 +138,9 @@ def _layer(module: nn.Module, call: StepCall) -> LayerGeometry:
 
 def _check_others(module: nn.Module, others: Mapping[str, object]) -> None:
     for name, value in others.items():
-        if name in _WITHOUT_MEANING:
+        if value is None or name in _WITHOUT_MEANING:
             continue
-        if name in _MUST_BE_FALSE and (value is None or value is False):
+        if name in _MUST_BE_FALSE and value is False:
             continue
         raise _fault(module, f"passes {name}={value!r} to attention, which Kvant does not honour")
 
@@ -143,17 +153,13 @@ def _check_geometry(
     softcap: float,
     sinks: bool,
     causal: bool,
-    head_dims: tuple[int, int],
-    heads: tuple[int, int],
 ) -> None:
-    """What the layer does must be what was planned; the plan's backend was chosen for that."""
+    """Refuse a layer that is not what was planned: its backend was chosen for the plan's layer."""
     for what, found, planned in (
         ("window", window, layer.window),
         ("soft cap", softcap, layer.softcap),
         ("sinks", sinks, layer.sinks),
         ("causal", causal, layer.causal),
-        ("head sizes of K and V", head_dims, (layer.head_dim_k, layer.head_dim_v)),
-        ("query and KV heads", heads, (layer.num_q_heads, layer.num_kv_heads)),
     ):
         if found != planned:
             raise _fault(module, f"has {what} {found}, the plan says {planned}")

@@ -7,10 +7,10 @@ import torch
 from kvant.attention.base import AttentionBackend
 from kvant.kv.dtype import KVDtype
 from kvant.kv.pool import KVPool
-from kvant.kv.saturation import LARGEST
 from tests.attention import driver
 
 SCALE = 0.25
+LARGEST = {d: d.format.largest for d in KVDtype if d.format.largest is not None}
 TOKENS = 20
 
 

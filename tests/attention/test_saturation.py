@@ -8,8 +8,7 @@ import torch
 from kvant.attention.cpu.formats import KERNELS
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.kv.dtype import KVDtype
-from kvant.kv.saturation import LARGEST
-from tests.attention.saturating import counted
+from tests.attention.saturating import LARGEST, counted
 
 FORMATS = [KVDtype.INT8_PER_TOKEN_HEAD, *LARGEST]
 

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from kvant.kv.codecs import Codec, codec_for
+from kvant.kv.codecs.codebook import CENTROIDS_3BIT, CENTROIDS_4BIT
 from kvant.kv.dtype import KVDtype
-from kvant.kv.saturation import LARGEST
+from kvant.kv.format import Encoding
 from kvant.kv.saturation_counter import PROMPT_ROWS, SAMPLE_EVERY, SaturationCounter
+from tests.kv.codecs.golden import read_golden_codes
 
 HEADS, DIM = 2, 16
+LARGEST = {d: d.format.largest for d in KVDtype if d.format.largest is not None}
+
+
+def test_formats_that_end_are_these() -> None:
+    """A format that ends and does not say so would saturate unseen."""
+    assert {str(dtype): most for dtype, most in LARGEST.items()} == {
+        "float16": 65504.0,
+        "fp8_e4m3": 448.0,
+        "fp8_e4m3fnuz": 240.0,
+        "fp8_e5m2": 57344.0,
+        "nvfp4": 6.0 * 448.0,
+        "turboquant_k8": 448.0,
+    }
+
+
+@pytest.mark.parametrize("encoding", list(Encoding), ids=lambda e: e.value)
+def test_every_encoding_says_the_largest_code_that_its_codecs_write(encoding: Encoding) -> None:
+    found = [d for d in KVDtype if d.format.encoding is encoding]
+    assert found, "no format has this encoding"
+    assert encoding.largest > 0
+    for name, codes in read_golden_codes().items():
+        if name is encoding:
+            assert max(filter(math.isfinite, codes)) == encoding.largest
+    if encoding in (Encoding.NORMAL4, Encoding.NORMAL3):
+        centroids = CENTROIDS_4BIT if encoding is Encoding.NORMAL4 else CENTROIDS_3BIT
+        assert max(centroids) == encoding.largest
 
 
 def planted(largest: float, scale: float) -> torch.Tensor:

@@ -46,6 +46,7 @@ class KVDtype(Enum):
         "fp8_e4m3fnuz", "fp8", "fp8_e4m3 as AMD gfx942 encodes it",
         Encoding.E4M3FNUZ, 8, granularity=Granularity.TENSOR_OR_HEAD,
         scale_place=ScalePlace.PARAMETER, checkpoint_scales=CheckpointScales.OPTIONAL,
+        device_only="gfx942",
     )  # fmt: skip
     FP8_E5M2 = KVFormat(
         "fp8_e5m2", "fp8", "3 significant bits, wide range, no scale", Encoding.E5M2, 8,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -36,20 +37,34 @@ class Element(Enum):
 
 
 class Encoding(Enum):
-    """How one number becomes one code."""
+    """How one number becomes one code: the encoding's name and the largest magnitude of a code.
 
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    E4M3FN = "e4m3fn"  # OCP 8-bit: bias 7, max 448, no infinities, NaN = 0x7f/0xff
-    E4M3FNUZ = "e4m3fnuz"  # AMD gfx942: bias 8, max 240, one NaN = 0x80, no negative zero
-    E5M2 = "e5m2"  # OCP 8-bit: bias 15, max 57344
-    INT8 = "int8"  # two's complement, -127..127
-    UINT4 = "uint4"  # 0..15 with a zero point
-    UINT3 = "uint3"  # 0..7, with a minimum beside the scale
-    NORMAL4 = "normal4"  # one of 16 centroids for standard normal numbers, sign bit first
-    NORMAL3 = "normal3"  # one of 8
-    E2M1 = "e2m1"  # 0, .5, 1, 1.5, 2, 3, 4, 6 and a sign bit
+    The largest is infinite where every number of a model is in range.
+    """
+
+    FLOAT32 = "float32", math.inf
+    FLOAT16 = "float16", 65504.0
+    BFLOAT16 = "bfloat16", math.inf  # float32's range
+    E4M3FN = "e4m3fn", 448.0  # OCP 8-bit: bias 7, no infinities, NaN = 0x7f/0xff
+    E4M3FNUZ = "e4m3fnuz", 240.0  # AMD gfx942: bias 8, one NaN = 0x80, no negative zero
+    E5M2 = "e5m2", 57344.0  # OCP 8-bit: bias 15
+    INT8 = "int8", 127.0  # two's complement, -127..127
+    UINT4 = "uint4", 15.0  # 0..15 with a zero point, or with a minimum beside the scale
+    UINT3 = "uint3", 7.0  # 0..7, with a minimum beside the scale
+    NORMAL4 = (
+        "normal4",
+        700 / 256,
+    )  # one of 16 centroids for standard normal numbers, sign bit first
+    NORMAL3 = "normal3", 551 / 256  # one of 8
+    E2M1 = "e2m1", 6.0  # 0, .5, 1, 1.5, 2, 3, 4, 6 and a sign bit
+
+    largest: float
+
+    def __new__(cls, name: str, largest: float) -> Encoding:
+        member = object.__new__(cls)
+        member._value_ = name
+        member.largest = largest
+        return member
 
 
 _SCALE_ELEMENT = {
@@ -114,16 +129,19 @@ class Plane:
         return self.width * self.element.num_bytes
 
 
+_LABELS = ("name", "codec", "summary", "wide_ends", "aliases", "device_only")
+
+
 @dataclass(frozen=True, slots=True)
 class KVFormat:
     """Identity and byte arithmetic of one storage format of K or of V.
 
-    Every field but `name`, `aliases`, `codec`, `summary` and `wide_ends` is identity: two formats that
-    agree in them store the same bytes for the same numbers, and `fingerprint` depends on nothing else.
+    Every field but those in `_LABELS` is identity: two formats that agree in them store the same bytes
+    for the same numbers, and `fingerprint` depends on nothing else.
     """
 
     name: str
-    codec: str  # module in kvant.kv.codecs
+    codec: str  # name of the module in kvant.kv.codecs, and of the kernel files of every backend
     summary: str
     encoding: Encoding
     bits: int
@@ -146,11 +164,27 @@ class KVFormat:
         0  # layers at each end of a model that keep the model dtype unless told otherwise
     )
     aliases: tuple[str, ...] = ()
+    device_only: str = ""  # the one GPU architecture that has this encoding; users never ask for it
 
     @property
     def takes_outside_scale(self) -> bool:
         """Whether encode and decode need a scale that is not in the pages."""
         return self.scale_place is ScalePlace.PARAMETER or bool(self.global_scale)
+
+    @property
+    def largest(self) -> float | None:
+        """The largest magnitude that can be stored, in units of the scale from outside the pages.
+
+        None where no number is too large: the encoding has float32's range, or every row makes a scale
+        of its own. (turboquant's float16 row scales end at 65504, which 16-bit models do not reach.)
+        """
+        if self.granularity is Granularity.TOKEN_HEAD:
+            return None
+        largest = self.encoding.largest
+        if self.granularity is Granularity.BLOCK:
+            assert self.scale_encoding is not None
+            largest *= self.scale_encoding.largest
+        return None if math.isinf(largest) else largest
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
         """Why rows of this length cannot be stored, or None."""
@@ -176,7 +210,7 @@ class KVFormat:
     def fingerprint(self) -> str:
         """Stable short hash of the identity; part of every key under which KV is kept."""
         facts = asdict(self)
-        for label in ("name", "codec", "summary", "wide_ends", "aliases"):
+        for label in _LABELS:
             del facts[label]
         plain = {k: v.value if isinstance(v, Enum) else v for k, v in facts.items()}
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]

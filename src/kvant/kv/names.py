@@ -13,12 +13,9 @@ from kvant.kv.dtype import PAIR_NAMES, ComputeDtype, Follow, KVDtype
 
 Request = KVDtype | Follow
 
-# Encodings that a device chooses for a format; a user asks for the format.
-_DEVICE_ENCODINGS = frozenset({KVDtype.FP8_E4M3FNUZ})
-
 _BY_NAME: dict[str, Request] = {follow.value: follow for follow in Follow}
 for _dtype in KVDtype:
-    if _dtype not in _DEVICE_ENCODINGS:
+    if not _dtype.format.device_only:  # users ask for a format, its device chooses the encoding
         for _name in (_dtype.format.name, *_dtype.format.aliases):
             _BY_NAME[_name] = _dtype
 
@@ -51,7 +48,7 @@ def known_names() -> tuple[str, ...]:
 def whole_formats() -> tuple[FormatRequest, ...]:
     """Every format a user can name, on both sides; those that are halves of pairs as these pairs."""
     halves = {dtype for pair in PAIR_NAMES.values() for dtype in pair}
-    alone = [d for d in KVDtype if d not in halves and d not in _DEVICE_ENCODINGS]
+    alone = [d for d in KVDtype if d not in halves and not d.format.device_only]
     pairs = [FormatRequest(k, v) for k, v in PAIR_NAMES.values()]
     return (*(FormatRequest(dtype, dtype) for dtype in alone), *pairs)
 

@@ -1,11 +1,8 @@
-"""Values that a format cannot hold: what they are, and what a layer says of them.
+"""Saturated values: numbers beyond a format's range, which are stored as its largest number.
 
-A number beyond what a format reaches with its scale is stored as the format's largest. That is rarely
-seen in answers at first, and never in an error: so it is counted. Formats that make a scale of their
-own for every row reach whatever the row holds, and have nothing to count (turboquant's float16 scales
-end where float16 does, which no model that runs in 16 bits reaches).
-
-Without torch: reports carry these. `kvant.kv.saturation_counter` counts.
+Saturation raises no error and rarely shows in answers at first, so it is counted for every layer.
+`KVFormat.largest` says where a format's range ends; `kvant.kv.saturation_counter` counts.
+No torch here: reports import this module.
 """
 
 from __future__ import annotations
@@ -15,34 +12,24 @@ from dataclasses import dataclass
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.spec import Choice, LayerSpec, Role
 
-_NVFP4_LARGEST = 6.0 * 448.0
-"""The largest e2m1 number times the largest block scale."""
-
-LARGEST: dict[KVDtype, float] = {
-    KVDtype.FLOAT16: 65504.0,
-    KVDtype.FP8_E4M3: 448.0,
-    KVDtype.FP8_E4M3FNUZ: 240.0,
-    KVDtype.FP8_E5M2: 57344.0,
-    KVDtype.TURBOQUANT_K8: 448.0,
-    KVDtype.NVFP4: _NVFP4_LARGEST,
-}
-"""The largest magnitude, in units of the scale from outside the pages, of formats that end there."""
-
 
 def largest_stored(choice: Choice | None, compute: ComputeDtype) -> float | None:
-    """What one side of a layer can hold, over its outside scale; None where nothing can be beyond."""
+    """The largest magnitude that one side of a layer can store, in units of its outside scale.
+
+    None where the side stores nothing, or where no number computed in `compute` can be too large.
+    """
     if choice is None:
         return None
     if choice.dtype is KVDtype.FLOAT16 and compute is ComputeDtype.FLOAT16:
         return None
-    return LARGEST.get(choice.dtype)
+    return choice.dtype.format.largest
 
 
 @dataclass(frozen=True, slots=True)
 class Saturated:
-    """How many values of a layer's keys and values were beyond what its formats hold.
+    """How many values of a layer's keys (k) and values (v) were saturated.
 
-    role: whose layer it is, as target and draft count theirs from 0 each.
+    role: whose layer it is; the target and the draft model number their layers from 0 each.
     """
 
     role: Role

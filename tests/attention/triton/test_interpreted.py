@@ -27,8 +27,7 @@ from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.info import SERVED
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
-from kvant.kv.saturation import LARGEST
-from tests.attention.saturating import counted
+from tests.attention.saturating import LARGEST, counted
 from tests.attention.triton import case
 
 pytestmark = [

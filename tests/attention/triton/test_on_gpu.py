@@ -21,8 +21,7 @@ from kvant.attention.triton.info import SERVED
 from kvant.kernels.triton.zero import PageEraser
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
-from kvant.kv.saturation import LARGEST
-from tests.attention.saturating import counted
+from tests.attention.saturating import LARGEST, counted
 from tests.attention.triton import case
 
 pytestmark = pytest.mark.gpu

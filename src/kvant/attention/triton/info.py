@@ -10,7 +10,6 @@ from kvant.kv.geometry import Attention
 
 _OLDEST_NVIDIA = 80
 _AMD = ("gfx90a", "gfx942", "gfx950")
-_NUZ = ("gfx942",)
 _LARGEST_HEAD = 512
 _THREE_BITS = 32
 SERVED = frozenset(
@@ -85,9 +84,8 @@ def _refuse_formats(need: Need) -> str | None:
         rows = layer.num_kv_heads * need.page_size
         if any(plane.row_bytes * rows % 4 for plane in dtype.format.planes(head_dim)):
             return f"pages are cleared 4 bytes at a time, which those of {dtype} are not: larger ones are"
-    fnuz = KVDtype.FP8_E4M3FNUZ in (need.k, need.v)
-    if fnuz and need.device.arch not in _NUZ:
-        return f"{KVDtype.FP8_E4M3FNUZ} is the encoding of {', '.join(_NUZ)} alone"
+        if dtype.format.device_only not in ("", need.device.arch):
+            return f"{dtype} is the encoding of {dtype.format.device_only} alone"
     return None
 
 

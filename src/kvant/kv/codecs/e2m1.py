@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MAX = 6.0
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

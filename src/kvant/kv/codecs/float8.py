@@ -11,6 +11,7 @@ and they keep the sign of NaN, which a GPU's conversion does not, so NaN gets on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -28,6 +29,15 @@ class Float8:
     max: float
     nan_code: int
 
+    @property
+    def mantissa_bits(self) -> int:
+        return -round(math.log2(torch.finfo(self.dtype).eps))
+
+    @property
+    def bias(self) -> int:
+        """Of the exponent: the smallest normal number is 2^(1 - bias)."""
+        return 1 - round(math.log2(torch.finfo(self.dtype).smallest_normal))
+
     def encode(self, x: Tensor) -> Tensor:
         """float32 to uint8 codes: nearest, ties to even, saturating. Same shape."""
         codes = x.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
@@ -44,9 +54,12 @@ class Float8:
 
 
 FLOAT8 = {
-    Encoding.E4M3FN: Float8(torch.float8_e4m3fn, 448.0, 0x7F),
-    Encoding.E4M3FNUZ: Float8(torch.float8_e4m3fnuz, 240.0, 0x80),
-    Encoding.E5M2: Float8(torch.float8_e5m2, 57344.0, 0x7F),
+    encoding: Float8(dtype, encoding.largest, nan_code)
+    for encoding, dtype, nan_code in (
+        (Encoding.E4M3FN, torch.float8_e4m3fn, 0x7F),
+        (Encoding.E4M3FNUZ, torch.float8_e4m3fnuz, 0x80),
+        (Encoding.E5M2, torch.float8_e5m2, 0x7F),
+    )
 }
 
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from kvant.kv.codecs import Codec, nibbles
 from kvant.kv.codecs.conversion import narrow, row_scale, widen
 from kvant.kv.codecs.rotation import rotate, unrotate
-from kvant.kv.format import KVFormat
+from kvant.kv.format import Encoding, KVFormat
 
-STEPS = 15.0
+STEPS = Encoding.UINT4.largest
 ZERO_POINT_MASK = 0xF
 _DROPPED_BITS = 13
 

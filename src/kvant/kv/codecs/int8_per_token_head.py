@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvant.kv.codecs import Codec
 from kvant.kv.codecs.conversion import narrow, row_scale, widen
-from kvant.kv.format import KVFormat
+from kvant.kv.format import Encoding, KVFormat
 
-LARGEST = 127.0
+LARGEST = Encoding.INT8.largest
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvant.kv.codecs import Codec, e2m1, nibbles
 from kvant.kv.codecs.conversion import divide, narrow, per_head, widen
 from kvant.kv.codecs.float8 import FLOAT8, Float8
-from kvant.kv.format import KVFormat
+from kvant.kv.format import Encoding, KVFormat
 
 _SMALLEST_SCALE = 0x01  # e4m3 code of 2^-9
 
@@ -36,7 +36,7 @@ class BlockScaledE2M1Codec:
         blocks = self._in_blocks(widen(x))
         outer = per_head(scale)
         amax = blocks.abs().amax(-1)
-        scale_codes = self.scale_float8.encode(divide(amax, e2m1.MAX) / outer)
+        scale_codes = self.scale_float8.encode(divide(amax, Encoding.E2M1.largest) / outer)
         scale_codes.masked_fill_((scale_codes == 0) & (amax > 0), _SMALLEST_SCALE)
         step = (self.scale_float8.decode(scale_codes) * outer).unsqueeze(-1)
         # Not positive: a block of zeros, where 0 / 0 is NaN, or a block with NaN.

@@ -18,7 +18,7 @@ import pytest
 
 from kvant import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvant.engine.async_llm import AsyncStream
-from kvant.engine.failed_steps import MOST_FAILED_STEPS
+from kvant.engine.driver import MOST_FAILED_STEPS
 from kvant.engine.result import Result
 from kvant.errors import ConfigError, EngineFault, KvantError, RequestError
 from kvant.execution.runner import ModelRunner
@@ -443,10 +443,10 @@ def test_a_device_that_only_fails_ends_the_engine_as_it_does_behind_a_server(
 def test_an_idle_engine_looks_after_its_pages_and_scales(
     sync: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvant.engine.idle_audits.AFTER_SECONDS", 0.01)
-    monkeypatch.setattr("kvant.engine.worker.AFTER_SECONDS", 0.01)
+    monkeypatch.setattr("kvant.engine.driver.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("kvant.engine.worker.IDLE_SECONDS", 0.01)
     llm = AsyncLLM.from_llm(sync)
-    audits = llm._worker._audits
+    audits = llm._worker._driver
 
     async def scenario() -> None:
         await result_of(llm.generate("Hello", GREEDY))

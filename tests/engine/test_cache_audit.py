@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kvant.engine import cache_audit
+from kvant.engine.driver import Driver
 from kvant.engine.engine import Engine
 from kvant.execution.runner import ModelRunner
 from kvant.kv.format import ScalePlace
 from kvant.kv.pool import KVPool
 from kvant.kv.scale_audit import ScaleAudit
-from kvant.server.engine_loop import EngineLoop
-from kvant.server.messages import Report, Sampling, Submit
+from kvant.sampling.sampling_params import SamplingParams
 from tests.engine.equality import Bench, run
 from tests.engine.test_equality import LONG, make
 from tests.models import tiny
@@ -188,21 +188,22 @@ def test_formats_without_scales_have_nothing_to_look_at(path: Path) -> None:
 def test_an_idle_server_counts_and_logs_it(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvant.engine.idle_audits.AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("kvant.engine.driver.IDLE_SECONDS", 0.0)
     engine = make(path, "int8_per_token_head", "float64").engine(caching=True)
-    loop = EngineLoop(engine)
-    loop.take(Submit(1, tuple(PROMPT), Sampling(temperature=0.0, max_tokens=2), ""))
+    driver = Driver[int](engine)
+    driver.submit(1, PROMPT, SamplingParams(temperature=0.0, max_tokens=2))
 
-    def idle() -> Report:
+    def idle() -> int:
         while engine.has_work:
-            loop.step()
-        return [loop.step() for _ in range(3)][-1]
+            driver.step()
+        for _ in range(3):
+            driver.step()
+        return driver.num_scale_faults
 
-    report = idle()
-    assert report.num_scale_audits > 0
-    assert report.num_scale_faults == 0
+    assert idle() == 0
+    assert driver.num_scale_audits > 0
     flip(scale_planes(pool_of(engine))[0][1], 30)
     with caplog.at_level(logging.ERROR):
-        assert idle().num_scale_faults == 1
+        assert idle() == 1
     assert "page 1 has other scales" in caplog.text
     assert engine.stats.num_idle_pages == 0

@@ -55,7 +55,7 @@ def test_the_files_values_hold_and_do_sample_false_is_greedy(
         ),
         ('{"top_k": 9223372036854775808, "min_p": 0.1}', {"min_p": 0.1}, ["top_k"]),
         ('{"top_k": true, "repetition_penalty": NaN}', {}, ["top_k", "repetition_penalty"]),
-        ("[1]", {}, ["no JSON object"]),
+        ("[1]", {}, ["not a JSON object"]),
         ('{"temperature"', {}, ["cannot be read"]),
         ("\x00\x80", {}, ["cannot be read"]),
         ("[" * 100_000, {}, ["cannot be read"]),

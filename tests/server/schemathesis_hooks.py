@@ -25,7 +25,7 @@ CONTRADICTIONS = (
     r"the chat template writes its own special tokens",
     r"prompt_logprobs are not offered while streaming",
     r"max_tokens 0 needs echo or prompt_logprobs",
-    r"n answers of no tokens make no sense",
+    r"n must be 1 when max_tokens is 0",
     r"log-probabilities of so many prompt tokens are \d+ numbers",
     r"(min_tokens|ignore_eos) contradicts ",
     r"what this request allows and forbids leaves no token to go on with",

@@ -12,7 +12,7 @@ from kvant.server.messages import Failure, Piece
 def test_what_waits_for_a_slow_reader_is_bounded() -> None:
     channel = Channel(10_000)
     for _ in range(1000):
-        channel.put(Piece(1, "x" * 100, 1))
+        channel.put(Piece(1, "x" * 100, (1,)))
     assert channel.overflowed
     assert 0 < len(channel.take()) < 30
     last = Failure(1, "engine_died", "the end is told all the same")
@@ -23,7 +23,7 @@ def test_what_waits_for_a_slow_reader_is_bounded() -> None:
 def test_a_reader_that_keeps_up_never_overflows() -> None:
     channel = Channel(10_000)
     for _ in range(1000):
-        channel.put(Piece(1, "x" * 100, 1))
+        channel.put(Piece(1, "x" * 100, (1,)))
         assert len(channel.take()) == 1
     assert not channel.overflowed
 
@@ -34,7 +34,7 @@ def test_a_wait_ends_with_an_event_or_when_its_time_has_come() -> None:
         loop, begun = asyncio.get_running_loop(), time.monotonic()
         found: list[Event] = []
         for place in range(3):
-            loop.call_later(0.01 * (1 + place), channel.put, Piece(place, "x", 1))
+            loop.call_later(0.01 * (1 + place), channel.put, Piece(place, "x", (1,)))
         until = begun + 0.1
         while time.monotonic() < until:
             if news := channel.take():
@@ -52,7 +52,7 @@ def test_a_wait_ends_with_an_event_or_when_its_time_has_come() -> None:
 def test_a_reader_that_waits_learns_that_its_channel_has_overflowed() -> None:
     async def scenario() -> None:
         channel = Channel(100)
-        asyncio.get_running_loop().call_soon(channel.put, Piece(1, "x" * 100, 1))
+        asyncio.get_running_loop().call_soon(channel.put, Piece(1, "x" * 100, (1,)))
         await asyncio.wait_for(channel.wait(time.monotonic() + 60), 5)
         assert channel.overflowed
         channel.close()

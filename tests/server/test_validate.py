@@ -60,7 +60,7 @@ def test_no_body_gets_anything_but_a_request_or_an_api_error(body: dict[str, Any
             assert statuses <= {400, 404}
             continue
         assert 1 <= found.num_sequences <= LIMITS.sequences
-        found.sampling.params()
+        assert found.sampling.n == found.n
 
 
 @given(st.binary(max_size=300))
@@ -134,13 +134,13 @@ def test_a_server_may_be_told_to_take_smaller_forms() -> None:
 
 def test_the_models_defaults_apply_where_a_request_does_not_say() -> None:
     silent = read_completion(b'{"prompt":"a"}', LIMITS, FACTS)
-    assert silent.sampling.params() == FACTS.defaults
+    assert silent.sampling == FACTS.defaults
     spoken = read_completion(b'{"prompt":"a","temperature":0}', LIMITS, FACTS)
-    assert spoken.sampling.params() == SamplingParams(temperature=0, top_p=0.9)
+    assert spoken.sampling == SamplingParams(temperature=0, top_p=0.9)
     null = read_chat(
         b'{"messages":[{"role":"user","content":"a"}],"temperature":null,"top_p":1}', LIMITS, FACTS
     )
-    assert null.sampling.params() == SamplingParams(temperature=0.5, max_tokens=None)
+    assert null.sampling == SamplingParams(temperature=0.5, max_tokens=None)
 
 
 def test_large_wrong_bodies_are_refused_quickly() -> None:

@@ -109,8 +109,8 @@ class AsyncLLM:
     Arguments are those of `LLM`. Everything that is asked at the same time runs in one batch, stepped
     by one thread, which also loads the model: `progress` is called there, and the constructor waits.
     Methods can be called from any event loop of any thread. A step that fails costs those who took part
-    an EngineFault; several in a row end the engine (`kvant.engine.failed_steps`), and everybody who
-    waits is told.
+    an EngineFault; several in a row end the engine (`kvant.engine.driver`), and every
+    reader is told.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The one thread that steps an engine for asynchronous programs.
+"""The thread that drives an engine for asynchronous programs.
 
-Whoever wants something posts a command; answers go to mailboxes, each read in the event loop of its
-reader. Between two steps all commands that have come are carried out, so that requests of any number
-of tasks and loops run in one batch, and a cancelled one has its pages back before the next step.
+Any thread posts commands. Answers go to mailboxes, and each mailbox is read in the event loop of its
+reader. All waiting commands are carried out between two steps. So requests of any number of tasks and
+loops run in one batch, and a cancelled request releases its pages before the next step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from kvant.engine.failed_steps import FailedSteps
-from kvant.engine.idle_audits import AFTER_SECONDS, IdleAudits
+from kvant.engine.driver import IDLE_SECONDS, Driver, Event
 from kvant.engine.result import EngineStats, Progress
 from kvant.errors import EngineFault, KvantError, RequestError
 from kvant.plan.device import chosen_gpu, work_on
@@ -34,7 +33,7 @@ News = Progress | KvantError
 
 
 class Mailbox:
-    """What one request has to say. Filled by the worker, read in one event loop."""
+    """One request's news. The worker fills it; one event loop reads it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -43,13 +42,13 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, news: News) -> None:
-        """In the reader's loop only."""
+        """Call only in the reader's loop."""
         self._news.append(news)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> Progress:
-        """The next piece; raises what went wrong instead."""
+        """Returns the next piece, or raises the error that ended the request."""
         while not self._news:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -68,9 +67,9 @@ def _put_all(letters: Letters) -> None:
 
 
 def post(loop: asyncio.AbstractEventLoop, letters: Letters) -> bool:
-    """To mailboxes of one loop, from any thread. False if it is closed: nobody listens any more.
+    """Delivers to mailboxes of one loop, from any thread. Returns False if the loop is closed.
 
-    All at once: to wake a loop is a system call.
+    All letters go at once, because waking a loop is a system call.
     """
     try:
         loop.call_soon_threadsafe(_put_all, letters)
@@ -89,21 +88,21 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request if it has not ended; its mailbox gets the result so far."""
+    """Ends a request that has not ended; its mailbox gets the result so far."""
 
     mailbox: Mailbox
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Cancel everything and end the thread."""
+    """Cancels everything and ends the thread."""
 
 
 Command = Submit | Cancel | Stop
 
 
 class Worker:
-    """Owns the engine from `start` on: nobody else may touch it. Its methods may be called from anywhere."""
+    """Owns the engine from `start` on; nothing else may touch it. All methods are thread-safe."""
 
     stats: EngineStats
 
@@ -112,14 +111,12 @@ class Worker:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._ending = threading.Lock()
         self._ended = False
-        self._mailboxes: dict[int, Mailbox] = {}  # by the engine's number
-        self._numbers: dict[Mailbox, int] = {}
 
     def start(self, make: Callable[[], Engine]) -> None:
-        """Have the thread make its engine; raises what `make` raises, and the thread has ended then.
+        """Makes the engine in the new thread. Raises what `make` raises; the thread has ended then.
 
-        In the thread that steps, since what a library prepares may be a thread's own: torch keeps cuDNN's
-        plans of attention so, and each that is missing takes 27 ms of the step that needs it.
+        The engine is made in the thread that steps it, because libraries keep state per thread. Torch's
+        cuDNN attention plans are an example: each missing plan adds 27 ms to the step that needs it.
         """
         made: Future[None] = Future()
         self._thread = threading.Thread(
@@ -129,23 +126,23 @@ class Worker:
         try:
             made.result()
         except BaseException:
-            self._commands.put(Stop())  # whoever interrupts does not wait for the engine to be made
+            self._commands.put(Stop())  # an interrupt does not wait until the engine is made
             raise
 
     def submit(self, submit: Submit) -> None:
-        """RequestError if the thread has ended, or been told to."""
+        """Raises RequestError if the thread has ended or was told to end."""
         with self._ending:
             if self._ended:
                 raise RequestError("this AsyncLLM is closed, or its engine has failed")
             self._commands.put(submit)
 
     def cancel(self, mailbox: Mailbox) -> None:
-        """Also before its request is submitted; does nothing to one that has ended."""
+        """May be called before the request is submitted; does nothing to a request that has ended."""
         mailbox.cancelled = True
         self._commands.put(Cancel(mailbox))
 
     def stop(self) -> None:
-        """Cancel everything, and return when the thread has ended."""
+        """Cancels everything and returns when the thread has ended."""
         self._commands.put(Stop())
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -155,35 +152,25 @@ class Worker:
     def _run(self, make: Callable[[], Engine], made: Future[None], gpu: int | None) -> None:
         try:
             work_on(gpu)
-            self._engine = make()
-            self._audits = IdleAudits(self._engine)
-            self._failed = FailedSteps(self._engine)
-            self.stats = self._engine.stats
+            self._driver: Driver[Mailbox] = Driver(make())
+            self.stats = self._driver.engine.stats
         except BaseException as fault:
             made.set_exception(fault)
             return
         made.set_result(None)
         try:
             while self._take_commands():
-                if self._engine.has_work:
-                    self._audits.worked()
-                    try:
-                        self._deliver(self._engine.step())
-                        self._failed.in_a_row = 0
-                    except Exception:
-                        self._failed.survive(self._mailboxes, self._tell_failed)
-                else:
-                    self._audits.rest()
-                self.stats = self._engine.stats
+                self._deliver(self._driver.step())
+                self.stats = self._driver.engine.stats
         except BaseException as fault:
             _log.exception("the engine's thread ends")
             self._give_up(fault)
 
     def _take_commands(self) -> bool:
-        """Carry out what has come, waiting a while for it if there is nothing to do. False: to end."""
-        while not self._engine.has_work or not self._commands.empty():
+        """Carries out waiting commands; waits for one if the engine is idle. Returns False to end."""
+        while not self._driver.has_work or not self._commands.empty():
             try:
-                command = self._commands.get(timeout=AFTER_SECONDS)
+                command = self._commands.get(timeout=IDLE_SECONDS)
             except Empty:
                 return True
             match command:
@@ -194,8 +181,18 @@ class Worker:
                 case Stop():
                     self._end()
                     return False
-            self.stats = self._engine.stats
+            self.stats = self._driver.engine.stats
         return True
+
+    def _submit(self, submit: Submit) -> None:
+        self._driver.submit(submit.mailbox, submit.prompt, submit.params, submit.salt)
+        if submit.mailbox.cancelled:
+            self._cancel(submit.mailbox)
+
+    def _cancel(self, mailbox: Mailbox) -> None:
+        result = self._driver.cancel(mailbox)
+        if result is not None:
+            post(mailbox.loop, [(mailbox, Progress(result.number, (), "", result))])
 
     def _end(self) -> None:
         with self._ending:
@@ -205,81 +202,30 @@ class Worker:
             if isinstance(command, Submit):
                 command.mailbox.cancelled = True
                 self._submit(command)
-        for mailbox in list(self._numbers):
-            self._cancel(mailbox)
-        self.stats = self._engine.stats
+        for key in self._driver.keys:
+            self._cancel(key)
+        self._deliver(self._driver.take_ended())
+        self.stats = self._driver.engine.stats
 
     def _give_up(self, fault: BaseException) -> None:
-        """The engine is not sound any more: nobody is left to wait for it."""
+        """The engine is not sound any more: tells every requester."""
         with self._ending:
             self._ended = True
-        waiting = list(self._mailboxes.values())
+        self._deliver(self._driver.take_ended())
+        waiting = self._driver.keys
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, Submit):
                 waiting.append(command.mailbox)
         for mailbox in waiting:
             post(mailbox.loop, [(mailbox, EngineFault(f"the engine has ended: {fault}"))])
-        self._mailboxes.clear()
-        self._numbers.clear()
 
-    def _submit(self, submit: Submit) -> None:
-        try:
-            number = self._engine.submit(submit.prompt, submit.params, salt=submit.salt)
-        except RequestError as fault:
-            self._tell(submit.mailbox, fault)
-        except Exception as fault:
-            _log.exception("a request could not be submitted")
-            self._tell(submit.mailbox, _ours(fault))
-        else:
-            self._mailboxes[number] = submit.mailbox
-            self._numbers[submit.mailbox] = number
-            if submit.mailbox.cancelled:
-                self._cancel(submit.mailbox)
-
-    def _cancel(self, mailbox: Mailbox) -> None:
-        number = self._numbers.pop(mailbox, None)
-        if number is None:
-            return
-        del self._mailboxes[number]
-        result = self._engine.cancel(number)
-        if result is not None:
-            self._tell(mailbox, Progress(number, (), "", result))
-
-    def _deliver(self, pieces: list[Progress]) -> None:
+    def _deliver(self, events: list[Event[Mailbox]]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, Letters] = {}
-        for piece in pieces:
-            mailbox = self._mailboxes.get(piece.number)
-            if mailbox is None:
-                continue
-            news: News = piece
-            if piece.result is not None:
-                self._forget(piece.number)
-                news = piece.result.error or piece
+        for job, news in events:
+            mailbox = job.key
             by_loop.setdefault(mailbox.loop, []).append((mailbox, news))
         for loop, letters in by_loop.items():
-            self._tell_all(loop, letters)
-
-    def _tell_failed(self, number: int) -> None:
-        self._tell(self._forget(number), EngineFault("the step that ran this request failed"))
-
-    def _forget(self, number: int) -> Mailbox:
-        mailbox = self._mailboxes.pop(number)
-        del self._numbers[mailbox]
-        return mailbox
-
-    def _tell(self, mailbox: Mailbox, news: News) -> None:
-        self._tell_all(mailbox.loop, [(mailbox, news)])
-
-    def _tell_all(self, loop: asyncio.AbstractEventLoop, letters: Letters) -> None:
-        if post(loop, letters):
-            return
-        for mailbox, _ in letters:
-            number = self._numbers.get(mailbox)
-            if number is not None:
-                self._engine.cancel(number)
-                self._forget(number)
-
-
-def _ours(fault: Exception) -> EngineFault:
-    return EngineFault(f"the engine failed on this request: {fault!r}")
+            if not post(loop, letters):  # closed: nothing reads these answers any more
+                for mailbox, _ in letters:
+                    self._driver.cancel(mailbox)

@@ -1,10 +1,9 @@
-"""How a checkpoint wants its tokens chosen where nobody says: generation_config.json, for every surface.
+"""A checkpoint's own sampling defaults: generation_config.json, read the same way everywhere.
 
-What a request says holds; what it does not say is as the model's file has it; what neither says is
-`SamplingParams`' own: temperature 1 and no filters, as in OpenAI's API. `do_sample` false is the file's
-way of writing temperature 0; true or missing, it changes nothing: transformers would read values without
-it as greedy, but whoever writes a temperature means it. End-of-sequence tokens, which the file names too,
-are the loaded model's (`LoadedModel.eos_token_ids`).
+A request's own value wins. Next comes the model's file. Last comes `SamplingParams`' default:
+temperature 1 and no filters, as in OpenAI's API. `do_sample: false` in the file means temperature 0.
+`do_sample: true` or a missing `do_sample` changes nothing, because a file that names a temperature means
+it. End-of-sequence tokens of the same file belong to the loaded model (`LoadedModel.eos_token_ids`).
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvant.errors import RequestError
-from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.sampling_params import PARAMS, SamplingParams
 
-_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_FIELDS = tuple(name for name, param in PARAMS.items() if param.from_model)
 _log = logging.getLogger(__name__)
 
 
 def recommended_params(path: Path) -> SamplingParams:
-    """Of the model directory `path`, for requests that say nothing.
+    """Returns the defaults of the model directory `path`.
 
-    A recommendation is nobody's request: what cannot be read, or cannot be, is left out with a warning.
+    Unreadable files and impossible values are skipped with a warning: a default is not a request.
     """
     params = SamplingParams()
     try:
@@ -32,10 +31,10 @@ def recommended_params(path: Path) -> SamplingParams:
     except FileNotFoundError:
         return params
     except (OSError, ValueError, RecursionError) as fault:
-        _log.warning("generation_config.json cannot be read and is left out: %s", fault)
+        _log.warning("generation_config.json cannot be read and is ignored: %s", fault)
         return params
     if not isinstance(said, dict):
-        _log.warning("generation_config.json is no JSON object and is left out")
+        _log.warning("generation_config.json is not a JSON object and is ignored")
         return params
     if said.get("do_sample") is False:
         said["temperature"] = 0.0
@@ -45,12 +44,12 @@ def recommended_params(path: Path) -> SamplingParams:
         try:
             params = replace(params, **{name: said[name]})
         except RequestError as fault:
-            _log.warning("generation_config.json: %s; it is left out", fault)
+            _log.warning("generation_config.json: %s; this value is ignored", fault)
     return params
 
 
 def recommendation(params: SamplingParams) -> str:
-    """What a model recommends, for people: "temperature 0.6, top_k 20"; empty where it says nothing."""
+    """Returns a model's defaults as text, such as "temperature 0.6, top_k 20", or an empty string."""
     neutral = SamplingParams()
     return ", ".join(
         f"{name} {getattr(params, name):g}"

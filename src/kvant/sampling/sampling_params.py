@@ -1,11 +1,17 @@
-"""How one request wants its tokens chosen, checked once and frozen."""
+"""How one request wants its tokens chosen: checked once, then frozen.
+
+`SamplingParams` is the one declaration of every parameter. The HTTP body, the message to the engine
+process and the command line's flags follow from its fields.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from kvant.errors import RequestError
 from kvant.sampling.structured_outputs import StructuredOutputs
@@ -17,68 +23,158 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
-_SEEDS = range(-(2**63), 2**63)
+INT64 = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter's declaration, beside its type and default.
+
+    help: one line for people. low, high: inclusive bounds; with above_low, `low` itself is refused.
+    client_high: a lower upper bound for HTTP clients, as in OpenAI's API. from_model: a checkpoint's
+    generation_config.json may set the default. has_flag: the commands that generate offer a flag.
+    needs_text: only a model with a tokenizer can serve it.
+    """
+
+    help: str
+    low: float = -math.inf
+    high: float = math.inf
+    above_low: bool = False
+    client_high: float | None = None
+    from_model: bool = False
+    has_flag: bool = False
+    needs_text: bool = False
+
+
+def _param(default: Any, help: str, **details: Any) -> Any:
+    return field(default=default, metadata={"param": Param(help, **details)})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What a request asks beside its prompt. RequestError, naming the field, for a wrong value.
+    """What a request asks beside its prompt. Raises RequestError, which names the field, for a wrong value.
 
-    Order: structured_outputs, allowed_token_ids, bad_words, logit_bias, min_tokens, repetition,
-    frequency and presence penalty (all of them act on greedy choices too), then temperature, min_p,
-    top_k, top_p; each acts on what the one before left.
+    The order of application is: structured_outputs, allowed_token_ids, bad_words, logit_bias, min_tokens,
+    repetition, frequency and presence penalty, temperature, min_p, top_k, top_p. Each step acts on the
+    result of the step before it. All steps before temperature also affect greedy choices.
 
-    n: answers to the one prompt; see `choices`.
-    presence_penalty: taken off the logit of every token that the answer has already.
-    frequency_penalty: the same, times how often the answer has it.
-    repetition_penalty: positive logits of tokens that prompt or answer have are divided by it, negative
-        ones multiplied; 1 changes nothing.
+    n: number of answers to the prompt; see `choices`.
     temperature: 0 takes the likeliest token (the smallest id among equals) and ignores the filters.
-    top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-    top_p: keep the likeliest tokens that together reach this probability.
-    min_p: keep tokens at least this fraction as likely as the likeliest.
-    seed: with it the same request gives the same tokens at any time and in any company; None draws one.
-    max_tokens: new tokens at most; None goes on to the end of the context. 0 only computes the prompt,
-        and needs prompt_logprobs.
-    min_tokens: no end of any kind before so many new tokens.
-    stop: strings that end the answer; they are not part of it unless include_stop_str_in_output.
-    stop_token_ids: tokens that end the answer, beside the model's own end-of-sequence tokens.
-    logit_bias: added to the logits of these token ids, from -100 to 100. A mapping, kept as pairs.
-    bad_words: texts whose tokens the answer never has in a row, with a space before them or without.
-    allowed_token_ids: the only tokens an answer may have. Without an end-of-sequence token among them
-        it goes on to max_tokens.
-    structured_outputs: the form that the answer must have. It ends when it is complete, and cannot be
-        combined with min_tokens or ignore_eos, which contradict that.
-    ignore_eos: an end-of-sequence token is emitted like any other and generation goes on.
-    skip_special_tokens: leave special tokens out of the text (they stay in token_ids).
-    logprobs: also report each token's log-probability and those of so many likeliest tokens, as the
-        model has them, before anything above acts; None reports nothing.
-    prompt_logprobs: the same for the tokens of the prompt, None for the first of them. Such a request
-        computes its whole prompt and takes nothing from the prefix cache; others find what it computed.
+    top_k: keeps the k likeliest tokens; 0 or -1 keeps all.
+    top_p: keeps the likeliest tokens whose probabilities reach this sum.
+    min_p: keeps tokens that are at least this fraction as likely as the likeliest one.
+    presence_penalty: subtracted from the logit of every token that the answer already contains.
+    frequency_penalty: the same, multiplied by the number of occurrences in the answer.
+    repetition_penalty: divides positive logits and multiplies negative logits of tokens that the prompt
+        or the answer contains; 1 changes nothing.
+    seed: makes the same request return the same tokens, whatever runs beside it. None draws a seed.
+    max_tokens: maximum number of new tokens. None continues to the end of the context. 0 only computes
+        the prompt and needs prompt_logprobs.
+    min_tokens: minimum number of new tokens before the answer may end.
+    stop: strings that end the answer. The text excludes them unless include_stop_str_in_output is set.
+    stop_token_ids: tokens that end the answer, in addition to the model's end-of-sequence tokens.
+    ignore_eos: treats end-of-sequence tokens like any other token.
+    logit_bias: added to the logits of these token ids, from -100 to 100. A mapping, stored as pairs.
+    bad_words: texts whose token sequences never appear in the answer, with or without a leading space.
+    allowed_token_ids: the only tokens that an answer may contain. Without an end-of-sequence token among
+        them, the answer continues to max_tokens.
+    structured_outputs: the form of the answer. The answer ends when the form is complete, so it cannot be
+        combined with min_tokens or ignore_eos.
+    skip_special_tokens: leaves special tokens out of the text; they remain in token_ids.
+    logprobs: returns the log-probability of each token and of this many likeliest tokens, computed from
+        the model's own logits. None returns nothing.
+    prompt_logprobs: the same for the prompt's tokens; None for the first one. Such a request computes its
+        whole prompt and takes nothing from the prefix cache.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | tuple[str, ...] | list[str] = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
-    ignore_eos: bool = False
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[str, ...] | list[str] = ()
-    allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    n: int = _param(
+        1,
+        "Answers to each prompt; with --seed, answer i is drawn with SEED + i.",
+        low=1,
+        high=MAX_N,
+        has_flag=True,
+    )
+    temperature: float = _param(
+        1.0,
+        "0 takes the likeliest token.",
+        low=0.0,
+        client_high=2.0,
+        from_model=True,
+        has_flag=True,
+    )
+    top_k: int = _param(
+        0,
+        "Keep the k likeliest tokens.",
+        low=-1,
+        high=INT64 - 1,
+        from_model=True,
+        has_flag=True,
+    )
+    top_p: float = _param(
+        1.0,
+        "Keep the likeliest tokens that reach this probability.",
+        low=0.0,
+        high=1.0,
+        above_low=True,
+        from_model=True,
+        has_flag=True,
+    )
+    min_p: float = _param(
+        0.0,
+        "Keep tokens at least this fraction as likely as the likeliest.",
+        low=0.0,
+        high=1.0,
+        from_model=True,
+        has_flag=True,
+    )
+    presence_penalty: float = _param(
+        0.0,
+        "Subtracted from the logits of tokens in the answer, -2 to 2.",
+        low=-2.0,
+        high=2.0,
+        has_flag=True,
+    )
+    frequency_penalty: float = _param(
+        0.0,
+        "The same, times the number of occurrences.",
+        low=-2.0,
+        high=2.0,
+        has_flag=True,
+    )
+    repetition_penalty: float = _param(
+        1.0,
+        "Above 1: tokens of the prompt and the answer become less likely.",
+        low=0.01,
+        high=100.0,
+        from_model=True,
+        has_flag=True,
+    )
+    seed: int | None = _param(
+        None, "The same seed gives the same answer.", low=-INT64, high=INT64 - 1, has_flag=True
+    )
+    max_tokens: int | None = _param(16, "Maximum number of new tokens.", low=0)
+    min_tokens: int = _param(0, "Minimum number of new tokens.", low=0)
+    stop: str | Sequence[str] = _param(
+        (), "End the answer before this text; may be repeated.", has_flag=True, needs_text=True
+    )
+    stop_token_ids: Sequence[int] = _param((), "Token ids that end the answer.")
+    ignore_eos: bool = _param(False, "Continue after the end of the text.", has_flag=True)
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = _param(
+        (), "Added to the logits of these token ids, -100 to 100."
+    )
+    bad_words: Sequence[str] = _param((), "Texts that the answer never contains.", needs_text=True)
+    allowed_token_ids: Sequence[int] | None = _param(None, "The only tokens of the answer.")
+    structured_outputs: StructuredOutputs | None = _param(  # noqa: RUF009
+        None, "The form of the answer.", needs_text=True
+    )
+    skip_special_tokens: bool = _param(True, "Leave special tokens out of the text.")
+    include_stop_str_in_output: bool = _param(False, "Keep the stop string in the text.")
+    logprobs: int | None = _param(
+        None, "Log-probabilities of this many likeliest tokens.", low=0, high=MAX_LOGPROBS
+    )
+    prompt_logprobs: int | None = _param(
+        None, "The same for the tokens of the prompt.", low=0, high=MAX_LOGPROBS
+    )
 
     def __post_init__(self) -> None:
         # Lists are friendly to write and tuples cannot change: the one conversion at the edge.
@@ -92,45 +188,35 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _tuple_of(self.allowed_token_ids, int, "allowed_token_ids")
             object.__setattr__(self, "allowed_token_ids", allowed)
-        self._check_numbers()
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(
-                    f"{name} is {getattr(self, name)!r}, not True or False", param=name
-                )
+        self._check_scalars()
+        self._check_lengths()
         _check_texts("stop", self.stop_strings, MAX_STOPS, MAX_STOP_CHARS)
         _check_texts("bad_words", self.bad_texts, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name, ids in self.token_ids.items():
             if any(token < 0 for token in ids):
-                raise RequestError(f"{name} holds a negative id", param=name)
+                raise RequestError(f"{name} contains a negative id", param=name)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids allows nothing", param="allowed_token_ids")
+            raise RequestError("allowed_token_ids is empty", param="allowed_token_ids")
         self._check_structured()
 
-    def _check_numbers(self) -> None:
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _count("n", self.n, 1, MAX_N)
-        _count("top_k", self.top_k, -1, 2**63 - 1)
-        _count("min_tokens", self.min_tokens, 0)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _count(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if self.max_tokens is not None:
-            _count("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0)
-            if self.max_tokens == 0 and self.n > 1:
-                raise RequestError("n answers of no tokens make no sense", param="n")
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
-                    param="min_tokens",
-                )
-        if self.seed is not None:
-            _count("seed", self.seed, _SEEDS.start, _SEEDS.stop - 1)
+    def _check_scalars(self) -> None:
+        for name, check in _SCALARS:
+            value = getattr(self, name)
+            if value is not None or not check.optional:
+                check(name, value)
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is None:
+            return
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError("max_tokens is 0; it must be at least 1", param="max_tokens")
+        if self.max_tokens == 0 and self.n > 1:
+            raise RequestError("n must be 1 when max_tokens is 0", param="n")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
+                param="min_tokens",
+            )
 
     def _check_structured(self) -> None:
         asked = self.structured_outputs
@@ -168,18 +254,18 @@ class SamplingParams:
 
     @property
     def token_ids(self) -> dict[str, tuple[int, ...]]:
-        """Every token id that the parameters name, by field: whoever knows the vocabulary checks them."""
+        """Every token id in the parameters, by field. They are not yet checked against the vocabulary."""
         return {
             "stop_token_ids": tuple(self.stop_token_ids),
             "logit_bias": tuple(token for token, _ in self.bias_pairs),
             "allowed_token_ids": tuple(self.allowed_token_ids or ()),
         }
 
-    def choices(self) -> tuple[SamplingParams, ...]:
-        """One set of parameters for each of the n answers.
+    def choices(self, *, share_prompt: bool = True) -> tuple[SamplingParams, ...]:
+        """Returns one set of parameters for each of the n answers.
 
-        Answer i is drawn with seed + i, wrapped at 64 bits. The prompt's log-probabilities are the
-        same for all, so only the first computes them.
+        Answer i is drawn with seed + i, wrapped at 64 bits. The prompt's log-probabilities are the same
+        for all answers, so only the first one computes them, unless share_prompt is False.
         """
         first = replace(self, n=1)
         if self.n == 1:
@@ -190,7 +276,7 @@ class SamplingParams:
                 replace(
                     first,
                     seed=None if self.seed is None else seed_of_choice(self.seed, index),
-                    prompt_logprobs=None,
+                    prompt_logprobs=None if share_prompt else self.prompt_logprobs,
                 )
                 for index in range(1, self.n)
             ),
@@ -202,17 +288,18 @@ class SamplingParams:
 
 
 def seed_of_choice(seed: int, index: int) -> int:
-    """The seed of answer `index` of a request with this seed: seed + index, wrapped at 64 bits."""
-    return (seed + index + 2**63) % 2**64 - 2**63
+    """Returns seed + index, wrapped at 64 bits."""
+    return (seed + index + INT64) % (2 * INT64) - INT64
 
 
 def _check_texts(name: str, texts: tuple[str, ...], most: int, most_chars: int) -> None:
     if len(texts) > most:
-        raise RequestError(f"{name}: {len(texts)} texts, at most {most} are allowed", param=name)
+        raise RequestError(f"{name} has {len(texts)} texts; the limit is {most}", param=name)
     for text in texts:
         if not 0 < len(text) <= most_chars:
             raise RequestError(
-                f"{name}: a text has 1 to {most_chars} characters, not {len(text)}", param=name
+                f"{name}: a text must have 1 to {most_chars} characters, not {len(text)}",
+                param=name,
             )
 
 
@@ -222,7 +309,7 @@ def _bias(given: object) -> tuple[tuple[int, float], ...]:
         raise RequestError("logit_bias maps token ids to numbers", param="logit_bias")
     if len(items) > MAX_LOGIT_BIAS:
         raise RequestError(
-            f"logit_bias has {len(items)} entries, at most {MAX_LOGIT_BIAS} are allowed",
+            f"logit_bias has {len(items)} entries; the limit is {MAX_LOGIT_BIAS}",
             param="logit_bias",
         )
     found: dict[int, float] = {}
@@ -231,8 +318,8 @@ def _bias(given: object) -> tuple[tuple[int, float], ...]:
             raise RequestError("logit_bias maps token ids to numbers", param="logit_bias")
         token, value = item
         if isinstance(token, bool) or not isinstance(token, int):
-            raise RequestError(f"logit_bias: {token!r} is no token id", param="logit_bias")
-        _number("logit_bias", value, -100.0, 100.0)
+            raise RequestError(f"logit_bias: {token!r} is not a token id", param="logit_bias")
+        _BIAS("logit_bias", value)
         found[token] = float(value)
     return tuple(sorted(found.items()))
 
@@ -242,27 +329,67 @@ def _tuple_of(items: object, kind: type, name: str) -> tuple[object, ...]:
         raise RequestError(f"{name} is a {type(items).__name__}, not a list", param=name)
     for item in items:
         if not isinstance(item, kind) or isinstance(item, bool):
-            raise RequestError(f"{name} holds {item!r}, which is no {kind.__name__}", param=name)
+            raise RequestError(
+                f"{name} contains {item!r}, which is not a {kind.__name__}", param=name
+            )
     return tuple(items)
 
 
-def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not abs(value) <= sys.float_info.max  # NaN, infinity, or an int beyond every float
-    ):
-        raise RequestError(f"{name} is {value!r}, not a number", param=name)
-    if not low <= value <= high or (above_low and value == low):
-        bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-        if above_low:
-            bounds = f"above {low:g} and at most {high:g}"
-        raise RequestError(f"{name} is {value}; it must be {bounds}", param=name)
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """The check of one number or switch. kind: bool, int or float."""
+
+    kind: type
+    optional: bool
+    param: Param
+
+    def __call__(self, name: str, value: object) -> None:
+        """Raises RequestError, which names the field, for a value of another type or out of bounds."""
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} is {value!r}, not True or False", param=name)
+            return
+        wanted = int if self.kind is int else int | float
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, wanted)
+            # NaN, infinity, or an int beyond every float
+            or (self.kind is float and not abs(value) <= sys.float_info.max)
+        ):
+            noun = "a whole number" if self.kind is int else "a number"
+            raise RequestError(f"{name} is {value!r}, not {noun}", param=name)
+        low, high, above = self.param.low, self.param.high, self.param.above_low
+        if not low <= value <= high or (above and value == low):
+            raise RequestError(
+                f"{name} is {value}; it must be {_bounds(low, high, above)}", param=name
+            )
 
 
-def _count(name: str, value: object, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {value!r}, not a whole number", param=name)
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} is {value}; it must be {bounds}", param=name)
+def _bounds(low: float, high: float, above_low: bool) -> str:
+    first, last = (x if isinstance(x, int) else f"{x:g}" for x in (low, high))
+    if above_low:
+        return f"above {first} and at most {last}"
+    return f"at least {first}" if high == math.inf else f"between {first} and {last}"
+
+
+PARAMS: Mapping[str, Param] = {one.name: one.metadata["param"] for one in fields(SamplingParams)}
+"""Every parameter's declaration, by name."""
+
+TYPES: Mapping[str, Any] = typing.get_type_hints(SamplingParams)
+"""Every parameter's type, by name."""
+
+
+def scalar_type(name: str) -> type | None:
+    """bool, int or float; None for a parameter of another type. Whether None is allowed does not matter."""
+    for kind in (bool, int, float):
+        if TYPES[name] in (kind, kind | None):
+            return kind
+    return None
+
+
+_SCALARS = tuple(
+    (name, _Scalar(kind, TYPES[name] != kind, param))
+    for name, param in PARAMS.items()
+    if (kind := scalar_type(name)) is not None
+)
+_BIAS = _Scalar(float, False, Param("", -100.0, 100.0))

@@ -6,7 +6,7 @@ Pure data, checked for size where it is made; whether it compiles is found out b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvant.errors import RequestError
@@ -56,7 +56,7 @@ class StructuredOutputs:
     json: str | Mapping[str, object] | None = None
     json_object: bool = False
     regex: str | None = None
-    choice: tuple[str, ...] | list[str] | None = None
+    choice: Sequence[str] | None = None
     grammar: str | None = None
     asked_as: str = field(default="structured_outputs", compare=False)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvant.engine.tokenizing import Tokenizing
-from kvant.server.messages import Logprobs, Piece
+from kvant.scheduling.request import TokenLogprobs
+from kvant.server.messages import Piece
 from kvant.server.service import Running, Sequence
 from kvant.server.validate import Generation
 
@@ -109,14 +110,14 @@ class Shape:
 
     # -- log-probabilities ---------------------------------------------------------------------
 
-    def _logprobs(self, sequence: Sequence, fresh: Items[Logprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, sequence: Sequence, fresh: Items[TokenLogprobs]) -> dict[str, Any] | None:
         """Of the tokens that are shown now."""
         num_top = self.generation.sampling.logprobs
         if num_top is None:
             return None
         if self.chat:
             return self._chat_logprobs(fresh) if fresh or not self.generation.stream else None
-        entries: list[tuple[int, Logprobs | None]] = [(one.token_id, one) for one in fresh]
+        entries: list[tuple[int, TokenLogprobs | None]] = [(one.token_id, one) for one in fresh]
         if self.generation.echo and not sequence.begun:
             of_prompt = (None, *(sequence.prompt_logprobs or ()))
             entries = [*zip(sequence.prompt_token_ids, of_prompt, strict=True), *entries]
@@ -124,7 +125,7 @@ class Shape:
             return None
         return self._completion_logprobs(sequence, entries, num_top)
 
-    def _chat_logprobs(self, logprobs: Items[Logprobs]) -> dict[str, Any]:
+    def _chat_logprobs(self, logprobs: Items[TokenLogprobs]) -> dict[str, Any]:
         content = [
             {
                 **self._one(one.token_id, one.logprob),
@@ -135,7 +136,7 @@ class Shape:
         return {"content": content, "refusal": None}
 
     def _completion_logprobs(
-        self, sequence: Sequence, entries: list[tuple[int, Logprobs | None]], num_top: int
+        self, sequence: Sequence, entries: list[tuple[int, TokenLogprobs | None]], num_top: int
     ) -> dict[str, Any]:
         """The first token of a prompt follows nothing and has null."""
         tokens = [self._text(token) for token, _ in entries]

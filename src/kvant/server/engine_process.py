@@ -1,6 +1,7 @@
-"""The engine's process: `python -P -m kvant.server.engine_process ipc://SOCKET`, started by the supervisor.
+"""The engine process: `python -P -m kvant.server.engine_process ipc://SOCKET`, started by the
+supervisor.
 
-Standard input brings the arguments, one line of JSON, and then stays open: its end means that the API
+Standard input brings the settings, one line of JSON, and then stays open. Its end means that the API
 process is gone, and this process ends too. Everything else travels over the socket.
 """
 
@@ -12,21 +13,35 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from kvant.engine.build import BuiltEngine, build_engine
+from kvant.engine.driver import Driver, Event, Job
 from kvant.engine.garbage import search_rarely
-from kvant.errors import KvantError
+from kvant.engine.result import Progress
+from kvant.errors import KvantError, RequestError
 from kvant.plan.config import engine_config
 from kvant.plan.plan_json import plan_json
 from kvant.plan.settings import Settings
-from kvant.server.messages import Fault, FromEngine, Loading, Ready, encode, read_to_engine
-
-if TYPE_CHECKING:
-    from kvant.server.engine_loop import EngineLoop
+from kvant.scheduling.request import FinishReason
+from kvant.server.messages import (
+    Cancel,
+    Failure,
+    Fault,
+    FromEngine,
+    Loading,
+    Piece,
+    Ready,
+    Report,
+    Stats,
+    Submit,
+    Times,
+    ToEngine,
+    encode,
+    read_to_engine,
+)
 
 HEARTBEAT_SECONDS = 0.2
 _log = logging.getLogger(__name__)
@@ -58,34 +73,108 @@ def main(address: str) -> int:
         _log.exception("the engine could not start")  # our own bug, whose place must be known
         return _refuse(socket, Fault(f"the engine could not start: {fault!r}", 1))
     send(ready)
-    from kvant.server.engine_loop import EngineLoop  # with torch, which refusals do without
-
     search_rarely()
-    _serve(EngineLoop(built.engine), socket)
+    _serve(Driver(built.engine), socket)
     return 0
 
 
-def _serve(loop: EngineLoop, socket: zmq.Socket[bytes]) -> None:
-    """Messages, a step, a report; for ever. Faults that are no single request's end it."""
+def _serve(driver: Driver[int], socket: zmq.Socket[bytes]) -> None:
+    """Takes messages, steps and reports, for ever. A fault that is not one request's ends the loop."""
     pause = int(HEARTBEAT_SECONDS * 1000)
     last_report = 0.0
     while True:
-        wait = 0 if loop.engine.has_work or loop.has_news else pause
+        wait = 0 if driver.has_work else pause
         took = False
         while socket.poll(wait):
             wait, took = 0, True
             try:
                 message = read_to_engine(socket.recv())
-            except msgspec.MsgspecError:
-                _log.exception("a message that is none was dropped")
+            except (msgspec.MsgspecError, RequestError):
+                _log.exception("an invalid message was dropped")
                 continue
-            loop.take(message)
-        worked = loop.engine.has_work
-        report = loop.step()
+            take(driver, message)
+        worked = driver.has_work
+        report = report_of(driver, driver.step())
         now = time.monotonic()
-        if took or worked or report.failures or now - last_report > HEARTBEAT_SECONDS / 2:
+        if took or worked or now - last_report > HEARTBEAT_SECONDS / 2:
             last_report = now
             socket.send(encode(report))
+
+
+def take(driver: Driver[int], message: ToEngine) -> None:
+    """Submits or cancels."""
+    match message:
+        case Cancel():
+            for id in message.ids:
+                driver.cancel(id)
+        case Submit():
+            driver.submit(message.id, message.prompt_token_ids, message.sampling, message.salt)
+
+
+def report_of(driver: Driver[int], events: list[Event[int]]) -> Report:
+    """The events of a step and the engine's counters as a message."""
+    pieces: list[Piece] = []
+    failures: list[Failure] = []
+    for job, news in events:
+        if isinstance(news, RequestError):
+            failures.append(Failure(job.key, "refused", str(news), news.param))
+        elif not isinstance(news, Progress):
+            failures.append(Failure(job.key, "engine_fault", _OURS))
+        elif news.result is None and not news.logprobs and news.prompt_logprobs is None:
+            pieces.append(Piece(job.key, news.text, news.token_ids))  # nearly all of them
+        elif news.result is None or news.result.finish_reason is not FinishReason.NUMERICAL_ERROR:
+            pieces.append(_piece(job, news))
+        else:
+            failures.append(Failure(job.key, "numerical_error", _NUMERICAL))
+    stats = driver.engine.stats
+    return Report(
+        Stats(
+            stats.num_running,
+            stats.num_waiting,
+            stats.num_held_pages,
+            stats.num_idle_pages,
+            stats.num_usable_pages,
+            stats.num_steps,
+            stats.num_computed_tokens,
+            stats.num_preemptions,
+            stats.speculation,
+            tuple((one.layer, one.k, one.v) for one in stats.saturated),
+        ),
+        tuple(pieces),
+        tuple(failures),
+        driver.prompt_tokens_per_second,
+        driver.num_tokens,
+        driver.num_audits,
+        driver.num_audit_faults,
+        driver.num_scale_audits,
+        driver.num_scale_faults,
+    )
+
+
+def _piece(job: Job[int], news: Progress) -> Piece:
+    of_prompt = news.prompt_logprobs
+    result = news.result
+    return Piece(
+        job.key,
+        news.text,
+        news.token_ids,
+        news.logprobs,
+        None if of_prompt is None else tuple(one for one in of_prompt if one is not None),
+        None if result is None else result.finish_reason,
+        None if result is None else result.stop_reason,
+        0 if result is None else result.num_cached_tokens,
+        None if result is None else _times(job),
+    )
+
+
+def _times(job: Job[int]) -> Times:
+    """At the end of a job."""
+    first = job.first
+    return Times(job.started - job.submitted, first - job.started, time.monotonic() - first)
+
+
+_OURS = "the engine failed on this request; the server's log has details"
+_NUMERICAL = "the model computed NaN or Inf for this request"
 
 
 def _ready(built: BuiltEngine) -> Ready:

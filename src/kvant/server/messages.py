@@ -1,7 +1,7 @@
-"""What the API process and the engine process say to each other: msgpack, strictly typed, never pickle.
+"""Messages between the API process and the engine process: msgpack, strictly typed, never pickle.
 
-The engine's process reads `ToEngine` and writes `FromEngine`; decoding refuses every unknown field
-and every wrong type. Ids are the API process's own numbers and never repeat, restarts included.
+The engine process reads `ToEngine` and writes `FromEngine`. Decoding refuses wrong types. Ids are
+numbers of the API process; they never repeat, not even after a restart of the engine.
 """
 
 from __future__ import annotations
@@ -11,57 +11,8 @@ from typing import Literal
 import msgspec
 
 from kvant.sampling.sampling_params import SamplingParams
-from kvant.sampling.structured_outputs import StructuredOutputs
-from kvant.scheduling.request import FinishReason
-
-
-class Structured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kvant.sampling.structured_outputs.StructuredOutputs`, field by field."""
-
-    json: str | None = None
-    json_object: bool = False
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
-    asked_as: str = "structured_outputs"
-
-    def checked(self) -> StructuredOutputs:
-        """RequestError, naming `asked_as`, for what is too large or no form at all."""
-        return StructuredOutputs(**msgspec.structs.asdict(self))
-
-
-class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kvant.sampling.sampling_params.SamplingParams`, field by field."""
-
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[str, ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    structured_outputs: Structured | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-    def params(self) -> SamplingParams:
-        """Checked; RequestError names the field at fault."""
-        fields = msgspec.structs.asdict(self)
-        if self.structured_outputs is not None:
-            fields["structured_outputs"] = self.structured_outputs.checked()
-        return SamplingParams(**fields)
+from kvant.scheduling.request import FinishReason, TokenLogprobs
+from kvant.speculative.counts import SpeculationStats
 
 
 class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="submit"):
@@ -69,12 +20,12 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="submi
 
     id: int
     prompt_token_ids: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     salt: str
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
-    """End these, wherever they are; unknown ones are no fault."""
+    """Ends these sequences; unknown ids are ignored."""
 
     ids: tuple[int, ...]
 
@@ -114,19 +65,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fault"
     exit_code: int
 
 
-class Logprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`kvant.scheduling.request.TokenLogprobs`, field by field."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
-
-
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Seconds of one sequence on the engine's clock: until it first ran, then until its first token,
-    then until its end.
-    """
+    """Seconds of one sequence on the engine's clock: waiting, computing the prompt, generating."""
 
     queue: float
     prefill: float
@@ -136,16 +76,16 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """What a step added to one sequence.
 
-    logprobs: of the piece's tokens, where they were asked. prompt_logprobs: with the first piece, where
-    they were asked: of every token of the prompt but its first. The other fields are set with the last
-    piece. num_cached_tokens: of the prompt.
+    logprobs: of these tokens, if they were requested. prompt_logprobs: of every prompt token but the first,
+    with the first piece, if they were requested. The last piece sets the other fields.
+    num_cached_tokens: of the prompt.
     """
 
     id: int
     text: str
-    num_tokens: int
-    logprobs: tuple[Logprobs, ...] = ()
-    prompt_logprobs: tuple[Logprobs, ...] | None = None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
@@ -156,7 +96,7 @@ FailureKind = Literal["refused", "numerical_error", "engine_fault", "engine_died
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The end of a sequence without a result. param: the field at fault where it was refused."""
+    """The end of a sequence without a result. param: the field at fault, if the request was refused."""
 
     id: int
     kind: FailureKind
@@ -164,20 +104,8 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     param: str | None = None
 
 
-class Drafts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`kvant.speculative.counts.SpeculationStats`, field by field."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_emitted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()
-    num_plain_steps: int = 0
-    pays: bool = True
-
-
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`kvant.engine.result.EngineStats`, field by field. saturated: (layer, values of K, of V)."""
+    """The fields of `kvant.engine.result.EngineStats`. saturated: (layer, values of K, values of V)."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -187,22 +115,21 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_preemptions: int = 0
-    speculation: Drafts | None = None
+    speculation: SpeculationStats | None = None
     saturated: tuple[tuple[str, int, int], ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):
-    """What happened since the last one. An empty report is the heartbeat of an idle engine.
+    """What happened since the last report. An empty report is the heartbeat of an idle engine.
 
-    prompt_tokens_per_second: how fast prompts are computed; 0 where it is not known yet. num_audits:
-    of pages, by this engine while it was idle; num_audit_faults: of them, those that found something.
-    num_scale_audits, num_scale_faults: looks at the scales of cached pages, and what had changed.
+    The counters are those of `kvant.engine.driver.Driver`.
     """
 
     stats: Stats
     pieces: tuple[Piece, ...] = ()
     failures: tuple[Failure, ...] = ()
     prompt_tokens_per_second: float = 0.0
+    num_tokens: int = 0
     num_audits: int = 0
     num_audit_faults: int = 0
     num_scale_audits: int = 0

@@ -153,13 +153,13 @@ class Metrics:
         self._audit_faults.inc(report.num_audit_faults - before.num_audit_faults)
         self._scale_audits.inc(report.num_scale_audits - before.num_scale_audits)
         self._scale_faults.inc(report.num_scale_faults - before.num_scale_faults)
+        if tokens := report.num_tokens - before.num_tokens:
+            self._iteration.observe(tokens)
         self._count(before.stats, report.stats)
 
     def _count(self, before: Stats, after: Stats) -> None:
         if steps := after.num_steps - before.num_steps:
             self._steps.inc(steps)
-            tokens = after.num_computed_tokens - before.num_computed_tokens
-            self._iteration.observe(tokens / steps)
         for one in self._preemptions:
             one.inc(after.num_preemptions - before.num_preemptions)
 

@@ -11,17 +11,16 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from kvant.engine.tokenizing import Message, Tokenizing, TooManyTokens
 from kvant.errors import RequestError
 from kvant.sampling.generation_defaults import recommended_params
-from kvant.sampling.sampling_params import SamplingParams, seed_of_choice
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import TokenLogprobs
 from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
 from kvant.server.channel import Channel, Event
 from kvant.server.config import ServerConfig
-from kvant.server.messages import Failure, Logprobs, Piece, Ready, Report
+from kvant.server.messages import Failure, Piece, Ready, Report
 from kvant.server.metrics import Metrics
 from kvant.server.supervisor import State, Supervisor
 from kvant.server.template import Renderer
@@ -48,8 +47,8 @@ class Sequence:
     prompt_token_ids: tuple[int, ...]
     queued_tokens: int
     num_tokens: int = 0
-    logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: tuple[Logprobs, ...] | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     begun: bool = False
     num_logprob_chars: int = 0
     ended: Piece | None = None
@@ -246,19 +245,9 @@ class Service:
         return self.tokenizing
 
     def _submit(self, generation: Generation, prompts: list[tuple[int, ...]], salt: str) -> Running:
-        work = []
-        for prompt in prompts:
-            for copy in range(generation.n):
-                sampling = generation.sampling
-                if copy:
-                    # Other answers, and the same ones each time; one is enough to read the prompt.
-                    seed = sampling.seed
-                    sampling = msgspec.structs.replace(
-                        sampling,
-                        seed=None if seed is None else seed_of_choice(seed, copy),
-                        prompt_logprobs=sampling.prompt_logprobs if generation.stream else None,
-                    )
-                work.append((prompt, sampling))
+        # In a stream each answer shows its own prompt, so that none waits for another.
+        choices = generation.sampling.choices(share_prompt=not generation.stream)
+        work = [(prompt, sampling) for prompt in prompts for sampling in choices]
         channel = Channel(self.config.limits.stream_buffer_bytes)
         ids = self.supervisor.submit(work, salt, channel)
         sequences = {}
@@ -291,7 +280,7 @@ class Service:
         else:
             self.metrics.next_token(now - running.last_event)
         running.last_event = now
-        sequence.num_tokens += event.num_tokens
+        sequence.num_tokens += len(event.token_ids)
         sequence.logprobs += event.logprobs
         if event.prompt_logprobs is not None:
             sequence.prompt_logprobs = event.prompt_logprobs

@@ -10,10 +10,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from kvant.server.messages import Drafts
+    from kvant.speculative.counts import SpeculationStats
 
 
-def draft_metrics(model: str, drafts: Drafts) -> Iterable[Metric]:
+def draft_metrics(model: str, drafts: SpeculationStats) -> Iterable[Metric]:
     """Nothing is shown by an engine that makes no drafts: dashboards take a name as a yes."""
     for name, text, count in (
         ("num_drafts", "Sequences that had drafts, over all steps.", drafts.num_drafts),

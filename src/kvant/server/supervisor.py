@@ -22,6 +22,7 @@ import zmq.asyncio
 
 from kvant.errors import KvantError
 from kvant.plan.settings import Settings
+from kvant.sampling.sampling_params import SamplingParams
 from kvant.server.channel import Channel, Event
 from kvant.server.config import Restarts
 from kvant.server.messages import (
@@ -31,7 +32,6 @@ from kvant.server.messages import (
     Loading,
     Ready,
     Report,
-    Sampling,
     Stats,
     Submit,
     ToEngine,
@@ -110,7 +110,7 @@ class Supervisor:
     # -- requests ------------------------------------------------------------------------------
 
     def submit(
-        self, work: Iterable[tuple[tuple[int, ...], Sampling]], salt: str, channel: Channel
+        self, work: Iterable[tuple[tuple[int, ...], SamplingParams]], salt: str, channel: Channel
     ) -> list[int]:
         """Hand sequences to the engine; their ids. Events come through the channel, the end included."""
         ids = []

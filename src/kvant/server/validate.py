@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from kvant.errors import RequestError
-from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.sampling_params import PARAMS, SamplingParams
 from kvant.server.api_error import ApiError, bad_request, of_request
 from kvant.server.config import Limits
-from kvant.server.messages import Sampling
 from kvant.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from kvant.server.structured import read_structured
 from kvant.server.unsupported import IN_MESSAGES, IN_STREAM_OPTIONS, refuse_unsupported
@@ -28,7 +27,6 @@ _SALT = re.compile(r"[A-Za-z0-9_-]+")
 _MOST_SHOWN = 64
 _MOST_DIGITS = 18
 _Body = TypeVar("_Body", bound=BaseModel)
-_Value = TypeVar("_Value", int, float)
 
 Prompt = str | tuple[int, ...]
 
@@ -54,8 +52,7 @@ class Generation:
 
     prompts: tuple[Prompt, ...]
     conversation: tuple[dict[str, str], ...] | None
-    sampling: Sampling
-    n: int
+    sampling: SamplingParams
     stream: bool
     include_usage: bool
     salt: str
@@ -63,6 +60,10 @@ class Generation:
     echo: bool
     prompt_logprobs: int | None
     unknown: tuple[str, ...]
+
+    @property
+    def n(self) -> int:
+        return self.sampling.n
 
     @property
     def num_sequences(self) -> int:
@@ -211,7 +212,7 @@ def _generation(
     if stream and body.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs are not offered while streaming", "prompt_logprobs")
     if max_tokens == 0 and n > 1:
-        raise bad_request("n answers of no tokens make no sense", "n")
+        raise bad_request("n must be 1 when max_tokens is 0", "n")
     if body.prompt_logprobs is not None:
         _at_most(body.prompt_logprobs, limits.top_logprobs, "prompt_logprobs")
     echo = isinstance(body, CompletionBody) and bool(body.echo)
@@ -220,7 +221,6 @@ def _generation(
         prompts=prompts,
         conversation=talk,
         sampling=_sampling(body, logprobs, max_tokens, echo, limits, facts),
-        n=n,
         stream=stream,
         include_usage=include_usage,
         salt=_salt(body.cache_salt, limits),
@@ -238,7 +238,7 @@ def _sampling(
     echo: bool,
     limits: Limits,
     facts: Facts,
-) -> Sampling:
+) -> SamplingParams:
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _at_most(len(stops), limits.stops, "stop", "strings")
     for stop in stops:
@@ -262,44 +262,31 @@ def _sampling(
     if echo and (logprobs is not None or max_tokens == 0):
         prompt_logprobs = max(logprobs or 0, prompt_logprobs or 0)
 
-    default = facts.defaults
-    sampling = Sampling(
-        temperature=float(_or(body.temperature, default.temperature)),
-        top_p=float(_or(body.top_p, default.top_p)),
-        top_k=_or(body.top_k, default.top_k),
-        min_p=float(_or(body.min_p, default.min_p)),
-        presence_penalty=float(body.presence_penalty or 0.0),
-        frequency_penalty=float(body.frequency_penalty or 0.0),
-        repetition_penalty=float(_or(body.repetition_penalty, default.repetition_penalty)),
-        seed=body.seed,
-        max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
-        stop=stops,
-        stop_token_ids=stop_ids,
-        ignore_eos=bool(body.ignore_eos),
-        logit_bias=_logit_bias(body.logit_bias, limits, facts),
-        bad_words=bad_words,
-        allowed_token_ids=allowed,
-        structured_outputs=form,
-        skip_special_tokens=body.skip_special_tokens is not False,
-        include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+    said = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
+    try:
+        sampling = replace(
+            facts.defaults,
+            **said,
+            max_tokens=max_tokens,
+            logit_bias=_logit_bias(body.logit_bias, limits, facts),
+            structured_outputs=form,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+    except RequestError as fault:
+        raise of_request(fault) from None
     if max_tokens is None and sampling.min_tokens >= facts.max_model_len:
         raise bad_request(
             f"min_tokens is not less than the {facts.max_model_len} tokens of a sequence",
             "min_tokens",
         )
-    try:
-        sampling.params()  # the engine's own rules
-    except RequestError as fault:
-        raise of_request(fault) from None
     return sampling
 
 
-def _or(given: _Value | None, default: _Value) -> _Value:
-    return default if given is None else given
+_AS_THEY_ARE = PARAMS.keys() - {
+    "max_tokens", "logit_bias", "structured_outputs", "logprobs", "prompt_logprobs"
+}  # fmt: skip
+"""Parameters that a body has under the same name and in the same form."""
 
 
 def _logit_bias(

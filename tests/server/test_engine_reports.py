@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvant.engine.failed_steps import MOST_FAILED_STEPS
+from kvant.engine.driver import MOST_FAILED_STEPS, Driver
 from kvant.errors import EngineFault
 from kvant.kv.dtype import KVDtype
 from kvant.kv.saturation import Saturated
 from kvant.kv.spec import Role
+from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason
-from kvant.server.engine_loop import EngineLoop
+from kvant.server.engine_process import report_of, take
 from kvant.server.messages import (
     Cancel,
     Failure,
     Piece,
     Report,
-    Sampling,
     Submit,
     encode,
     read_from_engine,
@@ -25,19 +25,23 @@ from kvant.server.metrics import saturation_metric
 from tests.attention import driver
 from tests.engine.fakes import VOCAB, answer, make_engine
 
-GREEDY = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-def _submit(id: int, prompt: tuple[int, ...], sampling: Sampling = GREEDY) -> Submit:
+def _submit(id: int, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY) -> Submit:
     return Submit(id, prompt, sampling, "")
 
 
-def _run(loop: EngineLoop) -> tuple[dict[int, Piece], dict[int, Failure]]:
+def _step(loop: Driver[int]) -> Report:
+    return report_of(loop, loop.step())
+
+
+def _run(loop: Driver[int]) -> tuple[dict[int, Piece], dict[int, Failure]]:
     """Everybody's last piece or failure; fails if somebody is told of two ends."""
     ended: dict[int, Piece] = {}
     failed: dict[int, Failure] = {}
-    while loop.engine.has_work or loop.has_news:
-        report = loop.step()
+    while loop.has_work:
+        report = _step(loop)
         for piece in report.pieces:
             assert piece.id not in ended | failed
             if piece.finish_reason is not None:
@@ -52,9 +56,9 @@ def _run(loop: EngineLoop) -> tuple[dict[int, Piece], dict[int, Failure]]:
 
 def test_requests_are_answered_under_their_own_ids() -> None:
     engine, _ = make_engine()
-    loop = EngineLoop(engine)
+    loop = Driver[int](engine)
     for id in (70, 7):
-        loop.take(_submit(id, (id, 5)))
+        take(loop, _submit(id, (id, 5)))
     ended, failed = _run(loop)
     assert set(ended) == {70, 7}
     assert failed == {}
@@ -63,30 +67,29 @@ def test_requests_are_answered_under_their_own_ids() -> None:
 
 def test_a_wrong_request_is_refused_alone_though_the_validator_let_it_pass() -> None:
     engine, _ = make_engine()
-    loop = EngineLoop(engine)
-    loop.take(_submit(1, (5, 6)))
+    loop = Driver[int](engine)
+    take(loop, _submit(1, (5, 6)))
     wrong = {
         2: _submit(2, (VOCAB,)),
         3: _submit(3, ()),
-        4: _submit(4, (5,), Sampling(temperature=-1.0)),
-        5: _submit(5, (5,), Sampling(stop=("x",))),
+        5: _submit(5, (5,), SamplingParams(stop=("x",))),
         6: _submit(6, (5,) * 10_000),
     }
     for message in wrong.values():
-        loop.take(message)
+        take(loop, message)
     ended, failed = _run(loop)
     assert set(ended) == {1}
     assert set(failed) == set(wrong)
     assert {failure.kind for failure in failed.values()} == {"refused"}
-    assert failed[4].param == "temperature"
+    assert failed[5].param == "stop"
 
 
 def test_a_step_that_fails_costs_those_who_took_part_and_nobody_else() -> None:
     engine, runner = make_engine(max_num_seqs=2)
-    loop = EngineLoop(engine)
+    loop = Driver[int](engine)
     for id in (1, 2, 3):
-        loop.take(_submit(id, (id, 5)))
-    loop.step()
+        take(loop, _submit(id, (id, 5)))
+    _step(loop)
     runner.fail_at = len(runner.steps)
     ended, failed = _run(loop)
     assert {id: failure.kind for id, failure in failed.items()} == dict.fromkeys(
@@ -97,22 +100,22 @@ def test_a_step_that_fails_costs_those_who_took_part_and_nobody_else() -> None:
 
 def test_a_device_that_only_fails_ends_the_engine() -> None:
     engine, runner = make_engine()
-    loop = EngineLoop(engine)
+    loop = Driver[int](engine)
     for id in range(MOST_FAILED_STEPS):
-        loop.take(_submit(id, (5, 6)))
+        take(loop, _submit(id, (5, 6)))
         runner.fail_at = len(runner.steps)
         if id < MOST_FAILED_STEPS - 1:
-            assert [failure.id for failure in loop.step().failures] == [id]
+            assert [failure.id for failure in _step(loop).failures] == [id]
     with pytest.raises(EngineFault, match="steps failed"):
-        loop.step()
+        _step(loop)
 
 
 def test_nan_ends_its_own_request_with_numerical_error() -> None:
     engine, runner = make_engine()
     runner.poison = lambda context: context[:2] == [8, 8]
-    loop = EngineLoop(engine)
-    loop.take(_submit(1, (8, 8)))
-    loop.take(_submit(2, (8, 9)))
+    loop = Driver[int](engine)
+    take(loop, _submit(1, (8, 8)))
+    take(loop, _submit(2, (8, 9)))
     ended, failed = _run(loop)
     assert failed[1].kind == "numerical_error"
     assert set(ended) == {2}
@@ -120,21 +123,21 @@ def test_nan_ends_its_own_request_with_numerical_error() -> None:
 
 def test_cancelling_is_silent_repeatable_and_takes_unknown_ids() -> None:
     engine, _ = make_engine()
-    loop = EngineLoop(engine)
+    loop = Driver[int](engine)
     for id in (1, 2):
-        loop.take(_submit(id, (id, 5)))
-    loop.step()
-    loop.take(Cancel((1, 99)))
-    loop.take(Cancel((1,)))
+        take(loop, _submit(id, (id, 5)))
+    _step(loop)
+    take(loop, Cancel((1, 99)))
+    take(loop, Cancel((1,)))
     ended, failed = _run(loop)
     assert set(ended) == {2}
     assert failed == {}
-    loop.take(Cancel((2,)))
+    take(loop, Cancel((2,)))
 
 
 def test_what_an_idle_engine_reports_is_a_heartbeat() -> None:
     engine, _ = make_engine()
-    report = EngineLoop(engine).step()
+    report = _step(Driver[int](engine))
     assert report.pieces == ()
     assert report.failures == ()
     assert report.stats.num_usable_pages == engine.stats.num_usable_pages
@@ -143,11 +146,11 @@ def test_what_an_idle_engine_reports_is_a_heartbeat() -> None:
 def test_the_fake_engine_answers_what_it_should() -> None:
     """The control of this file: tokens counted here are the engine's own."""
     engine, _ = make_engine()
-    loop = EngineLoop(engine)
-    loop.take(_submit(1, (5, 6)))
+    loop = Driver[int](engine)
+    take(loop, _submit(1, (5, 6)))
     count = 0
     while engine.has_work:
-        count += sum(piece.num_tokens for piece in loop.step().pieces)
+        count += sum(len(piece.token_ids) for piece in _step(loop).pieces)
     assert count == len(answer((5, 6), 6)) == 6
 
 
@@ -155,16 +158,16 @@ def test_an_idle_engine_audits_its_pages_once_and_says_what_it_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, _ = make_engine()
-    loop = EngineLoop(engine)
-    monkeypatch.setattr("kvant.engine.idle_audits.AFTER_SECONDS", 0.0)
-    assert loop.step().num_audits == 0, "nothing has happened"
+    loop = Driver[int](engine)
+    monkeypatch.setattr("kvant.engine.driver.IDLE_SECONDS", 0.0)
+    assert _step(loop).num_audits == 0, "nothing has happened"
     for wrong in (False, True):
-        loop.take(_submit(1, (5, 6)))
+        take(loop, _submit(1, (5, 6)))
         while loop.engine.has_work:
-            loop.step()
+            _step(loop)
         if wrong:
             lost = engine.scheduler.allocator.allocate(1)  # and nobody holds it
-        first, second = loop.step(), loop.step()
+        first, second = _step(loop), _step(loop)
         assert first.num_audits == second.num_audits, "once"
     assert (first.num_audits, first.num_audit_faults) == (2, 1)
     assert second.num_scale_audits > 0, "and then looks at scales"
@@ -180,10 +183,10 @@ def test_what_layers_could_not_hold_comes_to_the_metrics(monkeypatch: pytest.Mon
         "saturated",
         lambda: (Saturated(Role.TARGET, layer, 7, 0), Saturated(Role.DRAFT, layer, 0, 2)),
     )
-    loop = EngineLoop(engine)
-    loop.take(_submit(1, (5, 6)))
+    loop = Driver[int](engine)
+    take(loop, _submit(1, (5, 6)))
     _run(loop)
-    report = read_from_engine(encode(loop.step()))
+    report = read_from_engine(encode(_step(loop)))
     assert isinstance(report, Report)
     samples = saturation_metric("m", report.stats).samples
     assert {(s.labels["layer"], s.labels["side"], s.value) for s in samples} == {

@@ -26,7 +26,7 @@ from kvant.kv.pool import KVPool, LayerCache
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
 from kvant.measure.teacher_forced import text_logits
-from kvant.models.fused import fuse
+from kvant.models.fused.decoder import fuse
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
 from kvant.plan.planning import resolve_again
@@ -172,12 +172,11 @@ def test_the_last_layer_runs_only_rows_whose_logits_are_wanted(device: str, tmp_
     batch = build_batch(chunks, engine.scheduler.page_table, model.plan.page_size)
     ids, step, index = _there(batch, model.device)
     decoder = fuse(model._module, model.plan)
-    assert decoder is not None
     found = {}
     for name, one in {"all": replace(step, wanted=None), "wanted": step}.items():
         spies = tuple(map(Spy, load_backends(model.plan)))
         with torch.no_grad():
-            found[name], _ = decoder.forward(ids, StepCall(one, runner.pool, spies), index)
+            found[name], _ = decoder.run(ids, StepCall(one, runner.pool, spies), index)
         rows = [spy.queries for spy in spies]
         assert rows == [[100]] * (len(rows) - 1) + [[1 if name == "wanted" else 100]]
     assert found["wanted"].shape == found["all"].shape == (1, engine.vocab_size)

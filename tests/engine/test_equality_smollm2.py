@@ -15,7 +15,7 @@ from kvant.engine.engine import Engine
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import known_names
 from kvant.measure.teacher_forced import text_logits
-from kvant.models import loaded
+from kvant.models.cpu import info
 from tests.engine.equality import Bench, run, tokens
 
 TEXTS = (
@@ -50,7 +50,7 @@ def outside() -> LLM:
 @pytest.fixture(scope="module")
 def with_torchs_products() -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loaded, "refuse_host", lambda: "the control has to run without kernels")
+        patch.setattr(info, "refuse_host", lambda: "the control has to run without kernels")
         yield load(mode=False)
 
 

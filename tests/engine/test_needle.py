@@ -11,7 +11,7 @@ from kvant import LLM
 from kvant.engine.engine import Engine
 from kvant.engine.result import Result
 from kvant.kv.names import FormatRequest, parse_format, whole_formats
-from kvant.models import loaded
+from kvant.models.cpu import info
 from kvant.sampling.sampling_params import SamplingParams
 from tests.engine.equality import Bench
 from tests.models import tiny
@@ -84,7 +84,7 @@ def test_a_needle_gets_the_same_bits_at_any_place_of_any_batch(in_mode: LLM) -> 
 
 def test_with_torchs_products_it_does_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same trials, where sums go in whatever order is fast for so many rows."""
-    monkeypatch.setattr(loaded, "refuse_host", lambda: "the control has to run without kernels")
+    monkeypatch.setattr(info, "refuse_host", lambda: "the control has to run without kernels")
     assert num_different(load(path, mode=False), INT8, 10) > 0
 
 

@@ -89,7 +89,7 @@ def test_parts_of_batch_invariant_attention_are_counted_up_to_what_a_launch_take
 ) -> None:
     asked = replace(request_, max_model_len=longest, step=StepSize(64, 8256))
     plans = [make_plan(replace(asked, batch_invariant=on)) for on in (False, True)]
-    without, counted = (plan.memory.workspace_bytes for plan in plans)
+    without, counted = (plan.workspaces.prompts for plan in plans if plan.workspaces is not None)
     item = 8 * 16 * 129 * 4  # KV heads, rows, a row's numbers and their sum
     splits = longest // 1024
     launched, recorded = (8256 * 4 // 16 + 64) * splits * item, 64 * splits * item

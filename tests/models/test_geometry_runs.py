@@ -12,10 +12,9 @@ import torch
 from kvant.attention.reference.backend import backend
 from kvant.kv.dtype import KVDtype
 from kvant.models.geometry import read_geometry
-from kvant.models.load import load_model
 from kvant.models.quiet import quiet_transformers
 from tests.attention import driver
-from tests.models import configs, meta
+from tests.models import configs, loading, meta
 from tests.models.test_load_families import NUM_TOKENS, PROMPTS, generated_by_transformers
 
 # As configs.tiny, with weights wide enough that greedy texts do not stand still.
@@ -41,7 +40,7 @@ def test_greedy_float32_tokens_are_those_of_transformers(name: str, tmp_path: Pa
     geometry = read_geometry(json.loads((tmp_path / "config.json").read_text()))
     assert geometry.not_runnable is None
     plan = driver.plan(geometry.layers, KVDtype.FLOAT32)
-    loaded = load_model(tmp_path, plan, geometry, device=torch.device("cpu"))
+    loaded = loading.load(tmp_path, plan, geometry)
     pool = driver.pool(plan, 32)
     found = driver.greedy(loaded, pool, backend(), PROMPTS, NUM_TOKENS, chunk=7)
     assert found == generated_by_transformers(tmp_path)

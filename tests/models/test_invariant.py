@@ -16,10 +16,9 @@ from kvant.models.invariant import linear as linear_module
 from kvant.models.invariant.linear import TiledLinear
 from kvant.models.invariant.mode import RowByRow
 from kvant.models.invariant.vectors import by_whole_vectors
-from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import loading, tiny
 
 CPU = torch.device("cpu")
 NOT_RUNNABLE = "mimo_v2_flash"
@@ -79,7 +78,7 @@ def load(family: str, where: Path, dtype: KVDtype, *, mode: bool = True) -> Load
     path = tiny.build(family, where)
     geometry = tiny.geometry(family)
     plan = driver.plan(geometry.layers, dtype, compute=ComputeDtype.FLOAT32)
-    return load_model(path, plan, geometry, device=CPU, batch_invariant=mode)
+    return loading.load(path, plan, geometry, batch_invariant=mode)
 
 
 def logits(model: LoadedModel, chunks: list[int], others: list[list[int]]) -> Tensor:

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 from kvant.attention.reference.backend import ReferenceBackend, backend
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
-from kvant.models.load import load_model
+from kvant.models.forward_info import ForwardInfo
 from kvant.models.loaded import LoadedModel
+from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quiet import quiet_transformers
 from kvant.models.tokenizer import load_tokenizer
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import loading, tiny
 
 CPU = torch.device("cpu")
 TOKENS = [3, 17, 5, 90, 41, 8, 100, 21]
@@ -35,10 +36,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(
-    path: Path, *, compute: ComputeDtype = ComputeDtype.FLOAT32, k: KVDtype = KVDtype.FLOAT32
+    path: Path,
+    *,
+    compute: ComputeDtype = ComputeDtype.FLOAT32,
+    k: KVDtype = KVDtype.FLOAT32,
+    only: ForwardInfo | None = None,
 ) -> LoadedModel:
     geometry = tiny.geometry(path.name)
-    return load_model(path, driver.plan(geometry.layers, k, compute=compute), geometry, device=CPU)
+    plan = driver.plan(geometry.layers, k, compute=compute)
+    return loading.load(path, plan, geometry, only=only)
 
 
 def step_of(model: LoadedModel, exact: bool = False) -> tuple[Tensor, Any, Tensor]:
@@ -121,7 +127,7 @@ def test_threads_that_run_at_once_get_their_own_hidden_states(tmp_path: Path) ->
             thread.start()
             thread.join(30)
 
-    handle = model._decoder_layers[1].register_forward_hook(between)
+    handle = model._module.model.layers[1].register_forward_hook(between)
     _, hidden = model.forward_with_hidden(ids, call, last, [0, 2])
     handle.remove()
     assert not torch.equal(expected[0], other_expected[0])
@@ -130,10 +136,10 @@ def test_threads_that_run_at_once_get_their_own_hidden_states(tmp_path: Path) ->
 
 
 def test_taps_are_gone_after_the_forward(llama: Path) -> None:
-    model = load(llama)
+    model = load(llama, only=MODULES)
     ids, call, last = step_of(model)
     model.forward_with_hidden(ids, call, last, [1])
-    assert all(not layer._forward_hooks for layer in model._decoder_layers)
+    assert all(not layer._forward_hooks for layer in model._module.model.layers)
 
 
 def test_weights_are_frozen_and_in_evaluation_mode(llama: Path) -> None:
@@ -154,8 +160,7 @@ def test_eos_tokens_come_from_the_generation_config(
 def test_a_model_whose_attention_ignores_the_interface_is_a_fault_at_its_first_forward(
     llama: Path,
 ) -> None:
-    model = load(llama)
-    model._fused = None  # as for a family that Kvant has no decoder of its own for
+    model = load(llama, only=MODULES)
 
     class OwnAttention(nn.Module):
         def forward(self, hidden_states: Tensor, **others: object) -> tuple[Tensor, None]:
@@ -167,8 +172,7 @@ def test_a_model_whose_attention_ignores_the_interface_is_a_fault_at_its_first_f
 
 
 def test_later_forwards_are_not_watched(llama: Path) -> None:
-    model = load(llama)
-    model._fused = None  # the step then travels as a keyword, where it can be seen
+    model = load(llama, only=MODULES)  # the step then travels as a keyword, where it can be seen
     ids, call, last = step_of(model)
     seen: list[object] = []
     model._module.register_forward_pre_hook(
@@ -241,7 +245,7 @@ def test_a_model_that_can_only_be_planned_is_refused_before_anything_is_read(
 ) -> None:
     geometry = dataclasses.replace(tiny.geometry("llama"), not_runnable="no recurrent state yet")
     with pytest.raises(NotServable, match="no recurrent state yet"):
-        load_model(tmp_path / "nothing", driver.plan(geometry.layers), geometry, device=CPU)
+        loading.load(tmp_path / "nothing", driver.plan(geometry.layers), geometry)
 
 
 def test_a_directory_without_a_tokenizer_says_so(llama: Path) -> None:

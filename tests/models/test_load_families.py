@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM
 from kvant.attention.reference.backend import backend
 from kvant.kv.dtype import KVDtype
 from kvant.models.geometry import read_geometry
-from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
 from tests.attention import driver
-from tests.models import tiny, tiny_multimodal
+from tests.models import loading, tiny, tiny_multimodal
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 24  # with the longest prompt three windows and a half
@@ -27,7 +26,7 @@ PROMPTS = ([3, 17, 5, 90, 41], [7], list(range(20, 43)))
 def load(name: str, directory: Path, k: KVDtype = KVDtype.FLOAT32) -> LoadedModel:
     path = tiny.build(name, directory)
     geometry = tiny.geometry(name)
-    return load_model(path, driver.plan(geometry.layers, k), geometry, device=CPU)
+    return loading.load(path, driver.plan(geometry.layers, k), geometry)
 
 
 def generated_by_kvant(model: LoadedModel, chunk: int) -> list[list[int]]:
@@ -75,7 +74,7 @@ def test_a_mistral_with_layer_types_has_its_window_on_the_sliding_ones(tmp_path:
     )
     geometry = read_geometry(json.loads(file.read_text()))
     assert geometry.layers == tiny.geometry("ministral").layers
-    model = load_model(file.parent, driver.plan(geometry.layers), geometry, device=CPU)
+    model = loading.load(file.parent, driver.plan(geometry.layers), geometry)
     assert generated_by_kvant(model, 7) == generated_by_transformers(file.parent)
 
 
@@ -89,7 +88,7 @@ def test_what_training_left_in_a_config_changes_nothing(
     said = json.loads(file.read_text())
     file.write_text(json.dumps({**said, left: left == "output_router_logits"}))
     geometry = tiny.geometry(name)
-    again = load_model(file.parent, driver.plan(geometry.layers), geometry, device=CPU)
+    again = loading.load(file.parent, driver.plan(geometry.layers), geometry)
     assert generated_by_kvant(again, 1000) == plain
 
 
@@ -97,5 +96,5 @@ def test_what_training_left_in_a_config_changes_nothing(
 def test_the_text_model_of_a_multimodal_checkpoint_runs_alike(name: str, tmp_path: Path) -> None:
     path = tiny_multimodal.build(name, tmp_path)
     geometry = tiny_multimodal.geometry(name)
-    model = load_model(path, driver.plan(geometry.layers), geometry, device=CPU)
+    model = loading.load(path, driver.plan(geometry.layers), geometry)
     assert generated_by_kvant(model, chunk=7) == generated_by_transformers(path)

@@ -21,13 +21,12 @@ from kvant.kv.names import parse_format
 from kvant.kv.pool import KVPool
 from kvant.kv.request import Asked, KVRequest, Requests
 from kvant.kv.spec import KVPlan, ScaleState, Source
-from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantized import check_nothing_quantises_kv
 from kvant.models.quiet import quiet_transformers
 from kvant.plan.planning import PlanRequest, make_plan
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import loading, tiny
 from tests.models.tiny_quantized import build_fp8, build_mxfp4, build_quantized, scale
 
 CPU = torch.device("cpu")
@@ -45,11 +44,11 @@ def plan_and_load(path: Path, wanted: str | None) -> tuple[KVPlan, LoadedModel]:
         dtype=ComputeDtype.FLOAT32,
     )
     planned = make_plan(request, weights=True).target
-    return planned.kv, load_model(path, planned.kv, planned.geometry, device=CPU)
+    return planned.kv, loading.load(path, planned.kv, planned.geometry)
 
 
 def pool_of(model: LoadedModel) -> KVPool:
-    return KVPool(model.plan, 4, device=CPU, scales=model.scales)
+    return KVPool(model.plan, 4, scales=model.scales, device=CPU)
 
 
 def generate(model: LoadedModel) -> list[int]:
@@ -175,7 +174,7 @@ def test_weights_that_are_decoded_are_planned_as_what_they_are_then(
     path = build(tmp_path)
     request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=compute)
     planned = make_plan(request, weights=True).target
-    model = load_model(path, planned.kv, planned.geometry, device=CPU)
+    model = loading.load(path, planned.kv, planned.geometry)
     # Scales that are left, and buffers, are a few thousand bytes.
     assert planned.weights.bytes == pytest.approx(model.num_weight_bytes, abs=8000)
 
@@ -233,10 +232,10 @@ def test_weights_quantised_by_modelopt_are_refused_and_not_read_as_numbers(
     geometry = tiny.geometry("llama")
     plan = driver.plan(geometry.layers)
     if algorithm is None:
-        assert len(generate(load_model(path, plan, geometry, device=CPU))) == 12
+        assert len(generate(loading.load(path, plan, geometry))) == 12
     else:
         with pytest.raises(NotServable, match=f"ModelOpt as {algorithm}"):
-            load_model(path, plan, geometry, device=CPU)
+            loading.load(path, plan, geometry)
 
 
 def test_an_unknown_way_to_quantise_weights_is_refused(tmp_path: Path) -> None:
@@ -246,4 +245,4 @@ def test_an_unknown_way_to_quantise_weights_is_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
     geometry = tiny.geometry("llama")
     with pytest.raises(NotServable, match="sorcery"):
-        load_model(path, driver.plan(geometry.layers), geometry, device=CPU)
+        loading.load(path, driver.plan(geometry.layers), geometry)

@@ -14,12 +14,12 @@ from kvant.attention.reference.backend import backend
 from kvant.errors import ModelNotFound
 from kvant.kv.dtype import KVDtype
 from kvant.models.geometry import read_geometry
-from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.locate import locate
 from kvant.models.quiet import quiet_transformers
 from kvant.models.tokenizer import load_tokenizer
 from tests.attention import driver
+from tests.models import loading
 
 NUM_TOKENS = 64
 PROMPTS = (
@@ -44,7 +44,7 @@ def path() -> Path:
 def load(path: Path, k: KVDtype) -> LoadedModel:
     geometry = read_geometry(json.loads((path / "config.json").read_text()))
     plan = driver.plan(geometry.layers, k)
-    return load_model(path, plan, geometry, device=torch.device("cpu"))
+    return loading.load(path, plan, geometry)
 
 
 def generated_by_transformers(path: Path, prompts: list[list[int]]) -> list[list[int]]:

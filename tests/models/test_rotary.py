@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from kvant.attention.reference.backend import backend
-from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import loading, tiny
 from tests.models.test_load import eager
 
 ORIGINAL, LONGEST = 32, 128
@@ -39,11 +38,10 @@ CASES = pytest.mark.parametrize(
 def load(name: str, rope: dict[str, Any], directory: Path, max_model_len: int) -> LoadedModel:
     path = tiny.build(name, directory, **rope)
     geometry = tiny.geometry(name, **rope)
-    return load_model(
+    return loading.load(
         path,
         driver.plan(geometry.layers),
         geometry,
-        device=torch.device("cpu"),
         max_model_len=max_model_len,
     )
 

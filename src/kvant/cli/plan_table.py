@@ -30,6 +30,7 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
         ),
         soft_wrap=True,
     )
+    _print_forward(plan, console)
     print_layers(plan.target, console)
     if plan.draft is not None:
         console.print(Text(f"drafter {plan.draft.local.name}", style="bold"))
@@ -46,6 +47,16 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
         console.print(
             f"serve it:      kvant serve {line}", soft_wrap=True, markup=False, highlight=False
         )
+
+
+def _print_forward(plan: Plan, console: Console) -> None:
+    """Which forward runs the model, and why each faster one does not."""
+    forward = plan.forward
+    if forward.name is None:
+        return
+    console.print(Text(f"forward: {forward.name}"), soft_wrap=True)
+    for one in forward.refused:
+        console.print(Text(f"  not {one.forward}: {one.reason}", style="dim"), soft_wrap=True)
 
 
 def _weights(plan: Plan) -> str:

@@ -81,11 +81,10 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         target.local.path,
         target.kv,
         target.geometry,
+        planned.forward,
         device=device,
         max_model_len=max_model_len,
         dummy_weights=config.dummy_weights,
-        batch_invariant=planned.request.batch_invariant,
-        quantization=planned.request.quantization,
     )
     notes = (*notes, *_unused(model, target.checkpoint))
     ends = model.eos_token_ids or (() if tokenizing is None else tokenizing.eos_token_ids)

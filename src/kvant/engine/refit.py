@@ -29,7 +29,9 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
 
     from kvant.engine.build import cache_identity
     from kvant.execution.runner import ModelRunner
+    from kvant.models.forward_info import ForwardChoice
     from kvant.models.load import load_model
+    from kvant.models.modules.info import INFO as MODULES
 
     engine, planned = built.engine, built.planned
     if engine.has_work:
@@ -48,6 +50,7 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
         target.local.path,
         target.kv,
         target.geometry,
+        ForwardChoice(MODULES),  # whose parameters lie as they are; it never runs
         device=torch.device("cpu"),  # beside the pages a GPU has no room for a second model
         max_model_len=engine.limits.max_model_len,
     )

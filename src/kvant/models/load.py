@@ -27,8 +27,8 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
 from kvant.models.finite import check_finite
+from kvant.models.forward_info import ForwardChoice
 from kvant.models.loaded import LoadedModel
-from kvant.models.quantization import Quantization
 from kvant.models.quantized import (
     check_nothing_quantises_kv,
     decode_weights,
@@ -50,19 +50,18 @@ def load_model(
     path: Path,
     plan: KVPlan,
     geometry: ModelGeometry,
+    forward: ForwardChoice,
     *,
     device: torch.device,
     max_model_len: int | None = None,
     dummy_weights: bool = False,
-    batch_invariant: bool = False,
-    quantization: Quantization | None = None,
 ) -> LoadedModel:
     """The model in the directory `path`, computing in the plan's dtype.
 
     Reads safetensors only and runs no code that comes with the checkpoint. max_model_len: the
     longest sequence that will be served, None for the longest the model allows; it fixes rotary
-    frequencies that depend on it. dummy_weights: read no weight, for timings.
-    batch_invariant, quantization: as the plan was made.
+    frequencies that depend on it. forward: what runs it, as the plan says. dummy_weights: read no
+    weight, for timings.
     Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or of other
     shapes, DoesNotFit where the device has no room for them.
     """
@@ -92,10 +91,7 @@ def load_model(
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
     with _room_for(path, device):
-        loaded = LoadedModel(
-            module, plan, scales, device, unused,
-            batch_invariant=batch_invariant, quantization=quantization,
-        )  # fmt: skip
+        loaded = LoadedModel(module, plan, scales, device, unused, forward)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of products that were joined, a third of the weights
     return loaded

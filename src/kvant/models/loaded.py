@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvant.attention.base import StepCall
-from kvant.attention.hook import ATTENTION_NAME
 from kvant.attention.watch import check_all_were_reached, watch
-from kvant.errors import NotServable, WayOut
+from kvant.errors import NotServable
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.spec import KVPlan
-from kvant.models.cpu.info import refuse_host
-from kvant.models.fused import FusedDecoder, fuse
-from kvant.models.invariant.linear import TiledLinear
-from kvant.models.invariant.mode import Paused, RowByRow
-from kvant.models.quantization import Quantization, refuse_model
-
-if TYPE_CHECKING:
-    from kvant.models.cpu.decoder import CpuDecoder
+from kvant.models.forward import Forward
+from kvant.models.forward_info import ForwardChoice
+from kvant.models.quantization import Quantization
 
 
 class LoadedModel:
@@ -33,9 +24,9 @@ class LoadedModel:
 
     plan: what its layers store. scales: the checkpoint's scales that the plan uses, float32 [1] or
     [num_kv_heads] by (layer index, side), for `KVPool`. unused_tensors: names of weights in the
-    files that nothing of the model uses (scales among them). batch_invariant: each row's result is,
-    bit for bit, its own, with backends of the same promise. quantization: of the module's weights,
-    which are gone afterwards. NotServable where that cannot be had.
+    files that nothing of the model uses (scales among them). choice: the plan's forward, and how it
+    computes: with batch_invariant each row's result is, bit for bit, its own, with backends of the
+    same promise; with quantization the module's own weights are gone afterwards.
     """
 
     def __init__(
@@ -45,22 +36,25 @@ class LoadedModel:
         scales: Mapping[tuple[int, Side], Tensor],
         device: torch.device,
         unused_tensors: tuple[str, ...],
-        *,
-        batch_invariant: bool = False,
-        quantization: Quantization | None = None,
+        choice: ForwardChoice,
     ) -> None:
         self.plan = plan
         self.scales = scales
         self.device = device
         self.unused_tensors = unused_tensors
         self._module = module
-        self.quantization = quantization
-        self._fused = _decoder_for(module, plan, quantization)
+        self.choice = choice
         self._proved = False
-        self.batch_invariant = batch_invariant
-        self._row_by_row: RowByRow | None = None
-        if batch_invariant:
-            self._row_by_row = _make_invariant(module, self._fused, device)
+        assert choice.info is not None, "the plan says that nothing runs this model"
+        self._forward: Forward = import_module(choice.info.module).make(module, plan, choice)
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.choice.batch_invariant
+
+    @property
+    def quantization(self) -> Quantization | None:
+        return self.choice.quantization
 
     @property
     def generation(self) -> GenerationConfig:
@@ -82,12 +76,10 @@ class LoadedModel:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of parameters and buffers as they lie in memory now, tied ones once."""
+        """Bytes of parameters, buffers and what the forward adds, tied tensors once."""
         tensors = {id(t): t for t in (*self._module.parameters(), *self._module.buffers())}
         found = sum(t.numel() * t.element_size() for t in tensors.values())
-        if self._fused is None or isinstance(self._fused, FusedDecoder):
-            return found
-        return found + self._fused.num_extra_bytes
+        return found + self._forward.extra_bytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,10 +88,8 @@ class LoadedModel:
 
     @property
     def compiled_seconds(self) -> float | None:
-        """Spent in one call of compiled code a step, so far; None for models that do not run so."""
-        if self._fused is None or isinstance(self._fused, FusedDecoder):
-            return None
-        return self._fused.compiled_seconds
+        """Spent in one call of compiled code a step, so far; None for forwards that do not run so."""
+        return self._forward.compiled_seconds
 
     def forward(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
         """Run one step and return logits [len(logits_index), vocab_size], float32 or wider.
@@ -117,9 +107,9 @@ class LoadedModel:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`forward`, and what these decoder layers hand on: [T, hidden_size] each; all as computed."""
         if self._proved:
-            return self._run(input_ids, call, logits_index, layers)
+            return self._forward.run(input_ids, call, logits_index, layers)
         watched, backends = watch(call)
-        found = self._run(input_ids, watched, logits_index, layers)
+        found = self._forward.run(input_ids, watched, logits_index, layers)
         check_all_were_reached(call, backends, type(self._module).__name__)
         self._proved = True
         return found
@@ -151,48 +141,7 @@ class LoadedModel:
 
         hidden may come in another dtype, from a drafter that computes in its own.
         """
-        if self._fused is not None and not isinstance(self._fused, FusedDecoder):
-            return self._fused.score(hidden.to(self.dtype))
-        head = self._module.get_output_embeddings()  # type: ignore[no-untyped-call]
-        assert head is not None, "a model that generates has a head"
-        found: Tensor = head(hidden.to(self.dtype))
-        return found
-
-    @property
-    def _decoder_layers(self) -> nn.ModuleList:
-        found = self._module.get_decoder().layers  # type: ignore[no-untyped-call]
-        assert isinstance(found, nn.ModuleList)
-        return found
-
-    def _run(
-        self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        mode = self._row_by_row
-        if mode is None:
-            return self._compute(input_ids, call, logits_index, layers)
-        backends = {id(backend): Paused(backend, mode) for backend in call.backends}
-        paused = tuple(backends[id(backend)] for backend in call.backends)
-        with mode:
-            return self._compute(
-                input_ids, dataclasses.replace(call, backends=paused), logits_index, layers
-            )
-
-    def _compute(
-        self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if self._fused is not None:
-            logits, taken = self._fused.forward(input_ids, call, logits_index, layers)
-        else:
-            with _tap(self._decoder_layers, layers) as taps:
-                out = self._module(
-                    input_ids=input_ids[None],  # the packed tokens as a batch of one
-                    position_ids=call.step.positions[None],
-                    use_cache=False,
-                    logits_to_keep=logits_index,
-                    **{ATTENTION_NAME: call},
-                )
-            logits, taken = out.logits[0], tuple(taps[index] for index in layers)
-        return logits, taken
+        return self._forward.score(hidden.to(self.dtype))
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
@@ -206,95 +155,3 @@ def _tensors(module: PreTrainedModel) -> dict[str, Tensor]:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _decoder_for(
-    module: PreTrainedModel, plan: KVPlan, quantization: Quantization | None
-) -> FusedDecoder | CpuDecoder | None:
-    """Kvant's own decoder, on CPUs as compiled code where there is some; None for other models."""
-    fused = fuse(module, plan)
-    if fused is None:
-        reason: str | None = f"Kvant's own decoder does not run this {type(module).__name__}"
-    elif fused.embedding.device.type != "cpu":
-        reason = "its kernels run on CPUs"
-    else:
-        reason = refuse_host()
-    if fused is not None and reason is None:
-        from kvant.models.cpu.decoder import CpuDecoder, refuse
-
-        reason = refuse(fused)
-        if reason is None:
-            made = CpuDecoder(fused, quantization)
-            if quantization is not None:
-                _drop_products(module)
-            return made
-    if quantization is not None:
-        assert reason is not None
-        raise refuse_model(quantization, reason)
-    return fused
-
-
-def _drop_products(module: PreTrainedModel) -> None:
-    """Give back the memory of weights that were packed; a tied head remains as the embedding."""
-    embedding: Any = module.get_input_embeddings()
-    for part in module.modules():
-        if type(part) is nn.Linear and part.weight is not embedding.weight:
-            part.weight.data = part.weight.data.new_empty(0)
-            if part.bias is not None:
-                part.bias.data = part.bias.data.new_empty(0)
-
-
-def _make_invariant(
-    module: PreTrainedModel, fused: FusedDecoder | CpuDecoder | None, device: torch.device
-) -> RowByRow | None:
-    """Give a model products in fixed tiles; the mode in which its modules must run, if they do."""
-    if fused is not None and not isinstance(fused, FusedDecoder):
-        return None  # compiled code is so as it is
-    linear = TiledLinear()
-    for part in module.modules():
-        if type(part) is nn.Linear:
-            linear.prove(part.weight, part.bias)
-    if fused is not None:
-        fused.make_invariant(linear)
-        return None
-    name = type(module).__name__
-    if device.type != "cpu":
-        raise NotServable(
-            f"--batch-invariant cannot be promised for {name} on a GPU",
-            why="there it is kept by Kvant's own decoder, which runs plain dense models only",
-            ways_out=(
-                WayOut("run without --batch-invariant"),
-                WayOut("run on the CPU", ("--device", "cpu")),
-            ),
-        )
-    return RowByRow(linear, name)
-
-
-@contextmanager
-def _tap(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Inside, the wanted decoder layers' outputs arrive in the dict, without the batch of one.
-
-    transformers' own `output_hidden_states=[..]` means other layers in 5.17 than in 5.23, and
-    gives the last layer's output after the final norm. What other threads run meanwhile is theirs.
-    """
-    taps: dict[int, Tensor] = {}
-    own = threading.get_ident()
-
-    def keep(index: int, output: object) -> None:
-        if threading.get_ident() != own:  # hooks are the layers', whoever runs them
-            return
-        first = output[0] if isinstance(output, tuple) else output
-        assert isinstance(first, Tensor)
-        taps[index] = first[0]
-
-    handles = [
-        layers[index].register_forward_hook(
-            lambda _module, _inputs, output, index=index: keep(index, output)
-        )
-        for index in set(wanted)
-    ]
-    try:
-        yield taps
-    finally:
-        for handle in handles:
-            handle.remove()

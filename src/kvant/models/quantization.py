@@ -5,19 +5,14 @@ Needs no torch: plans are made from this. How codes and scales lie: `kvant.model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
-from typing import Any
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.errors import ConfigError, NotServable, WayOut
+from kvant.errors import NotServable, WayOut
 from kvant.kv.dtype import ComputeDtype
-from kvant.models.cpu.info import refuse_host
 from kvant.models.geometry.parameters import Weight, WeightKind
-from kvant.models.geometry.weight_recipe import read_recipe
 
-FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""model_type of what Kvant's own decoder runs."""
 _GROUP = 32
 
 
@@ -34,13 +29,11 @@ class Quantization(Enum):
         return columns + 4
 
 
-def check_quantization(
-    asked: Quantization,
-    config: Mapping[str, Any],
-    device: DeviceFacts,
-    compute: ComputeDtype,
-) -> None:
-    """NotServable, with what to do, where these weights cannot be multiplied with."""
+def check_quantization(asked: Quantization, device: DeviceFacts, compute: ComputeDtype) -> None:
+    """NotServable, with ways out, where no kernel multiplies with such weights.
+
+    Whether a forward runs the model with them is `kvant.models.select`'s to say.
+    """
     flag = f"--quantization {asked.value}"
     without = WayOut("run without --quantization")
     if device.kind is not DeviceKind.CPU:
@@ -55,29 +48,6 @@ def check_quantization(
             why="its kernels decode weights to float32",
             ways_out=(WayOut("compute in float32", ("--dtype", "float32")), without),
         )
-    reason = refuse_host()
-    if reason is None and read_recipe(config) is not None:
-        reason = "the checkpoint's weights are quantised already"
-    kind = config.get("model_type")
-    if reason is None and kind not in FUSED_TYPES:
-        reason = (
-            f"it is Kvant's own decoder that does, which runs {', '.join(FUSED_TYPES)}, not {kind}"
-        )
-    if reason is not None:
-        raise _refusal(asked, reason)
-
-
-def refuse_model(asked: Quantization, reason: str) -> ConfigError:
-    """For what is found out about a model only while it is loaded."""
-    return _refusal(asked, reason)
-
-
-def _refusal(asked: Quantization, reason: str) -> NotServable:
-    return NotServable(
-        f"--quantization {asked.value} cannot be had here",
-        why=reason,
-        ways_out=(WayOut("run without --quantization"),),
-    )
 
 
 def quantized_bytes(

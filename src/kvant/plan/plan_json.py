@@ -25,6 +25,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "quantization": None
         if plan.request.quantization is None
         else plan.request.quantization.value,
+        "forward": {
+            "name": plan.forward.name,
+            "rejected": [{"forward": r.forward, "reason": r.reason} for r in plan.forward.refused],
+        },
         "target": _model(plan.target),
         "draft": None if plan.draft is None else _draft(plan, plan.draft),
         "memory": {

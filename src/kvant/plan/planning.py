@@ -23,11 +23,13 @@ from kvant.kv.memory import UTILIZATION, MemoryPlan, format_size, plan_memory
 from kvant.kv.request import NOTHING_ASKED, KVRequest, Requests
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
+from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.geometry import DraftFacts, read_draft_geometry, read_geometry
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
 from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.locate import LocalModel, ModelSource, locate
 from kvant.models.quantization import Quantization, check_quantization
+from kvant.models.select import select_forward
 from kvant.models.weights import WeightBytes, quantized_weight_bytes, weight_bytes_of
 from kvant.plan.graph_sizes import draft_counts
 from kvant.plan.speculative_config import SpeculativeConfig
@@ -84,11 +86,13 @@ class PlannedModel:
 class Plan:
     """Target, drafter and memory. The engine runs exactly this.
 
+    forward: what runs the target's layers, and why faster forwards do not.
     workspaces: what a GPU holds beside weights and pages; None on a CPU, which takes it as it comes.
     """
 
     request: PlanRequest
     target: PlannedModel
+    forward: ForwardChoice
     draft: PlannedModel | None
     draft_facts: DraftFacts | None
     memory: MemoryPlan
@@ -158,6 +162,7 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
             ways_out=(WayOut("take what it can", ("--max-model-len", str(limit))),),
         )
     target = _resolve_model(request, request.requests.target, local, config, geometry, Role.TARGET)
+    forward = _select_forward(request, target)
     draft: PlannedModel | None = None
     facts: DraftFacts | None = None
     if request.speculative is not None and request.speculative.method.has_model:
@@ -175,7 +180,8 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
         )
     beside = None
     if request.device.kind is not DeviceKind.CPU:
-        beside = _workspaces(request, target, step, _draft_counts(request.speculative, num_drafts))
+        drafts = _draft_counts(request.speculative, num_drafts)
+        beside = _workspaces(request, target, forward, step, drafts)
     memory = plan_memory(
         request.memory_bytes,
         target.weights.bytes,
@@ -186,17 +192,30 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
         utilization=request.utilization,
         kv_cache_bytes=request.kv_cache_bytes,
     )
-    return Plan(request, target, draft, facts, memory, beside)
+    return Plan(request, target, forward, draft, facts, memory, beside)
+
+
+def _select_forward(request: PlanRequest, target: PlannedModel) -> ForwardChoice:
+    return select_forward(
+        ForwardFacts(
+            target.config, target.geometry, target.kv.compute_dtype, request.device,
+            request.quantization, request.batch_invariant,
+        )
+    )  # fmt: skip
 
 
 def _workspaces(
-    request: PlanRequest, target: PlannedModel, step: StepSize, num_drafts: Sequence[int]
+    request: PlanRequest,
+    target: PlannedModel,
+    forward: ForwardChoice,
+    step: StepSize,
+    num_drafts: Sequence[int],
 ) -> Workspaces:
     longest = request.max_model_len or target.geometry.max_model_len or step.tokens
     geometry, compute = target.geometry, target.kv.compute_dtype
     return workspaces(
         geometry, target.config, compute, step, longest, num_drafts,
-        batch_invariant=request.batch_invariant,
+        batch_invariant=request.batch_invariant, forward_bytes=forward.extra_bytes,
     )  # fmt: skip
 
 
@@ -260,7 +279,7 @@ def _resolve_model(
             local.path, config, geometry, compute=kv.compute_dtype, decoded=decoded
         )
     else:
-        check_quantization(quantization, config, request.device, kv.compute_dtype)
+        check_quantization(quantization, request.device, kv.compute_dtype)
         weights = quantized_weight_bytes(config, geometry, quantization)
     return PlannedModel(local, config, geometry, checkpoint, weights, kv)
 

@@ -71,10 +71,12 @@ def workspaces(
     num_drafts: Sequence[int] = (),
     *,
     batch_invariant: bool = False,
+    forward_bytes: int = 0,
 ) -> Workspaces:
     """Of a GPU. config: the model's config.json. max_model_len: the longest sequence that is served.
 
-    num_drafts: numbers of drafts of each sequence for which steps are recorded.
+    num_drafts: numbers of drafts of each sequence for which steps are recorded. forward_bytes: what
+    the forward holds for itself.
     """
     element = _ELEMENT_BYTES[compute]
     layers = [layer for layer in geometry.layers if layer.num_q_heads]
@@ -95,7 +97,7 @@ def workspaces(
     if batch_invariant:
         parts += max((_fixed_parts(layer, step, max_model_len) for layer in layers), default=0)
     return Workspaces(
-        runtime=RUNTIME_BYTES,
+        runtime=RUNTIME_BYTES + forward_bytes,
         step=int(FRAGMENTS * activations),
         logits=geometry.vocab_size * rows,
         prompts=int(FRAGMENTS * (decoded + parts)),

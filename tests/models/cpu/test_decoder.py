@@ -13,13 +13,11 @@ from kvant.attention.base import AttentionBackend
 from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.kv.dtype import ComputeDtype, KVDtype
-from kvant.models.cpu.decoder import CpuDecoder
-from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import loading, tiny
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
 TAPS = (0, 2, 3)
 BOUND = 3e-5
@@ -30,7 +28,7 @@ def load(family: str, where: Path) -> tuple[LoadedModel, Path]:
     path = tiny.build(family, where)
     geometry = tiny.geometry(family)
     plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
-    return load_model(path, plan, geometry, device=torch.device("cpu")), path
+    return loading.load(path, plan, geometry), path
 
 
 def run(
@@ -55,7 +53,7 @@ def test_logits_and_hidden_states_are_transformers_up_to_float32_sums(
     family: str, tmp_path: Path
 ) -> None:
     model, path = load(family, tmp_path)
-    assert isinstance(model._fused, CpuDecoder)
+    assert model.choice.name == "compiled"
     theirs = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         expected = theirs(torch.tensor([TEXT])).logits[0]

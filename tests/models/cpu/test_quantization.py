@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.cpu.weights import Code, pack, unpack
-from kvant.models.load import load_model
+from kvant.models.forward_info import ForwardFacts
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, check_quantization
+from kvant.models.select import select_forward
 from kvant.models.weights import quantized_weight_bytes
 from kvant.plan.planning import read_config
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import loading, tiny
 
 INT8, INT4 = Quantization.INT8_WEIGHT_ONLY, Quantization.INT4_WEIGHT_ONLY
 CODES = {INT8: (Code.INT8, Code.INT8), INT4: (Code.INT4, Code.INT8)}
@@ -34,7 +36,7 @@ BOUND = 3e-5
 def load(path: Path, family: str, quantization: Quantization, **changes: Any) -> LoadedModel:
     geometry = tiny.geometry(family, **changes)
     plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
-    return load_model(path, plan, geometry, device=torch.device("cpu"), quantization=quantization)
+    return loading.load(path, plan, geometry, quantization=quantization)
 
 
 def logits(model: LoadedModel, chunks: list[int]) -> Tensor:
@@ -100,26 +102,42 @@ def test_the_flag_reaches_the_engine_and_the_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "device", "compute", "says"),
     [
-        ({"model_type": "llama"}, GPU, ComputeDtype.FLOAT32, "CPUs only"),
-        ({"model_type": "llama"}, CPU, ComputeDtype.BFLOAT16, "bfloat16"),
+        ({}, GPU, ComputeDtype.FLOAT32, "CPUs only"),
+        ({}, CPU, ComputeDtype.BFLOAT16, "bfloat16"),
         ({"model_type": "gemma2"}, CPU, ComputeDtype.FLOAT32, "gemma2"),
+        ({"layer_types": ["full_attention"] * 4, "model_type": "mistral"}, CPU,
+         ComputeDtype.FLOAT32, "ministral"),
+        ({"hidden_act": "gelu"}, CPU, ComputeDtype.FLOAT32, "gelu"),
+        ({"hidden_size": 24}, CPU, ComputeDtype.FLOAT32, "multiple of 32"),
         (
-            {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+            {"quantization_config": {"quant_method": "fp8"}},
             CPU, ComputeDtype.FLOAT32, "quantised already",
         ),
     ],
-    ids=["gpu", "bfloat16", "family", "quantised"],
+    ids=["gpu", "bfloat16", "family", "ministral", "gelu", "shape", "quantised"],
 )  # fmt: skip
 def test_what_cannot_be_quantised_is_refused_with_the_reason_and_a_way_out(
     config: dict[str, Any], device: DeviceFacts, compute: ComputeDtype, says: str
 ) -> None:
+    def plan(changes: dict[str, Any]) -> None:
+        whole = {"model_type": "llama", "intermediate_size": 96, "hidden_size": 64, **changes}
+        geometry = replace(
+            tiny.geometry("llama"),
+            model_type=whole["model_type"],
+            hidden_size=whole["hidden_size"],
+        )
+        check_quantization(INT8, device, compute)
+        select_forward(ForwardFacts(whole, geometry, compute, device, INT8))
+
     with pytest.raises(NotServable, match=says) as refused:
-        check_quantization(INT8, config, device, compute)
+        plan(config)
     assert refused.value.ways_out
-    check_quantization(INT8, {"model_type": "llama"}, CPU, ComputeDtype.FLOAT32)
+    device, compute = CPU, ComputeDtype.FLOAT32
+    plan({})
 
 
-def test_a_model_with_windows_is_refused_while_it_is_loaded(tmp_path: Path) -> None:
+def test_a_model_with_windows_is_quantised_like_any_other(tmp_path: Path) -> None:
     path = tiny.build("mistral", tmp_path)
-    with pytest.raises(NotServable, match="MistralForCausalLM"):
-        load(path, "mistral", INT4)
+    model = load(path, "mistral", INT8)
+    expected, found = rounded(path, INT8), logits(model, [45])
+    assert (found - expected).abs().max() < BOUND * expected.abs().max()

@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvant.attention.base import AttentionParams, StepCall
 from kvant.attention.cpu import attend, write
 from kvant.attention.cpu.backend import CpuBackend, Recorded, scratch_bytes
+from kvant.errors import EngineFault
 from kvant.kernels.cpu.block import Block, address, block_of, float_bits
-from kvant.kernels.cpu.vector import LANES
 from kvant.kv.pool import KVPool
+from kvant.kv.spec import KVPlan
+from kvant.models.cpu.info import NORM_STEP, refuse_shape
 from kvant.models.cpu.layout import (
     Gate,
     Kind,
@@ -29,11 +33,12 @@ from kvant.models.cpu.layout import (
     Rotate,
     StepFields,
 )
-from kvant.models.cpu.linear import Linear, float_rows, refuse_shape
+from kvant.models.cpu.linear import Linear, float_rows
 from kvant.models.cpu.rows import gate_worker, norm_worker, rotate_worker
 from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, pack
-from kvant.models.fused.decoder import FusedDecoder, Layer, frequencies
+from kvant.models.forward_info import ForwardChoice
+from kvant.models.fused.decoder import FusedDecoder, Layer, frequencies, fuse
 from kvant.models.quantization import Quantization
 
 _ALONE = 8
@@ -111,13 +116,29 @@ class _Program:
         return self.buffers.scratch.shape[0]
 
 
-def refuse(decoder: FusedDecoder) -> str | None:
-    """Why compiled code cannot run these layers; None if it can."""
+def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDecoder:
+    """The compiled forward of a loaded module.
+
+    With quantization the module loses the weights that were rounded. EngineFault where the module
+    is not what the plan took it for.
+    """
+    fused = fuse(module, plan)
+    reason = _mismatch(fused)
+    if reason is not None:
+        raise EngineFault(f"the plan runs {type(module).__name__} as compiled code, but {reason}")
+    made = CpuDecoder(fused, choice.quantization)
+    if choice.quantization is not None:
+        _drop_products(module)
+    return made
+
+
+def _mismatch(decoder: FusedDecoder) -> str | None:
+    """Why compiled code cannot run these layers, which the plan should have known; None if it can."""
     if decoder.embedding.dtype is not torch.float32:
         return f"it computes in float32, not in {decoder.embedding.dtype}"
     for layer in decoder.layers:
-        if layer.q_norm is not None and _head_dim(layer) % LANES:
-            return f"heads of {_head_dim(layer)} are normed in steps of {LANES}"
+        if layer.q_norm is not None and _head_dim(layer) % NORM_STEP:
+            return f"heads of {_head_dim(layer)} are normed in steps of {NORM_STEP}"
         for weight, _ in (layer.qkv, layer.output, layer.gate_up, layer.down):
             reason = refuse_shape(*weight.shape)
             if reason is not None:
@@ -125,13 +146,25 @@ def refuse(decoder: FusedDecoder) -> str | None:
     return refuse_shape(*decoder.head.shape)
 
 
+def _drop_products(module: PreTrainedModel) -> None:
+    """Free the memory of weights that were packed; a tied head remains as the embedding."""
+    embedding: Any = module.get_input_embeddings()
+    for part in module.modules():
+        if type(part) is nn.Linear and part.weight is not embedding.weight:
+            part.weight.data = part.weight.data.new_empty(0)
+            if part.bias is not None:
+                part.bias.data = part.bias.data.new_empty(0)
+
+
 class CpuDecoder:
-    """quantization: the products read copies of the decoder's weights that are rounded so; None: the
-    weights themselves. compiled_seconds: spent in compiled code so far; the rest of a step is Python's.
+    """The compiled forward.
+
+    quantization: the products read copies of the decoder's weights that are rounded so; None: the
+    weights themselves.
     """
 
     def __init__(self, decoder: FusedDecoder, quantization: Quantization | None = None) -> None:
-        assert refuse(decoder) is None
+        assert _mismatch(decoder) is None
         layers, head = _CODES[quantization]
         self._embedding, self._norm_weight = decoder.embedding, decoder.norm
         self._eps, self._rotary = decoder.eps, decoder.rotary
@@ -139,7 +172,7 @@ class CpuDecoder:
         self._head = _linear((decoder.head, decoder.head_bias), head)
         self._program: _Program | None = None
         self._entry = run_function().call
-        self.compiled_seconds = 0.0
+        self._compiled_seconds = 0.0
         self._step, self._team = new_step()
         step = self._step
         step[StepFields.WRITE // 8] = write.write_function().address
@@ -148,11 +181,16 @@ class CpuDecoder:
         step[StepFields.ATTEND_WORKER // 8] = attend.worker_address()
 
     @property
-    def num_extra_bytes(self) -> int:
-        """Of packed weights, which are nobody else's."""
+    def extra_bytes(self) -> int:
+        """Bytes of packed weights that are copies of the module's."""
         if self._head.weight.code is Code.FLOAT32:
             return 0
         return sum(linear.num_bytes for linear in self._linears)
+
+    @property
+    def compiled_seconds(self) -> float | None:
+        """Spent in compiled code so far; Python has the rest of a step."""
+        return self._compiled_seconds
 
     @property
     def _linears(self) -> list[Linear]:
@@ -160,10 +198,10 @@ class CpuDecoder:
         return [*parts, self._head]
 
     def score(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size], normed, float32 -> [n, vocab_size]."""
+        """Apply the head: [n, hidden_size], normed, float32 -> [n, vocab_size]."""
         return self._head(hidden)
 
-    def forward(
+    def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
@@ -223,7 +261,7 @@ class CpuDecoder:
     def _run(self, step: int, operations: int, first: int, end: int) -> int:
         begin = perf_counter()
         done = self._entry(step, operations, first, end)
-        self.compiled_seconds += perf_counter() - begin
+        self._compiled_seconds += perf_counter() - begin
         return done
 
     # -- programs ------------------------------------------------------------------------------

@@ -1,16 +1,59 @@
-"""Whether this machine runs the compiled forward, without torch or numba."""
+"""What planning knows about the compiled forward on a CPU. Needs neither torch nor numba."""
 
 from __future__ import annotations
 
 import importlib.util
 
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.fused.info import products, refuse_layers
 from kvant.models.geometry.compute_dtype import host_cpu_has_avx2
+from kvant.models.geometry.weight_recipe import read_recipe
+
+GROUP = 32
+"""Columns that a product's kernel takes at a time; 4-bit weights share a scale over as many."""
+
+FEWEST_ROWS = 4
+"""Rows of a weight that a product's kernel takes at a time, at most."""
+
+NORM_STEP = 16
+"""Numbers of a head that the norm of queries and keys takes at a time."""
+
+
+def refuse_shape(rows: int, columns: int) -> str | None:
+    """Why there is no kernel for a weight of this shape; None if there is."""
+    if columns % GROUP or not columns:
+        return f"a weight's {columns} inputs are no multiple of {GROUP}"
+    if rows < FEWEST_ROWS:
+        return f"a weight's {rows} outputs are fewer than {FEWEST_ROWS}"
+    return None
 
 
 def refuse_host() -> str | None:
-    """Why not; None if it does."""
+    """Why this machine does not run the compiled forward; None if it does."""
     if not host_cpu_has_avx2():
         return "its kernels need a CPU with AVX2"
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
     return None
+
+
+def _refuse(facts: ForwardFacts) -> str | None:
+    if not facts.on_cpu:
+        return "its kernels run on CPUs"
+    if facts.compute is not ComputeDtype.FLOAT32:
+        return f"it computes in float32, not in {facts.compute.value}"
+    if facts.quantization is not None and read_recipe(facts.config) is not None:
+        return "the checkpoint's weights are quantised already"
+    return refuse_layers(facts) or refuse_host() or _refuse_shapes(facts)
+
+
+def _refuse_shapes(facts: ForwardFacts) -> str | None:
+    head_dim = facts.geometry.layers[0].head_dim_k
+    if facts.geometry.model_type == "qwen3" and head_dim % NORM_STEP:
+        return f"heads of {head_dim} are normed in steps of {NORM_STEP}"
+    reasons = (refuse_shape(*shape) for shape in products(facts))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+INFO = ForwardInfo("compiled", "kvant.models.cpu.decoder", _refuse)

@@ -6,23 +6,15 @@ import torch
 from torch import Tensor
 
 from kvant.kernels.cpu.block import Block, address, block_of
+from kvant.models.cpu.info import refuse_shape
 from kvant.models.cpu.layout import Kind, Operation, Product, StepFields
 from kvant.models.cpu.product import OUTPUTS, product_worker
 from kvant.models.cpu.run import new_step, run_function
-from kvant.models.cpu.weights import GROUP, Code, PackedWeight
+from kvant.models.cpu.weights import Code, PackedWeight
 
 _CHUNK_BYTES = 131072
 """Of decoded rows of a weight that a thread takes at a time: they stay in its level 2 cache."""
 _CHUNKS_A_THREAD = 4
-
-
-def refuse_shape(rows: int, columns: int) -> str | None:
-    """Why there is no kernel for a weight of this shape; None if there is."""
-    if columns % GROUP or not columns:
-        return f"{columns} inputs are no multiple of {GROUP}"
-    if rows < OUTPUTS:
-        return f"{rows} outputs are fewer than {OUTPUTS}"
-    return None
 
 
 def float_rows(rows: int, columns: int) -> Tensor:

@@ -16,7 +16,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-GROUP = 32
+from kvant.models.cpu.info import GROUP
 
 
 class Code(IntEnum):

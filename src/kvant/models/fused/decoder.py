@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,13 @@ from transformers import (
 )
 
 from kvant.attention.base import AttentionParams, HeadRotation, RotatingWriter, Step, StepCall
+from kvant.errors import EngineFault
 from kvant.kv.spec import KVPlan
+from kvant.models.forward import apply_head
+from kvant.models.forward_info import ForwardChoice
+from kvant.models.fused.info import MOST_ANGLES
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
-
-if TYPE_CHECKING:
-    from kvant.models.fused.few_rows import FewRows
+from kvant.models.invariant.linear import TiledLinear, prove_all
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [T, in], weight [out, in], bias [out] or None -> [T, out]."""
@@ -42,9 +44,6 @@ _FUSED: tuple[type[PreTrainedModel], ...] = (
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose frequencies depend on a token's own position alone."""
-
-_MOST_ANGLES = 1 << 18
-"""Positions whose angles are kept: 64 MiB for heads of 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +63,42 @@ class Layer:
     params: AttentionParams
 
 
-def fuse(module: PreTrainedModel, plan: KVPlan) -> FusedDecoder | None:
-    """The fused forward of a loaded module, or None for one that it would not compute exactly.
+def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> FusedDecoder:
+    """The fused forward of a loaded module. EngineFault where it is not what the plan took it for."""
+    return fuse(module, plan, batch_invariant=choice.batch_invariant)
+
+
+def fuse(module: PreTrainedModel, plan: KVPlan, *, batch_invariant: bool = False) -> FusedDecoder:
+    """The fused forward of a loaded module.
 
     The module's parameters become views of the fused ones: no weight lies in memory twice.
+    batch_invariant: no row's result depends on the rows beside it. EngineFault for a module that the
+    decoder would not compute exactly.
     """
+    name = type(module).__name__
     if type(module) not in _FUSED or module.config.get_text_config().hidden_act != "silu":
-        return None
+        raise EngineFault(f"the plan runs {name} through Kvant's own decoder, which cannot")
     decoder: Any = module.get_decoder()  # type: ignore[no-untyped-call]
     layers = [_layer_of(layer, plan) for layer in decoder.layers]
-    if any(layer is None for layer in layers):
-        return None
-    return FusedDecoder(module, [layer for layer in layers if layer is not None])
+    if not batch_invariant:
+        return FusedDecoder(module, layers)
+    linear = TiledLinear()
+    prove_all(linear, module)
+    return FusedDecoder(module, layers, linear)
 
 
 class FusedDecoder:
-    """Mutates nothing but the pool. linear: the matrix product, one for all of them."""
+    """Mutates nothing but the pool.
 
-    def __init__(self, module: PreTrainedModel, layers: Sequence[Layer]) -> None:
+    linear: the batch-invariant matrix product, one for all of them; None for the fastest one.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, layers: Sequence[Layer], linear: Linear | None = None
+    ) -> None:
         decoder: Any = module.get_decoder()  # type: ignore[no-untyped-call]
         head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self.linear = linear_for(head.weight)
+        self.linear = linear_for(head.weight) if linear is None else linear
         self.layers = tuple(layers)
         self.embedding: Tensor = decoder.embed_tokens.weight
         self.rotary = decoder.rotary_emb
@@ -92,42 +106,44 @@ class FusedDecoder:
         self.head: Tensor = head.weight
         self.head_bias: Tensor | None = head.bias
         self.eps = float(decoder.norm.variance_epsilon)
-        self._kernels = kernels_for(self.embedding)
-        self._few = few_rows_for(self)
+        self._module = module
+        self._kernels = kernels_for(self.embedding, batch_invariant=linear is not None)
         self._table: tuple[Tensor, Tensor] | None = None
         if self.embedding.device.type != "cpu" and self.rotary.rope_type in _FIXED_ROPE:
             most = module.config.get_text_config().max_position_embeddings
-            places = torch.arange(min(most, _MOST_ANGLES), device=self.embedding.device)
+            places = torch.arange(min(most, MOST_ANGLES), device=self.embedding.device)
             with torch.no_grad():
                 self._table = frequencies(self.rotary, self.embedding, places)
 
-    def make_invariant(self, linear: Linear) -> None:
-        """From now on no row's result depends on the rows beside it. linear: of that kind."""
-        self.linear = linear
-        self._few = None
-        if isinstance(self._kernels, TorchKernels):
-            self._kernels = InvariantTorchKernels()
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of the table of angles."""
+        return sum(part.numel() * part.element_size() for part in self._table or ())
 
-    def forward(
+    @property
+    def compiled_seconds(self) -> float | None:
+        return None
+
+    def score(self, hidden: Tensor) -> Tensor:
+        return apply_head(self._module, hidden)
+
+    def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
-        few = self._few
-        if few is not None and len(logits_index) <= len(input_ids) <= few.most_tokens:
-            return self._forward_few(few, input_ids, call, logits_index, layers)
         kernels, linear, step, eps = self._kernels, self.linear, call.step, self.eps
         residual = F.embedding(input_ids, self.embedding)
-        angles = self._angles(step)
+        angles = self.angles(step)
         taps: dict[int, Tensor] = {}
         x = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
-            q = self._enter(index, linear(x, *layer.qkv), angles, call)
+            q = self.enter(index, linear(x, *layer.qkv), angles, call)
             last = index + 1 == len(self.layers)
             narrowed = last and step.wanted is not None and index not in layers
             if narrowed:  # K and V are stored; nobody looks at the other rows of what follows
                 assert step.wanted is not None
                 q, residual, step = q[logits_index], residual[logits_index], step.wanted
-            x = linear(self._attend(index, q, call, step), *layer.output)
+            x = linear(self.attend(index, q, call, step), *layer.output)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
             x = linear(kernels.silu_mul(linear(x, *layer.gate_up)), *layer.down)
             if last:
@@ -144,39 +160,14 @@ class FusedDecoder:
         logits = linear(x, self.head, self.head_bias)
         return logits, tuple(taps[index] for index in layers)
 
-    def _forward_few(
-        self,
-        few: FewRows,
-        input_ids: Tensor,
-        call: StepCall,
-        logits_index: Tensor,
-        layers: Sequence[int],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The same where products do what lies between them; logits in float32."""
-        angles = self._angles(call.step)
-        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        taps: dict[int, Tensor] = {}
-        stream = few.embed(input_ids, self.embedding, self.layers[0].input_norm)
-        for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
-            q = self._enter(index, few.normed(stream, *layer.qkv), angles, call)
-            attended = self._attend(index, q, call, call.step)
-            stream = few.added(attended, *layer.output, stream, layer.post_norm)
-            x = few.normed(stream, *layer.gate_up, gated=True)
-            stream = few.added(x, *layer.down, stream, norm)
-            if index in layers:
-                taps[index] = stream.residual
-        logits = few.normed(
-            stream, self.head, self.head_bias, picked=logits_index, dtype=torch.float32
-        )
-        return logits, tuple(taps[index] for index in layers)
-
-    def _angles(self, step: Step) -> _Angles:
+    def angles(self, step: Step) -> Angles:
+        """cos and sin for the tokens of a step: of all positions where they are kept."""
         table = self._table
         if table is not None and step.max_seqlen_kv <= len(table[0]):
-            return _Angles(*table, by_position=True)
-        return _Angles(*frequencies(self.rotary, self.embedding, step.positions), by_position=False)
+            return Angles(*table, by_position=True)
+        return Angles(*frequencies(self.rotary, self.embedding, step.positions), by_position=False)
 
-    def _enter(self, index: int, qkv: Tensor, angles: _Angles, call: StepCall) -> Tensor:
+    def enter(self, index: int, qkv: Tensor, angles: Angles, call: StepCall) -> Tensor:
         """From the product qkv of a layer to its queries; keys and values go into their slots."""
         layer, step = self.layers[index], call.step
         backend, cache = call.backends[index], call.pool[index]
@@ -190,14 +181,14 @@ class FusedDecoder:
         backend.write(cache, k, v, step)
         return q
 
-    def _attend(self, index: int, q: Tensor, call: StepCall, step: Step) -> Tensor:
+    def attend(self, index: int, q: Tensor, call: StepCall, step: Step) -> Tensor:
         """[len(q), num_q_heads * head_dim]."""
         backend, cache = call.backends[index], call.pool[index]
         return backend.attend(cache, q, step, self.layers[index].params).reshape(len(q), -1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Angles:
+class Angles:
     """cos, sin: [.., head_dim / 2], of every position, or of a step's tokens."""
 
     cos: Tensor
@@ -218,26 +209,6 @@ def frequencies(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tens
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
-def few_rows_for(decoder: FusedDecoder) -> FewRows | None:
-    """Products for steps of few tokens, where there are some: bfloat16 on an NVIDIA GPU."""
-    weight = decoder.embedding
-    if weight.device.type != "cuda" or weight.dtype is not torch.bfloat16:
-        return None
-    products = [product for layer in decoder.layers for product in _products(layer)]
-    products.append(decoder.head)
-    # Two rows of a weight at a time.
-    fit = all(w.is_contiguous() and w.shape[0] % 2 == 0 for w in products)
-    if torch.version.hip is not None or not fit:
-        return None
-    from kvant.models.fused.few_rows import FewRows
-
-    return FewRows(weight.device, decoder.eps)
-
-
-def _products(layer: Layer) -> list[Tensor]:
-    return [layer.qkv[0], layer.output[0], layer.gate_up[0], layer.down[0]]
-
-
 def linear_for(weight: Tensor) -> Linear:
     """torch's; on a GPU with a kernel of our own for single rows."""
     if weight.device.type == "cuda":
@@ -247,26 +218,29 @@ def linear_for(weight: Tensor) -> Linear:
     return F.linear
 
 
-def kernels_for(weight: Tensor) -> Kernels:
+def kernels_for(weight: Tensor, *, batch_invariant: bool = False) -> Kernels:
     """Triton's on a GPU, plain torch elsewhere and for float64."""
     if weight.device.type == "cuda" and weight.dtype is not torch.float64:
         from kvant.models.fused.triton_kernels import TritonKernels
 
         return TritonKernels()
-    return TorchKernels()
+    return InvariantTorchKernels() if batch_invariant else TorchKernels()
 
 
-def _layer_of(layer: Any, plan: KVPlan) -> Layer | None:
+def _layer_of(layer: Any, plan: KVPlan) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     spec = plan.layers[attention.layer_idx]
     geometry = spec.geometry
     products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     products += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    name = f"{type(attention).__name__} (layer {attention.layer_idx})"
     if any(type(product) is not nn.Linear for product in products):
-        return None  # quantised, or replaced by somebody
-    window = getattr(attention, "sliding_window", None)
+        raise EngineFault(
+            f"{name} is to run in Kvant's own decoder, but its weights are no numbers"
+        )
+    window = _window_of(attention)
     if window != geometry.window or geometry.sinks or geometry.softcap or not geometry.causal:
-        return None
+        raise EngineFault(f"{name} has the window {window}, the plan says {geometry.window}")
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return Layer(
         input_norm=layer.input_layernorm.weight,
@@ -281,6 +255,13 @@ def _layer_of(layer: Any, plan: KVPlan) -> Layer | None:
         num_kv_heads=geometry.num_kv_heads,
         params=AttentionParams(scale=attention.scaling, window=window),
     )
+
+
+def _window_of(attention: Any) -> int | None:
+    """The window in the module, or in its config where the family has one for all layers (Mistral)."""
+    holder = attention if hasattr(attention, "sliding_window") else attention.config
+    found: int | None = getattr(holder, "sliding_window", None)
+    return found
 
 
 def _join(*products: Any) -> tuple[Tensor, Tensor | None]:

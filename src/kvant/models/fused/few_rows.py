@@ -16,10 +16,9 @@ from torch import Tensor
 
 from kvant.kernels.triton.device import launches_ahead, multiprocessors, shared_memory_of_a_program
 from kvant.models.fused import few_rows_kernels as kernels
+from kvant.models.fused.few_rows_info import MOST_SPLIT, MOST_TOKENS, ROWS
 
-MOST_TOKENS = kernels.MOST_TOKENS
-_ROWS, _DEPTH = 64, 128  # of a weight's tile
-_MOST_SPLIT = 2
+_DEPTH = 128  # columns of a weight's tile
 
 
 class Cut(NamedTuple):
@@ -59,8 +58,14 @@ class FewRows:
         # Of their final size from the start: recorded steps keep their addresses.
         stripes = self._processors
         self._arrived = torch.zeros(stripes, dtype=torch.int32, device=device)
-        room = stripes * _MOST_SPLIT * _ROWS * MOST_TOKENS
+        room = stripes * MOST_SPLIT * ROWS * MOST_TOKENS
         self._partial = torch.empty(room, dtype=torch.float32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory that it owns."""
+        owned = (self._arrived, self._partial)
+        return sum(part.numel() * part.element_size() for part in owned)
 
     def embed(self, ids: Tensor, embedding: Tensor, norm_weight: Tensor) -> Stream:
         """ids: [T] int64. embedding: [vocab_size, width]."""
@@ -108,7 +113,7 @@ class FewRows:
         if stream.weighted is None:
             after = Stream(residual, norm_weight)
         else:
-            stripes = triton.cdiv(weight.shape[0], _ROWS)
+            stripes = triton.cdiv(weight.shape[0], ROWS)
             squares = residual.new_empty(stripes, MOST_TOKENS, dtype=torch.float32)
             after = Stream(residual, norm_weight, torch.empty_like(residual), squares)
         self._launch(kernels.ADDED.value, stream, x, weight, bias, None, residual, after)
@@ -142,13 +147,13 @@ class FewRows:
         assert squares is not None
         cut = self._cut(kind, tokens, weight)
         stored = before if after is None else after
-        kernels.product[(triton.cdiv(n, _ROWS), cut.split)](
+        kernels.product[(triton.cdiv(n, ROWS), cut.split)](
             before.weighted if x is None else x, weight, bias, picked, squares, squares.shape[0],
             self._eps, before.residual, stored.norm_weight, out, stored.weighted, stored.squares,
             self._partial, self._arrived, tokens, n,
-            COLUMNS=columns, TOKENS=_padded(tokens), ROWS=_ROWS, DEPTH=_DEPTH, SPLIT=cut.split,
+            COLUMNS=columns, TOKENS=_padded(tokens), ROWS=ROWS, DEPTH=_DEPTH, SPLIT=cut.split,
             STAGES=cut.stages, KIND=kind, BIAS=bias is not None, PICKED=picked is not None,
-            EVEN=n % _ROWS == 0 and columns % (_DEPTH * cut.split) == 0, num_warps=4,
+            EVEN=n % ROWS == 0 and columns % (_DEPTH * cut.split) == 0, num_warps=4,
         )  # fmt: skip
 
     def _cut(self, kind: int, tokens: int, weight: Tensor) -> Cut:
@@ -158,12 +163,12 @@ class FewRows:
         run at once.
         """
         n, columns = weight.shape
-        stripes = triton.cdiv(n, _ROWS)
+        stripes = triton.cdiv(n, ROWS)
         split = 1
         if kind == kernels.ADDED.value and stripes <= self._processors:
             split = min(2, triton.cdiv(columns, _DEPTH))
         beside = min(3, triton.cdiv(stripes * split, self._processors))
-        tile_bytes = 2 * _DEPTH * (_ROWS + _padded(tokens))
+        tile_bytes = 2 * _DEPTH * (ROWS + _padded(tokens))
         stages = max(2, min(4, self._shared_bytes // beside // tile_bytes))
         return Cut(split, stages)
 

@@ -19,9 +19,6 @@ SCALED = tl.constexpr(0)  # out = x w^T * scale + bias
 GATED = tl.constexpr(1)  # out = silu(gate) * up of the same; rows of the weight: all gates, all ups
 ADDED = tl.constexpr(2)  # out = residual + (x w^T + bias); x of the next product, and its squares
 
-MOST_TOKENS = 64
-"""Tokens of a product here; also the width of a row of sums of squares."""
-
 
 @triton.jit
 def _scale_of(squares, stripes, token, there, eps, WIDTH: tl.constexpr, TOKENS: tl.constexpr):

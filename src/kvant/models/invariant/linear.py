@@ -9,7 +9,7 @@ fill a tile are padded with zeros.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvant.errors import NotServable, WayOut
@@ -89,6 +89,13 @@ class TiledLinear:
             small = [F.linear(_tile_of(part, base), weight, bias) for part in torch.split(x, base)]
             self._proved[key] = torch.equal(F.linear(x, weight, bias), torch.cat(small)[:size])
         return self._proved[key]
+
+
+def prove_all(linear: TiledLinear, module: nn.Module) -> None:
+    """Prove a tile for every linear layer of a module. NotServable as `TiledLinear.prove`."""
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            linear.prove(part.weight, part.bias)
 
 
 def _rows_are_alike(size: int, weight: Tensor, bias: Tensor | None) -> bool:

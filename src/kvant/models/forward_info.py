@@ -1,0 +1,82 @@
+"""What planning knows about a forward and about the model it would run. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.kv.dtype import ComputeDtype
+from kvant.kv.geometry import ModelGeometry
+from kvant.models.geometry.weight_recipe import are_decoded
+from kvant.models.quantization import Quantization
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardFacts:
+    """One model on one device, as a forward is asked about it.
+
+    config: the model's config.json. quantization: weights are rounded while they are loaded.
+    batch_invariant: no row's result may depend on the rows beside it.
+    """
+
+    config: Mapping[str, Any]
+    geometry: ModelGeometry
+    compute: ComputeDtype
+    device: DeviceFacts
+    quantization: Quantization | None = None
+    batch_invariant: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.kind is DeviceKind.CPU
+
+    @property
+    def kept_codes(self) -> str | None:
+        """The method whose codes stay quantised in memory; None for weights that are numbers."""
+        declared = self.config.get("quantization_config")
+        if not isinstance(declared, Mapping) or are_decoded(self.config, self.device):
+            return None
+        return str(declared.get("quant_method", "an unnamed method"))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInfo:
+    """A forward as planning knows it.
+
+    module: where `make(module, plan, choice) -> Forward` is, which imports torch. refuse: returns
+    why the forward cannot run the model, or None; it is pure and needs no device. extra_bytes: bytes
+    on the device beside weights and activations.
+    """
+
+    name: str
+    module: str
+    refuse: Callable[[ForwardFacts], str | None]
+    extra_bytes: Callable[[ForwardFacts], int] = lambda _: 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A forward that does not run the model, and why."""
+
+    forward: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardChoice:
+    """The forward that runs a model, as the plan shows it and the loader makes it.
+
+    info: None for a model that can be planned and not run. refused: the faster forwards.
+    """
+
+    info: ForwardInfo | None
+    refused: tuple[Refused, ...] = ()
+    extra_bytes: int = 0
+    quantization: Quantization | None = None
+    batch_invariant: bool = False
+
+    @property
+    def name(self) -> str | None:
+        return None if self.info is None else self.info.name

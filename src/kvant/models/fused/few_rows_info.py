@@ -1,0 +1,38 @@
+"""What planning knows about the forward with products of its own for few tokens. No torch."""
+
+from __future__ import annotations
+
+from kvant.attention.need import DeviceKind
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.fused.info import products, refuse_layers, table_bytes
+
+MOST_TOKENS = 64
+"""Tokens up to which it multiplies itself; it hands larger steps to the fused forward.
+Also the width of a row of sums of squares in the kernels."""
+
+ROWS, MOST_SPLIT = 64, 2
+"""Rows of a weight's stripe, and parts into which the columns of a stripe are cut."""
+
+_MULTIPROCESSORS = 256
+"""At least as many as any GPU has today."""
+
+
+def _refuse(facts: ForwardFacts) -> str | None:
+    if facts.device.kind is not DeviceKind.CUDA:
+        return "its kernels run on NVIDIA GPUs"
+    if facts.compute is not ComputeDtype.BFLOAT16:
+        return f"it computes in bfloat16, not in {facts.compute.value}"
+    if facts.batch_invariant:
+        return "its sums depend on the number of rows, and --batch-invariant was asked for"
+    reason = refuse_layers(facts)
+    if reason is None and any(rows % 2 for rows, _ in products(facts)):
+        reason = "it takes two rows of a weight at a time, and one weight has an odd number of rows"
+    return reason
+
+
+def _extra_bytes(facts: ForwardFacts) -> int:
+    return table_bytes(facts) + 4 * _MULTIPROCESSORS * MOST_SPLIT * ROWS * MOST_TOKENS
+
+
+INFO = ForwardInfo("few rows", "kvant.models.fused.few_rows_decoder", _refuse, _extra_bytes)

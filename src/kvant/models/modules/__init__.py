@@ -1,0 +1,1 @@
+"""transformers' own modules as a forward."""

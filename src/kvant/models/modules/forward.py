@@ -1,0 +1,109 @@
+"""The forward through transformers' own modules, whose attention calls Kvant's hook."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvant.attention.base import StepCall
+from kvant.attention.hook import ATTENTION_NAME
+from kvant.kv.spec import KVPlan
+from kvant.models.forward import apply_head
+from kvant.models.forward_info import ForwardChoice
+from kvant.models.invariant.linear import TiledLinear, prove_all
+from kvant.models.invariant.mode import Paused, RowByRow
+
+
+def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> ModuleForward:
+    """The forward of a loaded module. NotServable where no tile of rows is batch-invariant here."""
+    if not choice.batch_invariant:
+        return ModuleForward(module)
+    linear = TiledLinear()
+    prove_all(linear, module)
+    return ModuleForward(module, RowByRow(linear, type(module).__name__))
+
+
+class ModuleForward:
+    """Calls the module as transformers does. mode: inside it no row depends on the rows beside it."""
+
+    def __init__(self, module: PreTrainedModel, mode: RowByRow | None = None) -> None:
+        self._module = module
+        self._mode = mode
+
+    @property
+    def extra_bytes(self) -> int:
+        return 0
+
+    @property
+    def compiled_seconds(self) -> float | None:
+        return None
+
+    def score(self, hidden: Tensor) -> Tensor:
+        return apply_head(self._module, hidden)
+
+    def run(
+        self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
+        mode = self._mode
+        if mode is None:
+            return self._call(input_ids, call, logits_index, layers)
+        backends = {id(backend): Paused(backend, mode) for backend in call.backends}
+        paused = tuple(backends[id(backend)] for backend in call.backends)
+        with mode:
+            return self._call(
+                input_ids, dataclasses.replace(call, backends=paused), logits_index, layers
+            )
+
+    def _call(
+        self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with _tap(self._module, layers) as taps:
+            out = self._module(
+                input_ids=input_ids[None],  # the packed tokens as a batch of one
+                position_ids=call.step.positions[None],
+                use_cache=False,
+                logits_to_keep=logits_index,
+                **{ATTENTION_NAME: call},
+            )
+        return out.logits[0], tuple(taps[index] for index in layers)
+
+
+@contextmanager
+def _tap(module: PreTrainedModel, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Inside, the wanted decoder layers' outputs arrive in the dict, without the batch of one.
+
+    transformers' own `output_hidden_states=[..]` means other layers in 5.17 than in 5.23, and
+    gives the last layer's output after the final norm. Other threads' forwards are left alone.
+    """
+    taps: dict[int, Tensor] = {}
+    if not wanted:
+        yield taps
+        return
+    layers = module.get_decoder().layers  # type: ignore[no-untyped-call]
+    assert isinstance(layers, nn.ModuleList)
+    own = threading.get_ident()
+
+    def keep(index: int, output: object) -> None:
+        if threading.get_ident() != own:  # a hook belongs to the layer and sees every thread
+            return
+        first = output[0] if isinstance(output, tuple) else output
+        assert isinstance(first, Tensor)
+        taps[index] = first[0]
+
+    handles = [
+        layers[index].register_forward_hook(
+            lambda _module, _inputs, output, index=index: keep(index, output)
+        )
+        for index in set(wanted)
+    ]
+    try:
+        yield taps
+    finally:
+        for handle in handles:
+            handle.remove()

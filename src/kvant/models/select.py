@@ -1,0 +1,60 @@
+"""Asks every forward, at plan time, whether it runs a model; keeps every answer. No torch.
+
+To add a forward: one package under `kvant/models/` with a torch-free `info.py`, and one line here.
+"""
+
+from __future__ import annotations
+
+from kvant.errors import NotServable, WayOut
+from kvant.models.cpu.info import INFO as CPU
+from kvant.models.forward_info import ForwardChoice, ForwardFacts, ForwardInfo, Refused
+from kvant.models.fused.few_rows_info import INFO as FEW_ROWS
+from kvant.models.fused.info import INFO as FUSED
+from kvant.models.modules.info import INFO as MODULES
+
+FORWARDS: tuple[ForwardInfo, ...] = (CPU, FEW_ROWS, FUSED, MODULES)
+"""Every forward, fastest first: the first that does not refuse runs the model."""
+
+
+def select_forward(facts: ForwardFacts) -> ForwardChoice:
+    """The first forward that runs this model, with the reasons of those before it.
+
+    NotServable where no forward runs it with the flags that were given.
+    """
+    if facts.geometry.not_runnable is not None:
+        why = facts.geometry.not_runnable
+        return ForwardChoice(None, tuple(Refused(info.name, why) for info in FORWARDS))
+    refused: list[Refused] = []
+    for info in FORWARDS:
+        reason = info.refuse(facts)
+        if reason is None:
+            return choose(info, facts, refused=tuple(refused))
+        refused.append(Refused(info.name, reason))
+    raise _nothing_runs(facts, refused)
+
+
+def choose(
+    info: ForwardInfo, facts: ForwardFacts, *, refused: tuple[Refused, ...] = ()
+) -> ForwardChoice:
+    """The choice of one forward, which must not refuse these facts."""
+    return ForwardChoice(
+        info, refused, info.extra_bytes(facts), facts.quantization, facts.batch_invariant
+    )
+
+
+def _nothing_runs(facts: ForwardFacts, refused: list[Refused]) -> NotServable:
+    name, ways = facts.geometry.architecture, []
+    if facts.quantization is not None:
+        what = f"--quantization {facts.quantization.value} cannot be had for {name}"
+        ways.append(WayOut("run without --quantization"))
+    else:
+        what = f"--batch-invariant cannot be promised for {name} here"
+        ways.append(WayOut("run without --batch-invariant"))
+        if not facts.on_cpu:
+            ways.append(WayOut("run on the CPU", ("--device", "cpu")))
+    return NotServable(
+        what,
+        why="no forward can run it so",
+        tried=[f"{one.forward}: {one.reason}" for one in refused],
+        ways_out=ways,
+    )

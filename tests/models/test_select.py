@@ -1,0 +1,88 @@
+"""Which forward runs a model, and what the plan says about those that do not."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import NotServable
+from kvant.kernels.cpu.vector import LANES
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.cpu.info import FEWEST_ROWS, NORM_STEP
+from kvant.models.cpu.product import OUTPUTS
+from kvant.models.forward_info import ForwardFacts
+from kvant.models.select import FORWARDS, select_forward
+from tests.models import tiny
+
+CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
+ROCM = DeviceFacts(DeviceKind.ROCM, "gfx942")
+F32, BF16 = ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16
+
+
+def facts(family: str, device: DeviceFacts, compute: ComputeDtype, **options: Any) -> ForwardFacts:
+    config = tiny.config_of(family).to_dict()
+    return ForwardFacts(config, tiny.geometry(family), compute, device, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "compute", "name"),
+    [
+        ("llama", CPU, F32, "compiled"),
+        ("mistral", CPU, F32, "compiled"),
+        ("llama", CPU, BF16, "fused"),
+        ("qwen3", GPU, BF16, "few rows"),
+        ("qwen3", GPU, F32, "fused"),
+        ("qwen3", ROCM, BF16, "fused"),
+        ("gemma2", GPU, BF16, "transformers"),
+        ("ministral", CPU, F32, "transformers"),
+    ],
+)
+def test_the_fastest_forward_that_can_runs_the_model_and_faster_ones_say_why_not(
+    family: str, device: DeviceFacts, compute: ComputeDtype, name: str
+) -> None:
+    choice = select_forward(facts(family, device, compute))
+    assert choice.name == name
+    faster = [info.name for info in FORWARDS[: [info.name for info in FORWARDS].index(name)]]
+    assert [one.forward for one in choice.refused] == faster
+    assert all(one.reason for one in choice.refused)
+
+
+@pytest.mark.parametrize(("device", "name"), [(GPU, "fused"), (CPU, "fused")])
+def test_batch_invariance_takes_a_forward_that_promises_it(device: DeviceFacts, name: str) -> None:
+    assert select_forward(facts("llama", device, BF16, batch_invariant=True)).name == name
+
+
+def test_batch_invariance_that_no_forward_promises_is_refused_with_every_reason() -> None:
+    with pytest.raises(NotServable, match="number of rows") as refused:
+        select_forward(facts("gemma2", GPU, BF16, batch_invariant=True))
+    assert len(refused.value.tried) == len(FORWARDS)
+    assert select_forward(facts("gemma2", CPU, BF16, batch_invariant=True)).name == "transformers"
+
+
+def test_a_model_that_can_only_be_planned_has_no_forward() -> None:
+    asked = facts("llama", CPU, F32)
+    planned = replace(asked, geometry=replace(asked.geometry, not_runnable="no recurrent state"))
+    choice = select_forward(planned)
+    assert choice.name is None
+    assert {one.reason for one in choice.refused} == {"no recurrent state"}
+
+
+def test_every_forward_can_be_made() -> None:
+    for info in FORWARDS:
+        if info.name != "few rows":  # whose module needs Triton
+            assert callable(importlib.import_module(info.module).make)
+
+
+def test_what_planning_knows_of_the_kernels_is_what_they_do() -> None:
+    assert NORM_STEP == LANES
+    assert OUTPUTS <= FEWEST_ROWS
+
+
+def test_tables_of_angles_are_counted_on_a_gpu_only() -> None:
+    on_gpu = select_forward(facts("llama", GPU, F32))
+    assert on_gpu.extra_bytes == 512 * 16 * 4
+    assert select_forward(facts("llama", CPU, F32)).extra_bytes == 0

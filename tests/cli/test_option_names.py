@@ -36,5 +36,8 @@ def test_format_is_how_a_command_prints_and_kv_format_what_a_benchmark_stores() 
 def test_recorded_command_lines_of_benchmarks_still_run(written: str) -> None:
     with pytest.raises(UnknownName, match="--kv-format"):
         CliRunner().invoke(
-            app, ["bench", "decode", written, "fp9"], catch_exceptions=False, standalone_mode=False
+            app,
+            ["bench", "throughput", written, "fp9"],
+            catch_exceptions=False,
+            standalone_mode=False,
         )

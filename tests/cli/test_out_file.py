@@ -41,9 +41,3 @@ def test_so_does_every_other_command_with_a_file(
     assert f"{arguments[-1]} {tmp_path} cannot be written" in ran.err
     assert "it is a directory" in ran.err
     assert ran.heavy == ()
-
-
-def test_parts_of_steps_are_not_passed_over_where_no_steps_are_measured() -> None:
-    result = CliRunner().invoke(app, ["bench", "cpu", "--no-attention", "--part", "int8-weights"])
-    assert isinstance(result.exception, BadValue)
-    assert ("--peers", "none") in [way.arguments for way in result.exception.ways_out]

@@ -193,7 +193,8 @@ def test_target_and_draft_have_pools_of_their_own_in_one_budget(pair: Pair) -> N
 
 @pytest.mark.case("A60")
 def test_acceptance_is_counted_for_each_pair_of_formats(pair: Pair) -> None:
-    from kvant.measure.speculation import compare, parse_pair
+    from benchmarks.speculation import compare, parse_pair
+
     from kvant.plan.llm_options import config_of
     from kvant.plan.speculative_config import parse_speculative_config
 

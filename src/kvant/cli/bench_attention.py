@@ -1,64 +1,74 @@
-"""`kvant bench attention`: decode attention alone on a GPU, beside its peers."""
+"""`kvant bench attention`: decode attention alone on a GPU."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvant.cli.out_file import OutFile, write_json
-from kvant.errors import BadValue, NotServable, UnknownName
+from kvant.errors import BadValue, NotServable
 from kvant.kv.dtype import KVDtype
 
 if TYPE_CHECKING:
     import torch
 
-    from kvant.measure.attention_peers import Peer
+    from kvant.measure.attention_grid import Peer
 
-_PEERS = ("flashinfer", "flash-attention-3")
 _FORMATS = (KVDtype.BFLOAT16, KVDtype.FP8_E4M3)
+
+Formats = Annotated[
+    list[str] | None,
+    typer.Option("--kv-format", help="KV cache format; may be repeated.", show_default=False),
+]
+Batches = Annotated[
+    list[int] | None,
+    typer.Option("--batch", help="Sequences; 1, 2, .. 256 if not given.", show_default=False),
+]
+Lengths = Annotated[
+    list[int] | None,
+    typer.Option("--length", help="Tokens of each sequence; 1k, 2k, .. 128k if not given."),
+]
+PageSizes = Annotated[
+    list[int] | None,
+    typer.Option("--page-size", "--block-size", help="Tokens of a page; 16 if not given."),
+]
+Repeats = Annotated[int, typer.Option("--repeats", min=1)]
 
 
 def attention(
-    formats: Annotated[
-        list[str] | None,
-        typer.Option("--kv-format", help="KV cache format; may be repeated.", show_default=False),
-    ] = None,
-    batches: Annotated[
-        list[int] | None,
-        typer.Option("--batch", help="Sequences; 1, 2, .. 256 without.", show_default=False),
-    ] = None,
-    lengths: Annotated[
-        list[int] | None,
-        typer.Option("--length", help="Tokens of each; 1k, 2k, .. 128k without."),
-    ] = None,
-    peers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--peer",
-            metavar="P",
-            help=f"{' or '.join(_PEERS)}; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
-    peer_pages: Annotated[
-        list[int] | None,
-        typer.Option("--peer-page-size", help="Of the peers; 16 without.", show_default=False),
-    ] = None,
-    own_pages: Annotated[
-        list[int] | None,
-        typer.Option("--page-size", "--block-size", help="Of Kvant; 16 without."),
-    ] = None,
-    fa3: Annotated[
-        Path | None,
-        typer.Option("--fa3-library", help="_vllm_fa3_C*.so; without, the installed vLLM's."),
-    ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1)] = 5,
+    formats: Formats = None,
+    batches: Batches = None,
+    lengths: Lengths = None,
+    page_sizes: PageSizes = None,
+    repeats: Repeats = 5,
     out: OutFile = None,
 ) -> None:
-    """Microseconds of one query against batches of equal lengths; points that do not fit are left out."""
+    """Microseconds of one query per sequence, in batches of equal lengths. Cases that do not fit into
+    memory are left out.
+    """
+    run_grid("kvant", formats, batches, lengths, page_sizes, repeats, out)
+
+
+def run_grid(
+    command: str,
+    formats: Sequence[str] | None,
+    batches: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    page_sizes: Sequence[int] | None,
+    repeats: int,
+    out: Path | None,
+    *,
+    peers: Callable[[torch.device], Sequence[Peer]] = lambda _: (),
+    peer_page_sizes: Sequence[int] | None = None,
+) -> None:
+    """Measure, print a table and write `out`. command: the program, for the JSON's command line.
+
+    NotServable without a GPU; BadValue for lengths that are no whole number of pages.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -66,13 +76,13 @@ def attention(
 
     from dataclasses import asdict
 
-    from kvant.measure.attention_bench import read_bandwidth
     from kvant.measure.attention_grid import BATCHES, LENGTHS, SMALL_PAGE, measure_grid, table
     from kvant.measure.facts import command_line, measurement_facts
+    from kvant.measure.read_bandwidth import read_bandwidth
 
     device = torch.device("cuda")
     stored = [_parse(name) for name in formats or map(str, _FORMATS)]
-    sizes, own_sizes = peer_pages or [SMALL_PAGE], own_pages or [SMALL_PAGE]
+    sizes, own_sizes = peer_page_sizes or [SMALL_PAGE], page_sizes or [SMALL_PAGE]
     largest = max(*sizes, *own_sizes)
     for n in lengths or ():
         if n < 1 or n % largest:
@@ -80,17 +90,17 @@ def attention(
     for n in (*sizes, *own_sizes):
         if n < 1 or n % SMALL_PAGE:
             raise BadValue(f"pages of {n} tokens", why=f"they are multiples of {SMALL_PAGE} here")
-    beside = [_peer(name, fa3, device) for name in peers or ()]
+    beside = peers(device)
     bandwidth = read_bandwidth(device)
     sys.stderr.write(f"read bandwidth {bandwidth:.2f} TB/s\n")
-    facts = measurement_facts(command_line("kvant"), ["torch", "triton"])
+    facts = measurement_facts(command_line(command), ["torch", "triton"])
     found = []
     for one in measure_grid(
         stored, batches or BATCHES, lengths or LENGTHS, beside, sizes, device,
         repeats=repeats, own_page_sizes=own_sizes,
     ):  # fmt: skip
         found.append(one)
-        if out is not None:  # at every row, so that what was measured is kept
+        if out is not None:  # after every row, so that an interruption loses nothing
             document = {**facts, "read_tb_per_s": bandwidth, "rows": [asdict(r) for r in found]}
             write_json(out, document)
     sys.stdout.write(table(found) + "\n")
@@ -103,11 +113,3 @@ def _parse(name: str) -> KVDtype:
     if not isinstance(wanted.k, KVDtype) or wanted.k is not wanted.v:
         raise BadValue(f"--kv-format {name}", why="keys and values are of one format here")
     return wanted.k
-
-
-def _peer(name: str, fa3: Path | None, device: torch.device) -> Peer:
-    from kvant.measure.attention_peers import flash_attention_3_peer, flashinfer_peer
-
-    if name not in _PEERS:
-        raise UnknownName("peer", name, _PEERS, asked_by="--peer")
-    return flashinfer_peer(device) if name == _PEERS[0] else flash_attention_3_peer(fa3)

@@ -145,7 +145,7 @@ def _speed(llm: LLM, console: Console) -> dict[str, object]:
     import torch
     import transformers
 
-    from kvant.measure.peers.beside import beside_transformers
+    from kvant.measure.beside_transformers import beside_transformers
 
     rows = beside_transformers(
         llm, SPEED_BATCHES, context=SPEED_PROMPT_TOKENS, steps=SPEED_STEPS, rounds=SPEED_ROUNDS

@@ -52,13 +52,16 @@ def _add_commands() -> None:
 _add_commands()
 
 
-def run() -> None:
-    """Entry point. 0 done, also where the reader of a pipe has left; 2 what the user can mend (message on
-    stderr); 1 our own bug."""
+def run(commands: typer.Typer | None = None) -> None:
+    """Run the command that `sys.argv` names, of `commands` or of `kvant`, and exit.
+
+    Exit codes: 0 done, also if the reader of a pipe has left; 2 an error that the user can correct, told
+    on stderr; 1 a bug of Kvant.
+    """
     code: str | int | None = 0
     prepare_streams()
     try:
-        app(standalone_mode=True)
+        (commands or app)(standalone_mode=True)
     except KvantError as fault:
         sys.stderr.write(f"kvant: error: {fault}\n")
         code = fault.exit_code

@@ -16,9 +16,7 @@ from kvant.attention.triton.backend import TritonBackend
 from kvant.errors import EngineFault
 from kvant.kv.dtype import KVDtype
 from kvant.kv.pool import LayerCache
-from kvant.measure.attention_bench import kv_bytes
-from kvant.measure.attention_inputs import Case, Inputs, make_cache, make_inputs
-from kvant.measure.attention_peers import READ_BY_PEERS, Peer
+from kvant.measure.attention_inputs import Case, Inputs, kv_bytes, make_cache, make_inputs
 from kvant.measure.gpu_time import captured, replay_us
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -29,6 +27,22 @@ _AIM_US = 4000.0
 _ROUGH_TB_PER_S = 3.0
 _SHARE = 0.8  # of free memory
 _NONSENSE = 0.2
+
+
+Run = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another implementation of decode attention over the same pages.
+
+    reads: the formats it is measured with. prepare: plans one step and returns the call that computes it,
+    [batch, num_q_heads, head_dim].
+    """
+
+    name: str
+    reads: frozenset[KVDtype]
+    prepare: Callable[[Inputs], Run]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +77,7 @@ def measure_grid(
         cases = [case for case in cases if kv_bytes(case) < _SHARE * free]
         most = max(sum(case.lengths) for case in cases)
         cache = make_cache(cases[0], most // cases[0].page_size, device)
-        served = [peer for peer in peers if dtype in READ_BY_PEERS]
+        served = [peer for peer in peers if dtype in peer.reads]
         for case in cases:
             yield from _measure_point(
                 case, cache, served, page_sizes, own_page_sizes, device, repeats
@@ -87,12 +101,12 @@ def _measure_point(
     def own(x: Inputs) -> torch.Tensor:
         return backend.attend(x.cache, x.q, x.step, x.params)
 
-    runs: dict[tuple[str, int], Callable[[], torch.Tensor]] = {}
+    runs: dict[tuple[str, int], Run] = {}
     differences: dict[tuple[str, int], float] = {}
     for size in sorted({*page_sizes, *own_page_sizes}):
         same, theirs = (mine, mine) if size == case.page_size else _paged(mine, size)
         expected = own(same).double()
-        contestants: list[tuple[str, Callable[[], torch.Tensor]]] = []
+        contestants: list[tuple[str, Run]] = []
         if size in own_page_sizes:
             contestants.append((OWN, partial(own, theirs)))
         if size in page_sizes:

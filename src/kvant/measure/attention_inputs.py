@@ -34,6 +34,16 @@ class Case:
     window: int | None = None
 
 
+def kv_bytes(case: Case) -> int:
+    """Bytes of K and V that must be read once."""
+    row = case.k.format.row_bytes(case.head_dim) + case.v.format.row_bytes(case.head_dim)
+    seen = sum(
+        length if case.window is None else min(length, case.window + case.queries)
+        for length in case.lengths
+    )
+    return seen * case.kv_heads * row
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     cache: LayerCache

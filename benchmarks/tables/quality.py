@@ -1,0 +1,61 @@
+"""What formats do to answers: README's table, and docs/reliability.md's GSM8K."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tables import Cells, percent, table
+
+
+@table("gsm8k", "smollm2-gsm8k.json")
+def gsm8k(data: Any) -> Cells:
+    lines = [["KV format", "B/token", "mean log-likelihood", "drift a token", "right"]]
+    for r in data["rows"]:
+        lines.append(
+            [r["format"], f"{r['bytes_per_token']:,}", f"{r['mean_logprob']:.4f}", f"{r['drift']:.4f}",
+             f"{r['right']} of {data['problems']}"]
+        )  # fmt: skip
+    return lines
+
+
+@table("h200-gsm8k", "h200-gsm8k.json", "smollm2-gsm8k.json")
+def gsm8k_on_gpu(gpu: Any, cpu: Any) -> Cells:
+    on_cpu = {r["format"]: r for r in cpu["rows"]}
+    lines = [["KV format", "likelihood, H200", "CPU", "drift, H200", "CPU", "right, H200", "CPU"]]
+    for r in gpu["rows"]:
+        pair = r, on_cpu[r["format"]]
+        lines.append(
+            [r["format"], *(f"{one['mean_logprob']:.4f}" for one in pair),
+             *(f"{one['drift']:.4f}" for one in pair),
+             *(f"{one['right']} of {gpu['problems']}" for one in pair)]
+        )  # fmt: skip
+    return lines
+
+
+@table("demo-formats", "demo.json")
+def formats(data: Any) -> Cells:
+    lines = [["KV format (K/V)", "B/token", "tokens/GiB", "mean KL", "same top token"]]
+    for r in data["formats"]:
+        fidelity = r["fidelity"]
+        lines.append(
+            [
+                r["format"].replace("/", " / "),
+                f"{r['bytes_per_token']:,}",
+                f"{r['tokens_per_gib']:,}",
+                f"{fidelity['mean_kl']:.5f}",
+                percent(fidelity["same_top"], digits=1),
+            ]
+        )
+    return lines
+
+
+@table("fp8-quality", "fp8-quality.json")
+@table("fp8-quality-gpu", "h200-fp8-quality.json")
+def fp8_products(data: Any) -> Cells:
+    lines = [["KV format", "backend", "mean KL", "its standard error", "same top token",
+              "negative log-likelihood"]]  # fmt: skip
+    for r in data["rows"]:
+        kl, error = ("-" if x is None else f"{x:.5f}" for x in (r["mean_kl"], r["kl_error"]))
+        same = "-" if r["same_top"] is None else percent(r["same_top"], digits=1)
+        lines.append([r["format"], r["backend"], kl, error, same, f"{r['nll']:.4f}"])
+    return lines

@@ -9,6 +9,12 @@ from typing import Annotated
 import typer
 
 from kvant.cli.out_file import OutFile, write_json
+from kvant.measure.startup import Commands
+
+COMMANDS = Commands(
+    chat=(sys.executable, "-c", "from kvant.cli.main import run; run()", "chat"),
+    parts=(sys.executable, "-m", "kvant.cli.startup_parts"),
+)
 
 
 def startup(
@@ -26,7 +32,7 @@ def startup(
     from kvant.measure.startup import measure_starts, table
 
     starts = []
-    for start in measure_starts(repeats, first=first):
+    for start in measure_starts(COMMANDS, repeats, first=first):
         starts.append(start)
         sys.stderr.write(f"{start.cache} cache: {start.seconds:.2f} s\n")
     sys.stdout.write(table(starts) + "\n")

@@ -1,7 +1,7 @@
 """How long a start takes: from the creation of a process to the first token, and where the time goes.
 
-`kvant chat` itself is started, asked one question and watched until the first text of its answer; the
-parts come from processes that do the same in Python and note the time after each.
+`kvant chat` is started, asked one question and watched until the first text of its answer. The parts come
+from processes that do the same in Python and note the time after each.
 """
 
 from __future__ import annotations
@@ -10,21 +10,26 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from itertools import pairwise
 
 from kvant.errors import EngineFault
 
 QUESTION = "What is the sea?"
 _GREETED = b"/help lists commands."
-_CHAT = (sys.executable, "-c", "from kvant.cli.main import run; run()", "chat")
 _FLAGS = ("--max-tokens", "2", "--temperature", "0")
-_PARTS = (sys.executable, "-m", "kvant.measure.startup")
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """What is started. chat: `kvant chat`, that takes flags. parts: takes the time of its own creation
+    (`time.monotonic`) and prints a JSON object, seconds by part, as its last line.
+    """
+
+    chat: Sequence[str]
+    parts: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +45,19 @@ class Start:
     parts: Mapping[str, float]
 
 
-def measure_starts(repeats: int, *, first: bool) -> Iterator[Start]:
-    """Starts of the demo model. first: begin with one in an empty cache, and go on in that one."""
+def measure_starts(commands: Commands, repeats: int, *, first: bool) -> Iterator[Start]:
+    """Start the demo model. first: begin with an empty cache, and use that cache from then on."""
     with tempfile.TemporaryDirectory(prefix="kvant-startup-") as empty:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         if first:
             environment["KVANT_CACHE"] = empty
-            yield Start("empty", _until_first_text(environment), {})
+            yield Start("empty", _until_first_text(commands, environment), {})
         else:
-            _until_first_text(environment)
+            _until_first_text(commands, environment)
         for _ in range(repeats):
-            yield Start("filled", _until_first_text(environment), _parts(environment))
+            yield Start(
+                "filled", _until_first_text(commands, environment), _parts(commands, environment)
+            )
 
 
 def table(starts: list[Start]) -> str:
@@ -65,11 +72,11 @@ def table(starts: list[Start]) -> str:
     return "\n".join(lines)
 
 
-def _until_first_text(environment: Mapping[str, str]) -> float:
+def _until_first_text(commands: Commands, environment: Mapping[str, str]) -> float:
     """Seconds from the start of `kvant chat` to the first text after its greeting."""
     started = time.perf_counter()
     chat = subprocess.Popen(
-        (*_CHAT, *_FLAGS),
+        (*commands.chat, *_FLAGS),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -92,45 +99,10 @@ def _until_first_text(environment: Mapping[str, str]) -> float:
         raise EngineFault(f"kvant chat gave no answer: {chat.stderr.read().decode()[-2000:]}")
 
 
-def _parts(environment: Mapping[str, str]) -> dict[str, float]:
-    command = [*_PARTS, repr(time.monotonic())]
+def _parts(commands: Commands, environment: Mapping[str, str]) -> dict[str, float]:
+    command = [*commands.parts, repr(time.monotonic())]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(environment))
     if done.returncode != 0:
         raise EngineFault(f"a start failed: {done.stderr[-2000:]}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def _note_parts(created: float) -> dict[str, float]:
-    """What `kvant chat` does, in this process, with the seconds of each part. created: when it was."""
-    marks = [("", created)]
-
-    def mark(name: str) -> None:
-        marks.append((name, time.monotonic()))
-
-    mark("Python")
-    import_module("kvant.cli.main")
-    from kvant.engine.build import plan_engine
-    from kvant.engine.llm import LLM
-    from kvant.plan.llm_options import config_of
-    from kvant.sampling.sampling_params import SamplingParams
-
-    mark("command line")
-    config = config_of(None, {"max_num_seqs": 1})
-    plan_engine(config)
-    mark("finding the model, planning")
-    import_module("torch")
-    mark("import torch")
-    import_module("kvant.models.load")
-    import_module("kvant.execution.runner")
-    mark("import transformers and the engine")
-    llm = LLM.from_config(config)
-    mark("tokenizer, weights, kernels")
-    prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
-    next(iter(llm.stream(prompt, SamplingParams(temperature=0, max_tokens=2))))
-    mark("first token")
-    return {name: after - before for (_, before), (name, after) in pairwise(marks)}
-
-
-if __name__ == "__main__":
-    print(json.dumps(_note_parts(float(sys.argv[1]))))

@@ -1,18 +1,18 @@
-"""The exceptions of Kvant, and how a message is built.
+"""The exceptions of Kvant, and the form of their messages.
 
     KvantError
-    +-- ConfigError            what the user can mend: exit code 2, before any weight is loaded
+    +-- ConfigError            the user can fix it: exit code 2, before any weight is loaded
     |   +-- UnknownName        a format, backend, model or option that does not exist
-    |   +-- BadValue           a known option with a value that makes no sense
+    |   +-- BadValue           a known option with an invalid value
     |   +-- ModelNotFound      no such directory, hub id or installed demo model
-    |   +-- BadCheckpoint      files that cannot be read, or that ask for what Kvant has no format for
-    |   +-- NotServable        a clear request that nothing here can honour
-    |   +-- DoesNotFit         memory
-    +-- RequestError           one request is wrong; the engine goes on (HTTP 4xx)
-    +-- EngineFault            our own bug or a broken device (exit code 1, HTTP 5xx)
+    |   +-- BadCheckpoint      unreadable files, or a KV format that Kvant does not have
+    |   +-- NotServable        a valid request that nothing here can serve
+    |   +-- DoesNotFit         too little memory
+    +-- RequestError           one request is invalid; the engine continues (HTTP 4xx)
+    +-- EngineFault            a bug in Kvant or a broken device (exit code 1, HTTP 5xx)
 
-A message has four parts: what was asked and by whom; what clashes and why; what was tried; ways out
-that work. A way out carries the arguments that take it, so that tests can run it.
+A message has four parts: what was asked and by whom, what clashes and why, what was tried, and ways
+out that work. A way out carries its command-line arguments, so tests can run it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WayOut:
-    """One thing the user can do. `arguments` replace or extend the command line that failed."""
+    """One action for the user. `arguments` replace or extend the command line that failed."""
 
     text: str
     arguments: tuple[str, ...] = ()
@@ -35,13 +35,13 @@ class WayOut:
 
 
 class KvantError(Exception):
-    """Base of everything Kvant raises on purpose."""
+    """Base class of all exceptions that Kvant raises on purpose."""
 
     exit_code = 1
 
 
 class ConfigError(KvantError):
-    """A request that cannot be honoured as it stands."""
+    """The configuration asks for something that Kvant cannot do as given."""
 
     exit_code = 2
 
@@ -69,7 +69,7 @@ class ConfigError(KvantError):
 
 
 class UnknownName(ConfigError):
-    """A name that is in no list; the message suggests the nearest and lists all."""
+    """An unknown name. The message suggests the nearest names and lists all of them."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, asked_by: str = "") -> None:
         names = list(known)
@@ -80,32 +80,32 @@ class UnknownName(ConfigError):
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         super().__init__(
             f"unknown {kind} {name!r}{by}{hint}",
-            why=f"known are: {', '.join(names)}",
+            why=f"known names: {', '.join(names)}",
         )
 
 
 class BadValue(ConfigError):
-    """A known option with a value that makes no sense."""
+    """A known option with an invalid value."""
 
 
 class ModelNotFound(ConfigError):
-    """Nothing of that name on disk, on the hub, or among the installed demo models."""
+    """No model of that name on disk, on the hub, or among the installed demo models."""
 
 
 class BadCheckpoint(ConfigError):
-    """A checkpoint whose files cannot be read, or whose KV wish Kvant cannot read or has no format for."""
+    """Checkpoint files that Kvant cannot read, or a KV format in them that it does not have."""
 
 
 class NotServable(ConfigError):
-    """A clear request that no backend here can honour."""
+    """A valid request that nothing on this machine can serve."""
 
 
 class DoesNotFit(ConfigError):
-    """The memory given is too small."""
+    """The available memory is too small."""
 
 
 class RequestError(KvantError):
-    """One request is wrong. `param` names the field at fault."""
+    """One request is invalid. `param` names the field at fault."""
 
     exit_code = 2
 
@@ -115,4 +115,4 @@ class RequestError(KvantError):
 
 
 class EngineFault(KvantError):
-    """A fault that is not the user's: our own bug, or a device that failed."""
+    """A fault that the user cannot fix: a bug in Kvant, or a device that failed."""

@@ -104,7 +104,7 @@ def test_reset_forgets_plan_shows_help_lists_and_exit_leaves(
     assert conversation.messages == []
     assert "0-3     full" in shown
     assert shown.count("/reset  ") == 2
-    assert "no command /nonsense" in shown
+    assert "unknown command /nonsense" in shown
     assert "never" not in shown
 
 
@@ -117,7 +117,7 @@ def test_a_conversation_beyond_the_context_drops_its_oldest_turns_and_says_so(
     shown = said(
         conversation, "one " * 8, "two " * 8, "three " * 8, "x" * 200, monkeypatch=monkeypatch
     )
-    assert "the oldest 1 turn(s) are gone" in shown
+    assert "dropped the oldest 1 turn(s)" in shown
     assert "cannot answer: the prompt has" in shown
     contents = [m["content"] for m in conversation.messages]
     assert not any("one" in c or "xxx" in c for c in contents)

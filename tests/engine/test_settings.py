@@ -115,7 +115,7 @@ def test_every_kind_reads_alike_from_variable_and_file(tmp_path: Path) -> None:
         ("mapping: [1]", "a JSON object"),
         ("mapping: {a: 2026-11-21}", "a JSON object"),
         ("max_body_bytes: 10", "from 1 to 9"),
-        ("one_of: c", "known are: a, b"),
+        ("one_of: c", "known names: a, b"),
     ],
 )
 def test_a_wrong_value_in_a_file_names_its_line(tmp_path: Path, line: str, expects: str) -> None:

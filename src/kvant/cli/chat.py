@@ -1,4 +1,4 @@
-"""`kvant chat`: a conversation in the terminal, or line by line through a pipe."""
+"""`kvant chat`: a conversation in the terminal, or one line at a time through a pipe."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from kvant.sampling.sampling_params import SamplingParams
 
 COMMANDS = {
-    "/exit": "leave (as does Ctrl-D)",
-    "/reset": "forget the conversation",
-    "/plan": "show what every layer stores, and who decided it",
+    "/exit": "leave (or press Ctrl-D)",
+    "/reset": "clear the conversation",
+    "/plan": "show what every layer stores and who decided it",
     "/help": "show these commands",
 }
 
@@ -40,7 +40,7 @@ def chat(
     settings: Settings,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", help="Tokens of one answer at most.")
+        int, typer.Option("--max-tokens", help="Maximum number of tokens per answer.")
     ] = 512,
     temperature: model_options.Temperature = None,
     top_k: model_options.TopK = None,
@@ -53,8 +53,8 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    Where no sampling flag says, the model's own values hold (generation_config.json), else temperature
-    1 without filters. Ctrl-C stops an answer; once more, or at the prompt, it leaves.
+    Sampling values come from flags, else from the model's generation_config.json. Without both,
+    temperature is 1 without filters. Ctrl-C stops an answer; a second Ctrl-C, or one at the prompt, leaves.
     """
     from rich.console import Console
 
@@ -88,8 +88,8 @@ def _refuse_without_template(llm: LLM, model: str) -> None:
     assert llm.tokenizing is not None, "open_llm refuses a model without a tokenizer"
     if not llm.tokenizing.has_chat_template:
         raise NotServable(
-            f"{model} does not converse",
-            why="it has no chat template: it was made to complete texts",
+            f"{model} cannot chat",
+            why="it has no chat template, so it can only complete texts",
             ways_out=(
                 WayOut("complete a text", ("kvant", "generate", "--model", model, "PROMPT")),
             ),
@@ -98,7 +98,7 @@ def _refuse_without_template(llm: LLM, model: str) -> None:
 
 @dataclass
 class Conversation:
-    """Reads lines, streams answers, keeps what was said."""
+    """Read lines, stream answers, and keep the messages."""
 
     llm: LLM
     params: SamplingParams
@@ -107,7 +107,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def run(self) -> None:
-        """Until /exit or the end of the input."""
+        """Converse until /exit or the end of the input."""
         self._greet()
         while (line := self._read()) is not None:
             text = line.strip()
@@ -126,11 +126,11 @@ class Conversation:
         )
 
     def _read(self) -> str | None:
-        """One line; None at the end of the input."""
+        """Return one line, or None at the end of the input."""
         if not sys.stdin.isatty():
             return sys.stdin.readline() or None
-        with suppress(ImportError):  # not every Python has it
-            import readline  # noqa: F401  gives `input` editing and history
+        with suppress(ImportError):  # some Pythons lack it
+            import readline  # noqa: F401  adds editing and history to `input`
         try:
             return input("you> ")
         except EOFError:
@@ -140,19 +140,19 @@ class Conversation:
     def _command(self, text: str) -> None:
         if text == "/reset":
             self.messages.clear()
-            self._dim("the conversation is forgotten")
+            self._dim("conversation cleared")
         elif text == "/plan":
             from kvant.cli.plan_table import print_layers
 
             print_layers(self.llm.planned.target, self.console)
         else:
             if text != "/help":
-                self._dim(f"no command {text.split()[0]}")
+                self._dim(f"unknown command {text.split()[0]}")
             for name, does in COMMANDS.items():
                 self._dim(f"  {name:8}{does}")
 
     def _turn(self, text: str) -> None:
-        """One question and its answer. A question that got no answer is not kept."""
+        """Ask one question and print its answer. A question without an answer is not kept."""
         self.messages.append({"role": "user", "content": text})
         try:
             result = self._answer()
@@ -198,7 +198,7 @@ class Conversation:
         return result
 
     def _prompt(self) -> list[int]:
-        """The conversation as tokens. Where it is too long its oldest turns are left out, and said."""
+        """Return the conversation as tokens. If it is too long, drop its oldest turns and say so."""
         limit = self.llm.engine.limits.max_model_len
         left_out = 0
         while True:
@@ -209,7 +209,7 @@ class Conversation:
             left_out += 1
         if left_out:
             self._dim(
-                f"the conversation outgrew {limit} tokens: the oldest {left_out} turn(s) are gone"
+                f"the conversation exceeds {limit} tokens: dropped the oldest {left_out} turn(s)"
             )
         return ids
 
@@ -227,14 +227,14 @@ class Conversation:
 
 
 _ENDED = {
-    "length": "cut at --max-tokens or the end of the context",
+    "length": "reached --max-tokens or the end of the context",
     "cancelled": "stopped",
-    "numerical_error": "ended: its logits were no numbers",
+    "numerical_error": "ended: its logits were NaN or Inf",
 }
 
 
 class _Clock:
-    """Speed of one answer."""
+    """Measures the speed of one answer."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -249,7 +249,7 @@ class _Clock:
             self._first = self._last
 
     def report(self) -> list[str]:
-        """Tokens a second after the first, and the time to the first."""
+        """Return tokens per second after the first token, and the time to the first token."""
         if self._first is None:
             return []
         parts = [f"first after {self._first - self._started:.2f} s"]
@@ -261,7 +261,7 @@ class _Clock:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, a first Ctrl-C only makes the returned question true; a second one leaves at once."""
+    """Yield a function that returns True after one Ctrl-C. A second Ctrl-C raises KeyboardInterrupt."""
     seen = 0
 
     def note(_signal: int, _frame: FrameType | None) -> None:
@@ -278,7 +278,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def printable(text: str) -> str:
-    """Text without control characters but newline and tab: a model must not steer the terminal."""
+    """Remove control characters except newline and tab, so that a model cannot control the terminal."""
     return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c <= "\x9f"))
 
 

@@ -1,4 +1,4 @@
-"""`kvant generate`: complete prompts, all in one batch. Answers on stdout, everything else on stderr."""
+"""`kvant generate`: complete prompts in one batch. Answers go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvant.sampling.sampling_params import SamplingParams
     from kvant.sampling.structured_outputs import StructuredOutputs
 
-_FORM_PANEL = "Form of the answer"
+_FORM_PANEL = "Structured output"
 
 
 class Output(Enum):
@@ -45,18 +45,20 @@ def generate(
         ),
     ],
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", help="New tokens at most, for each prompt.")
+        int, typer.Option("--max-tokens", help="Maximum number of new tokens per prompt.")
     ] = 128,
     chat: Annotated[
         bool,
         typer.Option(
             "--chat",
-            help="Each prompt is a user's message in the model's chat template, not raw text.",
+            help="Treat each prompt as a user message in the model's chat template.",
         ),
     ] = False,
     output: Annotated[
         Output,
-        typer.Option("--format", help="text, or json: one object a line, in the prompts' order."),
+        typer.Option(
+            "--format", help="text, or json: one object per line, in the order of the prompts."
+        ),
     ] = Output.TEXT,
     temperature: model_options.Temperature = None,
     top_k: model_options.TopK = None,
@@ -78,7 +80,7 @@ def generate(
         bool,
         typer.Option(
             "--ignore-eos",
-            help="Go on after the end of the text.",
+            help="Continue after an end-of-sequence token.",
             rich_help_panel=model_options.SAMPLING_PANEL,
         ),
     ] = False,
@@ -86,7 +88,7 @@ def generate(
         int,
         typer.Option(
             "--n",
-            help="Answers to each prompt; with --seed, answer i is drawn with SEED + i.",
+            help="Number of answers per prompt; with --seed, answer i uses SEED + i.",
             rich_help_panel=model_options.SAMPLING_PANEL,
         ),
     ] = 1,
@@ -94,7 +96,7 @@ def generate(
         str | None,
         typer.Option(
             "--json-schema",
-            help="The answer is JSON of this schema; @FILE reads one.",
+            help="The answer is JSON that follows this schema; @FILE reads one.",
             rich_help_panel=_FORM_PANEL,
         ),
     ] = None,
@@ -110,7 +112,7 @@ def generate(
         str | None,
         typer.Option(
             "--regex",
-            help="The whole answer matches this.",
+            help="The whole answer matches this regular expression.",
             rich_help_panel=_FORM_PANEL,
         ),
     ] = None,
@@ -133,10 +135,10 @@ def generate(
 ) -> None:
     """Complete prompts and print the answers.
 
-    A prompt is raw text that the model goes on from; with --chat it is a message that the model
-    answers. Where no sampling flag says, the model's own values hold (generation_config.json), else
-    temperature 1 without filters; --temperature 0 or --seed lets the same command print the same answer.
-    One prompt is streamed; several run together and are printed as a whole.
+    A prompt is raw text that the model continues. With --chat, it is a message that the model answers.
+    Sampling values come from flags, else from the model's generation_config.json. Without both,
+    temperature is 1 without filters. --temperature 0 or --seed makes the answer repeatable.
+    One prompt is streamed. Several prompts run together, and their answers are printed whole.
     """
     from rich.console import Console
 
@@ -176,7 +178,7 @@ def _form(
     choice: Sequence[str] | None,
     grammar: str | None,
 ) -> StructuredOutputs | None:
-    """The form that the flags ask for. BadValue for two of them, or for one that makes no sense."""
+    """Return the structured output that the flags ask for. BadValue if two are given or one is invalid."""
     from kvant.sampling.structured_outputs import StructuredOutputs
 
     given = {
@@ -190,7 +192,9 @@ def _form(
     if not names:
         return None
     if len(names) > 1:
-        raise BadValue(f"{' and '.join(names)} are given", why="an answer has one form")
+        raise BadValue(
+            f"{' and '.join(names)} cannot be combined", why="an answer follows one of them"
+        )
     with model_options.mendable():
         return StructuredOutputs(
             json=None if json_schema is None else _text("--json-schema", json_schema),
@@ -203,7 +207,7 @@ def _form(
 
 
 def _text(flag: str, given: str) -> str:
-    """The flag's value, read from a file where it begins with @."""
+    """Return the flag's value; read it from a file if it begins with @."""
     if not given.startswith("@"):
         return given
     try:
@@ -238,9 +242,7 @@ def _answer(
 
 def _warn(result: Result) -> None:
     if result.finish_reason == "numerical_error":
-        sys.stderr.write(
-            "kvant: this answer ended because its logits were no numbers (NaN or Inf)\n"
-        )
+        sys.stderr.write("kvant: this answer ended because its logits were NaN or Inf\n")
 
 
 def _as_json(text: str, result: Result) -> dict[str, object]:

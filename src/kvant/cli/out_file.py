@@ -1,4 +1,4 @@
-"""Files that a command writes when it is done: looked at before it begins."""
+"""Check output files before a command starts, so that a long run does not fail at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvant.errors import BadValue
 
 
 def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """The path, for typer. BadValue where no file could be written: minutes of measuring would be lost."""
+    """Typer callback: return `path`, or raise BadValue if no file can be written there."""
     if path is None:
         return None
     folder = path.absolute().parent
@@ -23,7 +23,7 @@ def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
     elif not folder.is_dir():
         why = f"there is no directory {folder}"
     elif not os.access(path if path.exists() else folder, os.W_OK):
-        why = "it may not be written"
+        why = "there is no permission to write it"
     if why:
         raise BadValue(f"{option.opts[0]} {path} cannot be written", why=why)
     return path
@@ -32,10 +32,13 @@ def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
 OutFile = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="FILE", help="Write what was measured as JSON.", callback=writable
+        "--out",
+        metavar="FILE",
+        help="Write the measurements to this file as JSON.",
+        callback=writable,
     ),
 ]
-"""`out: OutFile = None` of a command that measures."""
+"""Type of the parameter `out: OutFile = None` of a command that measures."""
 
 
 def write_json(path: Path, body: object) -> None:

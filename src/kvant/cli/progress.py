@@ -1,4 +1,4 @@
-"""One progress bar for downloads and conversions; plain lines where output is no terminal."""
+"""Progress bars for downloads and conversions; plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvant.models import local
 
 @contextmanager
 def bars(console: Console) -> Iterator[local.Progress]:
-    """Inside, a callback for `locate` and `LLM`: a bar a task, gone when all is done."""
+    """Yield a progress callback for `locate` and `LLM`: one bar per task, removed at the end."""
     if not console.is_terminal:
         yield _lines(console)
         return
@@ -29,7 +29,7 @@ def bars(console: Console) -> Iterator[local.Progress]:
         lock = threading.Lock()
 
         def show(task: str, done: int, total: int) -> None:
-            with lock:  # the first call of a task may come from any thread
+            with lock:  # any thread may report a task first
                 if task not in tasks:
                     tasks[task] = shown.add_task(task, total=total)
             shown.update(tasks[task], completed=done, total=total)

@@ -1,4 +1,4 @@
-"""`kvant serve`: the model over HTTP, in OpenAI's way. Flags have vLLM's names where it has them."""
+"""`kvant serve`: a model over HTTP with OpenAI's API. Flags use vLLM's names where vLLM has them."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def serve(settings: Settings) -> None:
 
 
 def _say(line: str) -> None:
-    """On stdout, if anybody is there: `kvant serve M | grep -m 1 ready` leaves a server that serves."""
+    """Print a line to stdout. The server continues without a reader (`kvant serve M | grep -m 1 ready`)."""
     sys.stdout.write(line + "\n")
     flush_stdout()
 
 
 def _name_of(model: str) -> str:
-    """A directory's own name; every other model is called what the user called it."""
+    """Return a directory's base name, and any other model's name as the user gave it."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
 
 
 def _require_packages() -> None:
-    """`plan`, `generate` and `bench` work without these; `serve` does not."""
+    """Raise NotServable if a package is missing that only `serve` needs."""
     import importlib.util
 
     names = ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "pydantic")

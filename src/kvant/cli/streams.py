@@ -1,4 +1,4 @@
-"""stdout and stderr as a process finds them: closed, without all characters, left by their reader."""
+"""Make stdout and stderr safe to write: closed streams, narrow encodings, pipes without a reader."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 
 
 def prepare_streams() -> None:
-    """Make both writable, whatever is written.
+    """Replace closed streams, and let stdout write any character.
 
-    One that was closed at the start (`>&-`) goes nowhere; a character that stdout's encoding lacks, as
-    latin-1 lacks most, becomes a question mark.
+    A stream that is closed at start (`>&-`) becomes the null device. A character that stdout's encoding
+    lacks becomes a question mark.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
@@ -23,19 +23,19 @@ def prepare_streams() -> None:
 
 
 def writes_utf8() -> bool:
-    """Whether stdout writes every character as it is."""
+    """True if stdout can encode every character."""
     return codecs.lookup(sys.stdout.encoding).name == "utf-8"
 
 
 def reader_left(fault: BaseException | None) -> bool:
-    """Whether `fault` is, or came of, a write to a pipe without a reader, as `kvant plan M | head -3` has."""
+    """True if a write to a pipe without a reader caused `fault`, as in `kvant plan M | head -3`."""
     while fault is not None and not isinstance(fault, BrokenPipeError):
         fault = fault.__context__
     return fault is not None
 
 
 def flush_stdout() -> None:
-    """Write what stdout still holds, nowhere from now on if its reader has left."""
+    """Flush stdout. If its reader has left, redirect it to the null device."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

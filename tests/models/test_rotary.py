@@ -1,4 +1,4 @@
-"""Rotary frequencies are fixed for the longest sequence served, whatever a batch holds."""
+"""Rotary frequencies are fixed by the plan, whatever a batch or the memory for pages holds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from kvant import LLM, SamplingParams
 from kvant.attention.reference.backend import backend
+from kvant.errors import BadCheckpoint, NotServable
+from kvant.models.geometry import fix_rotary, read_geometry
+from kvant.models.geometry.rope import ROPE_TYPES
 from kvant.models.loaded import LoadedModel
 from tests.attention import driver
-from tests.models import loading, tiny
+from tests.models import configs, loading, tiny
 from tests.models.test_load import eager
 
 ORIGINAL, LONGEST = 32, 128
@@ -35,15 +40,11 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def load(name: str, rope: dict[str, Any], directory: Path, max_model_len: int) -> LoadedModel:
+def load(name: str, rope: dict[str, Any], directory: Path, rotary_length: int) -> LoadedModel:
     path = tiny.build(name, directory, **rope)
     geometry = tiny.geometry(name, **rope)
-    return loading.load(
-        path,
-        driver.plan(geometry.layers),
-        geometry,
-        max_model_len=max_model_len,
-    )
+    plan = driver.plan(geometry.layers)
+    return loading.load(path, plan, geometry, rotary_length=rotary_length)
 
 
 def logits_of(model: LoadedModel, *texts: list[int]) -> torch.Tensor:
@@ -85,3 +86,67 @@ def test_served_within_the_original_length_the_logits_are_those_of_transformers(
     with torch.no_grad():
         expected = eager(tmp_path / name, torch.float32)(torch.tensor([text])).logits[0, -1]
     torch.testing.assert_close(logits_of(model, text)[0], expected, atol=1e-3, rtol=1e-3)
+
+
+def greedy(path: Path, text: list[int], **options: Any) -> tuple[LLM, list[int]]:
+    llm = LLM(path, dtype="float32", **options)
+    found = llm.generate([text], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    return llm, list(found[0].token_ids)
+
+
+def expected_greedy(path: Path, text: list[int]) -> list[int]:
+    model = eager(path, torch.float32)
+    model.generation_config.eos_token_id = None
+    made = model.generate(torch.tensor([text]), do_sample=False, max_new_tokens=8)
+    return [int(token) for token in made[0, len(text) :]]
+
+
+@CASES
+def test_the_size_of_the_pool_changes_no_answer(
+    name: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    """The texts are shorter than the original length, where transformers moves nothing."""
+    path = tiny.build(name, tmp_path, **rope)
+    text = [3 + i % 90 for i in range(20)]
+    expected = expected_greedy(path, text)
+    for size in ("512KiB", "64MiB"):
+        llm, found = greedy(path, text, kv_cache_memory=size)
+        assert found == expected
+        assert llm.planned.rotary is not None
+        assert llm.planned.rotary.length == ORIGINAL
+        assert llm.planned.rotary.because in llm.planned.warnings
+
+
+@CASES
+def test_asking_for_longer_sequences_fixes_the_frequencies_of_that_length(
+    name: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tiny.build(name, tmp_path, **rope)
+    text = [3 + i % 90 for i in range(100)]
+    llm, found = greedy(path, text, max_model_len=108)
+    assert llm.planned.rotary_length == 108
+    model = eager(path, torch.float32)
+    with torch.no_grad():
+        assert found[0] == int(model(torch.tensor([text])).logits[0, -1].argmax())
+    other, _ = greedy(path, text, max_model_len=108, kv_cache_memory="64MiB")
+    assert other.planned.rotary == llm.planned.rotary
+
+
+def test_an_unknown_rotary_type_is_refused_in_the_plan_by_name() -> None:
+    config = {**configs.tiny("llama"), "rope_scaling": {"rope_type": "spiral", "factor": 2.0}}
+    with pytest.raises(BadCheckpoint, match=r"rope_scaling\.rope_type is 'spiral'"):
+        read_geometry(config)
+
+
+def test_several_moving_types_are_refused_in_the_plan() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    config = {
+        **configs.tiny("llama"),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
+    }
+    with pytest.raises(NotServable, match="several kinds"):
+        fix_rotary(config, read_geometry(config), None)
+
+
+def test_the_known_types_are_those_of_transformers() -> None:
+    assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}

@@ -83,7 +83,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         target.geometry,
         planned.forward,
         device=device,
-        max_model_len=max_model_len,
+        rotary_length=planned.rotary_length,
         dummy_weights=config.dummy_weights,
     )
     notes = (*notes, *_unused(model, target.checkpoint))

@@ -52,7 +52,7 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
         target.geometry,
         ForwardChoice(MODULES),  # whose parameters lie as they are; it never runs
         device=torch.device("cpu"),  # beside the pages a GPU has no room for a second model
-        max_model_len=engine.limits.max_model_len,
+        rotary_length=found.rotary_length,
     )
     assert isinstance(engine.runner, ModelRunner)
     engine.runner.refit(loaded)

@@ -53,15 +53,14 @@ def load_model(
     forward: ForwardChoice,
     *,
     device: torch.device,
-    max_model_len: int | None = None,
+    rotary_length: int | None = None,
     dummy_weights: bool = False,
 ) -> LoadedModel:
     """The model in the directory `path`, computing in the plan's dtype.
 
-    Reads safetensors only and runs no code that comes with the checkpoint. max_model_len: the
-    longest sequence that will be served, None for the longest the model allows; it fixes rotary
-    frequencies that depend on it. forward: what runs it, as the plan says. dummy_weights: read no
-    weight, for timings.
+    Reads safetensors only and runs no code that comes with the checkpoint. forward: what runs it, as
+    the plan says. rotary_length: tokens for which moving rotary frequencies are fixed, None for their
+    original length. dummy_weights: read no weight, for timings.
     Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or of other
     shapes, DoesNotFit where the device has no room for them.
     """
@@ -84,7 +83,7 @@ def load_model(
             else:
                 module, unused = _read_weights(path, config, plan.compute_dtype, device)
             decode_weights(module, TORCH_COMPUTE[plan.compute_dtype])
-    fix_frequencies(module, max_model_len or geometry.max_model_len)
+    fix_frequencies(module, rotary_length)
     check_nothing_quantises_kv(module)
     text = module.config.get_text_config(decoder=True)
     if text._attn_implementation != ATTENTION_NAME:

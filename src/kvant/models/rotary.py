@@ -2,8 +2,8 @@
 
 transformers recomputes the frequencies of `longrope` and `dynamic` models in every forward, from
 the largest position it sees. In a packed batch that would let one long sequence change the others'
-tokens, and keys stored before the switch would no longer fit. Kvant fixes them once, for the
-longest sequence it will serve (as vLLM does for longrope).
+tokens, and keys stored before the switch would no longer fit. The plan fixes a length
+(`kvant.models.geometry.rope`); here the modules get its frequencies.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from kvant.errors import NotServable
 _MOVING = ("dynamic", "longrope")
 
 
-def fix_frequencies(model: nn.Module, max_model_len: int | None) -> None:
-    """Set every moving rotary embedding of `model` to what it is at `max_model_len` positions."""
+def fix_frequencies(model: nn.Module, length: int | None) -> None:
+    """Set every moving rotary embedding of `model` to its frequencies at `length` positions.
+
+    length: None for the original length. NotServable for embeddings of several types that move.
+    """
     for name, module in model.named_modules():
         rope_type: Any = getattr(module, "rope_type", None)
         if isinstance(rope_type, dict) and any(map(_moves, rope_type.values())):
@@ -29,17 +32,17 @@ def fix_frequencies(model: nn.Module, max_model_len: int | None) -> None:
                 why="they would depend on the longest sequence in the batch",
             )
         if isinstance(rope_type, str) and _moves(rope_type):
-            _fix(module, rope_type, max_model_len)
+            _fix(module, rope_type, length)
 
 
 def _moves(rope_type: str) -> bool:
     return any(word in rope_type for word in _MOVING)
 
 
-def _fix(module: Any, rope_type: str, max_model_len: int | None) -> None:
+def _fix(module: Any, rope_type: str, length: int | None) -> None:
     stored: Tensor = module.inv_freq
     frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](
-        module.config, stored.device, seq_len=max_model_len
+        module.config, stored.device, seq_len=length
     )
     module.register_buffer("inv_freq", frequencies.to(stored), persistent=False)
     module.original_inv_freq = module.inv_freq

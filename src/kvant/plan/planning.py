@@ -24,7 +24,13 @@ from kvant.kv.request import NOTHING_ASKED, KVRequest, Requests
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
 from kvant.models.forward_info import ForwardChoice, ForwardFacts
-from kvant.models.geometry import DraftFacts, read_draft_geometry, read_geometry
+from kvant.models.geometry import (
+    DraftFacts,
+    MovingRotary,
+    fix_rotary,
+    read_draft_geometry,
+    read_geometry,
+)
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
 from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.locate import LocalModel, ModelSource, locate
@@ -86,13 +92,15 @@ class PlannedModel:
 class Plan:
     """Target, drafter and memory. The engine runs exactly this.
 
-    forward: what runs the target's layers, and why faster forwards do not.
+    forward: what runs the target's layers, and why faster forwards do not. rotary: how the target's
+    rotary frequencies are fixed, where transformers moves them with the length; else None.
     workspaces: what a GPU holds beside weights and pages; None on a CPU, which takes it as it comes.
     """
 
     request: PlanRequest
     target: PlannedModel
     forward: ForwardChoice
+    rotary: MovingRotary | None
     draft: PlannedModel | None
     draft_facts: DraftFacts | None
     memory: MemoryPlan
@@ -107,6 +115,11 @@ class Plan:
     def draft_counts(self) -> list[int]:
         """Numbers of drafts for which steps are recorded, the largest first."""
         return _draft_counts(self.request.speculative, self.num_speculative_tokens)
+
+    @property
+    def rotary_length(self) -> int | None:
+        """Tokens for which moving rotary frequencies are fixed; None for a model that has none."""
+        return None if self.rotary is None else self.rotary.length
 
     @property
     def weights_bytes(self) -> int | None:
@@ -138,6 +151,8 @@ class Plan:
     def warnings(self) -> tuple[str, ...]:
         """Everything a reader must be told, the drafter's lines marked as such."""
         lines = [*self.obstacles, *self.target.local.notes, *self.target.kv.warnings]
+        if self.rotary is not None:
+            lines.append(self.rotary.because)
         if self.request.device.kind is DeviceKind.CPU and self.request.backend is None:
             lines += slow_layers(self.target.kv)
         lines += rounded_layers(self.target.kv)
@@ -161,6 +176,7 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
             why=f"its positions end at {limit}",
             ways_out=(WayOut("take what it can", ("--max-model-len", str(limit))),),
         )
+    geometry, rotary = fix_rotary(config, geometry, request.max_model_len)
     target = _resolve_model(request, request.requests.target, local, config, geometry, Role.TARGET)
     forward = _select_forward(request, target)
     draft: PlannedModel | None = None
@@ -192,7 +208,7 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
         utilization=request.utilization,
         kv_cache_bytes=request.kv_cache_bytes,
     )
-    return Plan(request, target, forward, draft, facts, memory, beside)
+    return Plan(request, target, forward, rotary, draft, facts, memory, beside)
 
 
 def _select_forward(request: PlanRequest, target: PlannedModel) -> ForwardChoice:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from kvant.models.geometry.draft import DraftFacts, read_draft_geometry
 from kvant.models.geometry.read import read_geometry
+from kvant.models.geometry.rope import MovingRotary, fix_rotary
 
-__all__ = ["DraftFacts", "read_draft_geometry", "read_geometry"]
+__all__ = ["DraftFacts", "MovingRotary", "fix_rotary", "read_draft_geometry", "read_geometry"]

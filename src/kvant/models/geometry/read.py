@@ -11,6 +11,7 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.families import find_family, text_fields
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown
+from kvant.models.geometry.rope import DYNAMIC, rope_section, rope_types
 
 _MAX_VOCABULARY = 2**28
 
@@ -65,15 +66,19 @@ def read_max_model_len(fields: Fields) -> int | None:
     `max_position_embeddings` is the length after rope scaling (transformers' meaning). A config to
     which its user added YaRN by hand often keeps the old number: there the scaled length counts,
     `original_max_position_embeddings` times `factor`, because the rotary frequencies follow these.
+    Dynamic NTK scaling stretches `max_position_embeddings` itself by up to `factor`.
     """
     limit = fields.optional_integer("max_position_embeddings", most=MAX_TOKENS)
-    rope = fields.inside("rope_parameters") or fields.inside("rope_scaling")
+    rope = rope_section(fields)
     if limit is None or rope is None:
         return limit
-    if "yarn" not in (rope.raw("rope_type"), rope.raw("type")):
+    kinds = rope_types(fields)
+    factor = rope.number("factor", 1.0)
+    if kinds == (DYNAMIC,):
+        return max(limit, min(int(limit * factor), MAX_TOKENS))
+    if kinds != ("yarn",):
         return limit
     original = rope.optional_integer("original_max_position_embeddings", most=MAX_TOKENS)
-    factor = rope.number("factor", 1.0)
     if original is None or factor <= 1:
         return limit
     return max(limit, min(int(original * factor), MAX_TOKENS))

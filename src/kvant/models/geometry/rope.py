@@ -1,0 +1,134 @@
+"""Rotary embeddings as the config describes them, and which frequencies every position gets. No torch.
+
+transformers recomputes the frequencies of `longrope` and `dynamic` models in every forward, from the
+largest position in the batch. A cache holds keys that are rotated already, so Kvant decides once:
+sequences end at the original length, where transformers' frequencies do not move, unless
+--max-model-len asks for more. Then the frequencies are those of that length, for every sequence.
+The memory for pages has no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvant.errors import BadCheckpoint, NotServable, WayOut
+from kvant.kv.geometry import ModelGeometry
+from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown
+
+LONGROPE, DYNAMIC = "longrope", "dynamic"
+
+ROPE_TYPES = ("default", "linear", DYNAMIC, "yarn", LONGROPE, "llama3", "proportional")
+"""What transformers computes; "su" and "mrope" are former names that it still reads."""
+
+_FORMER = {"su": LONGROPE, "mrope": "default"}
+
+
+@dataclass(frozen=True, slots=True)
+class MovingRotary:
+    """Frequencies that transformers moves with the length, fixed.
+
+    length: tokens for which they are computed. original: tokens up to which they do not move.
+    """
+
+    rope_type: str
+    length: int
+    original: int
+    because: str
+
+
+def fix_rotary(
+    config: Mapping[str, Any], geometry: ModelGeometry, max_model_len: int | None
+) -> tuple[ModelGeometry, MovingRotary | None]:
+    """The geometry with the longest context that is served, and what was decided; None if none moves.
+
+    max_model_len: what --max-model-len asks for, or None. BadCheckpoint for rotary types that
+    transformers does not have, NotServable for several moving ones.
+    """
+    moving = _moving(config, geometry)
+    if moving is None:
+        return geometry, None
+    rope_type, original = moving
+    limit = geometry.max_model_len
+    if max_model_len is None or max_model_len <= original:
+        served = original if limit is None else min(limit, original)
+        note = f"{rope_type} rotary frequencies are those of its original {original} tokens"
+        if limit is not None and limit > original and max_model_len is None:
+            note += f"; --max-model-len {limit} serves longer sequences, with other frequencies"
+        return replace(geometry, max_model_len=served), MovingRotary(
+            rope_type, original, original, note
+        )
+    note = (
+        f"{rope_type} rotary frequencies are those of --max-model-len {max_model_len} for every "
+        f"sequence: up to {original} tokens transformers takes others"
+    )
+    return geometry, MovingRotary(rope_type, max_model_len, original, note)
+
+
+def rope_types(fields: Fields) -> tuple[str, ...]:
+    """The rotary types of a decoder's layers, in transformers' names. BadCheckpoint for others."""
+    return tuple(_type_of(section) for section in _sections(fields))
+
+
+def original_length(fields: Fields, rope: Fields) -> int | None:
+    """Tokens up to which the frequencies of a moving rotary embedding stay."""
+    return (
+        fields.optional_integer("original_max_position_embeddings", most=MAX_TOKENS)
+        or rope.optional_integer("original_max_position_embeddings", most=MAX_TOKENS)
+        or fields.optional_integer("max_position_embeddings", most=MAX_TOKENS)
+    )
+
+
+def rope_section(fields: Fields) -> Fields | None:
+    """`rope_parameters`, or `rope_scaling` as it was called before."""
+    return fields.inside("rope_parameters") or fields.inside("rope_scaling")
+
+
+def _sections(fields: Fields) -> list[Fields]:
+    """One section for all layers, or one for each kind of layer."""
+    rope = rope_section(fields)
+    if rope is None:
+        return []
+    nested = [name for name in rope.names() if isinstance(rope.raw(name), Mapping)]
+    found = [rope.inside(name) for name in nested]
+    return [section for section in found if section is not None] or [rope]
+
+
+def _type_of(section: Fields) -> str:
+    name = "rope_type" if section.has("rope_type") else "type"
+    word = section.text(name) or "default"
+    word = _FORMER.get(word, word)
+    if word not in ROPE_TYPES:
+        raise section.bad(name, f"transformers' rotary types are {', '.join(ROPE_TYPES)}")
+    return word
+
+
+def _moving(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[str, int] | None:
+    """The rotary type whose frequencies move, and its original length."""
+    text = config.get("text_config")
+    fields = Fields(text if isinstance(text, Mapping) else config)
+    sections = _sections(fields)
+    kinds = [_type_of(section) for section in sections]
+    if geometry.model_type in (
+        "phi3",
+        "phi4_multimodal",
+    ):  # whose "yarn" is longrope to transformers
+        kinds = [LONGROPE if kind == "yarn" else kind for kind in kinds]
+    moving = [kind for kind in kinds if kind in (LONGROPE, DYNAMIC)]
+    if not moving:
+        return None
+    if len(kinds) > 1:
+        raise NotServable(
+            f"{geometry.architecture} has rotary frequencies that move, in layers of several kinds",
+            why=f"its rotary types are {', '.join(kinds)}; Kvant fixes those of one kind only",
+            ways_out=(WayOut("choose a model with fixed rotary frequencies"),),
+        )
+    original = original_length(fields, sections[0])
+    if original is None:
+        raise BadCheckpoint(
+            f"config.json: {moving[0]} rotary embeddings without an original length",
+            why="neither original_max_position_embeddings nor max_position_embeddings is there: "
+            f"{shown(sections[0].names())}",
+        )
+    return moving[0], original

@@ -1,4 +1,4 @@
-"""`kvant`: commands and the one place where errors become text and exit codes."""
+"""`kvant`: the commands, and the one place where errors become text and exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvant.errors import KvantError
 
 app = typer.Typer(
     name="kvant",
-    help="LLM inference with a KV cache whose number format is decided once, per layer, and explained.",
+    help="LLM inference that decides the KV cache format once, per layer, and explains it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -66,7 +66,7 @@ def run(commands: typer.Typer | None = None) -> None:
         sys.stderr.write(f"kvant: error: {fault}\n")
         code = fault.exit_code
     except (BrokenPipeError, SystemExit) as end:
-        # rich and typer turn the first into the second, with an exit code of 1.
+        # rich and typer turn a BrokenPipeError into a SystemExit with code 1.
         code = end.code if isinstance(end, SystemExit) and not reader_left(end) else 0
     flush_stdout()
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""`kvant verify`: every backend and format on this device, against the definition in float64."""
+"""`kvant verify`: compare every backend and format on this device with a float64 definition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def verify(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            "--backend", metavar="B", help="Only this one; may be repeated.", show_default=False
+            "--backend", metavar="B", help="Only this backend; may be repeated.", show_default=False
         ),
     ] = None,
     kv_cache_dtype: Annotated[
@@ -39,36 +39,38 @@ def verify(
     head_size: Annotated[
         list[int] | None,
         typer.Option(
-            "--head-size", min=1, help="Only this one; may be repeated.", show_default=False
+            "--head-size", min=1, help="Only this head size; may be repeated.", show_default=False
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="What queries, keys and values come in.")
+        str, typer.Option("--dtype", help="Dtype of queries, keys and values.")
     ] = "auto",
     batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="As kernels run in that mode.")
+        bool, typer.Option("--batch-invariant", help="Run kernels in batch-invariant mode.")
     ] = False,
     jobs: Annotated[
         int | None,
         typer.Option(
-            "--jobs", min=1, help="Processes; one a core if not given.", show_default=False
+            "--jobs", min=1, help="Number of processes; default one per core.", show_default=False
         ),
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="What is printed.")] = Format.TABLE,
+    format: Annotated[
+        Format, typer.Option("--format", help="Format of the output.")
+    ] = Format.TABLE,
     record: Annotated[
         Path | None,
         typer.Option(
             "--record",
             metavar="FILE",
-            help="Put the result into this JSON file, and the page made of it beside it.",
+            help="Add the result to this JSON file, and write its page (.md) beside it.",
             callback=writable,
         ),
     ] = None,
 ) -> None:
-    """Write and read every format with every backend here, held to the definition in float64.
+    """Compare every backend and format on this device with a float64 definition.
 
-    Causal and not, with and without a window, 1, 16 and 512 queries, six head sizes. Exit code 1 if
-    a cell does not hold; cells that a backend refuses are shown with its reason.
+    Covers causal and full attention, with and without a window, 1, 16 and 512 queries, and six head
+    sizes. Exits with 1 if a combination fails. Refused combinations are shown with the reason.
     """
     from kvant.attention.select import BACKENDS, parse_backend
     from kvant.attention.verify.cells import usual_compute
@@ -88,13 +90,15 @@ def verify(
     for name in kv_cache_dtype or ():
         asked = parse_format(name, asked_by="--kv-cache-dtype")
         if not isinstance(asked.k, KVDtype) or not isinstance(asked.v, KVDtype):
-            raise BadValue(f"--kv-cache-dtype {name} depends on a model; here stands a format")
+            raise BadValue(
+                f"--kv-cache-dtype {name} depends on a model; name a format or a pair K/V"
+            )
         formats.append((asked.k, asked.v))
     wanted = Choice(tuple(formats), tuple(head_size or ()))
     if record is not None and (formats or head_size or batch_invariant):
         raise BadValue(
             "--record takes the whole matrix of a backend",
-            why="the page made of it says what was verified, not what was left out",
+            why="its page lists what was verified, so a part would look like all",
             ways_out=(
                 WayOut("leave out --kv-cache-dtype, --head-size and --batch-invariant"),
                 WayOut("print the result instead", ("--format", "json")),

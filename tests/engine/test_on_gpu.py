@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from kvant import LLM, SamplingParams
 from kvant.execution.decodes import Decodes
+from tests.gpu import waiting_is_an_error
 from tests.models import tiny
 
 pytestmark = pytest.mark.gpu
@@ -101,11 +103,8 @@ def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
 
     def watched(self: StepGraphs, step: Decodes, after: Any) -> object:
         drawn.append(step.draws is not None and after is not None)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             return launch(self, step, after)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     with monkeypatch.context() as patch:
         patch.setattr(StepGraphs, "_launch", watched)
@@ -149,11 +148,8 @@ def test_requests_that_arrive_are_answered_by_steps_that_are_launched_ahead(
 
     def watched(self: StepGraphs, step: Any, after: Any) -> object:
         ahead.append(after is not None)
-        torch.cuda.set_sync_debug_mode("error" if recorded else "default")
-        try:
+        with waiting_is_an_error() if recorded else nullcontext():
             return launch(self, step, after)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(StepGraphs, "_launch_pieces", watched)
     engine, found, count = llm.engine, {}, 0

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, RequestError
 from kvant.measure.throughput import Load, parse_load, parse_sampling, run_load
 from kvant.sampling.sampling_params import SamplingParams
 from tests.cli.command import kvant
+from tests.engine import tiny_chat
 from tests.models import tiny
 
 
@@ -40,6 +43,25 @@ def test_a_load_longer_than_a_sequence_may_be_is_refused_before_it_runs(tmp_path
         run_load(llm, Load(1, 40, 9), SamplingParams(), seed=1)
     assert "48 tokens" in caught.value.why
     assert not llm.engine.has_work
+
+
+def test_a_request_that_fails_is_an_error_in_words(tmp_path: Path) -> None:
+    path = tiny.build("qwen3", tmp_path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][:] = torch.finfo(torch.float32).max
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    llm = LLM(path, max_model_len=48, kv_cache_memory="4MB", device="cpu")
+    with pytest.raises(BadValue, match=r"--load 2x8/4: a request ended after 0 of 4") as caught:
+        run_load(llm, Load(2, 8, 4), SamplingParams(temperature=0), seed=1)
+    assert "NaN" in caught.value.why
+
+
+def test_a_request_that_a_stop_string_ends_is_an_error_in_words(tmp_path: Path) -> None:
+    llm = LLM(tiny_chat.build(tmp_path), max_model_len=48, kv_cache_memory="4MB", device="cpu")
+    params = SamplingParams(temperature=0, stop_token_ids=tuple(range(llm.engine.vocab_size)))
+    with pytest.raises(BadValue, match="after 1 of 4 tokens") as caught:
+        run_load(llm, Load(1, 8, 4), params, seed=1)
+    assert "'stop'" in caught.value.why
 
 
 def test_a_sampling_is_what_a_request_could_ask() -> None:

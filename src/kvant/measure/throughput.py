@@ -18,11 +18,13 @@ from itertools import product
 from types import MappingProxyType
 
 from kvant.engine.llm import LLM
+from kvant.engine.result import Result
 from kvant.errors import BadValue, WayOut
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
 from kvant.plan.config import EngineConfig
 from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.request import FinishReason
 
 GREEDY: Mapping[str, SamplingParams] = MappingProxyType({"greedy": SamplingParams(temperature=0.0)})
 """What is measured where nobody asks for another way to sample."""
@@ -144,7 +146,7 @@ def run_load(llm: LLM, load: Load, params: SamplingParams, *, seed: int) -> tupl
     """Submit everything, step until nothing is left: seconds, steps, preemptions. params: but for how
     much is answered.
 
-    BadValue for a load whose answers cannot be as long as it says.
+    BadValue for a load whose answers cannot be as long as it says, and for a request that failed.
     """
     engine = llm.engine
     longest = engine.limits.max_model_len
@@ -164,17 +166,33 @@ def run_load(llm: LLM, load: Load, params: SamplingParams, *, seed: int) -> tupl
     start = time.perf_counter()
     for prompt in prompts:
         engine.submit(prompt, params)
-    tokens = 0
+    results = []
     while engine.has_work:
-        for piece in engine.step():
-            tokens += len(piece.token_ids)
+        results += [piece.result for piece in engine.step() if piece.result is not None]
     seconds = time.perf_counter() - start
-    assert tokens == load.requests * load.output
+    for result in results:
+        _check(result, load)
+    assert len(results) == load.requests
     after = engine.stats
     return (
         seconds,
         after.num_steps - before.num_steps,
         after.num_preemptions - before.num_preemptions,
+    )
+
+
+def _check(result: Result, load: Load) -> None:
+    """BadValue unless the request was answered with as many tokens as the load says."""
+    if len(result.token_ids) == load.output and result.finish_reason is FinishReason.LENGTH:
+        return
+    why = f"it ended with {str(result.finish_reason)!r}"
+    if result.finish_reason is FinishReason.NUMERICAL_ERROR:
+        why = "its logits were NaN or infinite, so its times would mean nothing"
+    elif result.error is not None:
+        why = f"it was refused: {result.error}"
+    raise BadValue(
+        f"--load {load}: a request ended after {len(result.token_ids)} of {load.output} tokens",
+        why=why,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.models.geometry import read_geometry
@@ -186,7 +187,13 @@ def test_architecture_is_the_configs_else_its_model_type() -> None:
     config = published("qwen3-8b")
     assert read_geometry(config).architecture == "Qwen3ForCausalLM"
     assert read_geometry(changed(config, architectures=...)).architecture == "qwen3"
-    assert read_geometry(changed(config, model_type=...)).model_type == "qwen3"
+
+
+def test_a_config_without_a_model_type_is_refused_as_transformers_refuses_it() -> None:
+    config = published("qwen3-8b", model_type=...)
+    with pytest.raises(BadCheckpoint, match="model_type is missing") as refused:
+        read_geometry(config)
+    assert '"model_type": "qwen3"' in str(refused.value)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")

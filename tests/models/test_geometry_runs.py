@@ -28,7 +28,9 @@ def _wide(name: str) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gemma3", "gemma4_unified_text", "gemma4_text"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "gemma3", "gemma4", "gemma4_unified", "gemma4_unified_text", "gemma4_text"]
+)
 def test_greedy_float32_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = meta.build(_wide(name), device="cpu")

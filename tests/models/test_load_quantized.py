@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
 from kvant.errors import EngineFault, NotServable
@@ -21,13 +23,21 @@ from kvant.kv.names import parse_format
 from kvant.kv.pool import KVPool
 from kvant.kv.request import Asked, KVRequest, Requests
 from kvant.kv.spec import KVPlan, ScaleState, Source
+from kvant.models.geometry import weight_methods
+from kvant.models.geometry.weight_methods import METHODS
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantized import check_nothing_quantises_kv
 from kvant.models.quiet import quiet_transformers
 from kvant.plan.planning import PlanRequest, make_plan
 from tests.attention import driver
 from tests.models import loading, tiny
-from tests.models.tiny_quantized import build_fp8, build_mxfp4, build_quantized, scale
+from tests.models.tiny_quantized import (
+    build_fp8,
+    build_mxfp4,
+    build_nvfp4,
+    build_quantized,
+    scale,
+)
 
 CPU = torch.device("cpu")
 PROMPT = [3, 17, 5, 90, 41]
@@ -185,13 +195,68 @@ def test_fp8_weights_are_decoded_into_the_dtype_that_is_computed_in(tmp_path: Pa
     assert_logits_are_those_of(decoded, path)
 
 
+@pytest.mark.parametrize(
+    "compute", [ComputeDtype.FLOAT32, ComputeDtype.FLOAT16, ComputeDtype.BFLOAT16]
+)
+def test_nvfp4_weights_are_decoded_into_the_dtype_that_is_computed_in(
+    compute: ComputeDtype, tmp_path: Path
+) -> None:
+    """compressed-tensors decodes them into bfloat16, whose rounding is what the logits may differ by."""
+    path, decoded = build_nvfp4(tmp_path)
+    request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=compute)
+    planned = make_plan(request, weights=True).target
+    model = loading.load(path, planned.kv, planned.geometry)
+    weights = [p for name, p in model._module.named_parameters() if name.endswith(".weight")]
+    assert {weight.dtype for weight in weights} == {getattr(torch, compute.value)}
+    ids, call, _ = driver.Driver(pool_of(model), backend()).call([(driver.Text(list(PROMPT)), 5)])
+    found = model.forward(ids, call, torch.arange(5))
+    plain = LlamaForCausalLM(tiny.config_of("llama"))
+    plain.load_state_dict(decoded)
+    with torch.no_grad():
+        expected = plain(ids[None]).logits[0]
+    assert (found - expected).norm() < 0.03 * expected.norm()
+
+
+QUANTISED = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "bitsandbytes": {"load_in_4bit": True},
+    "hqq": {"quant_method": "hqq"},
+    "torchao": {"quant_method": "torchao"},
+    "eetq": {"quant_method": "eetq"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "sorcery": {"quant_method": "sorcery"},
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_weights_that_a_start_would_refuse_are_an_obstacle_of_the_plan(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_methods, "_is_installed", lambda package: False)
+    path = tiny.build("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps({**config, "quantization_config": QUANTISED[name]})
+    )
+    planned = make_plan(PlanRequest(str(path), DeviceFacts(DeviceKind.CPU)))
+    assert not planned.can_run
+    assert any("quantised by" in line for line in planned.obstacles)
+    with pytest.raises(NotServable) as refused:
+        LLM(path)
+    assert refused.value is planned.target.refusal or refused.value.ways_out
+
+
+@pytest.mark.parametrize("method", [m for m, needs in METHODS.items() if not needs.packages])
+def test_methods_without_a_package_are_readers_of_transformers(method: str) -> None:
+    assert method in AUTO_QUANTIZATION_CONFIG_MAPPING
+
+
 def test_a_missing_compressed_tensors_package_is_named_with_its_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = build_quantized(tmp_path)
-    monkeypatch.setattr(
-        "transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False
-    )
+    monkeypatch.setattr(weight_methods, "_is_installed", lambda package: False)
     with pytest.raises(NotServable, match="pip install compressed-tensors"):
         plan_and_load(path, None)
 

@@ -81,6 +81,53 @@ def build_fp8(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     return path, decoded
 
 
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def build_nvfp4(directory: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A Llama with compressed-tensors' NVFP4 weights (nvfp4-pack-quantized), in a bfloat16 checkpoint.
+
+    Two 4-bit codes a byte, the even column in the low half; a float8 scale for 16 columns; one
+    float32 number for the whole matrix, which divides.
+    """
+    model = tiny.make("llama")
+    stored: dict[str, Tensor] = {}
+    decoded: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if "_proj" not in name:
+            stored[name] = value.to(torch.bfloat16)
+            decoded[name] = stored[name].float()
+            continue
+        groups = value.view(value.shape[0], -1, 16)
+        whole = torch.tensor([_E4M3_MAX * 6 / float(value.abs().max())])
+        scales = (groups.abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn)
+        steps = scales.float()[..., None] / whole
+        nearest = ((groups / steps).abs()[..., None] - _E2M1).abs().argmin(-1)
+        codes = (nearest + 8 * (groups < 0)).to(torch.uint8).view(value.shape)
+        at = name.removesuffix(".weight")
+        stored[f"{at}.weight_packed"] = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        stored[f"{at}.weight_scale"] = scales
+        stored[f"{at}.weight_global_scale"] = whole
+        decoded[name] = (_E2M1[nearest] * groups.sign() * steps).view(value.shape)
+    path = directory / "llama"
+    path.mkdir(parents=True)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    codes_of = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group",
+                "group_size": 16, "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}  # fmt: skip
+    declared = {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": codes_of,
+                                      "format": "nvfp4-pack-quantized"}},
+    }  # fmt: skip
+    config = model.config.to_dict() | {
+        "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "quantization_config": declared,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    model.generation_config.save_pretrained(path)
+    return path, decoded
+
+
 def build_mxfp4(directory: Path) -> Path:
     """A gpt-oss whose experts are mxfp4 codes, any will do, in a bfloat16 checkpoint."""
     path = tiny.build("gpt_oss", directory)

@@ -161,6 +161,8 @@ def plan_engine(
             f"{config.plan.model} can be planned, but not run yet",
             why=first.target.geometry.not_runnable,
         )
+    if first.target.refusal is not None and not config.dummy_weights:
+        raise first.target.refusal
     request = _with_budget(config, first)
     choose_max_model_len(make_plan(request))
     weights = not config.dummy_weights

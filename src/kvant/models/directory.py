@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import BadCheckpoint, ModelNotFound, WayOut
+from kvant.errors import BadCheckpoint, ConfigError, ModelNotFound, WayOut
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.checkpoint.safetensors_header import (
     INDEX_NAME,
@@ -82,7 +82,7 @@ def _adopted(model_type: str, auto_map: Mapping[str, Any]) -> bool:
     return prefix is not None and theirs == ours and "AutoTokenizer" not in auto_map
 
 
-def as_obstacle(refusal: BadCheckpoint) -> str:
+def as_obstacle(refusal: ConfigError) -> str:
     """A refusal in the words of a plan, which does without what is refused."""
     return f"can be planned, not loaded: {refusal.what} ({refusal.why})"
 

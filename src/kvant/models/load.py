@@ -21,6 +21,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from kvant.attention.hook import ATTENTION_NAME, register
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
 from kvant.kv.checkpoint.values import read_scale_values
 from kvant.kv.dtype import ComputeDtype
@@ -31,6 +32,7 @@ from kvant.models.forward_info import ForwardChoice
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantized import (
     check_nothing_quantises_kv,
+    check_weights,
     decode_weights,
     is_compressed,
     leave_weights_only,
@@ -73,7 +75,9 @@ def load_model(
     register()
     with quiet_transformers(), _room_for(path, device):
         config = _read_config(path)
-        leave_weights_only(config, path)
+        if not dummy_weights:
+            check_weights(config, path, _facts(device))
+        leave_weights_only(config)
         if plan.compute_dtype is ComputeDtype.FLOAT64:
             config._experts_implementation = "eager"  # grouped products know no float64
         with quiet_compressed_tensors(is_compressed(config)):
@@ -94,6 +98,10 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of products that were joined, a third of the weights
     return loaded
+
+
+def _facts(device: torch.device) -> DeviceFacts:
+    return DeviceFacts(DeviceKind.CPU if device.type == "cpu" else DeviceKind.CUDA)
 
 
 @contextmanager

@@ -21,10 +21,9 @@ from kvant.models.geometry.families import find_family, is_drafter, text_fields
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.parameters import Weight, embedding, vector
+from kvant.models.geometry.weight_methods import MODELOPT_FILE
 from kvant.models.geometry.weight_recipe import NoRecipe, Recipe, read_recipe
 from kvant.models.quantization import Quantization, quantized_bytes
-
-_MODELOPT_FILE = "hf_quant_config.json"
 
 _ELEMENT_BYTES = {
     ComputeDtype.FLOAT64: 8,
@@ -184,7 +183,7 @@ def _loaded(
 
 def _with_modelopt(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config, with the recipe that ModelOpt keeps in a file of its own."""
-    path = directory / _MODELOPT_FILE
+    path = directory / MODELOPT_FILE
     if "quantization_config" in config or not path.is_file():
         return config
     recipe = read_json_object(path).get("quantization")

@@ -23,6 +23,7 @@ from kvant.kv.memory import UTILIZATION, MemoryPlan, format_size, plan_memory
 from kvant.kv.request import NOTHING_ASKED, KVRequest, Requests
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
+from kvant.models.directory import as_obstacle
 from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.geometry import (
     DraftFacts,
@@ -32,6 +33,7 @@ from kvant.models.geometry import (
     read_geometry,
 )
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
+from kvant.models.geometry.weight_methods import refuse_weights
 from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.locate import LocalModel, ModelSource, locate
 from kvant.models.quantization import Quantization, check_quantization
@@ -78,7 +80,10 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """One model of a plan: where it lies, its config.json, its shape, its weights and what it stores."""
+    """One model of a plan: where it lies, its config.json, its shape, its weights and what it stores.
+
+    refusal: why its weights cannot be read here, for a model that is planned and not loaded.
+    """
 
     local: LocalModel
     config: Mapping[str, Any]
@@ -86,6 +91,7 @@ class PlannedModel:
     checkpoint: CheckpointKV
     weights: WeightBytes
     kv: KVPlan
+    refusal: ConfigError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,8 @@ class Plan:
     def obstacles(self) -> tuple[str, ...]:
         """Why it can be planned and not run, memory aside."""
         lines = [*self.target.local.obstacles]
+        if self.target.refusal is not None:
+            lines.append(as_obstacle(self.target.refusal))
         if self.target.geometry.not_runnable:
             lines.append(f"planned, but not runnable yet: {self.target.geometry.not_runnable}")
         if self.draft is not None:
@@ -177,7 +185,11 @@ def make_plan(request: PlanRequest, *, weights: bool = False) -> Plan:
             ways_out=(WayOut("take what it can", ("--max-model-len", str(limit))),),
         )
     geometry, rotary = fix_rotary(config, geometry, request.max_model_len)
+    refusal = refuse_weights(config, local.path, request.device)
+    if refusal is not None and weights:
+        raise refusal
     target = _resolve_model(request, request.requests.target, local, config, geometry, Role.TARGET)
+    target = replace(target, refusal=refusal)
     forward = _select_forward(request, target)
     draft: PlannedModel | None = None
     facts: DraftFacts | None = None

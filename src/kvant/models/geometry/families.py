@@ -45,10 +45,10 @@ _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """By model_type, as transformers chooses its class; by architecture where there is none.
+    """By model_type, as transformers chooses its class.
 
     Raises BadCheckpoint for a model of no family, which includes known models with a head that does
-    not generate text, and drafters.
+    not generate text, drafters, and configs without a model_type.
     """
     top = Fields(config)
     model_type, architectures = top.text("model_type"), top.words("architectures") or ()
@@ -65,9 +65,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
         if family is not None and (not architectures or architectures[0] in family.architectures):
             return family
     elif architectures:
-        for family in FAMILIES:
-            if architectures[0] in family.architectures:
-                return family
+        raise _without_type(architectures)
     raise _unknown(architectures, model_type)
 
 
@@ -86,12 +84,31 @@ def text_fields(config: Mapping[str, Any], family: Family) -> Fields:
     return text
 
 
+def _without_type(architectures: tuple[str, ...]) -> BadCheckpoint:
+    known = (
+        name for f in FAMILIES if architectures[0] in f.architectures for name in f.model_types
+    )
+    name = next(known, None)
+    way = "compare config.json with the one the model was published with"
+    if name is not None:
+        way = f'add "model_type": "{name}" to config.json'
+    return BadCheckpoint(
+        "config.json: model_type is missing",
+        why=f"transformers chooses its class by it; architectures is {shown(list(architectures))}",
+        ways_out=(WayOut(way),),
+    )
+
+
 def _unknown(architectures: tuple[str, ...], model_type: str | None) -> BadCheckpoint:
     known = ", ".join(f"{family.title} ({family.architectures[0]})" for family in FAMILIES)
     if not architectures and model_type is None:
         what = "config.json names neither architectures nor model_type"
     else:
-        what = f"unknown architecture {_named(architectures, model_type)}"
+        what = f"unknown model_type {shown(model_type)}"
+        if architectures:
+            what += f" (architecture {shown(architectures[0])})"
+        if _BY_TYPE.get(model_type or "") is not None:
+            what = f"unknown architecture {_named(architectures, model_type)}"
     return BadCheckpoint(
         what,
         why=f"Kvant knows the shape of: {known}",

@@ -14,8 +14,6 @@ from kvant.models.geometry.parameters import Weight
 
 Layers = tuple[LayerGeometry, ...]
 
-TOWERS_NOT_YET = "transformers loads it with its towers, in a class that Kvant has not run yet"
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

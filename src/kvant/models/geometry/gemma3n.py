@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvant.models.geometry.family import TOWERS_NOT_YET, Family, Layers, attention_layer
+from kvant.models.geometry.family import Family, Layers, attention_layer
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.gemma2 import NORMS, refuse_encoder
 from kvant.models.geometry.heads import read_heads
@@ -112,5 +112,6 @@ GEMMA3N_TEXT = Family(
 GEMMA3N = Family(
     "Gemma 3n", ("gemma3n",), ("Gemma3nForConditionalGeneration",), _layers, _weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_DEFAULTS, tied=True,
-    not_runnable=TOWERS_NOT_YET, towers=gemma3n_towers,
+    towers=gemma3n_towers,
+    not_runnable="its vision tower needs the package timm, with which Kvant has not run it",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from kvant.models.geometry.family import TOWERS_NOT_YET, Family, Layers, attention_layer
+from kvant.models.geometry.family import Family, Layers, attention_layer
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.gemma2 import NORMS, refuse_encoder
 from kvant.models.geometry.gemma3n import per_layer_embedding
@@ -152,7 +152,7 @@ GEMMA4_TEXT = Family(
 GEMMA4 = Family(
     "Gemma 4", ("gemma4",), ("Gemma4ForConditionalGeneration",), _layers, _weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_DEFAULTS, tied=True,
-    not_runnable=TOWERS_NOT_YET, single_layers_differ=True, towers=gemma4_towers,
+    single_layers_differ=True, towers=gemma4_towers,
 )  # fmt: skip
 GEMMA4_UNIFIED_TEXT = Family(
     "Gemma 4 unified text", ("gemma4_unified_text",), ("Gemma4UnifiedForCausalLM",),
@@ -161,6 +161,6 @@ GEMMA4_UNIFIED_TEXT = Family(
 GEMMA4_UNIFIED = Family(
     "Gemma 4 unified", ("gemma4_unified",), ("Gemma4UnifiedForConditionalGeneration",),
     _layers, _weights, prefix="model.language_model.layers", in_text_config=True,
-    defaults=_UNIFIED_DEFAULTS, tied=True, not_runnable=TOWERS_NOT_YET,
+    defaults=_UNIFIED_DEFAULTS, tied=True,
     single_layers_differ=True, towers=unified_towers,
 )  # fmt: skip

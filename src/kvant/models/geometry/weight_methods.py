@@ -1,0 +1,155 @@
+"""How a checkpoint's weights are quantised, and whether transformers could read them here. No torch.
+
+transformers has a reader for each method, most of which need a package of their own. A checkpoint
+whose weights cannot be read is refused while it is planned: its codes would be taken for numbers, or
+the start would fail after the download.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import BadCheckpoint, ConfigError, NotServable, WayOut
+
+MODELOPT_FILE = "hf_quant_config.json"
+COMPRESSED_TENSORS = ("compressed-tensors", "compressed_tensors")
+MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mixed")
+_PLAIN = WayOut("take the model's unquantised weights")
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """packages: import names that its reader needs. on_cpu: whether it runs on a CPU."""
+
+    packages: tuple[str, ...] = ()
+    on_cpu: bool = True
+
+
+METHODS: Mapping[str, _Method] = {
+    "aqlm": _Method(("aqlm",)),
+    "auto-round": _Method(("auto_round",)),
+    "awq": _Method(("gptqmodel",)),
+    "bitnet": _Method(),
+    "bitsandbytes": _Method(("bitsandbytes",)),
+    "compressed-tensors": _Method(("compressed_tensors",)),
+    "eetq": _Method(("kernels",), on_cpu=False),
+    "fbgemm_fp8": _Method(("fbgemm_gpu",), on_cpu=False),
+    "fouroversix": _Method(("fouroversix",)),
+    "fp8": _Method(),
+    "fp_quant": _Method(("fp_quant",), on_cpu=False),
+    "gptq": _Method(("optimum", "gptqmodel")),
+    "higgs": _Method(("flute", "fast_hadamard_transform"), on_cpu=False),
+    "hqq": _Method(("hqq",), on_cpu=False),
+    "mxfp4": _Method(),
+    "mxfp8": _Method(),
+    "quanto": _Method(("optimum",)),
+    "quark": _Method(("quark",)),
+    "sinq": _Method(("sinq",)),
+    "spqr": _Method(("spqr_quant",), on_cpu=False),
+    "torchao": _Method(("torchao",)),
+    "vptq": _Method(("vptq",), on_cpu=False),
+}
+"""The methods whose stored weights transformers reads, by `quant_method`."""
+
+
+def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What config.json says of quantised weights, at its top or in its text model; None for nothing."""
+    for section in (config, config.get("text_config")):
+        if not isinstance(section, Mapping):
+            continue
+        declared = section.get("quantization_config")
+        if isinstance(declared, Mapping):
+            return declared
+        former = section.get("compression_config")  # compressed-tensors' former name
+        if isinstance(former, Mapping):
+            return {"quant_method": "compressed-tensors", **former}
+    return None
+
+
+def method_of(declared: Mapping[str, Any]) -> str:
+    """`quant_method`; bitsandbytes' older configs have flags instead. "" for no name."""
+    if declared.get("load_in_8bit") or declared.get("load_in_4bit"):
+        return "bitsandbytes"
+    return str(declared.get("quant_method") or "")
+
+
+def is_modelopt(declared: Mapping[str, Any]) -> bool:
+    return method_of(declared) in MODELOPT or "producer" in declared
+
+
+def refuse_weights(
+    config: Mapping[str, Any], directory: Path, device: DeviceFacts
+) -> ConfigError | None:
+    """Why the weights in `directory` cannot be read on this machine and run there; None if they can."""
+    declared = declared_quantization(config)
+    if declared is None:
+        return _refuse_modelopt_file(directory)
+    where = directory / "config.json"
+    if is_modelopt(declared):
+        return _refuse_modelopt(declared, where)
+    name = method_of(declared)
+    if name in COMPRESSED_TENSORS:
+        name = COMPRESSED_TENSORS[0]
+        if not declared.get("config_groups"):
+            return None  # the weights are plain, and nothing reads them but transformers
+    method = METHODS.get(name)
+    if method is None:
+        return NotServable(
+            f"{where}: weights are quantised by {name or 'no named method'}",
+            why="transformers has no reader for such weights",
+            ways_out=(_PLAIN,),
+        )
+    if device.kind is DeviceKind.CPU and not method.on_cpu:
+        return NotServable(
+            f"{where}: weights are quantised by {name}, which runs on GPUs only",
+            why="transformers has no products of such weights for a CPU",
+            ways_out=(_PLAIN,),
+        )
+    missing = [package for package in method.packages if not _is_installed(package)]
+    if missing:
+        return NotServable(
+            f"{where}: weights are quantised by {name}, which needs a package that is not installed",
+            why=f"transformers reads them with {' and '.join(missing)}",
+            ways_out=(WayOut(f"install it: pip install {_distributions(missing)}"), _PLAIN),
+        )
+    return None
+
+
+def _distributions(packages: list[str]) -> str:
+    """Names that pip knows the packages by."""
+    return " ".join({"flute": "flute-kernel"}.get(p, p.replace("_", "-")) for p in packages)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _refuse_modelopt_file(directory: Path) -> ConfigError | None:
+    """ModelOpt writes a file of its own, sometimes with nothing in config.json."""
+    path = directory / MODELOPT_FILE
+    if not path.is_file():
+        return None
+    try:
+        declared = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        return BadCheckpoint(f"{path} cannot be read", why=str(fault))
+    return _refuse_modelopt(declared, path) if isinstance(declared, dict) else None
+
+
+def _refuse_modelopt(declared: Mapping[str, Any], path: Path) -> ConfigError | None:
+    """A checkpoint of which ModelOpt quantised the KV cache alone has plain weights."""
+    quantization = declared.get("quantization", declared)
+    algorithm = quantization.get("quant_algo") if isinstance(quantization, Mapping) else None
+    if not algorithm:
+        return None
+    return NotServable(
+        f"{path}: weights are quantised by ModelOpt as {algorithm}",
+        why="transformers has no reader for ModelOpt's weights",
+        ways_out=(_PLAIN,),
+    )

@@ -29,7 +29,7 @@ from kvant.kv.names import parse_format
 from kvant.kv.request import Asked, KVRequest
 from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.teacher_forced import text_logits
-from kvant.plan.planning import resolve_again
+from kvant.plan.resolution import resolve_again
 
 BOUND = 1.5
 

@@ -60,8 +60,8 @@ def decode(
         parse_stored(text)  # what is wrong is told before a model is loaded
     config = engine_config(settings, num_requests=1)
     # A pool for nothing: every format gets one of its own.
-    plan = replace(config.plan, max_model_len=128, kv_cache_bytes=64 * 2**20)
-    llm = LLM.from_config(replace(config, plan=plan, prefix_caching=False, seed=0))
+    plan = replace(config.plan, max_model_len=128, kv_cache_bytes=64 * 2**20, prefix_caching=False)
+    llm = LLM.from_config(replace(config, plan=plan, seed=0))
     found = []
     for one in steady_decode(
         llm, wanted, batch=batch, context=context, steps=steps, profiled=profile_steps

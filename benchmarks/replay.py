@@ -54,7 +54,8 @@ def replay(
     from benchmarks.replay_rounds import Load, measure, table
     from kvant.measure.facts import command_line, measurement_facts
 
-    config = replace(engine_config(settings), prefix_caching=written, seed=0)
+    config = engine_config(settings)
+    config = replace(config, plan=replace(config.plan, prefix_caching=written), seed=0)
     asked = config.plan.speculative
     if asked is None or not asked.model:
         raise BadValue(

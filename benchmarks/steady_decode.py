@@ -22,7 +22,7 @@ from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, KVRequest, parse_rule
 from kvant.measure.own_engine import engine_over
 from kvant.measure.throughput import free_memory
-from kvant.plan.planning import resolve_again
+from kvant.plan.resolution import resolve_again
 
 _STEP_TOKENS = 65536
 _WARM_UP_TOKENS = 64

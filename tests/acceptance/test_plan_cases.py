@@ -61,9 +61,10 @@ def test_explicit_bfloat16_beats_the_checkpoint(fp8: Path) -> None:
 @pytest.mark.case("A01", "F1")
 def test_nothing_can_write_to_a_plan(fp8: Path) -> None:
     from kvant.cli.plan import device_from
-    from kvant.plan.planning import PlanRequest, make_plan
+    from kvant.plan.plan import PlanRequest
+    from tests.planned import plan_of
 
-    made = make_plan(PlanRequest(str(fp8), device_from("cpu")))
+    made = plan_of(PlanRequest(str(fp8), device_from("cpu")))
     layer = made.target.kv.layers[0]
     assert layer.k is not None
     for thing, field in ((made.target.kv, "layers"), (layer, "k"), (layer.k, "dtype")):

@@ -14,12 +14,12 @@ from kvant.errors import BadValue
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import known_names
 from kvant.models.gguf_import import import_gguf
-from kvant.plan.planning import PlanRequest, make_plan
+from kvant.plan.plan import PlanRequest
 from kvant.plan.speculative_config import parse_speculative_config
-from kvant.plan.workspaces import StepSize
 from tests.acceptance.models import LLAMA, config, write_model
 from tests.cli.command import kvant
 from tests.models.tiny_gguf import write_gguf
+from tests.planned import plan_of
 
 LLAMA_70B = config(
     LLAMA,
@@ -219,7 +219,7 @@ def test_what_is_larger_than_16_bit_is_not_called_smaller(
 
 def test_what_a_user_should_hear_is_no_obstacle(tmp_path: Path) -> None:
     whole = write_model(tmp_path / "whole", config(), tensors={"a.weight": (1.0,)})
-    made = make_plan(PlanRequest(str(whole), DeviceFacts(DeviceKind.CPU), memory_bytes=2**30))
+    made = plan_of(PlanRequest(str(whole), DeviceFacts(DeviceKind.CPU), memory_bytes=2**30))
     local = replace(made.target.local, notes=("the hub was not asked",))
     told = replace(made, target=replace(made.target, local=local))
     assert "the hub was not asked" in told.warnings
@@ -236,11 +236,11 @@ def test_drafts_that_no_step_holds_are_refused_with_a_step_that_does(
     whole = write_model(tmp_path / "whole", config(), tensors={"a.weight": (1.0,)})
     drafts = parse_speculative_config({"method": "ngram", "num_speculative_tokens": 4})
     asked = PlanRequest(
-        str(whole), DeviceFacts(DeviceKind.CPU), speculative=drafts, step=StepSize(1, tokens)
+        str(whole), DeviceFacts(DeviceKind.CPU), speculative=drafts, max_num_batched_tokens=tokens
     )
     with pytest.raises(BadValue, match="more than a step holds") as refused:
-        make_plan(asked)
+        plan_of(asked)
     larger, fewer = refused.value.ways_out
     assert larger.arguments == ("--max-num-batched-tokens", "5")
     assert ("fewer" in fewer.text) == (tokens > 1)  # none is no number of drafts
-    make_plan(replace(asked, step=StepSize(1, 5)))
+    plan_of(replace(asked, max_num_batched_tokens=5))

@@ -15,7 +15,7 @@ from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.scale_audit import ScaleAudit
 from kvant.plan.limits import Limits
-from kvant.plan.planning import resolve_again
+from kvant.plan.resolution import resolve_again
 from kvant.sampling.sampling_params import SamplingParams
 from tests.engine.fakes import finish
 

@@ -14,8 +14,8 @@ from kvant.engine.build import cache_identity
 from kvant.kv.pages import CacheIdentity
 from kvant.plan.config import EngineConfig
 from kvant.plan.llm_options import LLMOptions, config_of
-from kvant.plan.planning import make_plan
 from tests.models import tiny
+from tests.planned import plan_of
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def identity(path: Path, **options: object) -> CacheIdentity:
     config: EngineConfig = config_of(path, LLMOptions(**options))  # type: ignore[typeddict-item]
-    return cache_identity(make_plan(config.plan))
+    return cache_identity(plan_of(config.plan))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_backend_that_rounds_is_part_of_it_and_no_other_is(tmp_path: Path) -> 
     options = LLMOptions(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
     asked = replace(config_of(path, options).plan, device=DeviceFacts(DeviceKind.CUDA, "sm_90"))
     plain, named, rounding = (
-        cache_identity(make_plan(replace(asked, backend=backend)))
+        cache_identity(plan_of(replace(asked, backend=backend)))
         for backend in (None, TRITON, TRITON_FP8)
     )
     assert named == plain

@@ -29,7 +29,7 @@ from kvant.measure.teacher_forced import text_logits
 from kvant.models.fused.decoder import fuse
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
-from kvant.plan.planning import resolve_again
+from kvant.plan.resolution import resolve_again
 from tests.models import tiny
 from tests.models.tiny_quantized import build_quantized, scale
 

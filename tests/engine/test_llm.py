@@ -21,6 +21,7 @@ from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.plan.budget import CPU_SHARE
 from kvant.plan.device import free_host_bytes
+from kvant.plan.facts import DeviceMemory
 from kvant.plan.llm_options import config_of
 from kvant.server import engine_process
 from tests.engine import tiny_chat
@@ -252,7 +253,8 @@ def test_a_pool_without_a_single_page_is_refused_and_the_way_out_works(path: Pat
 def test_more_than_the_machine_has_is_refused_before_weights_are_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvant.engine.build.free_bytes", lambda device: 8 * 2**20)
+    little = DeviceMemory(free=8 * 2**20, total=8 * 2**20)
+    monkeypatch.setattr("kvant.plan.read_facts.device_memory", lambda device: little)
     with monkeypatch.context() as patch:
         patch.setattr("kvant.models.load.load_model", _must_not_be_called)
         with pytest.raises(DoesNotFit, match=r"8.00 MiB that are free") as caught:

@@ -15,7 +15,7 @@ from kvant.kv.request import KVRequest
 from kvant.measure.fidelity import compare, passage
 from kvant.measure.formats import measure_formats
 from kvant.measure.teacher_forced import text_logits
-from kvant.plan.planning import resolve_again
+from kvant.plan.resolution import resolve_again
 from tests.engine import tiny_chat
 
 FLOAT32 = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)

@@ -18,11 +18,11 @@ from gguf.quants import dequantize
 from safetensors import safe_open
 
 from kvant.errors import ModelNotFound
-from kvant.kv.checkpoint.safetensors_header import weight_bytes
 from kvant.models import demo
 from kvant.models.gguf_header import read_header
 from kvant.models.local import LocalModel, ModelSource
 from kvant.models.locate import locate
+from tests.kv.checkpoint.stored import stored
 from tests.models.strings import thousand_strings
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +131,7 @@ def test_a_plan_of_the_demo_model_is_quick_and_small(tmp_path: Path, model: Loca
     assert heavy == "[]"
     assert int(kibibytes) < 150 * 1024  # half of what a whole plan may take
     assert time.monotonic() - began < 3
-    assert weight_bytes(Path(path)) == weight_bytes(model.path) == 538_060_032
+    assert stored(Path(path)).total == stored(model.path).total == 538_060_032
 
 
 def test_a_missing_demo_model_says_exactly_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

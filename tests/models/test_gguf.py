@@ -17,11 +17,11 @@ from gguf.quants import dequantize
 from safetensors.numpy import load_file
 
 from kvant.errors import BadCheckpoint, ConfigError
-from kvant.kv.checkpoint.safetensors_header import weight_bytes
 from kvant.models import gguf_import, import_cache
 from kvant.models.gguf_config import shortest_float32
 from kvant.models.gguf_import import Attribution, import_gguf
 from kvant.sampling.generation_defaults import recommended_params
+from tests.kv.checkpoint.stored import stored
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import HEAD_DIM, HEADS, KV_HEADS, metadata, tensors, write_gguf
 
@@ -430,8 +430,8 @@ def test_progress_rises_to_the_bytes_of_the_weights(tiny: Path) -> None:
     imported = import_gguf(tiny, progress=lambda *call: calls.append(call))
     done = [call[1] for call in calls]
     assert done == sorted(set(done))
-    assert {call[2] for call in calls} == {weight_bytes(imported)}
-    assert done[-1] == weight_bytes(imported)
+    assert {call[2] for call in calls} == {stored(imported).total}
+    assert done[-1] == stored(imported).total
 
 
 # Planning
@@ -442,5 +442,5 @@ def test_a_plan_gets_the_same_config_and_the_exact_bytes_without_weights(tiny: P
     assert list(plan.glob("*.safetensors")) == []
     whole = import_gguf(tiny)
     assert (plan / "config.json").read_text() == (whole / "config.json").read_text()
-    assert weight_bytes(plan) == weight_bytes(whole)
+    assert stored(plan).total == stored(whole).total
     assert import_gguf(tiny, weights=False) == whole  # the better answer once it is there

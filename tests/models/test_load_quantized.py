@@ -28,7 +28,7 @@ from kvant.models.geometry.weight_methods import METHODS
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantized import check_nothing_quantises_kv
 from kvant.models.quiet import quiet_transformers
-from kvant.plan.planning import PlanRequest, make_plan
+from kvant.plan.plan import PlanRequest
 from tests.attention import driver
 from tests.models import loading, tiny
 from tests.models.tiny_quantized import (
@@ -38,6 +38,7 @@ from tests.models.tiny_quantized import (
     build_quantized,
     scale,
 )
+from tests.planned import plan_of
 
 CPU = torch.device("cpu")
 PROMPT = [3, 17, 5, 90, 41]
@@ -53,7 +54,7 @@ def plan_and_load(path: Path, wanted: str | None) -> tuple[KVPlan, LoadedModel]:
         Requests(target=KVRequest(explicit=explicit)),
         dtype=ComputeDtype.FLOAT32,
     )
-    planned = make_plan(request, weights=True).target
+    planned = plan_of(request, weights=True).target
     return planned.kv, loading.load(path, planned.kv, planned.geometry)
 
 
@@ -183,7 +184,7 @@ def test_weights_that_are_decoded_are_planned_as_what_they_are_then(
 ) -> None:
     path = build(tmp_path)
     request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=compute)
-    planned = make_plan(request, weights=True).target
+    planned = plan_of(request, weights=True).target
     model = loading.load(path, planned.kv, planned.geometry)
     # Scales that are left, and buffers, are a few thousand bytes.
     assert planned.weights.bytes == pytest.approx(model.num_weight_bytes, abs=8000)
@@ -204,7 +205,7 @@ def test_nvfp4_weights_are_decoded_into_the_dtype_that_is_computed_in(
     """compressed-tensors decodes them into bfloat16, whose rounding is what the logits may differ by."""
     path, decoded = build_nvfp4(tmp_path)
     request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=compute)
-    planned = make_plan(request, weights=True).target
+    planned = plan_of(request, weights=True).target
     model = loading.load(path, planned.kv, planned.geometry)
     weights = [p for name, p in model._module.named_parameters() if name.endswith(".weight")]
     assert {weight.dtype for weight in weights} == {getattr(torch, compute.value)}
@@ -239,7 +240,7 @@ def test_weights_that_a_start_would_refuse_are_an_obstacle_of_the_plan(
     (path / "config.json").write_text(
         json.dumps({**config, "quantization_config": QUANTISED[name]})
     )
-    planned = make_plan(PlanRequest(str(path), DeviceFacts(DeviceKind.CPU)))
+    planned = plan_of(PlanRequest(str(path), DeviceFacts(DeviceKind.CPU)))
     assert not planned.can_run
     assert any("quantised by" in line for line in planned.obstacles)
     with pytest.raises(NotServable) as refused:

@@ -12,6 +12,7 @@ import pytest
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
+from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry import read_draft_geometry, read_geometry
 from kvant.models.geometry.weight_recipe import are_decoded
@@ -19,6 +20,7 @@ from kvant.models.weights import (
     WeightBytes,
     WeightSource,
     estimate_weight_bytes,
+    read_stored_weights,
     weight_bytes_of,
 )
 from tests.models import configs, meta
@@ -250,7 +252,8 @@ def write_weights(path: Path, tensors: dict[str, tuple[str, int]]) -> None:
 
 
 def of(directory: Path, config: dict[str, Any], compute: ComputeDtype | None = None) -> WeightBytes:
-    return weight_bytes_of(directory, config, read_geometry(config), compute=compute)
+    stored = read_stored_weights(directory, config, read_headers(directory))
+    return weight_bytes_of(stored, config, read_geometry(config), compute=compute)
 
 
 def test_headers_are_preferred_to_the_estimate(tmp_path: Path) -> None:

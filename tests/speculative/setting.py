@@ -16,10 +16,11 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.kv.names import parse_compute_dtype
 from kvant.kv.pool import KVPool
 from kvant.models.loaded import LoadedModel
-from kvant.plan.planning import PlanRequest, make_plan
+from kvant.plan.plan import PlanRequest
 from kvant.plan.speculative_config import parse_speculative_config
 from kvant.speculative.base import PlannedDraft, Setting
 from kvant.speculative.dflash.proposer import DFlashProposer, build
+from tests.planned import plan_of
 
 PAGE = 4
 NUM_PAGES = 40
@@ -49,7 +50,7 @@ def planned(
     asked: dict[str, Any] = {"method": "dflash", "model": str(draft)}
     if kv is not None:
         asked["kv_cache_dtype"] = kv
-    plan = make_plan(
+    plan = plan_of(
         PlanRequest(
             str(target), DeviceFacts(DeviceKind.CPU), page_size=PAGE,
             dtype=parse_compute_dtype(dtype, asked_by="test"),

@@ -49,7 +49,8 @@ def throughput(
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.throughput import GREEDY, measure, parse_load, parse_sampling, table
 
-    config = replace(engine_config(settings), prefix_caching=False, seed=0)
+    config = engine_config(settings)
+    config = replace(config, plan=replace(config.plan, prefix_caching=False), seed=0)
     loads = [parse_load(text) for text in load or ["8x128/64"]]
     samplings = {text: parse_sampling(text) for text in sampling or []} or GREEDY
     rounds = []

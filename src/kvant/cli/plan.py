@@ -1,8 +1,7 @@
-"""`kvant plan`: what would be stored, layer by layer, who decided it, and what fits. Loads no weights."""
+"""`kvant plan`: the format of every layer, its source, and what fits. Loads no weights."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import sys
@@ -16,10 +15,11 @@ import typer
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.cli.configured import configured
 from kvant.cli.plan_plot import picture, plot_plan
-from kvant.errors import DoesNotFit, UnknownName
+from kvant.errors import UnknownName
 from kvant.models.geometry.compute_dtype import host_cpu_has_avx2, host_cpu_has_bf16
 from kvant.plan.config import PlanOptions, plan_request
-from kvant.plan.planning import Plan, PlanRequest, make_plan
+from kvant.plan.planning import make_plan
+from kvant.plan.read_facts import read_facts
 from kvant.plan.settings import Settings
 
 
@@ -56,13 +56,8 @@ def plan(
         plan_request(settings, device_from(device)),
         memory_bytes=None if memory is None else parse_size(memory, asked_by="--memory"),
     )
-    made = make_plan(request)
-    if (
-        made.target.weights.bytes is not None
-        and device == "cpu"
-        and not (memory or request.kv_cache_bytes)
-    ):
-        made = make_plan(_as_on_this_machine(made))
+    here = device == "cpu" and memory is None and request.kv_cache_bytes is None
+    made = make_plan(request, read_facts(request, memory=here))
     if output is Format.JSON:
         from kvant.plan.plan_json import plan_json
 
@@ -98,25 +93,11 @@ def device_from(text: str) -> DeviceFacts:
     return _DEVICES[text]
 
 
-def _as_on_this_machine(made: Plan) -> PlanRequest:
-    """The same request with what the engine would give it here: free memory, and its share for pages."""
-    from kvant.plan.budget import choose_kv_bytes
-    from kvant.plan.device import free_host_bytes
-    from kvant.plan.workspaces import default_step
-
-    free = free_host_bytes()
-    request = replace(made.request, memory_bytes=free)
-    with contextlib.suppress(DoesNotFit):  # then the plan itself says what is missing
-        seqs = default_step(request.device).seqs
-        request = replace(request, kv_cache_bytes=choose_kv_bytes(made, free, free, seqs))
-    return request
-
-
 _PLAN_ONLY = ("--memory", "--device", "--format", "--plot")
 
 
 def _serve_arguments(argv: list[str]) -> list[str]:
-    """What stood after `kvant plan`, less the flags that only planning has, quoted for a shell."""
+    """The arguments of `kvant plan` without the flags that only planning has, quoted for a shell."""
     kept: list[str] = []
     words = iter(argv[argv.index("plan") + 1 :] if "plan" in argv else [])
     for word in words:

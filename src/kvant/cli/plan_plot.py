@@ -10,7 +10,7 @@ import typer
 from kvant.cli.out_file import writable
 from kvant.errors import BadValue, NotServable, WayOut
 from kvant.kv.dtype import KVDtype
-from kvant.plan.planning import Plan
+from kvant.plan.plan import Plan
 
 _SUFFIXES = (".svg", ".png")
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
-from kvant.plan.planning import Plan, PlannedModel
+from kvant.plan.plan import Plan, PlannedModel
 from kvant.plan.what_if import what_if
 
 _BAR_WIDTH = 60
@@ -168,7 +168,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
     ]
     notes = {"weights": _weights_note(plan), "workspaces": _workspaces_note(plan)}
     shown = [(name, size, style) for name, size, style in parts if size]
-    whole = memory.total_bytes if plan.request.kv_cache_bytes is None else None
+    whole = memory.total_bytes if plan.kv_cache_bytes is None else None
     whole = max(whole or 0, sum(size for _, size, _ in shown)) or 1
     bar = Text()
     for _, size, style in shown:

@@ -1,4 +1,4 @@
-"""The assembly: from a configuration to an engine that is ready to step. Nothing is decided here."""
+"""From a configuration to an engine that is ready to step. The plan decides; this module assembles."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvant.attention.need import LONG_STRIDE, DeviceKind
 from kvant.engine.threads import wait_without_spinning
 from kvant.engine.tokenizing import Tokenizing, open_tokenizer
 from kvant.errors import DoesNotFit, NotServable, WayOut
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.spec import KVPlan
 from kvant.models.local import Progress
-from kvant.models.locate import locate
-from kvant.plan.budget import choose_kv_bytes, choose_max_model_len
 from kvant.plan.config import EngineConfig
-from kvant.plan.device import free_bytes, torch_device, total_bytes
-from kvant.plan.limits import Limits
-from kvant.plan.planning import Plan, PlanRequest, make_plan
+from kvant.plan.device import torch_device
+from kvant.plan.plan import Plan
+from kvant.plan.planning import make_plan
+from kvant.plan.read_facts import read_facts
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """engine: ready to step. planned: what `kvant plan` would show for it. tokenizing: None for a model
-    without tokenizer files. notes: lines for the user about what was chosen. warnings: about what is not
-    as one would wish, those of the plan among them.
+    without tokenizer files. notes: lines for the user about what was chosen. warnings: lines about what
+    is worse than it could be, including the plan's.
     """
 
     engine: Engine
@@ -55,12 +53,12 @@ class BuiltEngine:
 
 
 def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> BuiltEngine:
-    """Plan, check the memory, fetch, load. Everything that can be refused is, before weights are read.
+    """Plan, fetch, load. Raises ConfigError before weights are read, wherever that is possible.
 
     progress: told about downloads and conversions.
     """
-    planned, max_model_len, notes = plan_engine(config, progress=progress)
-    # Only now torch and transformers are needed: refusals above answer without them.
+    planned = plan_engine(config, progress=progress)
+    # Refusals above answer without torch and transformers, which are imported only now.
     wait_without_spinning()
     from kvant.attention.verify.start import verify_plan
     from kvant.engine.engine import Engine
@@ -69,7 +67,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     from kvant.kv.scale_audit import ScaleAudit
     from kvant.models.load import load_model
 
-    target = planned.target
+    target, limits = planned.target, planned.limits
     device = torch_device(planned.request.device)
     for plan in (target, planned.draft):
         if plan is not None:
@@ -86,7 +84,9 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         rotary_length=planned.rotary_length,
         dummy_weights=config.dummy_weights,
     )
-    notes = (*notes, *_unused(model, target.checkpoint))
+    notes = (*planned.notes, *_unused(model, target.checkpoint))
+    if config.dummy_weights:
+        notes = (*notes, "weights are random (--load-format dummy): answers mean nothing")
     ends = model.eos_token_ids or (() if tokenizing is None else tokenizing.eos_token_ids)
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages
@@ -94,26 +94,21 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     warnings = tuple(line for line in planned.warnings if line not in planned.obstacles)
     with _memory_for(planned):
         runner = ModelRunner(model, num_pages)
-        proposer = load_proposer(planned, runner, max_model_len, dummy_weights=config.dummy_weights)
+        proposer = load_proposer(planned, runner, dummy_weights=config.dummy_weights)
         try:
             runner.capture(
-                config.max_num_seqs,
-                config.max_num_batched_tokens,
-                max_model_len,
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                limits.max_model_len,
                 planned.draft_counts,
             )
         except NotServable as fault:
             warnings = (*warnings, f"{fault.what} ({fault.why})")
     engine = Engine(
         runner,
-        Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            page_size=target.kv.page_size,
-            prefix_caching=config.prefix_caching,
+        replace(
+            limits,
             pages_ahead=runner.looks_ahead,
-            prompt_stride=1 if device.type == "cpu" else LONG_STRIDE,
             max_prompt_logprobs=max_prompt_logprobs(target.geometry.vocab_size),
         ),
         num_pages,
@@ -131,7 +126,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
 
 @contextmanager
 def _memory_for(planned: Plan) -> Iterator[None]:
-    """DoesNotFit where what was planned is not there: others have taken memory since it was looked at."""
+    """Report out-of-memory as DoesNotFit: other processes took memory after it was measured."""
     import torch
 
     try:
@@ -148,51 +143,36 @@ def _memory_for(planned: Plan) -> Iterator[None]:
         ) from fault
 
 
-def plan_engine(
-    config: EngineConfig, *, progress: Progress | None = None
-) -> tuple[Plan, int, tuple[str, ...]]:
-    """The plan an engine runs, its max_model_len, and notes for the user.
+def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Plan:
+    """The plan that an engine runs. Raises ConfigError for a plan that cannot run here.
 
-    First without weights, so that a refusal comes before a download, then with them.
+    Facts are read once. A refusal comes before a download: the first plan is made without weights, and
+    made again only if the downloaded or converted weights add facts.
     """
-    first = make_plan(config.plan)
-    if first.target.geometry.not_runnable is not None:
-        raise NotServable(
-            f"{config.plan.model} can be planned, but not run yet",
-            why=first.target.geometry.not_runnable,
+    request = config.plan
+    facts = read_facts(request, memory=True)
+    plan = _runnable(make_plan(request, facts))
+    if not config.dummy_weights:
+        complete = read_facts(request, weights=True, known=facts, progress=progress)
+        if complete != facts:
+            plan = _runnable(make_plan(request, complete))
+    if plan.memory.num_pages is None:
+        raise DoesNotFit(
+            f"the weights of {request.model} have an unknown size",
+            why=plan.target.weights.reason,
+            ways_out=(WayOut("set the memory of the pages: --kv-cache-memory"),),
         )
-    if first.target.refusal is not None and not config.dummy_weights:
-        raise first.target.refusal
-    request = _with_budget(config, first)
-    choose_max_model_len(make_plan(request))
-    weights = not config.dummy_weights
-    locate(request.model, revision=request.revision, weights=weights, progress=progress)
-    drafts = request.speculative
-    if drafts is not None and drafts.method.has_model:
-        locate(drafts.model, revision=drafts.revision, weights=weights, progress=progress)
-    if (
-        first.weights_bytes is None
-    ):  # the config does not tell, but the files do, which are here now
-        request = _with_budget(config, make_plan(config.plan, weights=weights))
-    planned = make_plan(request, weights=weights)
-    max_model_len, note = choose_max_model_len(planned)
-    notes = [] if note is None else [note]
-    if config.dummy_weights:
-        notes.append("weights are random (--load-format dummy): answers mean nothing")
-    return planned, max_model_len, tuple(notes)
+    return plan
 
 
-def _with_budget(config: EngineConfig, plan: Plan) -> PlanRequest:
-    """What was asked, with the bytes that pages get beside this plan's weights."""
-    device = config.plan.device
-    total = total_bytes(device)
-    budget = choose_kv_bytes(plan, free_bytes(device), total, config.max_num_seqs)
-    memory = config.plan.memory_bytes if device.kind is DeviceKind.CPU else total
-    return replace(config.plan, kv_cache_bytes=budget, memory_bytes=memory)
+def _runnable(plan: Plan) -> Plan:
+    if plan.refusal is not None:
+        raise plan.refusal
+    return plan
 
 
 def _unused(model: LoadedModel, checkpoint: CheckpointKV) -> tuple[str, ...]:
-    """A note on tensors that are in the files and not in the model; the plan speaks of scales of KV."""
+    """A note on tensors of the files that the model does not use, except scales, which the plan reports."""
     of_kv = {scale.name for scale in checkpoint.scales.values()}
     of_kv |= {line.partition(":")[0] for line in checkpoint.ignored}
     found = [name for name in model.unused_tensors if name not in of_kv]
@@ -203,9 +183,9 @@ def _unused(model: LoadedModel, checkpoint: CheckpointKV) -> tuple[str, ...]:
 
 
 def cache_identity(planned: Plan) -> CacheIdentity:
-    """Of pages that hold what this model's weights, in this arithmetic, make of their tokens.
+    """The identity of pages: equal for engines whose weights and arithmetic store equal bytes for a token.
 
-    A drafter's pages lie under the same ids, and are found with them.
+    A drafter's pages have the same ids as the target's, so it is a part of the identity.
     """
     target, draft = planned.target, planned.draft
     parts = [target.kv.fingerprint, target.kv.compute_dtype.value]
@@ -220,9 +200,9 @@ def cache_identity(planned: Plan) -> CacheIdentity:
 
 
 def load_proposer(
-    planned: Plan, runner: ModelRunner, max_model_len: int, *, dummy_weights: bool = False
+    planned: Plan, runner: ModelRunner, *, dummy_weights: bool = False
 ) -> Proposer | None:
-    """The proposer that was asked for, loaded beside its target, which it will learn from."""
+    """The requested proposer, loaded beside its target; None without speculation."""
     from kvant.speculative.base import PlannedDraft, Setting
 
     asked, draft = planned.request.speculative, planned.draft
@@ -238,7 +218,13 @@ def load_proposer(
     module = importlib.import_module(asked.method.module)
     proposer: Proposer = module.build(
         Setting(
-            runner.model, runner.pool, count, max_model_len, given, asked.options, dummy_weights
+            runner.model,
+            runner.pool,
+            count,
+            planned.limits.max_model_len,
+            given,
+            asked.options,
+            dummy_weights,
         )
     )
     runner.teach(proposer)
@@ -248,7 +234,7 @@ def load_proposer(
 def make_speculation(
     planned: Plan, proposer: Proposer | None, runner: ModelRunner
 ) -> Speculation | None:
-    """The engine's half of it; None without a proposer."""
+    """The engine's part of speculation; None without a proposer."""
     from kvant.execution.speculation import Speculation
     from kvant.speculative.base import DeviceProposer
 

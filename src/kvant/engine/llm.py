@@ -17,7 +17,7 @@ from kvant.kv.spec import KVPlan
 from kvant.models import local
 from kvant.plan.config import EngineConfig
 from kvant.plan.llm_options import LLMOptions, config_of
-from kvant.plan.planning import Plan
+from kvant.plan.plan import Plan
 from kvant.sampling.generation_defaults import recommended_params
 from kvant.sampling.sampling_params import SamplingParams
 

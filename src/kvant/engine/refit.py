@@ -1,7 +1,7 @@
-"""Another checkpoint's weights in an engine that stays, as reinforcement learning brings them round by round.
+"""Replacing the weights of a running engine, as reinforcement learning does after every round.
 
-Numbers are copied to where the old ones lie: recorded steps go on reading there, and so does whoever holds a
-scale, on the device and on the host. What was cached is of the old weights and is forgotten.
+New values are copied over the old ones in place, because recorded steps and holders of scales keep their
+addresses. Cached pages belong to the old weights and are dropped.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvant.errors import NotServable, RequestError, WayOut
-from kvant.plan.planning import Plan, make_plan
+from kvant.plan.plan import Plan
+from kvant.plan.planning import make_plan
+from kvant.plan.read_facts import read_facts
 
 if TYPE_CHECKING:
     from kvant.engine.build import BuiltEngine
 
-_SAYS_NOTHING = ("_name_or_path", "transformers_version")
+_IRRELEVANT = ("_name_or_path", "transformers_version")
 
 
 def refit(built: BuiltEngine, model: str) -> BuiltEngine:
-    """The same engine, with the plan it has now.
+    """Load the weights of `model` into the engine; returns it with its new plan.
 
     model: a directory, .gguf file or hub id with the config.json, formats and tensors of the running one.
-    RequestError while requests run; NotServable where the weights do not fit here, BadCheckpoint where
-    they cannot be read: nothing has changed then.
+    Raises RequestError while requests run, NotServable for weights of another shape or format, and
+    BadCheckpoint for files that cannot be read. The engine is unchanged then.
     """
     import torch
 
@@ -37,14 +39,20 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
     if engine.has_work:
         raise RequestError("weights cannot change while requests run: let them end, or cancel them")
     request = replace(planned.request, model=model, revision=None)
-    reason = _why_not(planned, make_plan(request))  # a refusal comes before a download
+    facts = read_facts(request)
+    reason = _why_not(planned, make_plan(request, facts))  # a refusal comes before a download
     if reason is not None:
         raise NotServable(
             f"{model} cannot take the place of {planned.target.kv.model} in a running engine",
             why=reason,
             ways_out=(WayOut("start an engine with it"),),
         )
-    found = make_plan(request, weights=True)
+    found = replace(
+        make_plan(request, read_facts(request, weights=True, known=facts)),
+        limits=planned.limits,
+        total_bytes=planned.total_bytes,
+        kv_cache_bytes=planned.kv_cache_bytes,
+    )
     target = found.target
     loaded = load_model(
         target.local.path,
@@ -63,12 +71,12 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
 def _why_not(running: Plan, found: Plan) -> str | None:
     if running.request.quantization is not None:
         return "weights that were rounded while they were loaded are held in another form"
-    if _telling(running.target.config) != _telling(found.target.config):
+    if _relevant(running.target.config) != _relevant(found.target.config):
         return "its config.json is another one"
     if running.target.kv.fingerprint != found.target.kv.fingerprint:
         return "its layers would store keys and values in another way"
     return None
 
 
-def _telling(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
+def _relevant(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _IRRELEVANT}

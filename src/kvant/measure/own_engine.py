@@ -13,7 +13,7 @@ from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
 from kvant.plan.limits import Limits
-from kvant.plan.planning import resolve_again
+from kvant.plan.resolution import resolve_again
 
 
 def plan_storing(llm: LLM, stored: FormatRequest, backend: BackendInfo | None = None) -> KVPlan:

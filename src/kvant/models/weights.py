@@ -1,11 +1,12 @@
-"""Bytes of a model's weights: from its files where they are there, else from its config.
+"""Bytes of a model's weights: from its files if they are here, else from its config.
 
-The plan takes them off the memory before any weight is loaded, so nothing here loads one.
+The plan subtracts them from the memory before any weight is loaded; nothing here loads one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.json_file import read_json_object
-from kvant.kv.checkpoint.safetensors_header import weight_bytes, weight_bytes_by_dtype
+from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.draft_weights import draft_weights
@@ -52,34 +53,61 @@ class WeightBytes:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What a model's files say about the size of its weights.
+
+    by_dtype: bytes by safetensors dtype ("BF16"), from the headers; None without weight files.
+    total: their sum, or the sum that an index without its files states. config: config.json, with the
+    quantisation recipe that ModelOpt keeps in a file of its own.
+    """
+
+    by_dtype: Mapping[str, int] | None
+    total: int | None
+    config: Mapping[str, Any]
+
+
+def read_stored_weights(
+    directory: Path, config: Mapping[str, Any], headers: Sequence[Header] | None
+) -> StoredWeights:
+    """Read what `directory` says beside its headers. headers: of its weight files, None without any."""
+    recipe = _with_modelopt(directory, config)
+    if headers is None:
+        return StoredWeights(None, find_weight_files(directory).total_bytes, recipe)
+    sizes: Counter[str] = Counter()
+    for header in headers:
+        for entry in header.tensors.values():
+            sizes[entry.dtype] += entry.num_bytes
+    return StoredWeights(dict(sizes), sizes.total(), recipe)
+
+
 def weight_bytes_of(
-    directory: Path,
+    stored: StoredWeights,
     config: Mapping[str, Any],
     geometry: ModelGeometry,
     *,
     compute: ComputeDtype | None = None,
     decoded: bool = False,
 ) -> WeightBytes:
-    """Bytes of the weights in `directory`, which may hold no more than a config.json.
+    """Bytes of the weights after loading. Pure.
 
-    compute: the dtype that the model will compute in, for the bytes after loading; None for the
-    bytes as stored. Quantised matrices keep their size unless they are decoded while they are loaded
-    (`weight_recipe.are_decoded`). Raises BadCheckpoint for weight files that cannot be read.
+    compute: the dtype that the model computes in; None for the bytes as stored. decoded: whether
+    quantised matrices are decoded while they are loaded (`weight_recipe.are_decoded`); otherwise they
+    keep their size.
     """
     if decoded:
         found = estimate_weight_bytes(config, geometry, compute=compute, decoded=True)
         if found.bytes is not None:
             return found
-    stored = weight_bytes_by_dtype(directory)
-    if stored is not None:
-        size = sum(_loaded(stored, config, compute).values())
+    if stored.by_dtype is not None:
+        size = sum(_loaded(stored.by_dtype, config, compute).values())
         return WeightBytes(size, WeightSource.HEADERS, "from the headers of the safetensors files")
-    total = weight_bytes(directory)
+    total = stored.total
     if total is not None:
         if compute is not None and read_recipe(config) is None:
             total = total * _ELEMENT_BYTES[compute] // _ELEMENT_BYTES[geometry.dtype]
         return WeightBytes(total, WeightSource.HEADERS, "from the index of the safetensors files")
-    return estimate_weight_bytes(_with_modelopt(directory, config), geometry, compute=compute)
+    return estimate_weight_bytes(stored.config, geometry, compute=compute)
 
 
 def estimate_weight_bytes(

@@ -1,100 +1,106 @@
-"""How much memory the pages get, and what is refused because it would not fit."""
+"""How much memory the pages get, how long a sequence can be, and what is refused for lack of room."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from kvant.attention.need import DeviceKind
 from kvant.errors import DoesNotFit, WayOut
 from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, format_size
-from kvant.plan.planning import Plan
+from kvant.plan.facts import DeviceMemory
+from kvant.plan.plan import Plan
 from kvant.plan.what_if import what_if
 
 CPU_SHARE = 0.25
-"""Share of a CPU's free memory that pages get when nobody says how much."""
+"""Share of a CPU's free memory that pages get unless --kv-cache-memory says how much."""
 
 _USE_MORE = WayOut("use more of the device", ("--gpu-memory-utilization", str(UTILIZATION)))
 
 
-def choose_kv_bytes(plan: Plan, free: int, total: int, max_num_seqs: int) -> int:
-    """Bytes for the pages: what was asked, else the device's share, but never more than can be used.
+def fit(plan: Plan, memory: DeviceMemory) -> Plan:
+    """The plan with its pages and max_model_len chosen for this memory, or with the refusal.
 
-    free, total: bytes of the device, before anything is loaded. Raises DoesNotFit where the weights
-    and what was asked are more than that.
+    Nothing is chosen while the bytes of the weights are unknown, unless the request sets the pages'.
+    """
+    if plan.weights_bytes is None and plan.kv_cache_bytes is None:
+        return plan
+    try:
+        plan = replace(plan, kv_cache_bytes=choose_kv_bytes(plan, memory))
+        length, notes = choose_max_model_len(plan)
+    except DoesNotFit as refusal:
+        return replace(plan, refusal=refusal)
+    return replace(plan, limits=replace(plan.limits, max_model_len=length), notes=notes)
+
+
+def choose_kv_bytes(plan: Plan, memory: DeviceMemory) -> int:
+    """Bytes for the pages: as asked, else the device's share, limited to what the sequences can fill.
+
+    Raises DoesNotFit if weights and pages exceed the memory.
     """
     weights = plan.weights_bytes or 0
+    beside = 0 if plan.workspaces is None else plan.workspaces.total
     asked = plan.request.kv_cache_bytes
     if asked is not None:
-        most = free - plan.memory.workspace_bytes
-        if weights + asked > most:
-            raise _no_room(plan, weights, asked, most)
+        if weights + asked > memory.free - beside:
+            raise _no_room(plan, weights, asked, memory.free - beside)
         return asked
-    most = free
-    if plan.request.device.kind is DeviceKind.CPU:
-        share = int(free * CPU_SHARE)
+
+    def most(utilization: float) -> int:
+        """Bytes of a GPU for weights and pages."""
+        return min(int(memory.total * utilization), memory.free) - beside
+
+    if plan.request.on_cpu:
+        room, share = memory.free, int(memory.free * CPU_SHARE)
     else:
-        most = _most(plan, free, total, plan.request.memory_utilization)
-        share = most - weights
-    usable = most_bytes(plan.target.geometry.max_model_len, plan, max_num_seqs)
-    chosen = share if usable is None else min(share, usable)
-    if chosen <= 0 or weights + chosen > most:
+        room = most(plan.request.memory_utilization)
+        share = room - weights
+    chosen = share if plan.longest is None else min(share, _usable_bytes(plan, plan.longest))
+    if chosen <= 0 or weights + chosen > room:
         wanted = max(chosen, plan.page_bytes * 2)
-        on_gpu = plan.request.device.kind is not DeviceKind.CPU
-        would_do = on_gpu and weights + wanted <= _most(plan, free, total, UTILIZATION)
-        raise _no_room(plan, weights, wanted, most, [_USE_MORE] if would_do else [])
+        would_do = not plan.request.on_cpu and weights + wanted <= most(UTILIZATION)
+        raise _no_room(plan, weights, wanted, room, [_USE_MORE] if would_do else [])
     return chosen
 
 
-def _most(plan: Plan, free: int, total: int, utilization: float) -> int:
-    """Bytes of a GPU for weights and pages."""
-    return min(int(total * utilization), free) - plan.memory.workspace_bytes
-
-
-def most_bytes(limit: int | None, plan: Plan, max_num_seqs: int) -> int | None:
-    """Bytes that max_num_seqs sequences of the greatest length fill; None if no length is known."""
-    longest = limit if plan.request.max_model_len is None else plan.request.max_model_len
-    if longest is None:
-        return None
-    pages = max_num_seqs * -(-longest // plan.request.page_size)
+def _usable_bytes(plan: Plan, longest: int) -> int:
+    """Bytes that max_num_seqs sequences of the greatest length fill."""
+    pages = plan.limits.max_num_seqs * -(-longest // plan.limits.page_size)
     return (pages + SCRATCH_PAGES) * plan.page_bytes
 
 
-def choose_max_model_len(plan: Plan) -> tuple[int, str | None]:
-    """Tokens of one sequence, and a line for the user where the pool decided.
+def choose_max_model_len(plan: Plan) -> tuple[int, tuple[str, ...]]:
+    """Tokens of one sequence, and a note for the user if the pool's size decided.
 
-    An explicit length that the pool cannot hold is DoesNotFit, with what would.
+    Raises DoesNotFit, with what would fit, for an explicit length that the pool cannot hold.
     """
     capacity = plan.memory.capacity_tokens or 0
     wanted = plan.request.max_model_len
+    given = format_size(plan.kv_cache_bytes or 0)
     if capacity == 0:
-        asked = plan.request.kv_cache_bytes or 0
         needed = plan.page_bytes * (SCRATCH_PAGES + 1)
         raise DoesNotFit(
-            f"{format_size(asked)} of KV cache hold not a single page of {plan.target.local.name}",
-            why=f"a page and the scratch page of {plan.target.kv.page_size} tokens take "
+            f"{given} of KV cache hold not a single page of {plan.target.local.name}",
+            why=f"a page and the scratch page of {plan.limits.page_size} tokens take "
             f"{format_size(needed)}",
             ways_out=(WayOut("give it more", ("--kv-cache-memory", str(needed))),),
         )
+    if wanted is not None:
+        if wanted > capacity:
+            raise _too_long(plan, wanted, capacity)
+        return wanted, ()
     limit = plan.target.geometry.max_model_len
-    if wanted is None:
-        if limit is not None and limit <= capacity:
-            return limit, None
-        given = format_size(plan.request.kv_cache_bytes or 0)
-        return capacity, (
-            f"max_model_len is {capacity}: what {given} of KV cache hold"
-            + ("" if limit is None else f" (the model could address {limit})")
-        )
-    if wanted > capacity:
-        raise _too_long(plan, wanted, capacity)
-    return wanted, None
+    if limit is not None and limit <= capacity:
+        return limit, ()
+    note = f"max_model_len is {capacity}: what {given} of KV cache hold"
+    return capacity, (note if limit is None else f"{note} (the model could address {limit})",)
 
 
 def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
-    page_size = plan.request.page_size
+    page_size = plan.limits.page_size
     pages = -(-wanted // page_size) + SCRATCH_PAGES
     return DoesNotFit(
         f"one sequence of --max-model-len {wanted} does not fit into "
-        f"{format_size(plan.request.kv_cache_bytes or 0)} of KV cache",
+        f"{format_size(plan.kv_cache_bytes or 0)} of KV cache",
         why=f"{plan.page_bytes // page_size} bytes a token leave room for {capacity}",
         tried=[
             f"--kv-cache-dtype {other.format!s:<20} holds {other.capacity_tokens:>9,} tokens"
@@ -118,13 +124,13 @@ def _no_room(
         # Half, as the rest of the machine wants some, and free memory varies from start to start.
         less = str(max(least, left // 2))
         ways.append(WayOut("give the pages less", ("--kv-cache-memory", less)))
-    elif plan.memory.workspace_bytes:
+    elif plan.workspaces is not None:
         ways.append(WayOut("take smaller steps: --max-num-batched-tokens, --max-num-seqs"))
     ways.append(WayOut("use a smaller or quantised model, or free some memory"))
     return DoesNotFit(
         f"{plan.target.local.name} does not fit on this device",
         why=f"weights {format_size(weights)} and KV cache {format_size(kv)} are more than the "
         f"{format_size(max(0, free))} that are "
-        + ("left beside workspaces" if plan.memory.workspace_bytes else "free"),
+        + ("free" if plan.workspaces is None else "left beside workspaces"),
         ways_out=ways,
     )

@@ -13,12 +13,12 @@ from kvant.kv.policy import read_policy
 from kvant.kv.request import Asked, KVRequest, Requests, parse_rule, parse_skips
 from kvant.models.quantization import Quantization
 from kvant.plan.device import host_device
+from kvant.plan.limits import default_num_seqs
 from kvant.plan.options import Kind, option, options_of
-from kvant.plan.planning import DEFAULT_PAGE_SIZE, PlanRequest
+from kvant.plan.plan import DEFAULT_PAGE_SIZE, PlanRequest
 from kvant.plan.refused import refuse_calculated_scales, refuse_tensor_parallel
 from kvant.plan.settings import Said, Settings
 from kvant.plan.speculative_config import parse_speculative_config
-from kvant.plan.workspaces import StepSize, default_step
 from kvant.sampling.structured_outputs import CompileLimits
 
 DEFAULT_MODEL = "smollm2"
@@ -180,40 +180,34 @@ ENGINE_OPTIONS = options_of(EngineOptions)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """plan: the model, its device and its KV cache. The rest: how requests share one step.
-
-    seed: of the seeds of requests without one; None draws it. dummy_weights: load none, for timings
-    of a model of which only the configuration is there.
+    """plan: the model, its device, its KV cache and its limits. seed: seeds the seeds of requests without
+    one; None draws it. dummy_weights: make random weights instead of reading them, for timings.
     """
 
     plan: PlanRequest
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefix_caching: bool = True
     seed: int | None = None
     dummy_weights: bool = False
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
 
 def engine_config(settings: Settings, *, num_requests: int | None = None) -> EngineConfig:
-    """ConfigError, naming who said it, for everything that makes no sense.
+    """The configuration of an engine. Raises ConfigError, naming the source of a value that is wrong.
 
-    num_requests: how many there will be at most, where that is known: no memory is taken for more
-    unless max_num_seqs asks for it.
+    num_requests: how many requests there will be at most, if that is known. It limits max_num_seqs,
+    and so the memory of the pages, unless max_num_seqs is set.
     """
     options = settings.build(EngineOptions)
     device = host_device(options.device, asked_by=_by(settings, "device"))
-    seqs, tokens = options.max_num_seqs, options.max_num_batched_tokens
-    if seqs is None:
-        usual = default_step(device).seqs
-        seqs = usual if num_requests is None else min(usual, num_requests)
-    if tokens is None:
-        tokens = default_step(device, seqs).tokens
+    seqs = options.max_num_seqs
+    if seqs is None and num_requests is not None:
+        seqs = min(default_num_seqs(device), num_requests)
     return EngineConfig(
-        replace(plan_request(settings, device), step=StepSize(seqs, tokens)),
-        seqs,
-        tokens,
-        options.enable_prefix_caching,
+        replace(
+            plan_request(settings, device),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            prefix_caching=options.enable_prefix_caching,
+        ),
         options.seed,
         options.load_format == "dummy",
         CompileLimits(options.structured_timeout, options.structured_cache_bytes),

@@ -1,4 +1,4 @@
-"""The device of this machine: what planning must know of it, and how much memory is free."""
+"""The device of this machine: its kind, and its memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable, UnknownName, WayOut
 from kvant.models.geometry.compute_dtype import host_cpu_has_avx2, host_cpu_has_bf16
+from kvant.plan.facts import DeviceMemory
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +19,10 @@ _ACCELERATOR_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd")
 
 
 def host_device(name: str, *, asked_by: str = "--device") -> DeviceFacts:
-    """`auto` (an accelerator if there is one), `cpu` or `cuda`: of several, the one this thread works on.
+    """The device named `auto` (an accelerator if there is one), `cpu` or `cuda`.
 
-    Where no accelerator can be, torch is not imported: a refusal then costs no seconds.
+    Several GPUs: the one that this thread works on. Without device nodes of an accelerator torch is not
+    imported, so that a refusal takes no seconds.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise UnknownName("device", name, ("auto", "cpu", "cuda"), asked_by=asked_by)
@@ -58,9 +60,7 @@ def torch_device(facts: DeviceFacts) -> torch.device:
 
 
 def chosen_gpu() -> int | None:
-    """The GPU that this thread works on, which torch keeps for each thread apart; None if nobody has asked
-    torch for one yet.
-    """
+    """The GPU that this thread works on; torch keeps one per thread. None before torch has used a GPU."""
     torch = sys.modules.get("torch")
     return (
         torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
@@ -68,37 +68,27 @@ def chosen_gpu() -> int | None:
 
 
 def work_on(gpu: int | None) -> None:
-    """Have this thread work on what another one found by `chosen_gpu`."""
+    """Make this thread work on a GPU that `chosen_gpu` returned in another one."""
     if gpu is not None:
         import torch
 
         torch.cuda.set_device(gpu)
 
 
-def free_bytes(facts: DeviceFacts) -> int:
-    """Memory that is free on the device now."""
+def device_memory(facts: DeviceFacts) -> DeviceMemory:
+    """Memory of the device now, before anything is loaded."""
     if facts.kind is DeviceKind.CPU:
-        return free_host_bytes()
+        free = free_host_bytes()
+        return DeviceMemory(free, free)
     import torch
 
-    free, _ = torch.cuda.mem_get_info()
-    return free
-
-
-def total_bytes(facts: DeviceFacts) -> int:
-    """Memory of the device; on a CPU what is free, which is all that is asked for."""
-    if facts.kind is DeviceKind.CPU:
-        return free_host_bytes()
-    import torch
-
-    _, total = torch.cuda.mem_get_info()
-    return total
+    return DeviceMemory(*torch.cuda.mem_get_info())
 
 
 def free_host_bytes() -> int:
-    """Memory this process can still get: the machine's, or its container's if that is less.
+    """Bytes that this process can still allocate: the machine's, or its container's if that is less.
 
-    Where the system does not say what is free, all that is installed.
+    All installed memory on a system that does not report what is free.
     """
     known = [size for size in (_meminfo(), _cgroup()) if size is not None]
     return min(known) if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -112,7 +102,7 @@ def _meminfo() -> int | None:
 
 
 def _cgroup() -> int | None:
-    """What a container's limit leaves; cached file pages can be taken back and count as free."""
+    """Bytes that a container's limit leaves; cached file pages can be reclaimed and count as free."""
     root = Path("/sys/fs/cgroup")
     limit, used = _read(root / "memory.max").strip(), _read(root / "memory.current").strip()
     if not limit.isdigit() or not used.isdigit():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvant.attention.need import DeviceFacts, DeviceKind
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -25,3 +27,17 @@ class Limits:
     max_prompt_logprobs: int = 256
     pages_ahead: bool = False
     prompt_stride: int = 1
+
+
+def default_num_seqs(device: DeviceFacts) -> int:
+    """max_num_seqs unless it is set."""
+    return 32 if device.kind is DeviceKind.CPU else 256
+
+
+def default_num_batched_tokens(device: DeviceFacts, max_num_seqs: int) -> int:
+    """max_num_batched_tokens unless it is set.
+
+    A CPU takes seconds for a step of more tokens. On a GPU running sequences take no room from prompts,
+    which are then split at the same places in every step.
+    """
+    return 512 if device.kind is DeviceKind.CPU else 8192 + max_num_seqs

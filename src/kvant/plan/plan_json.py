@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvant.kv.spec import Choice, LayerSpec
-from kvant.plan.planning import Plan, PlannedModel
+from kvant.plan.plan import Plan, PlannedModel
 
 SCHEMA = 1
 

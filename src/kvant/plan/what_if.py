@@ -1,4 +1,4 @@
-"""The same model under every format: what each would cost and hold."""
+"""The same model in every format: its cost and its capacity."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 from kvant.errors import ConfigError
 from kvant.kv.dtype import KVDtype
-from kvant.kv.memory import plan_memory
 from kvant.kv.names import FormatRequest, known_names
 from kvant.kv.request import Asked
-from kvant.plan.planning import Plan, resolve_again
+from kvant.plan.plan import Plan
+from kvant.plan.resolution import resolve_again
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One format as the global request, rules and skips kept. refused: why it cannot be, else None."""
+    """One format as the global request; rules and skips stay. refused: why it is impossible, else None."""
 
     format: KVDtype
     bytes_per_token: int | None
@@ -24,7 +24,7 @@ class Alternative:
 
 
 def what_if(plan: Plan) -> tuple[Alternative, ...]:
-    """Every format a user can name, in the order of the list, priced for this model."""
+    """Every format that a user can name, in the order of `KVDtype`, applied to this model."""
     nameable = [dtype for dtype in KVDtype if dtype.format.name in known_names()]
     return tuple(_alternative(plan, dtype) for dtype in nameable)
 
@@ -36,15 +36,6 @@ def _alternative(plan: Plan, dtype: KVDtype) -> Alternative:
         kv = resolve_again(plan, request)
     except ConfigError as refused:
         return Alternative(dtype, None, None, None, refused=refused.what)
-    memory = plan_memory(
-        plan.request.memory_bytes,
-        plan.target.weights.bytes,
-        kv,
-        draft=None if plan.draft is None else plan.draft.kv,
-        draft_weights_bytes=(plan.draft.weights.bytes or 0) if plan.draft else 0,
-        workspace_bytes=plan.memory.workspace_bytes,
-        utilization=plan.request.utilization,
-        kv_cache_bytes=plan.request.kv_cache_bytes,
-    )
+    capacity = plan.memory_with(kv).capacity_tokens
     ratio = kv.bytes_per_token_16bit / kv.bytes_per_token if kv.bytes_per_token else None
-    return Alternative(dtype, kv.bytes_per_token, ratio, memory.capacity_tokens)
+    return Alternative(dtype, kv.bytes_per_token, ratio, capacity)

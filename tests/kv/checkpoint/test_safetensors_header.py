@@ -23,8 +23,6 @@ from kvant.kv.checkpoint.safetensors_header import (
     find_weight_files,
     read_header,
     read_headers,
-    weight_bytes,
-    weight_bytes_by_dtype,
 )
 from tests.kv.checkpoint.build import (
     Raw,
@@ -35,6 +33,7 @@ from tests.kv.checkpoint.build import (
     safetensors_bytes,
     weight,
 )
+from tests.kv.checkpoint.stored import stored
 
 
 def write_file(directory: Path, data: bytes, name: str = "model.safetensors") -> Path:
@@ -65,7 +64,7 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
         assert entry.shape == array.shape
         assert entry.num_bytes == array.nbytes
         assert data[entry.begin : entry.end] == array.tobytes()
-    assert weight_bytes_by_dtype(tmp_path) == {"F32": 24, "F16": 0, "I64": 8, "BOOL": 3}
+    assert stored(tmp_path).by_dtype == {"F32": 24, "F16": 0, "I64": 8, "BOOL": 3}
 
 
 TORCH_DTYPES = (
@@ -97,7 +96,7 @@ def test_6_bit_numbers_and_dtypes_of_the_future_are_measured_too(tmp_path: Path)
         "new": Raw("Q5_NEXT", (9,), b"abcde"),
     }
     write_file(tmp_path, safetensors_bytes(tensors))
-    assert weight_bytes_by_dtype(tmp_path) == {"F6_E2M3": 3, "F6_E3M2": 6, "Q5_NEXT": 5}
+    assert stored(tmp_path).by_dtype == {"F6_E2M3": 3, "F6_E3M2": 6, "Q5_NEXT": 5}
 
 
 def entry(**changes: Any) -> bytes:
@@ -147,7 +146,7 @@ BROKEN: dict[str, bytes] = {
 
 
 def test_the_sound_file_that_the_broken_ones_come_from_is_read(tmp_path: Path) -> None:
-    assert weight_bytes(write_file(tmp_path, entry()).parent) == 4
+    assert stored(write_file(tmp_path, entry()).parent).total == 4
 
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN.keys())
@@ -232,15 +231,14 @@ def test_all_files_of_an_index_are_read_and_no_others(sharded: Path) -> None:
     headers = read_headers(sharded)
     assert headers is not None
     assert [header.path.name for header in headers] == ["one.safetensors", "two.safetensors"]
-    assert weight_bytes(sharded) == num_bytes(f32(1.0)) + num_bytes(weight(5))
-    assert weight_bytes_by_dtype(sharded) == {"F32": 4, "BF16": 10}
+    assert stored(sharded).total == num_bytes(f32(1.0)) + num_bytes(weight(5))
+    assert stored(sharded).by_dtype == {"F32": 4, "BF16": 10}
 
 
 def test_a_missing_shard_is_an_error_that_names_it(sharded: Path) -> None:
     (sharded / "two.safetensors").unlink()
-    for read in (read_headers, weight_bytes):
-        with pytest.raises(BadCheckpoint, match=r"two\.safetensors is missing"):
-            read(sharded)
+    with pytest.raises(BadCheckpoint, match=r"two\.safetensors is missing"):
+        read_headers(sharded)
 
 
 def test_a_tensor_that_is_not_where_the_index_says_is_an_error(sharded: Path) -> None:
@@ -260,13 +258,13 @@ def test_a_tensor_in_two_files_is_an_error_that_names_both(sharded: Path) -> Non
 def test_an_index_that_came_alone_still_tells_the_size(tmp_path: Path) -> None:
     write_index(tmp_path, {"a": "one.safetensors"}, total_size=141107412992.0)
     assert read_headers(tmp_path) is None
-    assert weight_bytes(tmp_path) == 141107412992
+    assert stored(tmp_path).total == 141107412992
 
 
 @pytest.mark.parametrize("total", ["many", None, -4, float("inf"), float("nan"), [1]])
 def test_a_size_that_is_no_size_is_not_believed(tmp_path: Path, total: Any) -> None:
     write_index(tmp_path, {"a": "one.safetensors"}, total_size=total)
-    assert weight_bytes(tmp_path) is None
+    assert stored(tmp_path).total is None
 
 
 @pytest.mark.parametrize(
@@ -288,9 +286,9 @@ def test_an_index_without_a_map_is_an_error(tmp_path: Path, weight_map: Any) -> 
 def test_without_an_index_the_usual_name_counts_alone(tmp_path: Path) -> None:
     write_file(tmp_path, safetensors_bytes({"a": f32(1.0)}))
     write_file(tmp_path, safetensors_bytes({"a": f32(1.0)}), "adapter.safetensors")
-    assert weight_bytes(tmp_path) == 4
+    assert stored(tmp_path).total == 4
 
 
 def test_no_files_are_no_size(tmp_path: Path) -> None:
-    assert weight_bytes(tmp_path) is None
-    assert weight_bytes(tmp_path / "nowhere") is None
+    assert stored(tmp_path).total is None
+    assert stored(tmp_path / "nowhere").total is None

@@ -15,6 +15,7 @@ from kvant import LLM
 from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable
+from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.cpu.weights import Code, pack, unpack
 from kvant.models.forward_info import ForwardFacts
@@ -22,7 +23,6 @@ from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, check_quantization
 from kvant.models.select import select_forward
 from kvant.models.weights import quantized_weight_bytes
-from kvant.plan.planning import read_config
 from tests.attention import driver
 from tests.models import loading, tiny
 
@@ -77,7 +77,9 @@ def test_a_quantised_model_is_the_model_with_rounded_weights_in_the_planned_byte
     assert (found - expected).abs().max() < BOUND * expected.abs().max()
     assert torch.equal(logits(model, [1] * 45), found)
     assert torch.equal(logits(model, [20, 25]), found)
-    planned = quantized_weight_bytes(read_config(path), tiny.geometry(family), quantization)
+    planned = quantized_weight_bytes(
+        read_json_object(path / "config.json"), tiny.geometry(family), quantization
+    )
     buffers = sum(b.numel() * b.element_size() for b in model._module.buffers())
     assert planned.bytes == model.num_weight_bytes - buffers
 

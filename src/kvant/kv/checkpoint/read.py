@@ -9,7 +9,7 @@ file that cannot be read is an error.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,12 @@ from kvant.kv.checkpoint.declaration import Declaration, Reader, agreed, unreada
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.find_scales import FoundScales, find_scales
 from kvant.kv.checkpoint.json_file import read_json_object
-from kvant.kv.checkpoint.safetensors_header import INDEX_NAME, find_weight_files, read_headers
+from kvant.kv.checkpoint.safetensors_header import (
+    INDEX_NAME,
+    Header,
+    find_weight_files,
+    read_headers,
+)
 
 CONFIG_NAME, MODELOPT_NAME = "config.json", "hf_quant_config.json"
 
@@ -53,8 +58,14 @@ def read_checkpoint(directory: Path, config: Mapping[str, Any] | None = None) ->
     """
     if config is None:
         config = read_json_object(directory / CONFIG_NAME)
+    return read_declarations(directory, config, read_headers(directory))
+
+
+def read_declarations(
+    directory: Path, config: Mapping[str, Any], headers: Sequence[Header] | None
+) -> CheckpointKV:
+    """The same, where the caller has read the headers already. headers: None without weight files."""
     declared = agreed(list(_declarations(directory, config)))
-    headers = read_headers(directory)
     found = find_scales(headers or (), directory)
     if declared is not None:
         declared = modelopt.settle_promises(declared, found.scales)

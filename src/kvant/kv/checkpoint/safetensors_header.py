@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -119,29 +118,6 @@ def read_headers(directory: Path) -> tuple[Header, ...] | None:
                 f"{path_of[shard]} lacks tensor {name!r}", why=f"{INDEX_NAME} says it is there"
             )
     return headers
-
-
-def weight_bytes(directory: Path) -> int | None:
-    """Bytes of all tensors of a checkpoint: from the headers, else from an index that came alone.
-
-    None where neither is there. BadCheckpoint for files that cannot be read.
-    """
-    sizes = weight_bytes_by_dtype(directory)
-    if sizes is not None:
-        return sum(sizes.values())
-    return find_weight_files(directory).total_bytes
-
-
-def weight_bytes_by_dtype(directory: Path) -> Mapping[str, int] | None:
-    """Bytes of tensors by dtype ("BF16", "F8_E4M3", ..), or None without safetensors files."""
-    headers = read_headers(directory)
-    if headers is None:
-        return None
-    sizes: Counter[str] = Counter()
-    for header in headers:
-        for entry in header.tensors.values():
-            sizes[entry.dtype] += entry.num_bytes
-    return dict(sizes)
 
 
 def read_header(path: Path) -> Header:

@@ -1,0 +1,204 @@
+"""What a plan is asked for, and the plan: `kvant plan` prints it, the engine runs exactly this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind
+from kvant.attention.select import rounded_layers, slow_layers
+from kvant.errors import ConfigError
+from kvant.kv.checkpoint.facts import CheckpointKV
+from kvant.kv.dtype import ComputeDtype
+from kvant.kv.geometry import ModelGeometry
+from kvant.kv.memory import UTILIZATION, MemoryPlan, format_size, plan_memory
+from kvant.kv.request import NOTHING_ASKED, Requests
+from kvant.kv.spec import KVPlan
+from kvant.models.directory import as_obstacle
+from kvant.models.forward_info import ForwardChoice
+from kvant.models.geometry import DraftFacts, MovingRotary
+from kvant.models.local import LocalModel
+from kvant.models.quantization import Quantization
+from kvant.models.weights import WeightBytes
+from kvant.plan.limits import Limits
+from kvant.plan.speculative_config import SpeculativeConfig
+from kvant.plan.workspaces import Workspaces
+
+DEFAULT_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Everything a user decides about a plan. Sizes in bytes; None leaves the choice to the plan.
+
+    dtype: the compute dtype. backend: the only attention backend that is allowed. page_size: tokens.
+    max_model_len, max_num_seqs, max_num_batched_tokens, prefix_caching: see `Limits`.
+    memory_bytes: memory of a device to plan for that need not be here. kv_cache_bytes: of all pages.
+    memory_utilization: share of a GPU's memory to use. batch_invariant: use only backends that compute
+    every row independently of the rows beside it. quantization: of the target's weights, while they are
+    loaded.
+    """
+
+    model: str
+    device: DeviceFacts
+    requests: Requests = NOTHING_ASKED
+    revision: str | None = None
+    dtype: ComputeDtype | None = None
+    backend: BackendInfo | None = None
+    page_size: int = DEFAULT_PAGE_SIZE
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    prefix_caching: bool = True
+    memory_bytes: int | None = None
+    kv_cache_bytes: int | None = None
+    memory_utilization: float = UTILIZATION
+    speculative: SpeculativeConfig | None = None
+    batch_invariant: bool = False
+    quantization: Quantization | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.kind is DeviceKind.CPU
+
+    @property
+    def utilization(self) -> float:
+        """Share of the device's memory to plan with. --gpu-memory-utilization does not apply to CPUs."""
+        return UTILIZATION if self.on_cpu else self.memory_utilization
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """One model of a plan. config: its config.json. refusal: why its weights cannot be read here."""
+
+    local: LocalModel
+    config: Mapping[str, Any]
+    geometry: ModelGeometry
+    checkpoint: CheckpointKV
+    weights: WeightBytes
+    kv: KVPlan
+    refusal: ConfigError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Target, forward, drafter, limits and memory.
+
+    forward: what runs the target's layers, and why faster forwards do not. rotary: how the target's
+    rotary frequencies are fixed, if transformers would move them with the length.
+    total_bytes: the device's memory, None if it is not known. kv_cache_bytes: for the pages of both
+    models, as asked or chosen; None for a share of total_bytes. workspaces: what a GPU holds beside
+    weights and pages; None for a CPU, which allocates as it goes. limits.max_model_len: until memory is
+    known, the longest length that is asked or that the model can address. draft_counts: numbers of drafts
+    for which steps are recorded, descending. notes: lines about what was chosen. refusal: why an engine
+    cannot run this plan.
+    """
+
+    request: PlanRequest
+    target: PlannedModel
+    forward: ForwardChoice
+    rotary: MovingRotary | None
+    draft: PlannedModel | None
+    draft_facts: DraftFacts | None
+    draft_counts: tuple[int, ...]
+    limits: Limits
+    total_bytes: int | None
+    kv_cache_bytes: int | None
+    workspaces: Workspaces | None
+    notes: tuple[str, ...] = ()
+    refusal: ConfigError | None = None
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts of one sequence in one step; 0 without speculation."""
+        return self.draft_counts[0] if self.draft_counts else 0
+
+    @property
+    def rotary_length(self) -> int | None:
+        """Tokens for which moving rotary frequencies are fixed; None for a model that has none."""
+        return None if self.rotary is None else self.rotary.length
+
+    @property
+    def weights_bytes(self) -> int | None:
+        """Of target and drafter; None if the target's are not known."""
+        draft = 0 if self.draft is None else self.draft.weights.bytes or 0
+        return None if self.target.weights.bytes is None else self.target.weights.bytes + draft
+
+    @property
+    def page_bytes(self) -> int:
+        """One page in the pools of target and drafter, which share page ids."""
+        return self.target.kv.page_bytes + (0 if self.draft is None else self.draft.kv.page_bytes)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sequence: as asked, or what the model can address; None if unknown."""
+        return self.request.max_model_len or self.target.geometry.max_model_len
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Why it can be planned and not run, memory aside."""
+        lines = [*self.target.local.obstacles]
+        if self.target.refusal is not None:
+            lines.append(as_obstacle(self.target.refusal))
+        if self.target.geometry.not_runnable:
+            lines.append(f"planned, but not runnable yet: {self.target.geometry.not_runnable}")
+        if self.draft is not None:
+            lines += [f"draft: {line}" for line in self.draft.local.obstacles]
+        return tuple(lines)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether nothing known prevents running it."""
+        return not self.obstacles and not self._memory_warnings()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Every line that a reader must see; the drafter's begin with "draft: "."""
+        lines = [*self.obstacles, *self.target.local.notes, *self.target.kv.warnings]
+        if self.rotary is not None:
+            lines.append(self.rotary.because)
+        if self.request.on_cpu and self.request.backend is None:
+            lines += slow_layers(self.target.kv)
+        lines += rounded_layers(self.target.kv)
+        if self.draft is not None:
+            notes = self.draft.local.notes, self.draft.kv.warnings
+            lines += [f"draft: {line}" for said in notes for line in said]
+        return (*lines, *self._memory_warnings())
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """How the device's memory is divided."""
+        return self.memory_with(self.target.kv)
+
+    def memory_with(self, kv: KVPlan) -> MemoryPlan:
+        """How it would be divided if the target stored `kv`."""
+        return plan_memory(
+            self.total_bytes,
+            self.target.weights.bytes,
+            kv,
+            draft=None if self.draft is None else self.draft.kv,
+            draft_weights_bytes=(self.draft.weights.bytes or 0) if self.draft else 0,
+            workspace_bytes=0 if self.workspaces is None else self.workspaces.total,
+            utilization=self.request.utilization,
+            kv_cache_bytes=self.kv_cache_bytes,
+        )
+
+    def _memory_warnings(self) -> list[str]:
+        memory, wanted = self.memory, self.request.max_model_len
+        if memory.missing_bytes:
+            missing = format_size(memory.missing_bytes)
+            return [f"does not fit: {missing} are missing for a first page of KV"]
+        if self.kv_cache_bytes is not None and (beyond := memory.beyond_bytes) > 0:
+            return [
+                "does not fit: weights, workspaces and this KV cache are "
+                f"{format_size(beyond)} more than the device has"
+            ]
+        capacity = memory.capacity_tokens
+        if wanted is not None and capacity is not None and capacity < wanted:
+            lacking = (wanted - capacity) * self.page_bytes // self.request.page_size
+            return [
+                f"one sequence of --max-model-len {wanted} does not fit: room for "
+                f"{capacity} tokens, {format_size(lacking)} are missing"
+            ]
+        return []

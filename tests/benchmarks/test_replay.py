@@ -51,7 +51,7 @@ def test_a_load_is_timed_with_and_without_drafts(pair: Pair, written: bool) -> N
         {"dtype": "float32", "kv_cache_memory": "4MB", "max_num_seqs": 4, "max_model_len": 300,
          "attention_backend": "reference"},
     )  # fmt: skip
-    config = replace(config, prefix_caching=written, seed=0)
+    config = replace(config, plan=replace(config.plan, prefix_caching=written), seed=0)
     asked = parse_speculative_config(
         {"method": "dflash", "model": str(pair.draft), "adaptive": False}
     )

@@ -181,8 +181,9 @@ def _contradictions(max_len: int) -> Iterator[Bad]:
         yield _with("contradictions", path, "min_tokens", 3)
         yield _with("contradictions", path, "min_tokens", max_len)
         yield _with("contradictions", path, "max_completion_tokens", 3)
-        yield _with("contradictions", path, "tool_choice", "auto")
+        yield _with("contradictions", path, "tool_choice", "required")
         yield _with("contradictions", path, "continue_final_message", True)
+        yield _with("contradictions", path, "n_predict", 3)
         param = "prompt" if path == COMPLETIONS else "messages"
         yield _with("contradictions", path, "max_tokens", max_len, param)
     yield _with("contradictions", CHAT, "top_logprobs", 2)

@@ -18,7 +18,7 @@ import time
 
 BODY = json.dumps({"prompt": "abc", "max_tokens": 64, "ignore_eos": True}).encode()
 REQUEST = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 )
 

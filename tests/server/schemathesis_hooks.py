@@ -16,21 +16,25 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 CONTRADICTIONS = (
     r"stream_options needs stream to be true",
     r"top_logprobs needs logprobs to be true",
-    r"max_tokens and max_completion_tokens are two names for one number, and differ",
+    r"(max_tokens|max_completion_tokens|n_predict)( and \w+)+ are names of one number, and differ",
     r"best_of is not offered; it may only be equal to n",
     r"\d+ prompts times n=\d+ are more than \d+ sequences",
     r"a sequence may have \d+ tokens here; the prompt has \d+ and \d+ new ones are asked for",
     r"min_tokens \d+ is more than max_tokens \d+",
     r"give either prompt or messages",
-    r"the chat template writes its own special tokens",
+    r"continue_final_message (contradicts add_generation_prompt|needs an assistant message)",
+    r"this model's chat template does not read reasoning_effort",
+    r"chat_template_kwargs cannot set \w+",
+    r"(tools|tool_choice)\b",
+    r"(messages\[\d+\]\.content|a part of type)",
     r"prompt_logprobs are not offered while streaming",
     r"max_tokens 0 needs echo or prompt_logprobs",
     r"n must be 1 when max_tokens is 0",
-    r"log-probabilities of so many prompt tokens are \d+ numbers",
+    r"(prompt_)?logprobs of the prompt would return \d+ values",
     r"(min_tokens|ignore_eos) contradicts ",
     r"what this request allows and forbids leaves no token to go on with",
     # Whether a text is a schema, a regex or a grammar is nothing that JSON Schema can say.
-    r"(response_format|structured_outputs|guided_(json|regex|choice|grammar))\b",
+    r"(response_format|structured_outputs|guided_(json|regex|choice|grammar)|json_schema|regex|grammar|ebnf)\b",
 )
 _KNOWN = re.compile("|".join(CONTRADICTIONS))
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 STARTS = {"header": HEAD, "body": HEAD + b"Content-Length: 500\r\n\r\n{"}
 
 

@@ -5,8 +5,8 @@ import time
 
 from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError
-from kvant.server.channel import Channel, Event
 from kvant.server.messages import Failure, Piece
+from kvant.server.supervisor import Channel, Event
 
 
 def test_what_waits_for_a_slow_reader_is_bounded() -> None:

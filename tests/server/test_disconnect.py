@@ -20,7 +20,7 @@ def _send(server: Server, body: dict[str, object]) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
     data = json.dumps(body).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(data)}\r\n\r\n"
     )
     sock.sendall(head.encode() + data)

@@ -166,7 +166,9 @@ def test_prompt_logprobs_have_vllms_shape(server: Server) -> None:
             assert 2 <= len(one) <= 3
             assert {value["rank"] for value in one.values()} >= {1, 2}
             assert all(set(v) == {"logprob", "rank", "decoded_token"} for v in one.values())
-    assert "prompt_logprobs" not in server.complete("abcd", max_tokens=1).json["choices"][0]
+    plain = server.complete("abcd", max_tokens=1).json
+    assert plain["choices"][0]["prompt_logprobs"] is None
+    assert plain["system_fingerprint"] is None
     talk = chat(server, max_tokens=1, prompt_logprobs=0)
     assert len(talk["prompt_logprobs"]) == talk["usage"]["prompt_tokens"]
 

@@ -54,7 +54,7 @@ def _counted(report: str) -> int:
 
 def test_a_slice_of_what_schemathesis_makes_of_every_operation_is_answered(tmp_path: Path) -> None:
     report = _judge(tmp_path, "--phases", "fuzzing", "--max-examples", "4")
-    assert "11 selected / 11 total" in report or "12 selected / 12 total" in report
+    assert re.search(r"(\d+) selected / \1 total", report)
     assert _counted(report) > 50
 
 

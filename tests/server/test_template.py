@@ -12,6 +12,7 @@ import pytest
 
 from kvant.errors import RequestError
 from kvant.server.template import Renderer
+from kvant.server.template_process import Render
 from tests.engine.tiny_chat import TEMPLATE
 
 TALK = ({"role": "user", "content": "hello"},)
@@ -54,15 +55,15 @@ def test_every_bomb_is_refused_in_time_and_the_next_conversation_is_written(
 
     async def work(renderer: Renderer) -> dict[str, float]:
         took = {}
-        assert await renderer.render(TEMPLATE, TALK, {}) == GOOD
+        assert await renderer.render(Render(TEMPLATE, tuple(TALK), {})) == GOOD
         for name, bomb in BOMBS.items():
             started = time.monotonic()
             with pytest.raises(RequestError) as refused:
-                await renderer.render(bomb, TALK, {"path": str(mark)})
+                await renderer.render(Render(bomb, tuple(TALK), {"path": str(mark)}))
             took[name] = time.monotonic() - started
             assert refused.value.param == "messages"
             assert len(str(refused.value)) < 700
-            assert await renderer.render(TEMPLATE, TALK, {}) == GOOD
+            assert await renderer.render(Render(TEMPLATE, tuple(TALK), {})) == GOOD
         return took
 
     took = _run(work)
@@ -73,10 +74,10 @@ def test_every_bomb_is_refused_in_time_and_the_next_conversation_is_written(
 def test_the_limit_of_what_it_writes_holds_at_its_value_and_not_one_beyond() -> None:
     async def work(renderer: Renderer) -> None:
         most = 8 * len(str([*TALK])) + 2**20
-        text = await renderer.render("{{ 'a' * size }}", TALK, {"size": most})
+        text = await renderer.render(Render("{{ 'a' * size }}", tuple(TALK), {"size": most}))
         assert len(text) == most
         with pytest.raises(RequestError, match=str(most + 1)):
-            await renderer.render("{{ 'a' * size }}", TALK, {"size": most + 1})
+            await renderer.render(Render("{{ 'a' * size }}", tuple(TALK), {"size": most + 1}))
 
     _run(work, 5.0)
 
@@ -84,10 +85,10 @@ def test_the_limit_of_what_it_writes_holds_at_its_value_and_not_one_beyond() -> 
 def test_whoever_leaves_does_not_leave_an_answer_for_the_next() -> None:
     async def work(renderer: Renderer) -> None:
         slow = "{% for a in range(99999) %}{% endfor %}" * 3 + "slow"
-        left = asyncio.create_task(renderer.render(slow, TALK, {}))
+        left = asyncio.create_task(renderer.render(Render(slow, tuple(TALK), {})))
         await asyncio.sleep(0.02)
         left.cancel()
-        assert await renderer.render(TEMPLATE, TALK, {}) == GOOD
+        assert await renderer.render(Render(TEMPLATE, tuple(TALK), {})) == GOOD
 
     _run(work, 5.0)
 
@@ -95,6 +96,6 @@ def test_whoever_leaves_does_not_leave_an_answer_for_the_next() -> None:
 def test_a_long_conversation_is_no_bomb() -> None:
     async def work(renderer: Renderer) -> None:
         talk = [{"role": "user", "content": "x" * 50_000}] * 100
-        assert len(await renderer.render(TEMPLATE, talk, {})) > 5_000_000
+        assert len(await renderer.render(Render(TEMPLATE, tuple(talk), {}))) > 5_000_000
 
     _run(work, 5.0)

@@ -56,7 +56,7 @@ def _require_packages() -> None:
     """Raise NotServable if a package is missing that only `serve` needs."""
     import importlib.util
 
-    names = ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "pydantic")
+    names = ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise NotServable(

@@ -88,12 +88,14 @@ class Tokenizing:
         assert isinstance(text, str)
         return self.encode_rendered(text)
 
-    def encode_rendered(self, text: str, *, most: int | None = None) -> list[int]:
-        """Token ids of what a template has written: its own special tokens, and no BOS beside them.
+    def encode_rendered(
+        self, text: str, *, add_special_tokens: bool = False, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a rendered template. By default nothing is added to its own special tokens.
 
-        TooManyTokens where they are more than `most`.
+        Raises TooManyTokens above `most`.
         """
-        return self._ids(text, False, most, "messages")
+        return self._ids(text, add_special_tokens, most, "messages")
 
     def require_chat_template(self) -> None:
         """RequestError for a model that only completes texts."""

@@ -1,22 +1,36 @@
-"""OpenAI's answers, from the engine's pieces: whole, and as server-sent events."""
+"""OpenAI's answers from the engine's pieces: whole, and as server-sent events."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import math
 import time
 import uuid
+from collections.abc import AsyncIterator, Coroutine
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from kvant.engine.tokenizing import Tokenizing
 from kvant.scheduling.request import TokenLogprobs
+from kvant.server import wire
+from kvant.server.api_error import ApiError, Disconnected, internal
 from kvant.server.messages import Piece
-from kvant.server.service import Running, Sequence
-from kvant.server.validate import Generation
+from kvant.server.requests import Generation
+from kvant.server.service import Running, Sequence, Service
 
 _LEAST_LOGPROB = -9999.0
 """JSON has no -Infinity; OpenAI writes this."""
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,71 +43,117 @@ class Shape:
     generation: Generation
 
     def head(self) -> dict[str, Any]:
-        """What the whole answer, or every chunk of it, begins with; ids are the server's own."""
+        """The fields with which the whole answer, or every chunk of it, begins."""
         prefix = "chatcmpl" if self.chat else "cmpl"
-        return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": self.model,
-        }
+        own = self.generation.request_id or uuid.uuid4().hex
+        return {"id": f"{prefix}-{own}", "created": int(time.time()), "model": self.model}
 
-    def whole(self, running: Running, texts: dict[int, str]) -> dict[str, Any]:
-        """The answer of a request that has ended."""
-        choices = []
+    def whole(
+        self, running: Running, texts: dict[int, str]
+    ) -> wire.ChatCompletion | wire.Completion:
+        """The answer of a request that has ended. texts: by the sequence's index."""
         sequences = list(running.sequences.values())
         for place, sequence in enumerate(sequences):
-            # Of the answers to one prompt the first has read it for all.
+            # The first of the answers to one prompt has computed it for all.
             first = sequences[place - place % running.copies]
             sequence.prompt_logprobs = first.prompt_logprobs
-            ended = sequence.ended
-            assert ended is not None
-            assert ended.finish_reason is not None
-            choice: dict[str, Any] = {"index": sequence.index}
-            text = texts[sequence.index]
-            if self.chat:
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-            else:
-                choice["text"] = self._echoed(sequence) + text
-            choice["logprobs"] = self._logprobs(sequence, sequence.logprobs)
-            choice["finish_reason"] = ended.finish_reason.value
-            choice["stop_reason"] = ended.stop_reason
-            if not self.chat and self.generation.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = self._prompt_logprobs(sequence)
-            choices.append(choice)
-        kind = "chat.completion" if self.chat else "text_completion"
-        answer = {**self.head(), "object": kind, "choices": choices, "usage": usage(running)}
-        if self.chat and self.generation.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._prompt_logprobs(sequences[0])
-        return answer
+        if not self.chat:
+            return wire.Completion(
+                **self.head(),
+                choices=[self._completion_choice(s, texts[s.index]) for s in sequences],
+                usage=usage(running),
+            )
+        return wire.ChatCompletion(
+            **self.head(),
+            choices=[
+                wire.ChatChoice(
+                    message=wire.Message(texts[s.index]),
+                    logprobs=self._chat_logprobs(s.logprobs),
+                    **self._ending(s),
+                )
+                for s in sequences
+            ],
+            usage=usage(running),
+            prompt_logprobs=self._prompt_logprobs(sequences[0]),
+            prompt_token_ids=self._prompt_ids(sequences[0]),
+        )
 
-    def roles(self, running: Running) -> list[dict[str, Any]]:
-        """What a stream of a chat begins with, for every choice."""
+    def _completion_choice(self, sequence: Sequence, text: str) -> wire.CompletionChoice:
+        return wire.CompletionChoice(
+            text=self._echoed(sequence) + text,
+            logprobs=self._completion_logprobs(sequence, sequence.logprobs),
+            prompt_logprobs=self._prompt_logprobs(sequence),
+            prompt_token_ids=self._prompt_ids(sequence),
+            **self._ending(sequence),
+        )
+
+    def _ending(self, sequence: Sequence) -> dict[str, Any]:
+        ended = sequence.ended
+        assert ended is not None
+        assert ended.finish_reason is not None
+        return {
+            "index": sequence.index,
+            "finish_reason": ended.finish_reason.value,
+            "stop_reason": ended.stop_reason,
+            "token_ids": sequence.token_ids if self.generation.token_ids else UNSET,
+        }
+
+    def _prompt_ids(self, sequence: Sequence) -> wire.TokenIds:
+        return list(sequence.prompt_token_ids) if self.generation.token_ids else UNSET
+
+    # -- streams -------------------------------------------------------------------------------
+
+    def begin(self, head: dict[str, Any], running: Running) -> list[msgspec.Struct]:
+        """The chunks with which a stream of a chat begins, one for each choice."""
         if not self.chat:
             return []
         return [
-            {"index": s.index, "delta": {"role": "assistant", "content": ""}, **_NOTHING_YET}
+            wire.ChatCompletionChunk(
+                **head,
+                choices=[
+                    wire.ChatChunkChoice(index=s.index, delta=wire.Delta("assistant", content=""))
+                ],
+                prompt_token_ids=self._prompt_ids(s),
+            )
             for s in running.sequences.values()
         ]
 
-    def part(self, sequence: Sequence, pieces: list[Piece]) -> dict[str, Any]:
-        """One chunk's choice: all that has come for one sequence."""
+    def chunk(
+        self, head: dict[str, Any], sequence: Sequence, pieces: list[Piece]
+    ) -> msgspec.Struct | None:
+        """One chunk with everything that has come for one sequence; None if that shows nothing."""
         text, last = "".join(piece.text for piece in pieces), pieces[-1]
-        choice: dict[str, Any] = {"index": sequence.index}
-        if self.chat:
-            choice["delta"] = {"content": text} if text else {}
-        else:
-            choice["text"] = self._echoed(sequence) + text
         fresh = [one for piece in pieces for one in piece.logprobs]
-        choice["logprobs"] = self._logprobs(sequence, fresh)
-        choice["finish_reason"] = None if last.finish_reason is None else last.finish_reason.value
-        if last.finish_reason is not None:
-            choice["stop_reason"] = last.stop_reason
+        ended = last.finish_reason
+        more: dict[str, Any] = {"index": sequence.index}
+        if ended is not None:
+            more |= {"finish_reason": ended.value, "stop_reason": last.stop_reason}
+        if self.generation.token_ids:
+            more["token_ids"] = [token for piece in pieces for token in piece.token_ids]
+        if self.chat:
+            chat_logprobs = self._chat_logprobs(fresh) if fresh else None
+            if not (text or ended or chat_logprobs or more.get("token_ids")):
+                return None
+            delta = wire.Delta(content=text) if text else wire.Delta()
+            choice = wire.ChatChunkChoice(delta=delta, logprobs=chat_logprobs, **more)
+            return wire.ChatCompletionChunk(**head, choices=[choice])
+        text = self._echoed(sequence) + text
+        first = not sequence.begun
+        logprobs = self._completion_logprobs(sequence, fresh)
         sequence.begun = True
-        return choice
+        if logprobs is not None and not logprobs.tokens:
+            logprobs = None
+        if not (text or ended or logprobs or more.get("token_ids")):
+            return None
+        if first:
+            more["prompt_token_ids"] = self._prompt_ids(sequence)
+        part = wire.CompletionChunkChoice(text=text, logprobs=logprobs, **more)
+        return wire.CompletionChunk(**head, choices=[part])
 
-    def chunk(self, head: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**head, "object": kind, "choices": choices}
+    def usage_chunk(self, head: dict[str, Any], running: Running) -> msgspec.Struct:
+        """The last chunk of a stream that counts its tokens."""
+        kind = wire.ChatCompletionChunk if self.chat else wire.CompletionChunk
+        return kind(**{**head, "usage": usage(running)}, choices=[])
 
     def _echoed(self, sequence: Sequence) -> str:
         """The prompt, at the beginning of an answer that repeats it."""
@@ -102,111 +162,199 @@ class Shape:
         prompt = self.generation.prompts[sequence.index // self.generation.n]
         if isinstance(prompt, str):
             return prompt
-        return (
-            "".join(self._text(token) for token in prompt)
-            if self.tokenizing is None
-            else (self.tokenizing.backend.decode(list(prompt), skip_special_tokens=False))
-        )
+        if self.tokenizing is None:
+            return "".join(self._text(token) for token in prompt)
+        return self.tokenizing.backend.decode(list(prompt), skip_special_tokens=False)
 
     # -- log-probabilities ---------------------------------------------------------------------
 
-    def _logprobs(self, sequence: Sequence, fresh: Items[TokenLogprobs]) -> dict[str, Any] | None:
-        """Of the tokens that are shown now."""
+    def _chat_logprobs(self, logprobs: Items[TokenLogprobs]) -> wire.ChatLogprobs | None:
+        if self.generation.sampling.logprobs is None:
+            return None
+        return wire.ChatLogprobs(
+            [
+                wire.TokenLogprob(
+                    *self._one(one.token_id, one.logprob),
+                    [wire.TopLogprob(*self._one(token, value)) for token, value in one.top],
+                )
+                for one in logprobs
+            ]
+        )
+
+    def _completion_logprobs(
+        self, sequence: Sequence, fresh: Items[TokenLogprobs]
+    ) -> wire.CompletionLogprobs | None:
+        """Of the tokens that are shown now. The first token of a prompt follows nothing and has null."""
         num_top = self.generation.sampling.logprobs
         if num_top is None:
             return None
-        if self.chat:
-            return self._chat_logprobs(fresh) if fresh or not self.generation.stream else None
         entries: list[tuple[int, TokenLogprobs | None]] = [(one.token_id, one) for one in fresh]
         if self.generation.echo and not sequence.begun:
             of_prompt = (None, *(sequence.prompt_logprobs or ()))
             entries = [*zip(sequence.prompt_token_ids, of_prompt, strict=True), *entries]
-        if not entries and self.generation.stream:
-            return None
-        return self._completion_logprobs(sequence, entries, num_top)
-
-    def _chat_logprobs(self, logprobs: Items[TokenLogprobs]) -> dict[str, Any]:
-        content = [
-            {
-                **self._one(one.token_id, one.logprob),
-                "top_logprobs": [self._one(token, value) for token, value in one.top],
-            }
-            for one in logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-    def _completion_logprobs(
-        self, sequence: Sequence, entries: list[tuple[int, TokenLogprobs | None]], num_top: int
-    ) -> dict[str, Any]:
-        """The first token of a prompt follows nothing and has null."""
         tokens = [self._text(token) for token, _ in entries]
         offsets = []
         for token in tokens:
             offsets.append(sequence.num_logprob_chars)
             sequence.num_logprob_chars += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if one is None else _finite(one.logprob) for _, one in entries],
-            "top_logprobs": [
-                None
-                if one is None
-                else {self._text(token): _finite(value) for token, value in one.top[:num_top]}
-                for _, one in entries
-            ],
-            "text_offset": offsets,
-        }
+        return wire.CompletionLogprobs(
+            tokens,
+            [None if one is None else _finite(one.logprob) for _, one in entries],
+            [None if one is None else self._top(one, num_top) for _, one in entries],
+            offsets,
+        )
 
-    def _prompt_logprobs(self, sequence: Sequence) -> list[dict[str, Any] | None]:
+    def _top(self, one: TokenLogprobs, num_top: int) -> dict[str, float]:
+        """The likeliest tokens and, as in OpenAI's API, the token itself."""
+        found = {self._text(token): _finite(value) for token, value in one.top[:num_top]}
+        found.setdefault(self._text(one.token_id), _finite(one.logprob))
+        return found
+
+    def _prompt_logprobs(self, sequence: Sequence) -> wire.PromptLogprobs:
         """vLLM's shape: for every prompt token its own entry and those of the likeliest, by id."""
         num_top = self.generation.prompt_logprobs
-        found: list[dict[str, Any] | None] = [None]
+        if num_top is None:
+            return None
+        found: list[dict[str, wire.PromptLogprob] | None] = [None]
         for one in sequence.prompt_logprobs or ():
             ranked = [(token, value, rank) for rank, (token, value) in enumerate(one.top, 1)]
             shown = {token: (value, rank) for token, value, rank in ranked[:num_top]}
             shown.setdefault(one.token_id, (one.logprob, one.rank))
             found.append(
                 {
-                    str(token): {
-                        "logprob": _finite(value),
-                        "rank": rank,
-                        "decoded_token": self._text(token),
-                    }
+                    str(token): wire.PromptLogprob(_finite(value), rank, self._text(token))
                     for token, (value, rank) in shown.items()
                 }
             )
         return found
 
-    def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _one(self, token_id: int, logprob: float) -> tuple[str, float, list[int] | None]:
         text = self._text(token_id)
-        broken = "\N{REPLACEMENT CHARACTER}" in text  # part of a character: its bytes are not known
-        return {
-            "token": text,
-            "logprob": _finite(logprob),
-            "bytes": None if broken else list(text.encode()),
-        }
+        # A part of a character does not tell its bytes; "token_id:5" is not the token's text.
+        known = "\N{REPLACEMENT CHARACTER}" not in text and not self.generation.tokens_as_ids
+        return text, _finite(logprob), list(text.encode()) if known else None
 
     def _text(self, token_id: int) -> str:
-        if self.tokenizing is None:
+        if self.tokenizing is None or self.generation.tokens_as_ids:
             return f"token_id:{token_id}"
         return self.tokenizing.backend.decode([token_id], skip_special_tokens=False)
 
 
-_NOTHING_YET: dict[str, Any] = {"logprobs": None, "finish_reason": None}
-
-
-def usage(running: Running) -> dict[str, Any]:
-    """Prompts are counted once each, however many answers they get; so are their cached tokens."""
+def usage(running: Running) -> wire.Usage:
+    """Counts each prompt and its cached tokens once, however many answers it gets."""
     sequences = list(running.sequences.values())
     first = sequences[:: running.copies]
     cached = sum(s.ended.num_cached_tokens for s in first if s.ended is not None)
-    answer = sum(s.num_tokens for s in sequences)
-    return {
-        "prompt_tokens": running.num_prompt_tokens,
-        "completion_tokens": answer,
-        "total_tokens": running.num_prompt_tokens + answer,
-        "prompt_tokens_details": {"cached_tokens": min(cached, running.num_prompt_tokens)},
-    }
+    answer = sum(len(s.token_ids) for s in sequences)
+    return wire.Usage(
+        running.num_prompt_tokens,
+        answer,
+        running.num_prompt_tokens + answer,
+        wire.PromptDetails(min(cached, running.num_prompt_tokens)),
+    )
 
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB) if not math.isnan(logprob) else _LEAST_LOGPROB
+
+
+# -- sending -----------------------------------------------------------------------------------
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Returns the work's result. Cancels the work and raises Disconnected when the client leaves.
+
+    The body must have been read: only a disconnect is left to be received.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A running request as server-sent events; closes the request on every path.
+
+    A failure after the first byte is an event with an `error`. [DONE] ends every stream whose client
+    stays: a stream without it was cut.
+    """
+
+    def __init__(self, service: Service, running: Running, shape: Shape) -> None:
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+        del self.headers["content-length"]
+        self._service, self._running, self._shape = service, running, shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            limits = self._service.config.limits
+            most = limits.request_seconds + limits.ping_seconds
+            # A client that left, or that never reads, is not a fault.
+            with contextlib.suppress(Disconnected, OSError, TimeoutError):
+                async with asyncio.timeout(most):
+                    await unless_disconnected(receive, self._write(send))
+        finally:
+            self._service.close(self._running)
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in self._events():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        shape, running, wanted = self._shape, self._running, self._shape.generation
+        head = shape.head()
+        if wanted.include_usage:
+            head["usage"] = None
+        try:
+            for chunk in shape.begin(self._counted(head), running):
+                yield _event(chunk)
+            async for news in self._service.events(running):
+                if news is None:
+                    yield b": ping\n\n"
+                    continue
+                for sequence, pieces in _by_sequence(news):
+                    # One choice for each chunk: clients read choices[0].
+                    part = shape.chunk(self._counted(head), sequence, pieces)
+                    if part is not None:
+                        yield _event(part)
+            if wanted.include_usage:
+                yield _event(shape.usage_chunk(head, running))
+        except ApiError as fault:
+            yield _event(fault.body)
+        except Exception:
+            _log.exception("a stream failed")
+            yield _event(internal().body)
+        yield b"data: [DONE]\n\n"
+
+    def _counted(self, head: dict[str, Any]) -> dict[str, Any]:
+        """The head of the next chunk, with the tokens so far where every chunk is to count them."""
+        if not self._shape.generation.continuous_usage:
+            return head
+        return {**head, "usage": usage(self._running)}
+
+
+def _event(body: object) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _by_sequence(news: list[tuple[Sequence, Piece]]) -> list[tuple[Sequence, list[Piece]]]:
+    found: dict[int, tuple[Sequence, list[Piece]]] = {}
+    for sequence, piece in news:
+        found.setdefault(sequence.index, (sequence, []))[1].append(piece)
+    return list(found.values())

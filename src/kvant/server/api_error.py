@@ -46,6 +46,10 @@ class ApiError(Exception):
         return {"x-should-retry": "false"} if self.status == 500 else {}
 
 
+class Disconnected(Exception):
+    """The client has left; there is nobody to answer."""
+
+
 def bad_request(message: str, param: str | None, *, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 

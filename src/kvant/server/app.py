@@ -1,29 +1,28 @@
-"""The routes: bytes in, OpenAI's shapes out. Thin: what is allowed is decided in `validate`, and what
-happens in `service`.
+"""The ASGI application and its one table of routes.
+
+`kvant.server.openapi`, the metrics' labels and the guard read the same table.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvant import __version__
 from kvant.errors import RequestError
-from kvant.server.answers import Shape
-from kvant.server.api_error import ApiError, bad_request, internal, of_request
-from kvant.server.guard import KEY, App, Disconnected, Guard, read_body, with_cors
-from kvant.server.openapi import document
-from kvant.server.protocol import DetokenizeBody, TokenizeBody
-from kvant.server.service import Service
-from kvant.server.streaming import EventStream, unless_disconnected
-from kvant.server.unsupported import refuse_unsupported
-from kvant.server.validate import (
+from kvant.server import wire
+from kvant.server.answers import EventStream, Shape, unless_disconnected
+from kvant.server.api_error import ApiError, Disconnected, bad_request, internal, of_request
+from kvant.server.guard import App, Guard, Receive, Scope, Send, header, read_body, with_cors
+from kvant.server.requests import (
     Generation,
     check_model,
     check_tokens,
@@ -31,232 +30,416 @@ from kvant.server.validate import (
     parse,
     read_chat,
     read_completion,
+    refuse_tokenize_extras,
 )
+from kvant.server.service import Service
 
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request. key: its API key. request_id: the client's X-Request-Id.
+
+    counted: numbers for the request log, set by the handler.
+    """
+
+    service: Service
+    scope: Scope
+    receive: Receive
+    key: str | None = None
+    request_id: bytes | None = None
+    counted: dict[str, object] = field(default_factory=dict)
+
+    async def body(self) -> bytes:
+        return await read_body(self.scope["headers"], self.receive, self.service.config.limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One row of the table. answer: the type of its JSON, or None for text. event: of a stream.
+
+    errors: the statuses that only this endpoint has. not_now: status 503 has the answer's own type.
+    generates: it takes places in the engine, so a full server refuses it before it reads the body.
+    is_open: it needs no key. "{model}" at the end of a path stands for the rest of it.
+    """
+
+    method: str
+    path: str
+    summary: str
+    handle: Callable[[Call], Awaitable[Response]]
+    answer: type[msgspec.Struct] | None
+    body: type[msgspec.Struct] | None = None
+    event: type[msgspec.Struct] | None = None
+    errors: tuple[int, ...] = ()
+    not_now: bool = False
+    generates: bool = False
+    is_open: bool = False
+
+
+# -- generating --------------------------------------------------------------------------------
+
+
+async def _chat(call: Call) -> Response:
+    body = await call.body()
+    service = call.service
+    generation = read_chat(body, service.config.limits, service.require())
+    return await _generate(call, generation, chat=True)
+
+
+async def _complete(call: Call) -> Response:
+    body = await call.body()
+    service = call.service
+    generation = read_completion(body, service.config.limits, service.require())
+    return await _generate(call, generation, chat=False)
+
+
+async def _generate(call: Call, generation: Generation, *, chat: bool) -> Response:
+    service = call.service
+    shape = Shape(chat, service.config.served_names[0], service.tokenizing, generation)
+    if generation.stream:
+        running = await service.open(generation, key=call.key, counted=call.counted)
+        return EventStream(service, running, shape)
+
+    async def whole() -> Response:
+        running = await service.open(generation, key=call.key, counted=call.counted)
+        try:
+            texts: dict[int, str] = {s.index: "" for s in running.sequences.values()}
+            async for news in service.events(running):
+                for sequence, piece in news or ():
+                    texts[sequence.index] += piece.text
+            return _json(shape.whole(running, texts))
+        finally:
+            service.close(running)
+
+    return await unless_disconnected(call.receive, whole())
+
+
+# -- the model ---------------------------------------------------------------------------------
+
+
+async def _models(call: Call) -> Response:
+    call.service.require()
+    names = call.service.config.served_names
+    return _json(wire.ModelList(data=[_card(call.service, name) for name in names]))
+
+
+async def _model(call: Call) -> Response:
+    name = call.scope["path"].removeprefix("/v1/models/")
+    check_model(name, call.service.require())
+    return _json(_card(call.service, name))
+
+
+def _card(service: Service, name: str) -> wire.ModelCard:
+    ready = service.supervisor.ready
+    assert ready is not None
+    return wire.ModelCard(
+        id=name,
+        created=service.started,
+        root=ready.model,
+        max_model_len=ready.max_model_len,
+        kv_cache=_stored(service),
+    )
+
+
+def _stored(service: Service) -> wire.StoredKV:
+    ready = service.supervisor.ready
+    assert ready is not None
+    return wire.StoredKV(
+        ready.stored_as, ready.bytes_per_token, ready.capacity_tokens, ready.page_size
+    )
+
+
+async def _plan(call: Call) -> Response:
+    call.service.require()
+    ready = call.service.supervisor.ready
+    assert ready is not None
+    return Response(ready.plan, media_type="application/json")
+
+
+async def _tokenize(call: Call) -> Response:
+    given, raw = parse(await call.body(), wire.TokenizeBody)
+    return await unless_disconnected(call.receive, _tokens_of(call.service, given, raw))
+
+
+async def _tokens_of(service: Service, given: wire.TokenizeBody, raw: dict[str, Any]) -> Response:
+    facts = service.require()
+    check_model(given.model, facts)
+    refuse_tokenize_extras(raw)
+    if (given.prompt is None) == (given.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    if service.tokenizing is None:
+        raise bad_request("this model has no tokenizer", "prompt")
+    try:
+        if given.messages is not None:
+            talk = conversation(given, raw, facts)
+            special = given.add_special_tokens is True
+            tokens = list(await service.encode_chat(talk, special=special))
+        else:
+            tokens = await asyncio.to_thread(
+                service.tokenizing.encode,
+                given.prompt or "",
+                add_special_tokens=given.add_special_tokens is not False,
+            )
+    except RequestError as fault:
+        raise of_request(fault) from None
+    body = wire.Tokens(len(tokens), facts.max_model_len, tokens)
+    if given.return_token_strs:
+        backend = service.tokenizing.backend
+        body.token_strs = [backend.id_to_token(token) for token in tokens]
+    return _json(body)
+
+
+async def _detokenize(call: Call) -> Response:
+    given, _ = parse(await call.body(), wire.DetokenizeBody)
+    facts = call.service.require()
+    check_model(given.model, facts)
+    check_tokens(given.tokens, "tokens", facts)
+    if call.service.tokenizing is None:
+        raise bad_request("this model has no tokenizer", "tokens")
+    # As a batch of one: only then the library releases the interpreter.
+    decode = call.service.tokenizing.backend.decode_batch
+    (text,) = await asyncio.to_thread(decode, [given.tokens], skip_special_tokens=False)
+    return _json(wire.Text(text))
+
+
+async def _tokenizer_info(call: Call) -> Response:
+    facts = call.service.require()
+    if call.service.tokenizing is None:
+        raise ApiError(404, "this model has no tokenizer")
+    tokenizer = call.service.tokenizing.tokenizer
+    special = tokenizer.special_tokens_map
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    return _json(
+        wire.TokenizerInfo(
+            tokenizer_class=type(tokenizer).__name__,
+            chat_template=facts.template,
+            **{name: str(special[name]) if name in special else None for name in names},
+            vocab_size=len(tokenizer),
+        )
+    )
+
+
+# -- the server --------------------------------------------------------------------------------
+
+
+async def _health(call: Call) -> Response:
+    return _state(call.service, call.service.alive)
+
+
+async def _ready(call: Call) -> Response:
+    return _state(call.service, call.service.accepting)
+
+
+def _state(service: Service, good: bool) -> Response:
+    state = "draining" if service.draining else service.supervisor.state.value
+    headers = None if good else {"retry-after": "2"}
+    return _json({"status": state}, 200 if good else 503, headers)
+
+
+async def _load(call: Call) -> Response:
+    return _json(wire.Load(call.service.admission.held))
+
+
+async def _version(call: Call) -> Response:
+    return _json(wire.Version(__version__))
+
+
+async def _server_info(call: Call) -> Response:
+    facts = call.service.require()
+    ready = call.service.supervisor.ready
+    assert ready is not None
+    return _json(
+        wire.ServerInfo(
+            __version__,
+            list(facts.names),
+            ready.model,
+            ready.revision,
+            ready.fingerprint,
+            ready.max_model_len,
+            ready.max_num_seqs,
+            ready.vocab_size,
+            _stored(call.service),
+        )
+    )
+
+
+async def _metrics(call: Call) -> Response:
+    return Response(call.service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def _openapi(call: Call) -> Response:
+    from kvant.server.openapi import document  # describes this table
+
+    config = call.service.config
+    facts = call.service.facts
+    return _json(document(ENDPOINTS, config.limits, facts, has_keys=bool(config.api_keys)))
+
+
+_GENERATES = (400, 404, 413, 429, 503)
+_READS = (400, 404, 413, 503)
+
+ENDPOINTS = (
+    Endpoint(
+        "POST", "/v1/chat/completions", "Answer a conversation", _chat, wire.ChatCompletion,
+        wire.ChatBody, wire.ChatCompletionChunk, _GENERATES, generates=True,
+    ),
+    Endpoint(
+        "POST", "/v1/completions", "Complete texts or token ids", _complete, wire.Completion,
+        wire.CompletionBody, wire.CompletionChunk, _GENERATES, generates=True,
+    ),
+    Endpoint("GET", "/v1/models", "The served models", _models, wire.ModelList, errors=(503,)),
+    Endpoint(
+        "GET", "/v1/models/{model}", "One served model", _model, wire.ModelCard, errors=(404, 503)
+    ),
+    Endpoint("GET", "/v1/kv/plan", "The JSON of `kvant plan`", _plan, wire.Plan, errors=(503,)),
+    Endpoint(
+        "POST", "/tokenize", "Token ids of a text or conversation", _tokenize, wire.Tokens,
+        wire.TokenizeBody, errors=_READS,
+    ),
+    Endpoint(
+        "POST", "/detokenize", "Text of token ids", _detokenize, wire.Text, wire.DetokenizeBody,
+        errors=_READS,
+    ),
+    Endpoint(
+        "GET", "/tokenizer_info", "The tokenizer and its chat template", _tokenizer_info,
+        wire.TokenizerInfo, errors=(404, 503),
+    ),
+    Endpoint(
+        "GET", "/health", "Whether the engine runs", _health, wire.State, not_now=True, is_open=True
+    ),
+    Endpoint("GET", "/ping", "The same", _health, wire.State, not_now=True),
+    Endpoint("POST", "/ping", "The same", _health, wire.State, not_now=True),
+    Endpoint("GET", "/ready", "Whether requests are accepted", _ready, wire.State, not_now=True),
+    Endpoint("GET", "/load", "Sequences that run or wait", _load, wire.Load),
+    Endpoint("GET", "/metrics", "Prometheus metrics", _metrics, None),
+    Endpoint("GET", "/version", "The version", _version, wire.Version),
+    Endpoint(
+        "GET", "/server_info", "The model and its limits", _server_info, wire.ServerInfo,
+        errors=(503,),
+    ),
+    Endpoint("GET", "/openapi.json", "This document", _openapi, wire.Document),
+)  # fmt: skip
+
+_BY_PATH: dict[str, dict[str, Endpoint]] = {}
+for _endpoint in ENDPOINTS:
+    _BY_PATH.setdefault(_endpoint.path, {})[_endpoint.method] = _endpoint
+_OPEN = "{model}"
+
+
+def _route(path: str) -> str | None:
+    """The path of the table that a request's path belongs to."""
+    if path in _BY_PATH:
+        return None if path.endswith(_OPEN) else path
+    for known in _BY_PATH:
+        if known.endswith(_OPEN) and len(path) >= len(known) - len(_OPEN):
+            before = known.removesuffix(_OPEN)
+            if path.startswith(before) and path != before:
+                return known
+    return None
+
+
+# -- the application ---------------------------------------------------------------------------
 
 
 def make_app(service: Service) -> App:
-    """The ASGI application: the guard, and behind it the routes."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.router.redirect_slashes = False
-    limits = service.config.limits
-
-    async def body_of(request: Request) -> bytes:
-        kind = request.headers.get("content-type", "application/json")
-        if kind.split(";")[0].strip().lower() != "application/json":
-            raise bad_request("the body must be application/json", None)
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise bad_request("compressed bodies are not taken", None)
-        return await read_body(request.receive, limits)
-
-    async def generate(request: Request, generation: Generation, *, chat: bool) -> Response:
-        shape = Shape(chat, service.config.served_names[0], service.tokenizing, generation)
-        key: str | None = request.scope.get(KEY)
-        if generation.stream:
-            running = await service.open(generation, key=key)
-            return EventStream(
-                service,
-                running,
-                shape,
-                include_usage=generation.include_usage,
-                closed=lambda: service.close(running),
-            )
-
-        async def whole() -> Response:
-            running = await service.open(generation, key=key)
-            try:
-                texts: dict[int, str] = {s.index: "" for s in running.sequences.values()}
-                async for news in service.events(running):
-                    for sequence, piece in news or ():
-                        texts[sequence.index] += piece.text
-                return _json(shape.whole(running, texts))
-            finally:
-                service.close(running)
-
-        return await unless_disconnected(request.receive, whole())
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        body = await body_of(request)
-        generation = read_chat(body, limits, service.require())
-        return await generate(request, generation, chat=True)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        body = await body_of(request)
-        generation = read_completion(body, limits, service.require())
-        return await generate(request, generation, chat=False)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        service.require()
-        found = [_model(service, name) for name in service.config.served_names]
-        return _json({"object": "list", "data": found})
-
-    @app.get("/v1/models/{model:path}")
-    async def one_model(model: str) -> Response:
-        check_model(model, service.require())
-        return _json(_model(service, model))
-
-    @app.get("/v1/kv/plan")
-    async def kv_plan() -> Response:
-        service.require()
-        assert service.supervisor.ready is not None
-        return Response(service.supervisor.ready.plan, media_type="application/json")
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        given = parse(await body_of(request), TokenizeBody)
-        return await unless_disconnected(request.receive, _tokenize(service, given))
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        given = parse(await body_of(request), DetokenizeBody)
-        facts = service.require()
-        check_model(given.model, facts)
-        check_tokens(given.tokens, "tokens", facts)
-        if service.tokenizing is None:
-            raise bad_request("this model has no tokenizer", "tokens")
-        # As a batch of one, for which the library lets go of the interpreter.
-        decode = service.tokenizing.backend.decode_batch
-        (text,) = await asyncio.to_thread(decode, [given.tokens], skip_special_tokens=False)
-        return _json({"prompt": text})
-
-    @app.get("/health")
-    async def health() -> Response:
-        return _state(service, service.alive)
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        return _state(service, service.accepting)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/version")
-    async def version() -> Response:
-        return _json({"version": __version__})
-
-    @app.get("/openapi.json")
-    async def openapi() -> Response:
-        return _json(document(limits, service.facts, has_keys=bool(service.config.api_keys)))
-
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, fault: ApiError) -> Response:
-        # What is left of a body is not read: the connection cannot be used again.
-        more = {"connection": "close"} if fault.status == 413 else {}
-        return _json(fault.body, fault.status, {**fault.headers, **more})
-
-    @app.exception_handler(HTTPException)
-    async def unrouted(request: Request, fault: HTTPException) -> Response:
-        message = {404: "there is no such endpoint", 405: "this endpoint has no such method"}
-        text = message.get(fault.status_code, fault.detail)
-        error = ApiError(fault.status_code, text)
-        return _json(error.body, fault.status_code, dict(fault.headers or {}))
-
-    @app.exception_handler(Disconnected)
-    async def left(request: Request, fault: Disconnected) -> Response:
-        return Response(status_code=_CLIENT_LEFT)  # nobody reads it; it is counted
-
-    guard = Guard(app, limits, service.config.api_keys, service.turn_away)
-    return with_cors(_Counted(guard, service), service.config.allowed_origins)
+    """The ASGI application of a server."""
+    return with_cors(_Application(service), service.config.allowed_origins)
 
 
-class _Counted:
-    """Counts answers by route, and turns what nobody caught into a 500 in the common shape."""
+class _Application:
+    """Checks, routes and answers; turns every failure into an error in the common shape; counts."""
 
-    def __init__(self, app: App, service: Service) -> None:
-        self._app, self._service = app, service
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._guard = Guard(service.config)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets: uvicorn answers 403
+        started = time.monotonic()
+        call = Call(self._service, scope, receive)
+        given = header(scope["headers"], b"x-request-id")
+        if given is not None and _ID.fullmatch(given):
+            call.request_id = given
         status = 0
 
         async def watched(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if call.request_id is not None:
+                    own = (b"x-request-id", call.request_id)
+                    message = {**message, "headers": [*message["headers"], own]}
             await send(message)
 
+        route = _route(scope["path"])
         try:
-            await self._app(scope, receive, watched)
+            response = await self._answer(call, route)
+            await response(scope, receive, watched)
         except Exception:
             _log.exception("a request failed")
             if status == 0:
-                response = _json(internal().body, 500, internal().headers)
-                await response(scope, receive, watched)
+                await _error(internal())(scope, receive, watched)
         finally:
-            if scope["type"] == "http" and status:
-                route = scope.get("route")  # none where the guard refused
-                path = getattr(route, "path", scope["path"]).replace("{model:path}", "{model}")
-                self._service.metrics.answered(path, status)
+            if status:
+                self._service.metrics.answered(route or "other", status)
+                if self._service.config.log_requests:
+                    self._note(call, route or "other", status, time.monotonic() - started)
+
+    async def _answer(self, call: Call, route: str | None) -> Response:
+        """The response of the route, or of what went wrong before it was sent."""
+        endpoints = _BY_PATH.get(route or "", {})
+        endpoint = endpoints.get(call.scope["method"])
+        try:
+            call.key = self._guard.check(
+                call.scope, is_open=any(one.is_open for one in endpoints.values())
+            )
+            if endpoint is not None and endpoint.generates:
+                self._service.refuse_if_full()
+        except ApiError as fault:
+            return _unread(fault)
+        try:
+            if endpoint is not None:
+                return await endpoint.handle(call)
+            if endpoints:
+                allow = {"allow": ", ".join(sorted(endpoints))}
+                return _error(ApiError(405, "this endpoint has no such method"), allow)
+            return _error(ApiError(404, "there is no such endpoint"))
+        except ApiError as fault:
+            # The rest of a body that is too large is not read: the connection cannot be used again.
+            return _unread(fault) if fault.status == 413 else _error(fault)
+        except Disconnected:
+            return Response(status_code=_CLIENT_LEFT)  # it is counted, but not read
+        except Exception:
+            _log.exception("a request failed")
+            return _error(internal())
+
+    def _note(self, call: Call, route: str, status: int, seconds: float) -> None:
+        """One line of the request log, without contents."""
+        own = "-" if call.request_id is None else call.request_id.decode()
+        counted = "".join(f" {name}={value}" for name, value in call.counted.items())
+        method = call.scope["method"] if route != "other" else "-"
+        self._service.say(
+            f"kvant: request {method} {route} {status} id={own} seconds={seconds:.3f}{counted}"
+        )
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-def _state(service: Service, good: bool) -> Response:
-    state = service.supervisor.state.value
-    if service.draining:
-        state = "draining"
-    headers = None if good else {"retry-after": "2"}
-    return _json({"status": state}, 200 if good else 503, headers)
+def _error(fault: ApiError, headers: dict[str, str] | None = None) -> Response:
+    return _json(fault.body, fault.status, {**fault.headers, **(headers or {})})
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    ready = service.supervisor.ready
-    assert ready is not None
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "kvant",
-        "root": ready.model,
-        "parent": None,
-        "max_model_len": ready.max_model_len,
-        "kv_cache": {
-            "stored_as": ready.stored_as,
-            "bytes_per_token": ready.bytes_per_token,
-            "capacity_tokens": ready.capacity_tokens,
-            "page_size": ready.page_size,
-        },
-    }
-
-
-async def _tokenize(service: Service, given: TokenizeBody) -> Response:
-    facts = service.require()
-    check_model(given.model, facts)
-    refuse_unsupported(given.model_extra)
-    if (given.prompt is None) == (given.messages is None):
-        raise bad_request("give either prompt or messages", "prompt")
-    if service.tokenizing is None:
-        raise bad_request("this model has no tokenizer", "prompt")
-    backend = service.tokenizing.backend
-    try:
-        if given.messages is not None:
-            if given.add_special_tokens:
-                raise bad_request(
-                    "the chat template writes its own special tokens", "add_special_tokens"
-                )
-            talk = conversation(given.messages, facts)
-            tokens = list(await service.encode_chat(talk))
-        else:
-            assert given.prompt is not None
-            special = given.add_special_tokens is not False
-            prompt = given.prompt
-            tokens = await asyncio.to_thread(
-                service.tokenizing.encode, prompt, add_special_tokens=special
-            )
-    except RequestError as fault:
-        raise of_request(fault) from None
-    body: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": facts.max_model_len,
-        "tokens": tokens,
-    }
-    if given.return_token_strs:
-        body["token_strs"] = [backend.id_to_token(token) for token in tokens]
-    return _json(body)
+def _unread(fault: ApiError) -> Response:
+    """A refusal before the body was read. A final one ends the connection. A client that is to try again
+    keeps its connection, and its body is dropped as it comes.
+    """
+    headers = {} if fault.retry_after is not None else {"connection": "close"}
+    if fault.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return _error(fault, headers)

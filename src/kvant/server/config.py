@@ -242,6 +242,9 @@ class ServerConfig:
         metavar="auto|none",
         panel=_SERVER,
     )
+    log_requests: bool = option(
+        False, "Print one line for each request, without its contents.", panel=_SERVER
+    )
     limits: Limits = field(default_factory=Limits)
     restarts: Restarts = field(default_factory=Restarts)
 

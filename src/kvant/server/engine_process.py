@@ -178,12 +178,12 @@ _NUMERICAL = "the model computed NaN or Inf for this request"
 
 
 def _ready(built: BuiltEngine) -> Ready:
-    target = built.planned.target
+    target, plan = built.planned.target, plan_json(built.planned)
     return Ready(
         model=target.local.name,
         path=str(target.local.path),
         revision=target.local.revision,
-        plan=json.dumps(plan_json(built.planned)).encode(),
+        plan=json.dumps(plan).encode(),
         stored_as=", ".join(f"{name} ({count} layers)" for name, count in built.kv.formats.items()),
         bytes_per_token=built.kv.bytes_per_token,
         capacity_tokens=built.planned.memory.capacity_tokens or 0,
@@ -191,6 +191,7 @@ def _ready(built: BuiltEngine) -> Ready:
         max_num_seqs=built.engine.limits.max_num_seqs,
         vocab_size=built.engine.vocab_size,
         page_size=built.kv.page_size,
+        fingerprint=plan["fingerprint"],
         notes=(*built.notes, *(f"warning: {line}" for line in built.warnings)),
     )
 

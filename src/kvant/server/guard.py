@@ -1,64 +1,50 @@
-"""What stands before every route, in plain ASGI: header limits, the API key, the limit of the body."""
+"""The checks before every route: header limits, API key, foreign web pages, the size of the body."""
 
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import urlsplit
 
-import msgspec
 from starlette.middleware.cors import CORSMiddleware
 
-from kvant.server.api_error import ApiError
-from kvant.server.config import Limits
+from kvant.server.access import is_loopback
+from kvant.server.api_error import ApiError, Disconnected
+from kvant.server.config import Limits, ServerConfig
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
 
-KEY = "kvant.api_key"
-"""Where in the scope the key of an authorised request stands."""
-
-_OPEN_PATHS = frozenset({"/health"})
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
-"""Where a request takes places in the engine."""
+LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+_LOOPBACK = re.compile(LOOPBACK_ORIGIN)
 
 
 class Guard:
-    """Refuses before anything is routed or read. The path is the scope's, never one a header can forge.
+    """Decides from a request's head alone. The path is the scope's, never one that a header can forge."""
 
-    turn_away: why no request to generate could be taken now, whatever its body says; None if it may.
-    """
+    def __init__(self, config: ServerConfig) -> None:
+        self._limits = config.limits
+        self._keys = tuple(key.encode() for key in config.api_keys)
+        self._origins = frozenset(config.allowed_origins)
+        self._any_origin = "*" in self._origins
+        # With a key, or where the whole network is let in, a forged name gives a page nothing.
+        self._hosts: frozenset[str] | None = None
+        if is_loopback(config.host) and not self._keys and not self._any_origin:
+            named = (urlsplit(origin).hostname or "" for origin in self._origins)
+            self._hosts = frozenset({"localhost", "127.0.0.1", "::1", config.host, *named})
 
-    def __init__(
-        self,
-        app: App,
-        limits: Limits,
-        api_keys: tuple[str, ...],
-        turn_away: Callable[[], ApiError | None],
-    ) -> None:
-        self._app = app
-        self._limits = limits
-        self._keys = tuple(key.encode() for key in api_keys)
-        self._turn_away = turn_away
+    def check(self, scope: Scope, *, is_open: bool) -> str | None:
+        """Returns the API key of an authorised request. is_open: this path needs none.
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            return  # no websockets here; the server answers 403 by itself
-        try:
-            self._check(scope)
-        except ApiError as fault:
-            await answer_error(send, fault)
-            return
-        await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        Raises ApiError 431, 401, 403 or 413.
+        """
+        headers: Headers = scope["headers"]
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         if len(headers) > self._limits.header_count or size > self._limits.header_bytes:
             raise ApiError(
@@ -66,7 +52,10 @@ class Guard:
                 f"more than {self._limits.header_count} headers or {self._limits.header_bytes} bytes",
                 code="headers_too_large",
             )
-        if self._keys and scope["path"] not in _OPEN_PATHS:
+        key = None
+        if not self._keys:
+            self._refuse_foreign_pages(headers)
+        elif not is_open:
             given = _given_key(headers)
             # All are compared, so that the time tells nothing.
             if not any([hmac.compare_digest(given, key) for key in self._keys]):
@@ -74,26 +63,63 @@ class Guard:
                     401, "no valid API key was given", type="authentication_error",
                     code="invalid_api_key",
                 )  # fmt: skip
-            scope[KEY] = given.decode()
-        length = dict(headers).get(b"content-length", b"0")
+            key = given.decode()
+        length = header(headers, b"content-length") or b"0"
         if not length.isdigit() or int(length[:20]) > self._limits.body_bytes:
-            raise too_large(self._limits)
-        if scope["path"] in GENERATING and scope["method"] == "POST":
-            fault = self._turn_away()
-            if fault is not None:
-                raise fault
+            raise _too_large(self._limits)
+        return key
+
+    def _refuse_foreign_pages(self, headers: Headers) -> None:
+        """Without a key, refuses web pages of other origins.
+
+        A browser sends simple requests across origins without asking first, so the page's Origin decides.
+        A page whose name was bound to this machine's address (DNS rebinding) has the server's own origin;
+        its Host header betrays it.
+        """
+        origin = (header(headers, b"origin") or b"").decode("latin-1")
+        if origin and not (
+            self._any_origin or origin in self._origins or _LOOPBACK.fullmatch(origin)
+        ):
+            raise ApiError(
+                403,
+                "this server has no API key and refuses web pages of other origins "
+                "(--allowed-origins names those that may use it)",
+                code="foreign_origin",
+            )
+        if self._hosts is None:
+            return
+        host = (header(headers, b"host") or b"").decode("latin-1")
+        if urlsplit(f"//{host}").hostname not in self._hosts:
+            raise ApiError(
+                403,
+                "this server has no API key and is used through this machine's own names only "
+                "(--allowed-origins names other hosts; --api-key lifts this)",
+                code="foreign_host",
+            )
 
 
-def too_large(limits: Limits) -> ApiError:
-    return ApiError(413, f"a body has at most {limits.body_bytes} bytes", code="body_too_large")
+def header(headers: Headers, name: bytes) -> bytes | None:
+    """The first header of this lower-case name."""
+    return next((value for found, value in headers if found == name), None)
 
 
-class Disconnected(Exception):
-    """The client left; there is nobody to answer."""
+def _given_key(headers: Headers) -> bytes:
+    """The key in `Authorization: Bearer KEY`, else in `X-Api-Key: KEY`; empty without."""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip()
+    return (header(headers, b"x-api-key") or b"").strip()
 
 
-async def read_body(receive: Receive, limits: Limits) -> bytes:
-    """The whole body, never more of it in memory than is allowed. ApiError 413; Disconnected."""
+async def read_body(headers: Headers, receive: Receive, limits: Limits) -> bytes:
+    """Returns the whole body. ApiError 413 before more than the limit is in memory, 400 for a body that is
+    not plain JSON; Disconnected.
+    """
+    kind = header(headers, b"content-type") or b"application/json"
+    if kind.split(b";")[0].strip().lower() != b"application/json":
+        raise ApiError(400, "the body must be application/json")
+    if (header(headers, b"content-encoding") or b"identity") != b"identity":
+        raise ApiError(400, "compressed bodies are not accepted")
     chunks, size = [], 0
     while True:
         message = await receive()
@@ -102,52 +128,18 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limits.body_bytes:
-            raise too_large(limits)
+            raise _too_large(limits)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
 
 
-async def answer_error(send: Send, fault: ApiError) -> None:
-    """The error as a whole answer. Where it is final the connection ends: the body is not read. A client
-    that is to try again keeps its connection; its body is dropped as it comes.
-    """
-    body = msgspec.json.encode(fault.body)
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        **fault.headers,
-    }
-    if fault.retry_after is None:
-        headers["connection"] = "close"
-    if fault.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    await send(
-        {
-            "type": "http.response.start",
-            "status": fault.status,
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
-
-
-def _given_key(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """`Authorization: Bearer KEY`, else `X-Api-Key: KEY`; empty without."""
-    for name, value in headers:
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return value[7:].strip()
-    for name, value in headers:
-        if name == b"x-api-key":
-            return value.strip()
-    return b""
-
-
-LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+def _too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"a body has at most {limits.body_bytes} bytes", code="body_too_large")
 
 
 def with_cors(app: App, allowed_origins: tuple[str, ...]) -> App:
-    """Lets pages of this machine, and of these origins, read answers in a browser.
+    """Lets pages of this machine and of these origins read answers in a browser.
 
     Preflight requests carry no key, so they are answered here, in front of the guard.
     """
@@ -157,6 +149,6 @@ def with_cors(app: App, allowed_origins: tuple[str, ...]) -> App:
         allow_origin_regex=LOOPBACK_ORIGIN,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("retry-after", "x-should-retry"),
+        expose_headers=("retry-after", "x-should-retry", "x-request-id"),
         max_age=600,
     )

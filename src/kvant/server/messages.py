@@ -55,6 +55,7 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
     max_num_seqs: int
     vocab_size: int
     page_size: int
+    fingerprint: str
     notes: tuple[str, ...]
 
 

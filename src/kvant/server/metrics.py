@@ -1,6 +1,6 @@
-"""What /metrics says: Kvant's own names, and the vLLM names that dashboards and routers read.
+"""The metrics of /metrics: Kvant's own names, and the vLLM names that dashboards and routers read.
 
-Label values come from closed sets; nothing a client sends becomes one.
+Label values come from closed sets; no text of a client becomes one.
 """
 
 from __future__ import annotations
@@ -20,22 +20,15 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvant.server.spec_metrics import draft_metrics
-
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from kvant.server.admission import Admission
     from kvant.server.messages import Ready, Report, Stats, Times
+    from kvant.server.requests import Generation
     from kvant.server.supervisor import Supervisor
-    from kvant.server.validate import Generation
+    from kvant.speculative.counts import SpeculationStats
 
-ROUTES = frozenset(
-    {
-        "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/tokenize",
-        "/detokenize", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/v1/kv/plan",
-    }
-)  # fmt: skip
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _TOKENS = tuple(float(2**k) for k in range(18))
@@ -201,8 +194,8 @@ class Metrics:
             self._corrupted.inc()
 
     def answered(self, route: str, status: int) -> None:
-        known = route if route in ROUTES else "other"
-        self._http.labels(self._model, known, str(status)).inc()
+        """route: a path of the table of routes, or "other"."""
+        self._http.labels(self._model, route, str(status)).inc()
 
 
 class _EngineGauges(Collector):
@@ -297,6 +290,41 @@ def saturation_metric(model: str, stats: Stats) -> Metric:
         for side, count in (("k", k), ("v", v)):
             found.add_metric((model, layer, side), count)
     return found
+
+
+def draft_metrics(model: str, drafts: SpeculationStats) -> Iterable[Metric]:
+    """vLLM's counters of drafts. Call only for an engine that drafts: dashboards take the name as a yes."""
+    for name, text, count in (
+        ("num_drafts", "Sequences that had drafts, over all steps.", drafts.num_drafts),
+        ("num_draft_tokens", "Tokens drafted.", drafts.num_draft_tokens),
+        ("num_accepted_tokens", "Drafted tokens that stood.", drafts.num_accepted_tokens),
+    ):
+        counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=("model_name",))
+        counter.add_metric((model,), count)
+        yield counter
+    by_place = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Drafted tokens that stood, by their place among the drafts.",
+        labels=("model_name", "position"),
+    )
+    for position, count in enumerate(drafts.accepted_per_position):
+        by_place.add_metric((model, str(position)), count)
+    yield by_place
+    plain = CounterMetricFamily(
+        "kvant:spec_decode_num_plain_steps",
+        "Steps of answering sequences without drafts.",
+        labels=("model_name",),
+    )
+    plain.add_metric((model,), drafts.num_plain_steps)
+    yield plain
+    length = drafts.num_emitted_tokens / drafts.num_drafts if drafts.num_drafts else 0.0
+    for name, text, value in (
+        ("mean_acceptance_length", "Tokens of a step with drafts, the target's own too.", length),
+        ("pays", "1: the next step will draft.", float(drafts.pays)),
+    ):
+        gauge = GaugeMetricFamily(f"kvant:spec_decode_{name}", text, labels=("model_name",))
+        gauge.add_metric((model,), value)
+        yield gauge
 
 
 @dataclass(frozen=True, slots=True)

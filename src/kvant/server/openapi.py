@@ -1,28 +1,31 @@
-"""/openapi.json: every endpoint, what it takes and everything it can answer.
+"""/openapi.json, generated from the table of routes and the types of `kvant.server.wire`.
 
-Requests are described by the very models that read them, narrowed by what this server's limits and model
-allow; so whatever fits the description is answered, unless two of its fields contradict each other.
+This server's limits and its model narrow the types. A request that fits the description is answered,
+unless two of its fields contradict each other.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic.json_schema import models_json_schema
+import msgspec
 
 from kvant import __version__
 from kvant.sampling.sampling_params import MAX_BAD_WORD_CHARS
+from kvant.server import wire
 from kvant.server.config import Limits
-from kvant.server.openapi_answers import ANSWERS
-from kvant.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from kvant.server.validate import Facts
+from kvant.server.requests import Facts
 
-_BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-_REF = "#/components/schemas/{model}"
+if TYPE_CHECKING:
+    from kvant.server.app import Endpoint
+
+_REF = "#/components/schemas/{name}"
 _REASONS = {
     400: "The request is wrong; `param` names the field.",
     401: "No valid API key.",
+    403: "A web page of another origin.",
     404: "No such model.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
@@ -34,62 +37,26 @@ _REASONS = {
 _JSON = "application/json"
 
 
-def document(limits: Limits, facts: Facts | None, *, has_keys: bool) -> dict[str, Any]:
-    """The whole document. facts: None before the model is known; then its bounds are left out."""
-    generates = (400, 404, 413, 429, 503)
-    reads = (400, 404, 413, 503)
-    paths: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {
-            "post": _operation(
-                "Answer a conversation", _ok("ChatCompletion", events="ChatCompletionChunk"),
-                generates, body="ChatBody",
-            )
-        },
-        "/v1/completions": {
-            "post": _operation(
-                "Complete texts or token ids", _ok("Completion", events="CompletionChunk"),
-                generates, body="CompletionBody",
-            )
-        },
-        "/v1/models": {"get": _operation("What is served", _ok("ModelList"), (503,))},
-        "/v1/models/{model}": {
-            "get": _operation("One served model", _ok("Model"), (404, 503))
-            | {
-                "parameters": [
-                    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-                ]
-            }
-        },
-        "/v1/kv/plan": {"get": _operation("The JSON of `kvant plan`", _ok("Plan"), (503,))},
-        "/tokenize": {
-            "post": _operation(
-                "Token ids of a text or conversation", _ok("Tokens"), reads, body="TokenizeBody"
-            )
-        },
-        "/detokenize": {
-            "post": _operation("Text of token ids", _ok("Text"), reads, body="DetokenizeBody")
-        },
-        "/health": {
-            "get": _operation("Whether the engine runs", _ok("State"), (), or_else={503: "State"})
-        },
-        "/ready": {
-            "get": _operation("Whether requests are taken", _ok("State"), (), or_else={503: "State"})
-        },
-        "/metrics": {
-            "get": _operation(
-                "Prometheus metrics",
-                {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}},
-                (),
-            )
-        },
-        "/version": {"get": _operation("The version", _ok("Version"), ())},
-        "/openapi.json": {"get": _operation("This document", _ok("Any"), ())},
-    }  # fmt: skip
+def document(
+    endpoints: Iterable[Endpoint], limits: Limits, facts: Facts | None, *, has_keys: bool
+) -> dict[str, Any]:
+    """Returns the document. facts: None before the model is known; its bounds are missing then."""
+    paths: dict[str, dict[str, Any]] = {}
+    types: list[type] = [wire.Error]
+    for endpoint in endpoints:
+        operation = _operation(endpoint, has_keys=has_keys)
+        item = paths.setdefault(endpoint.path, {})
+        item[endpoint.method.lower()] = operation
+        if endpoint.path.endswith("{model}"):
+            item["parameters"] = [
+                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
+        types += filter(None, (endpoint.body, endpoint.answer, endpoint.event))
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Kvant", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {**ANSWERS, **_requests(limits, facts)}},
+        "components": {"schemas": _schemas(types, limits, facts)},
     }
     if has_keys:
         found["components"]["securitySchemes"] = {
@@ -97,45 +64,39 @@ def document(limits: Limits, facts: Facts | None, *, has_keys: bool) -> dict[str
             "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
         }
         found["security"] = [{"bearer": []}, {"key": []}]
-        paths["/health"]["get"]["security"] = []
-        for path, item in paths.items():
-            for operation in item.values():
-                if path != "/health":
-                    operation["responses"]["401"] = _error(401)
     return found
 
 
-def _operation(
-    summary: str,
-    ok: Mapping[str, Any],
-    errors: Iterable[int],
-    *,
-    body: str | None = None,
-    or_else: Mapping[int, str] | None = None,
-) -> dict[str, Any]:
-    responses = {"200": ok}
-    for status in (*errors, 431, 500, *((408,) if body else ())):
-        responses[str(status)] = _error(status)
-    for status, name in (or_else or {}).items():
-        responses[str(status)] = {
-            "description": "Not now.",
-            "content": {_JSON: {"schema": _ref(name)}},
-        }
-    found: dict[str, Any] = {"summary": summary, "responses": responses}
-    if body is not None:
-        content = {_JSON: {"schema": _ref(body)}}
+def _operation(endpoint: Endpoint, *, has_keys: bool) -> dict[str, Any]:
+    statuses = {*endpoint.errors, 431, 500, 401 if has_keys else 403}
+    if endpoint.body is not None:
+        statuses.add(408)
+    if endpoint.is_open:
+        statuses.discard(401)
+    responses = {"200": _ok(endpoint)}
+    responses |= {str(status): _error(status) for status in sorted(statuses)}
+    if endpoint.not_now:
+        responses["503"] = {**_ok(endpoint), "description": "Not now."}
+    found: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
+    if endpoint.body is not None:
+        content = {_JSON: {"schema": _ref(endpoint.body.__name__)}}
         found["requestBody"] = {"required": True, "content": content}
+    if has_keys and endpoint.is_open:
+        found["security"] = []
     return found
 
 
-def _ok(name: str, *, events: str | None = None) -> dict[str, Any]:
-    """An answer as JSON, and as a stream of server-sent events where `events` names what one carries."""
-    content: dict[str, Any] = {_JSON: {"schema": _ref(name)}}
-    if events is not None:
+def _ok(endpoint: Endpoint) -> dict[str, Any]:
+    """An answer as JSON or text, and as a stream of server-sent events where the endpoint has one."""
+    if endpoint.answer is None:
+        text = {"text/plain": {"schema": {"type": "string"}}}
+        return {"description": "The answer.", "content": text}
+    content: dict[str, Any] = {_JSON: {"schema": _ref(endpoint.answer.__name__)}}
+    if endpoint.event is not None:
         data = {
             "type": "string",
             "contentMediaType": _JSON,
-            "contentSchema": {"anyOf": [_ref(events), _ref("Error")]},
+            "contentSchema": {"anyOf": [_ref(endpoint.event.__name__), _ref("Error")]},
         }
         content["text/event-stream"] = {
             "schema": {
@@ -159,20 +120,24 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def _ref(name: str) -> dict[str, str]:
-    return {"$ref": _REF.format(model=name)}
+    return {"$ref": _REF.format(name=name)}
 
 
-# -- requests ----------------------------------------------------------------------------------
+# -- schemas -----------------------------------------------------------------------------------
 
 
-def _requests(limits: Limits, facts: Facts | None) -> dict[str, Any]:
-    modes = [(body, "validation") for body in _BODIES]
-    _, found = models_json_schema(modes, ref_template=_REF)  # type: ignore[arg-type]
-    schemas: dict[str, Any] = found["$defs"]
+def _schemas(types: list[type], limits: Limits, facts: Facts | None) -> dict[str, Any]:
+    _, found = msgspec.json.schema_components(types, ref_template=_REF)
+    schemas = copy.deepcopy(found)  # parts of it are the types' own
+    bodies = {name: schema for name, schema in schemas.items() if name.endswith("Body")}
     narrower = _narrower(limits, facts)
     for name, schema in schemas.items():
         schema.pop("description", None)
-        for field, inner in schema.get("properties", {}).items():
+        schema.pop("title", None)
+        if name not in bodies:
+            continue
+        for field, inner in schema["properties"].items():
+            inner.pop("default", None)
             if field in narrower and not (name == "TokenizeBody" and field == "prompt"):
                 _narrow(inner, narrower[field])
     schemas["TokenizeBody"] = _either(schemas["TokenizeBody"])
@@ -180,11 +145,11 @@ def _requests(limits: Limits, facts: Facts | None) -> dict[str, Any]:
 
 
 def _either(tokenize: dict[str, Any]) -> dict[str, Any]:
-    """A text or a conversation, not both; special tokens can be asked for beside a text only."""
+    """A text or a conversation, not both."""
     forms = []
     for field, others in (
         ("prompt", {"messages": {"type": "null"}}),
-        ("messages", {"prompt": {"type": "null"}, "add_special_tokens": {"enum": [False, None]}}),
+        ("messages", {"prompt": {"type": "null"}}),
     ):
         properties = {**tokenize["properties"], **others}
         (given,) = [form for form in properties[field]["anyOf"] if form.get("type") != "null"]
@@ -194,7 +159,7 @@ def _either(tokenize: dict[str, Any]) -> dict[str, Any]:
 
 
 Keywords = Mapping[str, Mapping[str, Any]]
-"""JSON type -> what is added to every schema of that type."""
+"""By JSON type: keywords that are added to every schema of that type."""
 
 
 def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
@@ -216,6 +181,7 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
             "string": {"pattern": "^[A-Za-z0-9_-]+$", "maxLength": limits.cache_salt_chars}
         },
         "messages": {"array": {"minItems": 1}},
+        "request_id": {"string": {"pattern": "^[!-~]{1,128}$"}},
         "metadata": {
             "object": {
                 "maxProperties": limits.metadata_entries,
@@ -233,13 +199,14 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         "model": {"string": {"enum": list(facts.names)}},
         "max_tokens": new,
         "max_completion_tokens": new,
+        "n_predict": {"integer": {"minimum": 1, "maximum": facts.max_model_len - 1}},
         "min_tokens": new,
         "stop_token_ids": {"integer": token},
         "allowed_token_ids": {"integer": token, "array": {"minItems": 1}},
         "logit_bias": {
             "object": {
                 "maxProperties": limits.logit_bias,
-                # Narrower than what is taken: every number of fewer digits is an id.
+                # Narrower than what is accepted: every number of fewer digits is an id.
                 "propertyNames": {"pattern": f"^[0-9]{{1,{len(str(facts.vocab_size)) - 1}}}$"},
             },
             "number": {"minimum": -100, "maximum": 100},
@@ -250,7 +217,7 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
 
 
 def _narrow(schema: dict[str, Any], keywords: Keywords) -> None:
-    """Add keywords to a schema and to everything it is made of."""
+    """Adds keywords to a schema and to its parts."""
     schema.update(keywords.get(schema.get("type", ""), {}))
     if "maximum" in schema:
         schema.pop("exclusiveMaximum", None)

@@ -94,7 +94,7 @@ class _Server:
             on_loading=_Loading(self.say),
             on_report=lambda before, report: service.note_report(before, report),
         )
-        service = Service(self.config, supervisor, metrics)
+        service = Service(self.config, supervisor, metrics, self.say)
         metrics.watch(supervisor, service.admission)
         service.renderer.start()
         signals: asyncio.Queue[int] = asyncio.Queue()

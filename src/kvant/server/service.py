@@ -1,4 +1,4 @@
-"""What a request becomes: a place, tokens, sequences in the engine, and their events."""
+"""A request inside the server: its place, its tokens, its sequences in the engine and their events."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator
-from collections.abc import Sequence as Items
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvant.engine.tokenizing import Message, Tokenizing, TooManyTokens
+from kvant.engine.tokenizing import Tokenizing, TooManyTokens
 from kvant.errors import RequestError
 from kvant.sampling.generation_defaults import recommended_params
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import TokenLogprobs
 from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
-from kvant.server.channel import Channel, Event
 from kvant.server.config import ServerConfig
 from kvant.server.messages import Failure, Piece, Ready, Report
 from kvant.server.metrics import Metrics
-from kvant.server.supervisor import State, Supervisor
-from kvant.server.template import Renderer
-from kvant.server.tokenizer import open_tokenizer
-from kvant.server.validate import (
+from kvant.server.requests import (
+    Conversation,
     Facts,
     Generation,
     Prompt,
     check_length,
     check_prompt_logprobs,
 )
+from kvant.server.supervisor import Channel, Event, State, Supervisor
+from kvant.server.template import Renderer
+from kvant.server.template_process import Render
+from kvant.server.tokenizer import open_tokenizer
 
 
 @dataclass(slots=True)
 class Sequence:
     """One of a request's answers so far. index: its place among the choices.
 
-    queued_tokens: of its prompt, while it waits for its first token; other answers to the same prompt
-    find them in the cache. logprobs, prompt_logprobs: of what has come, see `Piece`. begun: something
-    was shown of it. num_logprob_chars: of the tokens that were shown with their log-probabilities.
+    queued_tokens: of its prompt, until its first token; other answers to the same prompt find them in the
+    cache. token_ids, logprobs, prompt_logprobs: what has come, see `Piece`. begun: a part was shown.
+    num_logprob_chars: of the tokens that were shown with their log-probabilities.
     """
 
     index: int
     prompt_token_ids: tuple[int, ...]
     queued_tokens: int
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     begun: bool = False
@@ -56,7 +56,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Running:
-    """A request in the engine. Whoever opened it closes it, on every path.
+    """A request in the engine. Its opener closes it, on every path.
 
     sequences: by id, in the order of the choices, `copies` of each prompt.
     """
@@ -68,16 +68,25 @@ class Running:
     num_prompt_tokens: int
     started: float
     last_event: float
-    open_ids: set[int] = field(default_factory=set)
+    open_ids: set[int]
+    counted: dict[str, object]
+    first_token: float = 0.0
 
 
 class Service:
-    """The server's side of every endpoint, without HTTP."""
+    """The server's side of every endpoint, without HTTP. say: prints a line for the user."""
 
-    def __init__(self, config: ServerConfig, supervisor: Supervisor, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        supervisor: Supervisor,
+        metrics: Metrics,
+        say: Callable[[str], None],
+    ) -> None:
         self.config = config
         self.supervisor = supervisor
         self.metrics = metrics
+        self.say = say
         self.admission = Admission(config.max_queued_tokens)
         self.renderer = Renderer(config.limits.template_seconds)
         self.draining = False
@@ -103,7 +112,16 @@ class Service:
                 defaults=recommended_params(path)
                 if self.config.model_defaults
                 else SamplingParams(),
+                template=self._template(),
             )
+
+    def _template(self) -> str | None:
+        if self.tokenizing is None or not self.tokenizing.has_chat_template:
+            return None
+        try:
+            return self.tokenizing.tokenizer.get_chat_template()
+        except ValueError:  # several templates, and none of them is the default
+            return None
 
     def note_report(self, before: Report, report: Report) -> None:
         """Called with each report of the engine and the one before it."""
@@ -120,7 +138,7 @@ class Service:
         return self.alive and not self.draining
 
     def require(self) -> Facts:
-        """The model's facts; ApiError 503 while nothing can be generated."""
+        """Returns the model's facts. ApiError 503 while nothing can be generated."""
         if self.draining:
             raise unavailable("this server is shutting down", code="draining")
         if not self.alive or self.facts is None:
@@ -128,13 +146,11 @@ class Service:
             raise unavailable(f"the engine is {state}", code=f"engine_{state}")
         return self.facts
 
-    def turn_away(self) -> ApiError | None:
-        """Why nothing could be generated now, whatever is asked; None if something could."""
-        try:
-            self.require()
-        except ApiError as fault:
-            return fault
-        return self.admission.full()
+    def refuse_if_full(self) -> None:
+        """ApiError 503 or 429 if no request could run now, whatever its body says."""
+        self.require()
+        if fault := self.admission.full():
+            raise fault
 
     def salt_of(self, key: str | None, asked: str) -> str:
         """Cached pages are shared within one API key and one salt, never across."""
@@ -142,22 +158,28 @@ class Service:
             return asked
         return hmac.new(self._salt_key, f"{key}\0{asked}".encode(), "sha256").hexdigest()
 
-    async def open(self, generation: Generation, *, key: str | None) -> Running:
-        """Reserve a place, tokenise, submit. The caller must `close` what it gets."""
+    async def open(
+        self, generation: Generation, *, key: str | None, counted: dict[str, object]
+    ) -> Running:
+        """Reserves a place, tokenises and submits. The caller must `close` the result.
+
+        counted: gets the request's numbers when it is closed.
+        """
         facts = self.require()
         self.admission.take(generation.num_sequences)
         try:
             prompts = await self._tokenise(generation, facts)
             self.require()  # it may have died meanwhile
             self.admission.take_tokens(sum(map(len, prompts)))
-            return self._submit(generation, prompts, self.salt_of(key, generation.salt))
+            salt = self.salt_of(key, generation.salt)
+            return self._submit(generation, prompts, salt, counted)
         except BaseException:
             self.admission.give_back(generation.num_sequences)
             raise
 
     async def events(self, running: Running) -> AsyncIterator[list[tuple[Sequence, Piece]] | None]:
-        """Pieces as they come, several at once where they have waited; None where nothing came for so
-        long that a client should be shown a sign of life. ApiError where a sequence fails.
+        """Yields pieces as they come, several at once if they have waited. Yields None after ping_seconds
+        of silence, so that the client can be shown a sign of life. ApiError if a sequence fails.
         """
         limits, channel = self.config.limits, running.channel
         silent_until = time.monotonic() + limits.ping_seconds
@@ -185,11 +207,19 @@ class Service:
             silent_until = time.monotonic() + limits.ping_seconds
 
     def close(self, running: Running) -> None:
-        """Cancel what still runs and free the places."""
+        """Cancels what still runs and frees the places."""
         if running.open_ids:
             self.supervisor.cancel(running.open_ids)
             self.metrics.aborted(len(running.open_ids))
         running.channel.close()
+        sequences = running.sequences.values()
+        running.counted |= {
+            "prompt": running.num_prompt_tokens,
+            "cached": sum(s.ended.num_cached_tokens for s in sequences if s.ended is not None),
+            "new": sum(len(s.token_ids) for s in sequences),
+        }
+        if running.first_token:
+            running.counted["first"] = f"{running.first_token - running.started:.3f}"
         self.admission.give_back(len(running.sequences))
         for sequence in running.sequences.values():
             self._left_queue(sequence)
@@ -203,11 +233,10 @@ class Service:
         name = "prompt" if talk is None else "messages"
         try:
             if talk is not None:
-                found = [await self.encode_chat(talk, most=facts.max_model_len)]
+                special = generation.special_tokens is True
+                found = [await self.encode_chat(talk, most=facts.max_model_len, special=special)]
             else:
-                found = await asyncio.to_thread(
-                    lambda: [self.encode(p, facts.max_model_len) for p in generation.prompts]
-                )
+                found = await asyncio.to_thread(self._encode_all, generation, facts.max_model_len)
         except TooManyTokens as fault:
             check_length(fault.count, generation, name, facts)
             raise
@@ -218,33 +247,58 @@ class Service:
         check_prompt_logprobs(found, generation, self.config.limits.prompt_logprobs)
         return found
 
-    def encode(self, prompt: Prompt, most: int) -> tuple[int, ...]:
-        """For a thread: the tokenizers library lets go of the interpreter while it works."""
+    def _encode_all(self, generation: Generation, most: int) -> list[tuple[int, ...]]:
+        """Runs in a thread: the tokenizers library releases the interpreter while it works."""
+        special = generation.special_tokens is not False
+        return [self._encode(prompt, most, special) for prompt in generation.prompts]
+
+    def _encode(self, prompt: Prompt, most: int, special: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
-        return tuple(self._with_tokenizer("prompt").encode(prompt, most=most))
+        tokenizing = self._with_tokenizer("prompt")
+        return tuple(tokenizing.encode(prompt, add_special_tokens=special, most=most))
 
     async def encode_chat(
-        self, talk: Items[Message], *, most: int | None = None
+        self, talk: Conversation, *, most: int | None = None, special: bool = False
     ) -> tuple[int, ...]:
-        """A conversation as a prompt, as `Tokenizing.encode_chat` has it, the template within limits.
+        """Returns a conversation as token ids, rendered by the model's template within its limits.
 
-        TooManyTokens where it has more than `most`.
+        special: the tokenizer adds its special tokens to those that the template writes. Raises
+        TooManyTokens above `most`.
         """
         tokenizing = self._with_tokenizer("messages")
         tokenizing.require_chat_template()
-        tokenizer = tokenizing.tokenizer
+        template = None if self.facts is None else self.facts.template
+        if template is None:
+            raise bad_request("this model's chat templates have no default", "messages")
+        variables = {**tokenizing.tokenizer.special_tokens_map, **talk.variables}
         text = await self.renderer.render(
-            tokenizer.get_chat_template(), talk, tokenizer.special_tokens_map
+            Render(
+                template,
+                talk.messages,
+                variables,
+                talk.add_generation_prompt,
+                talk.continue_final_message,
+            )
         )
-        return tuple(await asyncio.to_thread(tokenizing.encode_rendered, text, most=most))
+        return tuple(
+            await asyncio.to_thread(
+                tokenizing.encode_rendered, text, add_special_tokens=special, most=most
+            )
+        )
 
     def _with_tokenizer(self, param: str) -> Tokenizing:
         if self.tokenizing is None:
             raise bad_request("this model has no tokenizer: give token ids as a prompt", param)
         return self.tokenizing
 
-    def _submit(self, generation: Generation, prompts: list[tuple[int, ...]], salt: str) -> Running:
+    def _submit(
+        self,
+        generation: Generation,
+        prompts: list[tuple[int, ...]],
+        salt: str,
+        counted: dict[str, object],
+    ) -> Running:
         # In a stream each answer shows its own prompt, so that none waits for another.
         choices = generation.sampling.choices(share_prompt=not generation.stream)
         work = [(prompt, sampling) for prompt in prompts for sampling in choices]
@@ -265,6 +319,7 @@ class Service:
             now,
             now,
             set(ids),
+            counted,
         )
 
     def _note(self, running: Running, event: Event, now: float) -> tuple[Sequence, Piece]:
@@ -275,12 +330,13 @@ class Service:
             raise of_failure(event)
         if sequence.queued_tokens:
             self._left_queue(sequence)
-        if sequence.num_tokens == 0:
+        if not sequence.token_ids:
             self.metrics.first_token(now - running.started)
+            running.first_token = running.first_token or now
         else:
             self.metrics.next_token(now - running.last_event)
         running.last_event = now
-        sequence.num_tokens += len(event.token_ids)
+        sequence.token_ids += event.token_ids
         sequence.logprobs += event.logprobs
         if event.prompt_logprobs is not None:
             sequence.prompt_logprobs = event.prompt_logprobs
@@ -292,10 +348,11 @@ class Service:
                 seconds=now - running.started,
                 prompt_tokens=len(sequence.prompt_token_ids),
                 cached_tokens=event.num_cached_tokens,
-                tokens=sequence.num_tokens,
+                tokens=len(sequence.token_ids),
             )
             if event.times is not None:
-                self.metrics.timed(event.times, sequence.num_tokens)
+                self.metrics.timed(event.times, len(sequence.token_ids))
             if not running.open_ids:
-                self.metrics.answered_whole(max(s.num_tokens for s in running.sequences.values()))
+                longest = max(len(s.token_ids) for s in running.sequences.values())
+                self.metrics.answered_whole(longest)
         return sequence, event

@@ -1,4 +1,4 @@
-"""The engine's process from outside: started, watched, talked to, started again.
+"""The engine process from outside: starts it, watches it, exchanges messages, starts it again.
 
 STARTING -> READY -> RESTARTING -> READY ...      until `stop`, or until it gives up
 """
@@ -23,13 +23,13 @@ import zmq.asyncio
 from kvant.errors import KvantError
 from kvant.plan.settings import Settings
 from kvant.sampling.sampling_params import SamplingParams
-from kvant.server.channel import Channel, Event
 from kvant.server.config import Restarts
 from kvant.server.messages import (
     Cancel,
     Failure,
     Fault,
     Loading,
+    Piece,
     Ready,
     Report,
     Stats,
@@ -45,6 +45,75 @@ GAVE_UP = 70
 
 _CHECK_SECONDS = 0.2
 _log = logging.getLogger(__name__)
+
+
+Event = Piece | Failure
+
+
+class Channel:
+    """Events of one request's sequences, in order, until the task that answers it reads them.
+
+    Bounded: `overflowed` is set once more than `most_bytes` of text wait, and nothing is kept after that.
+    The reader closes it.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._events: list[Event] = []
+        self._came = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._most_bytes = most_bytes
+        self._waiting = 0
+        self.overflowed = False
+
+    def put(self, event: Event) -> None:
+        size = _size(event)
+        self.overflowed |= self._waiting + size > self._most_bytes
+        if not self.overflowed or isinstance(event, Failure):
+            self._waiting += size
+            self._events.append(event)
+        self._came.set()
+
+    def take(self) -> list[Event]:
+        """Returns all waiting events, perhaps none."""
+        events, self._events = self._events, []
+        self._waiting = 0
+        self._came.clear()
+        return events
+
+    async def wait(self, until: float) -> None:
+        """Waits for an event, at most until `until` on `time.monotonic`'s clock; may return earlier.
+
+        One alarm serves many waits, each with a later end than the one before. An alarm for each token
+        would cost a quarter of the time of a token.
+        """
+        if self._alarm is None:
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_at(until, self._ring)
+        await self._came.wait()
+
+    def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._came.set()
+
+
+_PIECE_BYTES = 64
+_CHAR_BYTES = 4
+_LOGPROB_BYTES = 100
+
+
+def _size(event: Event) -> int:
+    """Approximate bytes of a waiting event."""
+    if not isinstance(event, Piece):
+        return 0
+    size = _PIECE_BYTES + _CHAR_BYTES * len(event.text)
+    if event.logprobs:
+        # Not those of the prompt: they come once, and have a limit of their own.
+        size += _LOGPROB_BYTES * sum(1 + len(one.top) for one in event.logprobs)
+    return size
 
 
 class State(Enum):
@@ -90,7 +159,7 @@ class Supervisor:
         self._socket: zmq.asyncio.Socket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._fault: Fault | None = None
-        self._last_report = 0.0
+        self._silent = 0.0
         self._stopping = asyncio.Event()
 
     @property
@@ -227,7 +296,7 @@ class Supervisor:
     async def _take_messages(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             message = read_from_engine(await socket.recv())
-            self._last_report = time.monotonic()
+            self._silent = 0.0
             match message:
                 case Loading():
                     self._on_loading(message.task, message.done, message.total)
@@ -255,12 +324,19 @@ class Supervisor:
                 self.cancel((id,))  # nobody reads what it computes
 
     async def _watch(self) -> None:
-        """Kill an engine that has stopped to report."""
+        """Kills an engine that has stopped reporting.
+
+        Counts only the time in which this process could listen. A long gap between two checks means that
+        this process was paused or busy, which says nothing about the engine.
+        """
+        last = time.monotonic()
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
-            silent = time.monotonic() - self._last_report
-            if self.state is State.READY and silent > self._restarts.engine_timeout:
-                _log.error("the engine has not reported for %.1f s and is ended", silent)
+            now = time.monotonic()
+            self._silent += min(now - last, 2 * _CHECK_SECONDS)
+            last = now
+            if self.state is State.READY and self._silent > self._restarts.engine_timeout:
+                _log.error("the engine has not reported for %.1f s and is ended", self._silent)
                 self._kill()
                 return
 

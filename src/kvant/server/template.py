@@ -1,16 +1,15 @@
-"""Rendering chat templates within limits: see `kvant.server.template_process`."""
+"""Renders chat templates within limits, in the process of `kvant.server.template_process`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from kvant.errors import RequestError
+from kvant.server.api_error import unavailable
 from kvant.server.template_process import Render, Rendered
 
 _START_SECONDS = 60.0
@@ -19,9 +18,9 @@ _answers = msgspec.msgpack.Decoder(Rendered)
 
 
 class Renderer:
-    """One process that renders, one conversation after the other; started again when it dies.
+    """One process that renders one conversation after the other; it is restarted when it dies.
 
-    seconds: that one conversation may take.
+    seconds: the limit for one conversation.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -32,7 +31,7 @@ class Renderer:
         self._exchanges: set[asyncio.Task[str]] = set()
 
     def start(self) -> None:
-        """Begin to start the process, which takes a second."""
+        """Begins to start the process, which takes a second."""
         self._starting = asyncio.create_task(self._start())
 
     async def stop(self) -> None:
@@ -44,21 +43,20 @@ class Renderer:
                 self._process = await self._starting
         await self._end()
 
-    async def render(
-        self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> str:
-        """The conversation as text, up to where the assistant speaks. RequestError where it cannot be."""
-        request = Render(template, tuple(dict(m) for m in messages), dict(variables))
+    async def render(self, request: Render) -> str:
+        """Returns the conversation as text. Raises RequestError if the template refuses it or exceeds its
+        limits, ApiError 503 if the process cannot be started.
+        """
         exchange = asyncio.create_task(self._exchange(msgspec.msgpack.encode(request)))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._done)
-        # Whoever asked may leave; an exchange that was begun is ended, or the next would read its answer.
+        # A client may leave, but an exchange always ends: the next one would read its answer.
         return await asyncio.shield(exchange)
 
     def _done(self, exchange: asyncio.Task[str]) -> None:
         self._exchanges.discard(exchange)
         if not exchange.cancelled():
-            exchange.exception()  # seen, even if nobody waits for it any more
+            exchange.exception()  # marks it as seen
 
     async def _exchange(self, data: bytes) -> str:
         async with self._turn:
@@ -74,7 +72,7 @@ class Renderer:
                 await self._end()
                 self.start()
                 raise RequestError(
-                    f"the chat template took longer than {self._seconds:g} s or too much memory",
+                    f"the chat template took longer than {self._seconds:g} s, or its process ended",
                     param="messages",
                 ) from None
             except BaseException:
@@ -93,6 +91,11 @@ class Renderer:
             assert self._starting is not None
             try:
                 self._process = await self._starting
+            except (TimeoutError, EOFError, OSError):
+                raise unavailable(
+                    "the process that renders chat templates could not be started",
+                    code="template_process",
+                ) from None
             finally:
                 self._starting = None
         return self._process

@@ -1,9 +1,8 @@
-"""Chat templates in a process of their own: a template is a program that came with a checkpoint.
+"""Chat templates in a separate process, because a template is a program of the checkpoint.
 
 `python -P -m kvant.server.template_process SECONDS`. Frames on standard input and output: four bytes of
-length, then msgpack. transformers' sandbox keeps a template from the system; this process keeps it from
-the server's time and memory. It ends with its standard input, and by itself when a template takes longer
-than SECONDS.
+length, then msgpack. transformers' sandbox protects the system from a template; this process protects the
+server's time and memory. It ends with its standard input, and when a template takes longer than SECONDS.
 """
 
 from __future__ import annotations
@@ -24,15 +23,17 @@ OUTPUT_FACTOR, OUTPUT_BASE = 8, 2**20
 
 
 class Render(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """variables: what the template sees beside the messages, the tokenizer's special tokens among it."""
+    """One conversation. variables: further values for the template, such as the special tokens."""
 
     template: str
     messages: tuple[dict[str, Any], ...]
     variables: dict[str, Any]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class Rendered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The text, or what was wrong with it."""
+    """The text, or why there is none."""
 
     text: str | None
     fault: str | None = None
@@ -63,7 +64,9 @@ def _render(request: Render, render: Any) -> Rendered:
         (text,), _ = render(
             conversations=[list(request.messages)],
             chat_template=request.template,
-            **{"add_generation_prompt": True, **request.variables},
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **request.variables,
         )
     except MemoryError:
         return Rendered(None, "it needs too much memory")

@@ -1,0 +1,615 @@
+"""From bytes to a checked request, for every endpoint that generates or tokenises.
+
+Pure functions. For any bytes they return or raise ApiError, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvant.errors import RequestError
+from kvant.sampling.sampling_params import PARAMS, SamplingParams
+from kvant.sampling.structured_outputs import StructuredOutputs
+from kvant.server.api_error import ApiError, bad_request, of_request
+from kvant.server.config import Limits
+from kvant.server.refused import (
+    IN_MESSAGES,
+    IN_STRUCTURED_OUTPUTS,
+    NO_EFFECT,
+    RESERVED_TEMPLATE_NAMES,
+    UNSUPPORTED,
+    IsNeutral,
+)
+from kvant.server.wire import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationBody,
+    ResponseFormat,
+    StructuredBody,
+    TokenizeBody,
+)
+
+COMPLETION_TOKENS = 16
+"""max_tokens of a completion that does not set it; OpenAI's default."""
+
+_SALT = re.compile(r"[A-Za-z0-9_-]+")
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MOST_SHOWN = 64
+_MOST_DIGITS = 18
+_log = logging.getLogger(__name__)
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the server knows about its model.
+
+    defaults: sampling parameters of requests that do not set them. template: the chat template; None
+    without one.
+    """
+
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    has_tokenizer: bool
+    defaults: SamplingParams
+    template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages for the chat template. variables: further values that the template sees.
+
+    add_generation_prompt: ends the prompt where the assistant's turn begins. continue_final_message: ends
+    it within the last message instead.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request as the server runs it: every prompt `n` times.
+
+    conversation: instead of prompts, for the chat template. max_tokens: as the client set it, so never
+    cut. echo: answers begin with their prompts. prompt_logprobs: as the client asked, without those that
+    echo needs. special_tokens: whether the tokenizer adds special tokens; None is the endpoint's default.
+    token_ids: answers carry token ids. tokens_as_ids: log-probabilities name tokens as "token_id:N".
+    request_id: the client's name for the request. unknown: fields without a meaning here.
+    """
+
+    prompts: tuple[Prompt, ...]
+    conversation: Conversation | None
+    sampling: SamplingParams
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    salt: str
+    max_tokens: int | None
+    echo: bool
+    prompt_logprobs: int | None
+    special_tokens: bool | None
+    token_ids: bool
+    tokens_as_ids: bool
+    request_id: str | None
+    unknown: tuple[str, ...]
+
+    @property
+    def n(self) -> int:
+        return self.sampling.n
+
+    @property
+    def num_sequences(self) -> int:
+        return max(1, len(self.prompts)) * self.n
+
+
+Raw = dict[str, Any]
+"""A body as JSON, with the fields that its type does not have."""
+
+
+def parse(data: bytes, model: type[_Body]) -> tuple[_Body, Raw]:
+    """Returns the body as a strict type and as it came. ApiError 400 names the field, never its value."""
+    try:
+        raw = msgspec.json.decode(data)
+    except msgspec.ValidationError:
+        # A number beyond all bounds: only the typed reader says where it is.
+        return _converted(lambda: msgspec.json.decode(data, type=model)), {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise bad_request("the body is not valid JSON", None) from None
+    return _converted(lambda: msgspec.convert(raw, model)), raw
+
+
+def _converted(read: Any) -> Any:
+    try:
+        return read()
+    except msgspec.DecodeError as fault:
+        param, message = _where(str(fault))
+        raise bad_request(f"{param}: {message}" if param else message, param) from None
+
+
+def _where(message: str) -> tuple[str | None, str]:
+    """The field at fault and what is wrong with it, from msgspec's message."""
+    text, _, path = message.rpartition(" - at `")
+    if not text:
+        text, path = path, "$"
+    path = path.rstrip("`").removeprefix("$").split("[...]")[0].lstrip(".")
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
+        return f"{path}.{missing[1]}".lstrip("."), "this field is required"
+    if text.startswith("Invalid enum value"):
+        text = "this is not one of the allowed values"
+    text = text.replace(" | null`", "`").replace("`", "")
+    return path or None, text[0].lower() + text[1:]
+
+
+def check_model(name: str | None, facts: Facts) -> None:
+    """ApiError 404 for a model that is not served; None is the served model."""
+    if name is not None and name not in facts.names:
+        raise ApiError(
+            404,
+            f"the model {shown(name)!r} is not served here; served are: {', '.join(facts.names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def read_chat(data: bytes, limits: Limits, facts: Facts) -> Generation:
+    """Reads the body of /v1/chat/completions."""
+    body, raw = parse(data, ChatBody)
+    check_model(body.model, facts)
+    logprobs: int | None = None
+    if body.logprobs:
+        logprobs = _at_most(body.top_logprobs or 0, limits.top_logprobs, "top_logprobs")
+    elif body.top_logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    talk = conversation(body, raw, facts)
+    _refuse_tools(body)
+    return _generation(body, raw, (), talk, logprobs, _max_tokens(body), limits, facts)
+
+
+def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
+    """Reads the body of /v1/completions, with the prompt in any of its four forms."""
+    body, raw = parse(data, CompletionBody)
+    check_model(body.model, facts)
+    prompts = _prompts(body.prompt, limits, facts)
+    if body.logprobs is not None:
+        _at_most(body.logprobs, limits.top_logprobs, "logprobs")
+    most = _max_tokens(body)
+    most = COMPLETION_TOKENS if most is None else most
+    if most == 0 and not body.echo and body.prompt_logprobs is None:
+        raise bad_request("max_tokens 0 needs echo or prompt_logprobs", "max_tokens")
+    return _generation(body, raw, prompts, None, body.logprobs, most, limits, facts)
+
+
+def _generation(
+    body: GenerationBody,
+    raw: Raw,
+    prompts: tuple[Prompt, ...],
+    talk: Conversation | None,
+    logprobs: int | None,
+    max_tokens: int | None,
+    limits: Limits,
+    facts: Facts,
+) -> Generation:
+    unknown = refuse_unsupported(_extra(raw, type(body)))
+    _check_structured_outputs(raw)
+    _check_metadata(body.metadata, limits)
+    n = _at_most(body.n or 1, limits.n, "n")
+    if n * max(1, len(prompts)) > limits.sequences:
+        raise bad_request(
+            f"{len(prompts)} prompts times n={n} are more than {limits.sequences} sequences", "n"
+        )
+    if body.best_of is not None and body.best_of != n:
+        raise bad_request("best_of is not offered; it may only be equal to n", "best_of")
+    stream, options = bool(body.stream), body.stream_options
+    if options is not None and not stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
+    if stream and body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs are not offered while streaming", "prompt_logprobs")
+    if max_tokens == 0 and n > 1:
+        raise bad_request("n must be 1 when max_tokens is 0", "n")
+    if body.prompt_logprobs is not None:
+        _at_most(body.prompt_logprobs, limits.top_logprobs, "prompt_logprobs")
+    if body.request_id is not None and not _ID.fullmatch(body.request_id):
+        raise bad_request("request_id has 1 to 128 visible ASCII characters", "request_id")
+    echo = isinstance(body, CompletionBody) and bool(body.echo)
+    return Generation(
+        prompts=prompts,
+        conversation=talk,
+        sampling=_sampling(body, logprobs, max_tokens, echo, limits, facts),
+        stream=stream,
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        salt=_salt(body.cache_salt, limits),
+        max_tokens=_max_tokens(body),
+        echo=echo,
+        prompt_logprobs=body.prompt_logprobs,
+        special_tokens=body.add_special_tokens,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        request_id=body.request_id,
+        unknown=tuple(unknown),
+    )
+
+
+# -- sampling ----------------------------------------------------------------------------------
+
+
+def _sampling(
+    body: GenerationBody,
+    logprobs: int | None,
+    max_tokens: int | None,
+    echo: bool,
+    limits: Limits,
+    facts: Facts,
+) -> SamplingParams:
+    said = {name: value for name in PARAMS if (value := getattr(body, name)) is not None}
+    for name, value in said.items():
+        if PARAMS[name].needs_text and value and not facts.has_tokenizer:
+            raise bad_request(f"{name} needs a tokenizer; this model has none", name)
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    _at_most(len(stops), limits.stops, "stop", "strings")
+    for stop in stops:
+        if not 0 < len(stop) <= limits.stop_chars:
+            raise bad_request(f"a stop string has 1 to {limits.stop_chars} characters", "stop")
+    _at_most(len(body.bad_words or ()), limits.bad_words, "bad_words", "texts")
+    _at_most(len(body.allowed_token_ids or ()), facts.vocab_size, "allowed_token_ids", "ids")
+    form = _form(body, limits)
+    if form is not None and not facts.has_tokenizer:
+        raise bad_request(f"{form.asked_as} needs a tokenizer; this model has none", form.asked_as)
+    prompt_logprobs = body.prompt_logprobs
+    if echo and (logprobs is not None or max_tokens == 0):
+        prompt_logprobs = max(logprobs or 0, prompt_logprobs or 0)
+    said |= {
+        "max_tokens": max_tokens,
+        "logit_bias": _logit_bias(body.logit_bias, limits),
+        "structured_outputs": form,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
+    try:
+        sampling = replace(facts.defaults, **said)
+    except RequestError as fault:
+        raise of_request(fault) from None
+    for name, tokens in sampling.token_ids.items():
+        check_tokens(tokens, name, facts)
+    if max_tokens is None and sampling.min_tokens >= facts.max_model_len:
+        raise bad_request(
+            f"min_tokens is not less than the {facts.max_model_len} tokens of a sequence",
+            "min_tokens",
+        )
+    return sampling
+
+
+def _logit_bias(given: Mapping[str, float] | None, limits: Limits) -> dict[int, float]:
+    """JSON has texts for keys; they must be plain decimal ids."""
+    _at_most(len(given or ()), limits.logit_bias, "logit_bias", "entries")
+    found = {}
+    for key, value in (given or {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > _MOST_DIGITS:
+            raise bad_request(f"logit_bias: {shown(key)!r} is not a token id", "logit_bias")
+        found[int(key)] = value
+    return found
+
+
+def _max_tokens(body: GenerationBody) -> int | None:
+    """One number with three names. Several may be given if they agree; n_predict -1 is none."""
+    names = ("max_tokens", "max_completion_tokens", "n_predict")
+    given = {name: value for name in names if (value := getattr(body, name)) not in (None, -1)}
+    if len(set(given.values())) > 1:
+        *_, last = given
+        raise bad_request(f"{' and '.join(given)} are names of one number, and differ", last)
+    most: int | None = next(iter(given.values()), None)
+    if most == 0 and not isinstance(body, CompletionBody):
+        raise bad_request("n_predict is 0; it must be at least 1", "n_predict")
+    return most
+
+
+# -- forms -------------------------------------------------------------------------------------
+
+_FORM_FIELDS = {
+    "guided_json": "json",
+    "json_schema": "json",  # llama.cpp, SGLang
+    "guided_regex": "regex",
+    "regex": "regex",  # SGLang
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "grammar": "grammar",  # llama.cpp
+    "ebnf": "grammar",  # SGLang
+}
+
+
+def _form(body: GenerationBody, limits: Limits) -> StructuredOutputs | None:
+    """The form that the body asks for, checked for its size. ApiError 400 for two forms."""
+    try:
+        forms = list(_forms(body))
+        if forms:
+            forms[0].require_within(limits.form)
+    except RequestError as fault:
+        raise of_request(fault) from None
+    if len(forms) > 1:
+        names = " and ".join(form.asked_as for form in forms)
+        raise bad_request(f"{names} ask for one form each: give one", forms[1].asked_as)
+    return forms[0] if forms else None
+
+
+def _forms(body: GenerationBody) -> Iterator[StructuredOutputs]:
+    if body.response_format is not None:
+        yield from _of_response_format(body.response_format)
+    if body.structured_outputs is not None:
+        yield _of_structured_outputs(body.structured_outputs)
+    for name, kind in _FORM_FIELDS.items():
+        value = getattr(body, name)
+        if value is not None:
+            yield StructuredOutputs(**{kind: _schema(value, name)}, asked_as=name)
+
+
+def _of_response_format(given: ResponseFormat) -> Iterator[StructuredOutputs]:
+    name = "response_format"
+    if given.json_schema is not None and given.type != "json_schema":
+        raise bad_request(f"{name}: json_schema does not belong to type {given.type}", name)
+    if given.type == "json_object":
+        yield StructuredOutputs(json_object=True, asked_as=name)
+    elif given.type == "json_schema":
+        if given.json_schema is None:
+            raise bad_request(f"{name}: type json_schema needs json_schema", f"{name}.json_schema")
+        # Always strict: an answer that breaks its schema is useless.
+        yield StructuredOutputs(json=_schema(given.json_schema.schema, name), asked_as=name)
+
+
+def _of_structured_outputs(given: StructuredBody) -> StructuredOutputs:
+    name = "structured_outputs"
+    return StructuredOutputs(
+        json=_schema(given.json, name),
+        json_object=bool(given.json_object),
+        regex=given.regex,
+        choice=None if given.choice is None else tuple(given.choice),
+        grammar=given.grammar,
+        asked_as=name,
+    )
+
+
+def _schema(value: Any, name: str) -> Any:
+    """A schema that came as an object, as text; everything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise bad_request(f"{name}: the schema is not valid JSON", name) from None
+
+
+# -- prompts and conversations -----------------------------------------------------------------
+
+
+def _prompts(given: str | list[Any], limits: Limits, facts: Facts) -> tuple[Prompt, ...]:
+    if isinstance(given, list) and not given:
+        raise bad_request("prompt is empty", "prompt")
+    kinds = {str} if isinstance(given, str) else set(map(type, given))
+    if len(kinds) > 1:
+        raise bad_request("prompt mixes texts, token ids and lists", "prompt")
+    several = [given] if isinstance(given, str) or kinds == {int} else given
+    _at_most(len(several), limits.prompts, "prompt", "prompts")
+    found: list[Prompt] = []
+    for item in several:
+        if isinstance(item, str):
+            if not facts.has_tokenizer:
+                raise bad_request("this model has no tokenizer: give token ids", "prompt")
+            found.append(item)
+        else:
+            if len(item) < facts.max_model_len:  # longer prompts are refused for their length
+                check_tokens(item, "prompt", facts)
+            found.append(tuple(item))
+    return tuple(found)
+
+
+def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conversation:
+    """The messages as the chat template takes them: text parts joined by newlines, developer as system."""
+    if not body.messages:
+        raise bad_request("messages is empty", "messages")
+    if not facts.has_tokenizer:
+        raise bad_request(
+            "this model has no tokenizer: use /v1/completions with token ids", "messages"
+        )
+    found = []
+    for index, (message, as_sent) in enumerate(zip(body.messages, raw["messages"], strict=True)):
+        where = f"messages[{index}]."
+        refuse_unsupported(_extra(as_sent, ChatMessage), IN_MESSAGES, where=where)
+        role = "system" if message.role == "developer" else message.role
+        one = {"role": role, "content": _content(message, where)}
+        if message.name is not None:
+            one["name"] = message.name
+        found.append(one)
+    continues = bool(body.continue_final_message)
+    adds = body.add_generation_prompt
+    if continues and adds:
+        raise bad_request(
+            "continue_final_message contradicts add_generation_prompt", "continue_final_message"
+        )
+    if continues and found[-1]["role"] != "assistant":
+        raise bad_request(
+            "continue_final_message needs an assistant message at the end", "continue_final_message"
+        )
+    return Conversation(
+        tuple(found), not continues and adds is not False, continues, _variables(body, facts)
+    )
+
+
+def _content(message: ChatMessage, where: str) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        raise bad_request(f"{where}content: a text is required", f"{where}content")
+    texts = []
+    for index, part in enumerate(message.content):
+        if part.type != "text":
+            raise bad_request(
+                f"a part of type {shown(part.type)!r} is not offered: this server takes text",
+                f"{where}content[{index}].type",
+            )
+        if part.text is None:
+            name = f"{where}content[{index}].text"
+            raise bad_request(f"{name}: this field is required", name)
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _variables(body: ChatBody | TokenizeBody, facts: Facts) -> dict[str, Any]:
+    """Values for the chat template. reasoning_effort is refused where the template does not read it."""
+    given = dict(body.chat_template_kwargs or {})
+    for name in RESERVED_TEMPLATE_NAMES & given.keys():
+        raise bad_request(
+            f"chat_template_kwargs cannot set {name}: the server sets it", "chat_template_kwargs"
+        )
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        if "reasoning_effort" not in (facts.template or ""):
+            raise bad_request(
+                "this model's chat template does not read reasoning_effort", "reasoning_effort"
+            )
+        given["reasoning_effort"] = body.reasoning_effort
+    ignored = [name for name in given if name not in (facts.template or "")]
+    note_ignored(f"chat_template_kwargs.{name}" for name in ignored)
+    return given
+
+
+def _refuse_tools(body: ChatBody) -> None:
+    """Without tools, tool_choice has no effect; with tool_choice none, tools have none."""
+    if body.tools and body.tool_choice != "none":
+        raise bad_request("tools are not offered by this server", "tools")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise bad_request("tool_choice needs tools, which are not offered", "tool_choice")
+
+
+# -- checks ------------------------------------------------------------------------------------
+
+
+def check_tokens(tokens: Sequence[int], name: str, facts: Facts) -> None:
+    """ApiError 400 for an id outside the vocabulary."""
+    if not tokens or (min(tokens) >= 0 and max(tokens) < facts.vocab_size):
+        return  # there may be millions, and the event loop waits
+    token = next(token for token in tokens if not 0 <= token < facts.vocab_size)
+    raise bad_request(
+        f"{name} contains token {shown(str(token))}; ids go from 0 to {facts.vocab_size - 1}", name
+    )
+
+
+def check_length(count: int, generation: Generation, name: str, facts: Facts) -> None:
+    """ApiError 400 if a prompt of `count` tokens and its max_tokens exceed the context."""
+    if not count:
+        raise bad_request(f"{name} has no tokens: there is nothing to go on from", name)
+    wanted = 1 if generation.max_tokens is None else generation.max_tokens
+    if count + wanted > facts.max_model_len:
+        raise bad_request(
+            f"a sequence may have {facts.max_model_len} tokens here; the prompt has {count} "
+            f"and {wanted} new ones are asked for",
+            name,
+            code="context_length_exceeded",
+        )
+
+
+def check_prompt_logprobs(prompts: list[tuple[int, ...]], wanted: Generation, most: int) -> None:
+    """ApiError 400 if the log-probabilities of the prompts would be more than `most` values."""
+    each = wanted.sampling.prompt_logprobs
+    if each is None:
+        return
+    copies = wanted.n if wanted.stream else 1
+    count = sum(len(prompt) for prompt in prompts) * (each + 1) * copies
+    if count > most:
+        name = "logprobs" if wanted.prompt_logprobs is None else "prompt_logprobs"
+        raise bad_request(
+            f"{name} of the prompt would return {count} values; the limit is {most}", name
+        )
+
+
+def shown(text: str) -> str:
+    """The part of a client's text that fits into a message."""
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + ".."
+
+
+def _salt(given: str | None, limits: Limits) -> str:
+    if given is None:
+        return ""
+    if not _SALT.fullmatch(given) or len(given) > limits.cache_salt_chars:
+        raise bad_request(
+            f"cache_salt has 1 to {limits.cache_salt_chars} characters of A-Z a-z 0-9 _ -",
+            "cache_salt",
+        )
+    return given
+
+
+def _check_metadata(given: Mapping[str, str] | None, limits: Limits) -> None:
+    """A client's own notes on its request; they have no effect."""
+    _at_most(len(given or ()), limits.metadata_entries, "metadata", "entries")
+    for key, value in (given or {}).items():
+        _at_most(len(key), limits.metadata_key_chars, "metadata", "characters of a key")
+        _at_most(len(value), limits.metadata_value_chars, "metadata", "characters of a value")
+
+
+def _at_most(value: int, most: int, name: str, unit: str = "") -> int:
+    if value > most:
+        raise bad_request(f"{name}: {value} {unit}".strip() + f"; the limit is {most}", name)
+    return value
+
+
+# -- fields that no type has -------------------------------------------------------------------
+
+_ignored: set[str] = set()
+_MOST_IGNORED = 100
+
+
+def refuse_unsupported(
+    extra: Mapping[str, object], known: Mapping[str, IsNeutral] = UNSUPPORTED, *, where: str = ""
+) -> list[str]:
+    """Returns the names that have no meaning here. ApiError 400 for a known one that is not offered.
+
+    null is neutral for all of them.
+    """
+    unknown = []
+    for name, value in extra.items():
+        if name not in known:
+            unknown.append(name)
+        elif value is not None and not known[name](value):
+            raise bad_request(f"{where}{name} is not offered by this server", f"{where}{name}")
+    unknown = [name for name in unknown if name not in NO_EFFECT]
+    note_ignored(f"{where.split('[')[0]}{name}" for name in unknown)
+    return unknown
+
+
+def note_ignored(names: Iterable[str]) -> None:
+    """Logs each ignored name once; clients choose the names, so the log is bounded."""
+    for name in map(shown, names):
+        if name not in _ignored and len(_ignored) < _MOST_IGNORED:
+            _ignored.add(name)
+            _log.warning("requests set %s, which has no effect here", ascii(name))
+
+
+def _extra(raw: Mapping[str, Any], known: type[msgspec.Struct]) -> dict[str, Any]:
+    return {name: value for name, value in raw.items() if name not in known.__struct_fields__}
+
+
+def _check_structured_outputs(raw: Raw) -> None:
+    """ApiError 400 for what is not offered within structured_outputs."""
+    given = raw.get("structured_outputs")
+    if isinstance(given, dict):
+        name = "structured_outputs"
+        extra = _extra(given, StructuredBody)
+        if refuse_unsupported(extra, IN_STRUCTURED_OUTPUTS, where=f"{name}."):
+            known = ", ".join(StructuredBody.__struct_fields__)
+            raise bad_request(f"{name} has no such form; known: {known}", name)
+
+
+def refuse_tokenize_extras(raw: Raw) -> None:
+    """ApiError 400 for a field of /tokenize that is not offered."""
+    refuse_unsupported(_extra(raw, TokenizeBody))

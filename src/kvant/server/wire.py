@@ -1,0 +1,425 @@
+"""The JSON of every endpoint: bodies of requests, and answers.
+
+msgspec reads and writes these types, and `kvant.server.openapi` describes them. Bodies are strict: a
+whole number is not a text, a boolean or a fraction. The sampling parameters of a body follow from
+`SamplingParams`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from kvant.sampling.sampling_params import INT64, PARAMS, TYPES, Param, scalar_type
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+class ContentPart(Struct, frozen=True):
+    """A part of a message. Only parts of type text are served."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(Struct, frozen=True):
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredBody(Struct, frozen=True):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+def _body_type(name: str, param: Param) -> Any:
+    """The type of a parameter in a body; None is always allowed and means "not given"."""
+    kind = scalar_type(name)
+    if kind is bool:
+        return bool | None
+    if kind is not None:
+        low, high = param.low, param.client_high or param.high
+        bounds: dict[str, Any] = {"gt" if param.above_low else "ge": low, "le": high}
+        if kind is int:
+            bounds["le"] = int(min(high, INT64 - 1))
+        return (
+            Annotated[kind, Meta(**{k: v for k, v in bounds.items() if abs(v) < math.inf})] | None
+        )
+    return _BODY_TYPES[TYPES[name]]
+
+
+_BODY_TYPES: Mapping[Any, Any] = {
+    Sequence[str]: list[str] | None,
+    str | Sequence[str]: str | list[str] | None,
+    Sequence[int]: list[int] | None,
+    Sequence[int] | None: list[int] | None,
+    TYPES["logit_bias"]: dict[str, float] | None,
+    TYPES["structured_outputs"]: StructuredBody | None,
+}
+if TYPE_CHECKING:
+
+    class _SamplingFields(Struct, frozen=True, kw_only=True):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _SamplingFields = msgspec.defstruct(
+        "_SamplingFields",
+        [(name, _body_type(name, param), None) for name, param in PARAMS.items()],
+        frozen=True,
+        kw_only=True,
+    )
+
+_TOKENS = Annotated[int, Meta(ge=1, le=INT64 - 1)] | None
+_LOGPROBS = Annotated[int, Meta(ge=0, le=INT64 - 1)] | None
+
+
+class GenerationBody(_SamplingFields, frozen=True, kw_only=True):
+    """The fields that both endpoints share. None: the model's default, else OpenAI's.
+
+    Three names are one number: max_tokens, max_completion_tokens and llama.cpp's n_predict.
+    """
+
+    model: str | None = None
+    max_tokens: _TOKENS = None
+    max_completion_tokens: _TOKENS = None
+    n_predict: Annotated[int, Meta(ge=-1, le=INT64 - 1)] | None = None
+    best_of: _TOKENS = None
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: _LOGPROBS = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+_PROMPT_FORMS = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "string"}},
+    {"type": "array", "items": {"type": "integer"}},
+    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+]
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    # Lists that mix forms are refused later: msgspec reads at most one array type in a union.
+    prompt: Annotated[
+        str | list[str | int | list[int]], Meta(extra_json_schema={"anyOf": _PROMPT_FORMS})
+    ]
+    max_tokens: Annotated[int, Meta(ge=0, le=INT64 - 1)] | None = None
+    echo: bool | None = None
+    logprobs: _LOGPROBS = None
+
+
+class TokenizeBody(Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, frozen=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+# -- answers -----------------------------------------------------------------------------------
+
+Count = Annotated[int, Meta(ge=0)]
+Reason = Literal["stop", "length"]
+
+
+class ErrorInside(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    error: ErrorInside
+
+
+class PromptDetails(Struct):
+    cached_tokens: Count
+
+
+class Usage(Struct):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptDetails
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[Count] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[Count]
+
+
+class PromptLogprob(Struct):
+    logprob: float
+    rank: Count
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
+TokenIds = list[Count] | UnsetType
+
+
+class Message(Struct):
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct, kw_only=True):
+    index: Count
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason
+    stop_reason: str | int | None
+    token_ids: TokenIds = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    id: str
+    created: Count
+    model: str
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: None = None
+    prompt_logprobs: PromptLogprobs
+    prompt_token_ids: TokenIds = UNSET
+
+
+class Delta(Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    index: Count
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Reason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: TokenIds = UNSET
+
+
+class ChatCompletionChunk(Struct, kw_only=True):
+    id: str
+    created: Count
+    model: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None
+    prompt_token_ids: TokenIds = UNSET
+
+
+class CompletionChoice(Struct, kw_only=True):
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Reason
+    stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    id: str
+    created: Count
+    model: str
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: None = None
+
+
+class CompletionChunkChoice(Struct, kw_only=True):
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Reason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
+
+
+class CompletionChunk(Struct, kw_only=True):
+    id: str
+    created: Count
+    model: str
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None
+
+
+class StoredKV(Struct):
+    stored_as: str
+    bytes_per_token: Count
+    capacity_tokens: Count
+    page_size: Count
+
+
+class ModelCard(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: Count
+    owned_by: str = "kvant"
+    root: str
+    parent: None = None
+    max_model_len: Count
+    kv_cache: StoredKV
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class PlanTarget(Struct):
+    layers: list[dict[str, Any]]
+    bytes_per_token: Count
+
+
+class Plan(Struct):
+    """The parts of `kvant plan --format json` that clients rely on."""
+
+    schema: Count
+    model: str
+    fingerprint: str
+    page_size: Count
+    target: PlanTarget
+
+
+class Tokens(Struct):
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str | None] | UnsetType = UNSET
+
+
+class Text(Struct):
+    prompt: str
+
+
+class TokenizerInfo(Struct, kw_only=True):
+    tokenizer_class: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    vocab_size: Count
+
+
+class State(Struct):
+    status: Literal["starting", "ready", "restarting", "stopped", "draining"]
+
+
+class Version(Struct):
+    version: str
+
+
+class Load(Struct):
+    """server_load: sequences that run or wait."""
+
+    server_load: Count
+
+
+class ServerInfo(Struct):
+    """What this server runs. fingerprint: of the plan, see /v1/kv/plan."""
+
+    version: str
+    models: list[str]
+    root: str
+    revision: str | None
+    fingerprint: str
+    max_model_len: Count
+    max_num_seqs: Count
+    vocab_size: Count
+    kv_cache: StoredKV
+
+
+class Document(Struct):
+    """The parts of /openapi.json that every such document has."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]

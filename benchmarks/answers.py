@@ -54,7 +54,7 @@ class Answers:
 class Agreement:
     """Answers of one way and of another, `beside`, with the same format, dtype and mode.
 
-    positions: tokens of both that had the same text before them. flips: those that differ.
+    positions: tokens of both with the same text before them. flips: how many of these differ.
     """
 
     format: str

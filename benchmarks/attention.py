@@ -35,7 +35,9 @@ def attention(
     ] = None,
     peer_page_sizes: Annotated[
         list[int] | None,
-        typer.Option("--peer-page-size", help="Of the peers; 16 if not given.", show_default=False),
+        typer.Option(
+            "--peer-page-size", help="Page size of the peers; default 16.", show_default=False
+        ),
     ] = None,
     page_sizes: PageSizes = None,
     fa3: Annotated[

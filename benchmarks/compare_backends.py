@@ -177,7 +177,7 @@ def _readers(plan: KVPlan) -> str:
 
 
 def _nll(logits: Tensor, ids: Sequence[int]) -> float:
-    """Of every token but the first."""
+    """Mean negative log-likelihood of every token but the first."""
     following = torch.tensor(ids[1:], device=logits.device)
     return float(functional.cross_entropy(logits[:-1].float(), following))
 

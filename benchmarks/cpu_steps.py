@@ -85,7 +85,7 @@ class Quality:
 def measure_quality(
     weights: Sequence[Quantization | None], problems: Path, count: int
 ) -> Iterator[Quality]:
-    """Of the answers to the first problems of GSM8K, as they stand in the file."""
+    """Quality over the answers to the first problems of GSM8K, in file order."""
     read = read_texts(problems, ("question",), ("answer",), count=count)
     texts = [(f"{question}\n", answer) for question, answer in read]
     for quantization in weights:

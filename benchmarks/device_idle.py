@@ -24,7 +24,7 @@ _LEAST_SEEN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Of `steps` steps, one behind the other. The time is that from the begin of the first to the end of
+    """Idle time over `steps` consecutive steps. The time runs from the begin of the first to the end of
     the last piece of work on the device: kernels, copies and fills of all streams.
 
     share: of the time, when nothing ran. long_share: the same in gaps of LONG_GAP_US or more.

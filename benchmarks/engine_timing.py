@@ -41,7 +41,7 @@ class Timing:
     """milliseconds: of each step (decode), or of each whole prompt (prefill). tokens: that each brought.
 
     python_share: of the decode steps' time, what was not spent in compiled code; None where that is
-    not known. idle: of the device in further decode steps, None where nobody asked.
+    not known. idle: of the device in further decode steps, None if not asked for.
     """
 
     case: Case
@@ -134,7 +134,7 @@ def _prefill(engine: Engine, case: Case, numbers: random.Random) -> float:
 
 
 def _submit(engine: Engine, case: Case, new: int, numbers: random.Random) -> list[int]:
-    # Those that start first go on while the others' prompts are computed, step by step.
+    # Sequences that start first continue while the others' prompts are computed, step by step.
     spare = case.batch * -(-case.context // engine.limits.max_num_batched_tokens) + case.batch
     params = SamplingParams(temperature=0.0, max_tokens=new + spare, ignore_eos=True)
     return [

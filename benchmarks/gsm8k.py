@@ -34,7 +34,7 @@ from kvant.models.loaded import LoadedModel
 from kvant.sampling.sampling_params import SamplingParams
 
 STEP_TOKENS = 2048
-"""Solutions, or questions, of about so many tokens are read in one step."""
+"""Approximate tokens of solutions, or questions, that one step reads."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 

@@ -55,14 +55,16 @@ def invariance(
             "--what", help="flips, cost (tokens/s), both of these, or whole answers compared."
         ),
     ] = Measured.BOTH,
-    mode: Annotated[Mode, typer.Option("--mode", help="Of --batch-invariant.")] = Mode.BOTH,
+    mode: Annotated[
+        Mode, typer.Option("--mode", help="Which modes of --batch-invariant to run.")
+    ] = Mode.BOTH,
     dtype: Annotated[str, typer.Option("--dtype", metavar="D")] = "float32",
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     way: Annotated[
         list[str] | None,
         typer.Option(
             "--way",
-            help="Of answering: alone, batch, unrecorded; may be repeated, all without.",
+            help="How to answer: alone, batch, unrecorded; may be repeated, default all.",
             show_default=False,
         ),
     ] = None,

@@ -11,7 +11,7 @@ from kvant.errors import BadValue, WayOut
 def read_texts(
     path: Path, *fields: tuple[str, ...], count: int, shortest: bool = False
 ) -> list[tuple[str, ...]]:
-    """Of the first `count` lines, or the shortest, one text for each of `fields`.
+    """Return one text per field for the first `count` lines, or for the shortest ones.
 
     fields: each a choice of names, of which the first that an object has counts.
     Raises BadValue where the file is not such a file.

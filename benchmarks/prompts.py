@@ -114,7 +114,7 @@ def flop(case: Case) -> int:
 
 
 def group_us(call: Callable[[], object], one_us: float) -> float:
-    """Of a call, from a group of them. one_us: about what one takes."""
+    """Microseconds per call, from a group of calls. one_us: estimate for one call."""
     lead, count = (max(1, round(us / one_us)) for us in (LEAD_US, GROUP_US))
     for _ in range(lead):
         call()  # the first of the group is launched while these run

@@ -1,6 +1,6 @@
 """Steady decoding with and without drafts, with replayed acceptance: see `benchmarks.replayed`.
 
-So many requests at once, all answering; the clock runs from the moment when each has its first tokens and
+All requests answer at once. The clock starts when each has its first tokens and
 the ways of stepping have been tried, to the first that ends. Plain decoding and decoding with drafts take
 turns in one process, each on an engine of its own.
 """
@@ -41,7 +41,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One repeat. new: tokens of all requests in `seconds`, in so many steps."""
+    """One repeat. new: tokens of all requests in `seconds`. steps: their number."""
 
     seconds: float
     new: int
@@ -69,7 +69,7 @@ class Found:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the median repeat."""
+        """Tokens per second of the median repeat."""
         found = sorted(one.tokens_per_second for one in self.repeats)
         return found[len(found) // 2]
 
@@ -114,7 +114,7 @@ def _measure(
     adaptive: bool,
     written: bool,
 ) -> Iterator[Found]:
-    """Of one format. The engines are gone with the end of it."""
+    """Measure one format. Its engines are freed at the end."""
     llms = []
     for config in configs:
         start = time.perf_counter()
@@ -146,7 +146,7 @@ def _measure(
 
 
 def _run(llm: LLM, load: Load, *, seed: int, written: bool) -> Timed:
-    """Requests that nobody lets end; they are cancelled when enough is known."""
+    """Run requests without an end; cancel them when enough is known."""
     engine = llm.engine
     numbers = random.Random(seed)
     limit = engine.limits.max_model_len - load.input
@@ -171,7 +171,7 @@ def _run(llm: LLM, load: Load, *, seed: int, written: bool) -> Timed:
 
 
 def _step_until(llm: LLM, counts: dict[int, int], least: int) -> None:
-    """Step until each request has so many tokens. DoesNotFit where one has to end before."""
+    """Step until each request has `least` tokens. DoesNotFit if one has to end before."""
     while min(counts.values()) < least:
         for piece in llm.engine.step():
             if piece.result is not None:

@@ -24,7 +24,7 @@ PAGE_SIZE = 16
 MODEL_LEN = 4096
 STEP_TOKENS = 8192
 PROMPT_TOKENS = (256, 768)  # drawn evenly
-MIXED_TURNOVER = 64  # in the mixed load one of so many sequences ends in a step
+MIXED_TURNOVER = 64  # in the mixed load, one sequence in this many ends per step
 _TOKENS = 50_000
 _PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 

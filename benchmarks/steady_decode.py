@@ -55,10 +55,10 @@ def steady_decode(
 ) -> Iterator[Steady]:
     """Each format on a pool of its own over the weights of `llm`.
 
-    profiled: steps after those that are timed, see `measure_idle`. BadValue for sequences that would be
+    profiled: steps after the timed ones, see `measure_idle`. BadValue for sequences that would be
     longer than the model's positions reach.
     """
-    # Those that are admitted first go on by a token a step while the others are.
+    # Sequences that are admitted first advance one token per step while others are admitted.
     tokens = context + -(-batch * context // _STEP_TOKENS) + steps_of(steps, profiled)
     longest = llm.planned.target.geometry.max_model_len
     if longest is not None and tokens > longest:

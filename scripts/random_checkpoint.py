@@ -27,7 +27,7 @@ SPREAD = 0.02
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FLOAT8_MAX = 448.0
 KV_SCALE = 0.02
-"""Of K and V; layer i has i per cent more, so that no two are alike."""
+"""Scale of K and V; layer i has i per cent more, so that all differ."""
 
 
 def main() -> None:

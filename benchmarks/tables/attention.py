@@ -11,7 +11,7 @@ GENERAL = "h200-attention-general.json"
 DENSE = "h200-attention-prompts.json"
 MOST_OVER_PEER = 1.03
 MOST_OVER_ONE_QUERY = 1.15
-# Of one query: microseconds, and share of the time of bfloat16.
+# Goals for one query: microseconds, and share of the time of bfloat16.
 GOALS: dict[str, tuple[float | None, float | None]] = {
     "bfloat16": (540, None),
     "fp8_e4m3": (290, 0.56),
@@ -124,7 +124,7 @@ def over_best_peer(data: Any, page_size: int | None = None) -> list[float]:
 @table("attention-grid-bfloat16", "h200-attention-grid-bfloat16.json")
 @table("attention-grid-fp8", "h200-attention-grid-fp8.json")
 def grid(data: Any) -> Cells:
-    """Everybody at the better page size: Kvant's microseconds, and its time over the best peer's."""
+    """Each engine at its better page size: Kvant's microseconds, and its time over the best peer's."""
     points = _beside_best_peer(data)
     lengths = sorted({length for _, length in points})
 
@@ -145,7 +145,7 @@ def grid(data: Any) -> Cells:
 
 
 def bits(name: str) -> int:
-    """Of a stored number; scales do not count."""
+    """Bits per stored number; scales do not count."""
     return {"bfloat16": 16, "int4_per_token_head": 4, "nvfp4": 4}.get(name, 8)
 
 

@@ -21,7 +21,7 @@ CALLS = (
 
 @table("beside-vllm", *(file for call in CALLS for file in call))
 def throughput(*files: Any) -> Cells:
-    """Of the fastest repeat; a ratio above 1 is in Kvant's favour."""
+    """Figures of the fastest repeat; a ratio above 1 is in Kvant's favour."""
     by_load = [{load: r for (load, _), r in rounds(data).items()} for data in files]
     found = dict(zip((file for call in CALLS for file in call), by_load, strict=True))
     loads = list(found[CALLS[0][0]])
@@ -45,7 +45,7 @@ def throughput(*files: Any) -> Cells:
 
 
 def _call_rounds(found: dict[str, Any], load: str) -> list[list[Any]]:
-    """Of each call, vLLM's round of a load and Kvant's; None where it did not run."""
+    """vLLM's round of a load and Kvant's, for each call; None if it did not run."""
     return [[found[file].get(load) for file in call] for call in CALLS]
 
 

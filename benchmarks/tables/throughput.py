@@ -21,7 +21,7 @@ GOALS: dict[tuple[str, str], float] = {
 
 
 def measured(load: str, seconds: Iterable[float]) -> tuple[float, str]:
-    """Of the fastest repeat, and in words: seconds of long loads, else output tokens a second."""
+    """Value of the fastest repeat, and its text: seconds of long loads, else output tokens per second."""
     if load in LONG:
         value = min(seconds)
         return value, f"{value:.1f} s"
@@ -30,7 +30,7 @@ def measured(load: str, seconds: Iterable[float]) -> tuple[float, str]:
 
 
 def output_tokens_per_second(load: str, seconds: Iterable[float]) -> float:
-    """Of the fastest repeat: whatever disturbs only slows."""
+    """Output tokens per second of the fastest repeat: disturbances only slow a run."""
     requests, _, output = map(int, re.split("[x/]", load))
     return requests * output / min(seconds)
 

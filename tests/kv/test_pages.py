@@ -215,7 +215,7 @@ def test_giving_back_twice_is_caught() -> None:
         (lambda a: a._ref_counts.__setitem__(1, 2), "reference count 2"),
         (lambda a: a._free.append(SCRATCH), "page 0"),
         (lambda a: a._page_of.clear(), "two directions"),
-        (lambda a: a._idle.__setitem__(3, None), "nobody can find it"),
+        (lambda a: a._idle.__setitem__(3, None), "no request can find it"),
     ],
 )
 def test_the_audit_sees_damage(damage: object, finding: str) -> None:

@@ -1,4 +1,4 @@
-"""From a plan's backend names to the backends themselves, one object a backend."""
+"""Load the backends that a plan names, one object per backend."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _import(name: str, module: str) -> _BackendModule:
 
 
 def load_backends(plan: KVPlan, *, batch_invariant: bool = False) -> tuple[AttentionBackend, ...]:
-    """The backend of every layer by layer index; a layer without one of its own has its owner's.
+    """Return the backend of every layer, by layer index; a layer that shares KV has its owner's.
 
-    batch_invariant: as the plan was made; see `BackendInfo`.
+    batch_invariant: as in the plan; see `BackendInfo`.
     """
     modules = {info.name: info.module for info in BACKENDS}
     able = {info.name for info in BACKENDS if info.batch_invariant}
@@ -56,5 +56,5 @@ def load_backends(plan: KVPlan, *, batch_invariant: bool = False) -> tuple[Atten
     first = next((name for name in names if name is not None), None)
     if first is None:
         raise EngineFault(f"no layer of {plan.model} has an attention backend")
-    # Layers without attention never ask for theirs; the tuple just has to be as long as the model.
+    # Layers without attention never use their entry; the tuple only needs the model's length.
     return tuple(load(name or first) for name in names)

@@ -1,4 +1,4 @@
-"""What one forward step carries, and the protocol of a backend."""
+"""The metadata of one forward step, and the protocol of a backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvant.kv.pool import KVPool, LayerCache
 
 @dataclass(frozen=True, slots=True)
 class LongQuery:
-    """A sequence of a step with many query tokens, in numbers of the host.
+    """A sequence of a step with many query tokens; all fields are host integers.
 
     sequence: its place in the step. first_token: its first query's place in T. length: tokens in
     the cache after this step's are written, the num_tokens of this step among them.
@@ -26,15 +26,15 @@ class LongQuery:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing of it was stored before this step."""
+        """True if no token of it was stored before this step."""
         return self.num_tokens == self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward over packed sequences; travels as an argument, never as a global.
+    """One forward over packed sequences. It is passed as an argument and is never global.
 
-    Sequences of one step lie behind each other in the token dimension T.
+    The sequences of a step are concatenated in the token dimension T.
     cu_seqlens_q: [num_seqs + 1] int32, offsets of each sequence's query tokens in T.
     seqlens_kv: [num_seqs] int32, tokens in the cache after this step's are written.
     page_table: [num_seqs, max_pages] int32, page ids; entries past the sequence's end are unread.
@@ -42,13 +42,13 @@ class Step:
     positions: [T] int64, rotary positions.
     max_seqlen_q, max_seqlen_kv: host copies of the largest lengths.
     causal: query i of a sequence with n queries sees keys up to seqlen_kv - n + i; otherwise all.
-    long: the last sequences, if they have LONG queries or more, for backends that treat them in
-    another way; they find those before them in `rest` (None if there are none).
+    long: the last sequences, if they have LONG queries or more, for backends that treat them
+    differently; `rest` holds the sequences before them (None if there are none).
     wanted: the step of the queries whose logits are wanted alone, with their sequences, for a last
-    layer whose other rows nobody looks at; None where nobody listed them, or where all are wanted.
-    lists: what a backend has worked out of the lengths in one layer, for the layers after it: a step whose
-    lengths are to change in place, as between replays of a graph, is made anew where it is recorded.
-    slices: likewise, the steps of some of its queries, by the first and the end of their tokens.
+    layer whose other rows are not used; None if they are not listed, or if all are wanted.
+    lists: what a backend computed from the lengths in one layer, for later layers. A step whose lengths
+    change in place, as between replays of a graph, gets a new Step when it is recorded.
+    slices: likewise, steps for parts of the queries, by their first token and end.
     """
 
     cu_seqlens_q: Tensor
@@ -72,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What a layer's attention does beside the cache.
+    """Parameters of a layer's attention beside the cache.
 
     scale: factor on q.k. window: tokens a query sees, itself included, None for all (a bidirectional
     query sees window - 1 tokens to either side). softcap: 0 for none. sinks: [num_q_heads] logits or
@@ -101,11 +101,11 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadRotation:
-    """What becomes of heads of q and k before they meet.
+    """Norm and rotation of the heads of q and k before attention.
 
     cos, sin: [.., head_dim / 2] for halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), by position
-    or, without by_position, by token of the step. q_weight, k_weight: [head_dim], of an RMS norm of every
-    head before, or None.
+    or, without by_position, by token of the step. q_weight, k_weight: [head_dim], weights of an RMS norm
+    of every head before the rotation, or None.
     """
 
     cos: Tensor
@@ -118,20 +118,21 @@ class HeadRotation:
 
 @runtime_checkable
 class RotatingWriter(Protocol):
-    """A backend that also does what comes before writing."""
+    """A backend that also norms and rotates heads before it writes."""
 
     def write_rotated(
         self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
     ) -> Tensor:
-        """q [T, num_q_heads, head_dim] of qkv [T, (num_q_heads + 2 num_kv_heads) * head_dim], rotated;
-        k, rotated, and v go into their slots as `write` does it.
+        """Return rotated q [T, num_q_heads, head_dim] of qkv [T, (num_q_heads + 2 num_kv_heads) * head_dim].
+
+        Rotated k, and v, are written to their slots as by `write`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """What `model(..., kvant=...)` hands to every attention layer of one forward."""
+    """The argument that `model(..., kvant=...)` passes to every attention layer of one forward."""
 
     step: Step
     pool: KVPool

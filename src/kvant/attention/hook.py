@@ -1,4 +1,4 @@
-"""The one function through which transformers' attention layers reach Kvant's pages.
+"""The function through which transformers' attention layers reach Kvant's pages.
 
     model(input_ids, position_ids=.., use_cache=False, kvant=StepCall)
         -> each attention layer: attend_through_pages(module, q, k, v, None, .., kvant=StepCall)
@@ -23,21 +23,21 @@ from kvant.kv.geometry import LayerGeometry
 
 ATTENTION_NAME = "kvant"
 
-# Keywords that models hand through to attention and that ask for nothing here: positions are
-# already in q and k, and hidden states are collected outside of attention.
+# Keywords that models pass to attention and that have no effect here: q and k contain positions
+# already, and hidden states are collected outside of attention.
 _WITHOUT_MEANING = frozenset({"position_ids", "cache_position", "output_hidden_states"})
-# Keywords that ask for nothing as long as they are False. None asks for nothing in any keyword.
+# Keywords without effect while they are False. None has no effect in any keyword.
 _MUST_BE_FALSE = frozenset({"use_cache", "output_attentions", "output_router_logits", "labels"})
 
 
 def register() -> None:
-    """Make `attn_implementation="kvant"` known to transformers; doing it again changes nothing.
+    """Make `attn_implementation="kvant"` known to transformers. Idempotent.
 
-    No mask function is registered beside it: transformers then builds no mask at all.
+    No mask function is registered, so transformers builds no mask.
     """
     AttentionInterface.register(ATTENTION_NAME, attend_through_pages)
     if ATTENTION_NAME in ALL_MASK_ATTENTION_FUNCTIONS:
-        raise EngineFault(f"somebody registered a mask function for {ATTENTION_NAME!r} attention")
+        raise EngineFault(f"other code registered a mask function for {ATTENTION_NAME!r} attention")
 
 
 def attend_through_pages(
@@ -56,15 +56,15 @@ def attend_through_pages(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Write this step's keys and values into the layer's pages and attend over what is stored there.
+    """Write this step's keys and values into the layer's pages, then attend over the stored rows.
 
     query: [1, num_q_heads, T, head_dim_k], key: [1, num_kv_heads, T, head_dim_k], both after rotary
     embedding; value: [1, num_kv_heads, T, head_dim_v]; any floating dtype. T is the step's number of
     tokens. A layer that shares another layer's KV writes nothing.
 
     Returns [1, T, num_q_heads, head_dim_v] in the query's dtype, and None for the attention weights.
-    Raises EngineFault, before anything is written, if the layer asks for what Kvant does not do or
-    disagrees with the plan.
+    Raises EngineFault, before any write, if the layer needs something that Kvant lacks or disagrees
+    with the plan.
     """
     call = _call(module, kvant)
     layer = _layer(module, call)
@@ -125,7 +125,7 @@ def _call(module: nn.Module, kvant: StepCall | None) -> StepCall:
 
 
 def _layer(module: nn.Module, call: StepCall) -> LayerGeometry:
-    """The planned geometry of the layer this module is."""
+    """Return the planned geometry of this module's layer."""
     index = getattr(module, "layer_idx", None)
     layers = call.pool.plan.layers
     if not isinstance(index, int) or not 0 <= index < len(layers):
@@ -154,7 +154,7 @@ def _check_geometry(
     sinks: bool,
     causal: bool,
 ) -> None:
-    """Refuse a layer that is not what was planned: its backend was chosen for the plan's layer."""
+    """Raise EngineFault if a layer differs from the plan: its backend was chosen for the plan's layer."""
     for what, found, planned in (
         ("window", window, layer.window),
         ("soft cap", softcap, layer.softcap),

@@ -1,4 +1,4 @@
-"""Which sequences of a step bring many queries, known on the host when the step is made."""
+"""Find the sequences of a step with many queries, on the host, when the step is built."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvant.attention.need import LONG
 
 
 def list_long(step: Step, lengths: NDArray[np.int64], seqlens_kv: NDArray[np.int64]) -> Step:
-    """The step with the long sequences at its end listed, and those before them as a step of their own.
+    """Return the step with its long sequences listed, and the sequences before them as a separate step.
 
-    lengths: query tokens of each sequence; seqlens_kv: as in the step. Both on the host. Whoever
-    makes steps puts long sequences last; any others are treated as short ones, which is slower.
+    lengths: query tokens of each sequence; seqlens_kv: as in the step. Both on the host. Long
+    sequences must come last; others are treated as short ones, which is slower.
     """
     short = np.flatnonzero(lengths < LONG)
     count = int(short[-1]) + 1 if short.size else 0
@@ -44,9 +44,9 @@ def list_long(step: Step, lengths: NDArray[np.int64], seqlens_kv: NDArray[np.int
 
 
 def together(long: Sequence[LongQuery], at_once: int) -> Iterator[Sequence[LongQuery]]:
-    """Neighbours whose keys are made ready together, each as many as the longest of them has.
+    """Group neighbours whose keys are decoded together, padded to the longest of them.
 
-    at_once: so many keys of more than one sequence at most; 0 keeps every sequence alone.
+    at_once: maximum number of keys of more than one sequence; 0 keeps every sequence alone.
     """
     start = 0
     for end in range(1, len(long) + 1):

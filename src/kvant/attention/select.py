@@ -1,6 +1,6 @@
-"""Asks every backend, at plan time, whether it writes and reads a layer; keeps every answer.
+"""Ask every backend, at plan time, whether it writes and reads a layer; keep every answer.
 
-To add a backend: one package under `kvant/attention/` with a torch-free `info.py`, and one line here.
+To add a backend, add one package under `kvant/attention/` with a torch-free `info.py`, and one line here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def parse_backend(text: str | None, *, asked_by: str) -> BackendInfo | None:
 
 
 def select(need: Need, *, only: BackendInfo | None = None) -> Served:
-    """The first backend that serves this layer. only: the one the user asked for."""
+    """Return the first backend that serves this layer. only: the one that the user named."""
     rejected: list[Rejected] = []
     for info in BACKENDS:
         if only is not None and info is not only:
@@ -48,19 +48,19 @@ def select(need: Need, *, only: BackendInfo | None = None) -> Served:
 
 
 def refusal(need: Need, info: BackendInfo) -> str | None:
-    """Why this backend cannot serve this layer, for whatever reason; None if it can."""
+    """Return why this backend cannot serve this layer; None if it can."""
     return _refuse_formats(need) or _refuse_mode(need, info) or info.refuse(need)
 
 
 def allow(need: Need, *, not_runnable: str) -> Served:
-    """For a model that can only be planned: what the formats themselves exclude, and no backend."""
+    """Check a model that can only be planned against its formats' own limits, without a backend."""
     reason = _refuse_formats(need)
     rejected = tuple(Rejected(info.name, reason or not_runnable) for info in BACKENDS)
     return Served(reason is None, None, rejected)
 
 
 def slow_layers(plan: KVPlan) -> tuple[str, ...]:
-    """Why layers are left to the reference backend on a CPU, one line a reason."""
+    """Return why layers use the reference backend on a CPU, one line per reason."""
     found: dict[str, list[int]] = {}
     for layer in plan.layers:
         if layer.backend == REFERENCE.name:
@@ -75,7 +75,7 @@ def slow_layers(plan: KVPlan) -> tuple[str, ...]:
 
 
 def rounded_layers(plan: KVPlan) -> tuple[str, ...]:
-    """Which layers compute long prompts in fewer bits, one line a backend that does."""
+    """Return which layers compute long prompts in fewer bits, one line per backend."""
     backends = [layer.backend for layer in plan.layers]
     return tuple(
         f"attention in {backends.count(info.name)} of {len(backends)} layers goes through {info.name}: "
@@ -87,7 +87,7 @@ def rounded_layers(plan: KVPlan) -> tuple[str, ...]:
 
 
 def by_name_only(need: Need, info: BackendInfo) -> str | None:
-    """Why a backend that could serve is not chosen unasked, or None."""
+    """Return why a backend that could serve is used only by name, or None."""
     if info is REFERENCE and _is_gpu(need.device):
         return f"on a GPU it is chosen by name only: --attention-backend {info.name}"
     if info is FLASHINFER:
@@ -114,7 +114,7 @@ def _refuse_mode(need: Need, info: BackendInfo) -> str | None:
 
 
 def _refuse_formats(need: Need) -> str | None:
-    """What a format excludes whoever reads it."""
+    """What a format excludes for every backend."""
     k = need.k.format
     if need.layer.attention is Attention.MLA and k.bits < 8:
         return f"{k.name} on a latent: every head is computed from it, 4 bits are too few"
@@ -125,7 +125,7 @@ def _refuse_formats(need: Need) -> str | None:
 
 
 def device_encodings(device: DeviceFacts) -> dict[KVDtype, tuple[KVDtype, str]]:
-    """Formats that a device stores in an encoding of its own, with the phrase that says so."""
+    """Return formats that a device stores in another encoding, with the phrase that says so."""
     if device.kind is DeviceKind.ROCM and device.arch == "gfx942":
         return {KVDtype.FP8_E4M3: (KVDtype.FP8_E4M3FNUZ, "gfx942 encodes e4m3 as e4m3fnuz")}
     return {}

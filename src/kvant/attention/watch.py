@@ -1,7 +1,7 @@
 """Proof that every planned layer reached its backend.
 
-An architecture whose attention ignores transformers' attention interface would compute something,
-only not over Kvant's pages. So a model's first forward runs with watched backends.
+An architecture that ignores transformers' attention interface would compute without Kvant's pages.
+So a model's first forward runs with watched backends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvant.kv.pool import LayerCache
 
 
 class WatchedBackend:
-    """Passes everything on to another backend and remembers what it was asked."""
+    """Forwards all calls to another backend and records which ones occurred."""
 
     def __init__(self, watched: AttentionBackend) -> None:
         self.watched = watched
@@ -42,7 +42,7 @@ class WatchedBackend:
 
 
 class WatchedRotatingBackend(WatchedBackend):
-    """The same for one that rotates: a watched forward must compute what later ones do, to the bit."""
+    """The same for a backend that rotates: a watched forward must give the same bits as later ones."""
 
     def write_rotated(
         self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
@@ -54,7 +54,7 @@ class WatchedRotatingBackend(WatchedBackend):
 
 
 def watch(call: StepCall) -> tuple[StepCall, tuple[WatchedBackend, ...]]:
-    """The same call with watched backends, and these, by layer index."""
+    """Return the call with watched backends, and the watched backends by layer index."""
     backends = tuple(
         (WatchedRotatingBackend if isinstance(backend, RotatingWriter) else WatchedBackend)(backend)
         for backend in call.backends
@@ -63,7 +63,7 @@ def watch(call: StepCall) -> tuple[StepCall, tuple[WatchedBackend, ...]]:
 
 
 def check_all_were_reached(call: StepCall, backends: tuple[WatchedBackend, ...], who: str) -> None:
-    """EngineFault unless every layer with KV wrote and attended, and every sharing one attended.
+    """Raise EngineFault unless every layer with KV wrote and attended, and every sharing layer attended.
 
     who: the class of the model, for the message.
     """

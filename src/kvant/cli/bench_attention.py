@@ -47,8 +47,8 @@ def attention(
     repeats: Repeats = 5,
     out: OutFile = None,
 ) -> None:
-    """Microseconds of one query per sequence, in batches of equal lengths. Cases that do not fit into
-    memory are left out.
+    """Time one query per sequence, in batches of equal lengths. Cases that do not fit into memory are
+    skipped.
     """
     run_grid("kvant", formats, batches, lengths, page_sizes, repeats, out)
 

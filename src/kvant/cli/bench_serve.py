@@ -1,4 +1,4 @@
-"""`kvant bench serve`: running servers under an open load, at several rates one after another."""
+"""`kvant bench serve`: measure running servers under an open load, at several rates in turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def serve(
         list[float] | None,
         typer.Option("--rate", min=0.01, help="Requests a second; may be repeated. Default: 4."),
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Of arrivals.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, help="Duration of arrivals in seconds.")
+    ] = 30.0,
     input_tokens: Annotated[int, typer.Option("--input", min=1, help="Tokens a prompt.")] = 512,
     output_tokens: Annotated[int, typer.Option("--output", min=2, help="An answer.")] = 128,
     aborts: Annotated[
@@ -46,8 +48,8 @@ def serve(
     seed: Annotated[int, typer.Option("--seed")] = 0,
     out: OutFile = None,
 ) -> None:
-    """Time to first token and between tokens over HTTP; requests arrive whether others are answered or
-    not. Any server with OpenAI's API; with several, the first one's times are shown over the others'.
+    """Measure time to first token and between tokens over HTTP, under an open load. Works with any server
+    with OpenAI's API. With several servers, the first one's times are compared with the others'.
     """
     from kvant.measure.facts import command_line, gpu_facts, measurement_facts
     from kvant.measure.servers import parse_servers, ratios, rounds_of, table

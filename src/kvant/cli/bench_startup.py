@@ -27,7 +27,7 @@ def startup(
     ] = True,
     out: OutFile = None,
 ) -> None:
-    """Seconds from starting `kvant chat` on the demo model to its first token, and where they go."""
+    """Measure the time from starting `kvant chat` on the demo model to its first token, and its parts."""
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.startup import measure_starts, table
 

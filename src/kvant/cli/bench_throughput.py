@@ -45,7 +45,7 @@ def throughput(
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 2,
     out: OutFile = None,
 ) -> None:
-    """Output tokens a second of the engine, without a server; no prefix cache."""
+    """Measure output tokens per second of the engine, without a server or prefix cache."""
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.throughput import GREEDY, measure, parse_load, parse_sampling, table
 

@@ -1,9 +1,9 @@
-"""Commands whose flags follow from tables of options.
+"""Build a command's flags from tables of options.
 
     @configured(EngineOptions)
     def generate(settings: Settings, prompts: ...) -> None: ...
 
-The command gets every flag of the tables, --config and --print-config; what holds arrives as `settings`.
+The command gets every flag of the tables, --config and --print-config. `settings` holds the values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvant.plan.settings import (
 from kvant.server.config import SERVER_OPTIONS
 
 ALL_OPTIONS = (*ENGINE_OPTIONS, *SERVER_OPTIONS)
-"""What a configuration file may hold: one file serves every command."""
+"""Options that a configuration file may hold: one file serves every command."""
 
 _TYPES: dict[Kind, Any] = {
     Kind.COUNT: int | None,
@@ -53,7 +53,7 @@ def configured(
     needs_model: bool = False,
     without: Sequence[str] = (),
 ) -> Callable[[Command], Command]:
-    """model: "argument", or the flags that name it. needs_model: somebody must name one, there is no
+    """model: "argument", or the flags that name it. needs_model: the user must name one, there is no
     default. without: options the command gives no flag.
     """
     options = tuple(o for o in options_of(*tables) if o.name not in without)
@@ -93,7 +93,7 @@ def _settings(given: dict[str, Any], file: Path | None) -> Settings:
     path = file if file is not None or named is None else Path(named)
     return read_settings(
         ALL_OPTIONS,
-        # An option that may be repeated is an empty list where it was not given.
+        # A repeatable option that was not given is an empty list.
         given={name: None if value == [] else value for name, value in given.items()},
         by=lambda option: "MODEL" if option.name == "model" else option.flag,
         environ=os.environ,
@@ -126,7 +126,7 @@ def _parameter(option: Option, model: str, *, needed: bool) -> inspect.Parameter
 
 
 def _shown(option: Option) -> str:
-    """A default as help shows it; nothing for switches and lists, whose defaults go without saying."""
+    """Return a default as help shows it; empty for switches and lists, whose defaults are obvious."""
     if option.kind is Kind.SWITCH:
         return "on" if option.default else ""
     return "" if isinstance(option.default, tuple) else str(option.default)

@@ -142,7 +142,7 @@ def _formats(llm: LLM, console: Console) -> dict[str, object]:
 
 
 def _speed(llm: LLM, console: Console) -> dict[str, object]:
-    """transformers' generate in the same process, on as many threads, over the same float32 weights."""
+    """Compare with transformers' generate: same process, threads and float32 weights."""
     import torch
     import transformers
 
@@ -198,7 +198,7 @@ def _served(llm: LLM, console: Console) -> None:
 
 
 def _drafts(llm: LLM, console: Console) -> None:
-    """Two engines of its own: batch-invariant, so that rounding cannot make the answers differ."""
+    """Compare two new engines, batch-invariant so that rounding cannot change answers."""
     from kvant.engine.llm import LLM
     from kvant.sampling.sampling_params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""`kvant doctor`: what this machine offers Kvant, and why what is missing is missing. No network."""
+"""`kvant doctor`: check what this machine offers, and why parts are missing. No network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PYTHON_WINDOW = ((3, 11), (3, 14))
 WINDOWS = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 24))}
-"""From the first version that is tested up to the first that is not; pyproject.toml says the same."""
+"""First tested version and first untested version; pyproject.toml has the same bounds."""
 
 OPTIONAL = {
     "compressed-tensors": "checkpoints with quantised weights (pip install 'kvant[quantized]')",
@@ -102,7 +102,7 @@ def _required(name: str, low: tuple[int, int], high: tuple[int, int]) -> Finding
         return Finding(name, State.FAULT, f"not installed: pip install {name}")
     try:
         importlib.import_module(name)
-    except Exception as fault:  # a broken installation fails in any way it likes
+    except Exception as fault:  # a broken installation may raise anything
         return Finding(name, State.FAULT, f"{version}, but importing it fails: {fault}")
     tested = low <= _numbers(version) < high
     return Finding(name, State.GOOD if tested else State.WARN, version + _window(tested, low, high))
@@ -192,7 +192,7 @@ def _models() -> Iterator[Finding]:
 
 
 def _place(name: str, path: Path) -> Finding:
-    """A directory that need not exist yet, and the space where it would be."""
+    """Report a directory, which need not exist yet, and the free space at its location."""
     from kvant.kv.memory import format_size
 
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -204,7 +204,7 @@ def _place(name: str, path: Path) -> Finding:
 
 
 def _print_formats(console: Console) -> None:
-    """Which format each backend writes and reads on this machine's device, and why not."""
+    """Print which formats each backend serves on this machine's device, and why it refuses others."""
     from rich.table import Table
 
     from kvant.attention.select import BACKENDS, by_name_only, refusal
@@ -246,7 +246,7 @@ def _print_formats(console: Console) -> None:
 
 
 def _missing_package(info: BackendInfo) -> str | None:
-    """A package without which a backend that can be planned cannot run here."""
+    """Return why a backend cannot run here for lack of a package, or None."""
     if info.package is not None and importlib.util.find_spec(info.package) is None:
         return f"the package {info.package} is not installed"
     return None

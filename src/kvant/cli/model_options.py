@@ -1,4 +1,4 @@
-"""Sampling flags of the commands that run a model, and how an engine is opened for them."""
+"""Sampling flags of the commands that run a model, and opening an engine for them."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ Seed = Annotated[
 
 
 def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
-    """Plan and load. What was chosen, and every warning of the plan, goes to `console`.
+    """Plan and load a model. Choices and warnings of the plan go to `console`.
 
-    num_requests: how many there will be at once; no memory is taken for more unless asked for.
+    num_requests: number of concurrent requests; no memory is reserved for more unless asked for.
     """
     from kvant.cli.progress import bars
     from kvant.engine.build import build_engine
@@ -119,7 +119,7 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlags:
-    """None where a flag was not given."""
+    """Values of sampling flags; None if a flag was not given."""
 
     temperature: float | None
     top_k: int | None
@@ -137,7 +137,7 @@ class SamplingFlags:
 
 
 def sampling_from(flags: SamplingFlags, otherwise: SamplingParams) -> SamplingParams:
-    """Flags, and `otherwise` for what is not given."""
+    """Return the flags' values, and `otherwise`'s for flags that are not given."""
     said = {field.name: getattr(flags, field.name) for field in fields(flags)}
     with mendable():
         return replace(otherwise, **{k: value for k, value in said.items() if value is not None})
@@ -145,7 +145,7 @@ def sampling_from(flags: SamplingFlags, otherwise: SamplingParams) -> SamplingPa
 
 @contextmanager
 def mendable() -> Iterator[None]:
-    """Inside a command a wrong request is the command line's fault: exit code 2."""
+    """Turn a RequestError into a BadValue: the command line is at fault, exit code 2."""
     try:
         yield
     except RequestError as fault:

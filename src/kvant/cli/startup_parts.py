@@ -1,4 +1,4 @@
-"""What `kvant chat` does until its first token, in this process, with the seconds of each part.
+"""Do what `kvant chat` does until its first token, in this process, and time each part.
 
 python -m kvant.cli.startup_parts CREATED
 """

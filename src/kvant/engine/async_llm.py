@@ -135,7 +135,7 @@ class AsyncLLM:
     def from_llm(cls, llm: LLM) -> AsyncLLM:
         """Take over a loaded model; the LLM itself must not generate any more.
 
-        On a GPU the first long prompts wait for plans that whoever loaded it has made for its own thread.
+        On a GPU, the first long prompts wait for plans that the loading thread made only for itself.
         """
         made = cls.__new__(cls)
         made._start(lambda: llm)

@@ -1,4 +1,4 @@
-"""The prefix cache while nothing runs: are the scales of its pages still those that were written?"""
+"""Check the prefix cache while nothing runs: do its pages still have the scales that were written?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvant.kv.pages import PageAllocator
 from kvant.kv.scale_audit import ScaleAudit
 
 SLICE_BYTES = 2 * 2**20
-"""Of scales looked at in one go: some milliseconds, by which a request that comes just then is late."""
+"""Bytes of scales per check: some milliseconds, which delay a request that arrives meanwhile."""
 
 
 class CacheAudit:
@@ -14,7 +14,7 @@ class CacheAudit:
 
     A page's sum is noted the first time, and compared from then on until the page has another owner,
     who may write the same tokens with other roundings. What is found wrong empties the whole prefix
-    cache: whoever read that page since it was last sound has put pages of its own there.
+    cache: a reader of that page since the last check may have added pages of its own.
     """
 
     def __init__(self, allocator: PageAllocator, scales: ScaleAudit) -> None:

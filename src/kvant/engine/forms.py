@@ -44,7 +44,7 @@ class Forms:
 
     @property
     def numbers(self) -> set[int]:
-        """Of the requests that wait."""
+        """Numbers of the waiting requests."""
         return set(self._waiting)
 
     def prepare(self) -> None:

@@ -1,19 +1,19 @@
-"""Python's search for cycles that nobody holds, in a process that does nothing but step an engine."""
+"""Python's search for unreachable cycles, in a process that only steps an engine."""
 
 from __future__ import annotations
 
 import gc
 
 NEW_OBJECTS = 50_000
-"""More of them than were freed again, before they are searched."""
+"""New objects, minus freed ones, before Python searches for cycles."""
 
 
 def search_rarely() -> None:
-    """Nothing that exists is looked at again, and what is new only once there is much of it.
+    """Freeze existing objects and raise the threshold for new ones.
 
-    A search through all that was imported would stop every answer for 50 ms, again and again. New
-    objects are searched after 700 by default; a step of a thousand sequences makes three times as many,
-    which the next one frees, so that every step would be searched in vain.
+    A search through all imported objects would stop every answer for 50 ms, repeatedly. By default,
+    Python searches after 700 new objects. A step of a thousand sequences creates three times as many, and
+    the next step frees them, so each search would be useless.
     """
     gc.collect()
     gc.freeze()

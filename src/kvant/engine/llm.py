@@ -61,7 +61,7 @@ class LLM:
 
     @classmethod
     def from_built(cls, built: BuiltEngine) -> LLM:
-        """Of an engine whose warnings somebody else tells."""
+        """Wrap a built engine whose warnings the caller reports."""
         llm = cls.__new__(cls)
         llm._built = built
         return llm
@@ -148,7 +148,7 @@ class LLM:
                         pending.remove(progress.number)
         finally:
             for number in numbers:
-                engine.cancel(number)  # does nothing to those that ended
+                engine.cancel(number)  # does nothing to ended requests
         return [results[number] for number in numbers]
 
     def chat(
@@ -234,7 +234,7 @@ def _pair(
 
 
 def _is_list(given: object) -> bool:
-    """Bytes are a sequence of numbers to Python, and no list of tokens to anybody."""
+    """True for a list of token ids. Python treats bytes as a sequence of numbers; this does not."""
     return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
 
 

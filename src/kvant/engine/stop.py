@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Finds the stop string that is complete first, and holds back what may be the beginning of one.
 
-    How the text is cut into pieces makes no difference to what comes out. Of two that are complete at
-    the same character the one that begins earlier counts.
+    The cut of the text into pieces does not change the result. If two are complete at the same
+    character, the one that begins earlier counts.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:

@@ -11,7 +11,7 @@ from kvant.engine.result import Progress
 class TokenStream(Iterator[Progress]):
     """Yields what each step adds to one request, and steps the engine when there is nothing yet.
 
-    Whoever steps the engine fills it, so nothing is lost when several are read in turn. The last piece
+    Any caller that steps the engine fills it, so several can be read in turn without loss. The last piece
     carries the result, or is a RequestError where that is a refusal. Closing it, or dropping it,
     cancels what is not finished.
     """

@@ -1,1 +1,1 @@
-"""The heart: what is stored for every layer, who decided it, and how many bytes it takes."""
+"""KV cache: what every layer stores, who decided it, and how many bytes it takes."""

@@ -1,6 +1,6 @@
-"""KVDtype: the list of storage formats, one entry each; and the two words that are requests, not formats.
+"""KVDtype: the list of storage formats, one entry each; and the two names that are requests, not formats.
 
-To add a format: one entry here and one codec file in `kvant/kv/codecs/` (see CONTRIBUTING.md).
+To add a format, add one entry here and one codec file in `kvant/kv/codecs/` (see CONTRIBUTING.md).
 Members, never their names, travel through Kvant; `kvant.kv.names` is the only reader of names.
 """
 
@@ -124,7 +124,7 @@ PAIR_NAMES: dict[str, tuple[KVDtype, KVDtype]] = {
     "turboquant_k3v4_nc": (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V4),
     "turboquant_3bit_nc": (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3),
 }
-"""Names that stand for one format of K and another of V."""
+"""Names for a pair: one format of K and another of V."""
 
 
 class Follow(Enum):

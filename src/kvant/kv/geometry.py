@@ -1,7 +1,7 @@
 """The shape of a model as the KV cache sees it: one `LayerGeometry` per decoder layer.
 
-Only facts that storage, planning and attention need; who reads them from a config is not this
-file's business (`kvant.models.geometry`).
+It holds only facts that storage, planning and attention need. `kvant.models.geometry` reads them from
+a config.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvant.kv.dtype import ComputeDtype
 
 
 class Attention(Enum):
-    """What kind of attention a layer does, in the words of `kvant plan`'s JSON."""
+    """A layer's kind of attention; values are those of `kvant plan`'s JSON."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -51,7 +51,7 @@ class LayerGeometry:
 
     @property
     def has_kv(self) -> bool:
-        """Whether this layer owns storage."""
+        """True if this layer owns storage."""
         return self.attention in (Attention.FULL, Attention.SLIDING, Attention.MLA)
 
 
@@ -60,7 +60,7 @@ class ModelGeometry:
     """A whole model.
 
     architecture: the config's `architectures[0]`, else its model_type.
-    dtype: what the config says its weights are.
+    dtype: dtype of the weights by the config.
     max_model_len: the longest context its positions allow, None where the config has no limit.
     not_runnable: why Kvant can plan this model but not run it yet, or None.
     """

@@ -9,7 +9,7 @@ from kvant.errors import BadValue
 from kvant.kv.spec import KVPlan
 
 UTILIZATION = 0.9
-"""Share of a device's memory that is used when nobody says how much."""
+"""Default share of a device's memory to use."""
 
 SCRATCH_PAGES = 1
 """Pages that are allocated but never hold a request's tokens."""
@@ -22,12 +22,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How a device's memory is divided, in bytes; None where something needed is not known.
+    """How a device's memory is divided, in bytes; None if a needed value is unknown.
 
-    reserve_bytes: what is left to others. workspace_bytes: what steps need beside weights and pages,
-    where that is counted. draft_bytes: everything the drafter takes, its weights and its share of the pages.
+    reserve_bytes: memory left free. workspace_bytes: what steps need beside weights and pages,
+    if that is counted. draft_bytes: everything the drafter takes, its weights and its share of the pages.
     kv_bytes: the target's pages. num_pages counts the scratch page; capacity_tokens does not.
-    missing_bytes: what is lacking for one page, 0 if it fits.
+    missing_bytes: bytes that are missing for one page, 0 if it fits.
     """
 
     total_bytes: int | None
@@ -42,7 +42,7 @@ class MemoryPlan:
 
     @property
     def beyond_bytes(self) -> int:
-        """By how much all of it is more than the device's memory, where that and the weights are known."""
+        """Bytes by which the sum exceeds the device's memory; 0 if that or the weights are unknown."""
         if self.total_bytes is None or self.weights_bytes is None:
             return 0
         parts = self.weights_bytes + self.workspace_bytes + self.draft_bytes + (self.kv_bytes or 0)
@@ -60,10 +60,10 @@ def plan_memory(
     utilization: float = UTILIZATION,
     kv_cache_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Divide `utilization` of `total_bytes`, or give the pages exactly `kv_cache_bytes` where that is asked.
+    """Divide `utilization` of `total_bytes`, or give the pages exactly `kv_cache_bytes` if it is set.
 
-    Target and draft share page ids, so one page costs the sum of both: the drafter's bytes are
-    taken off before the capacity is counted, not after.
+    Target and drafter share page ids, so one page costs the sum of both. The drafter's bytes are
+    subtracted before the capacity is computed.
     """
     reserve = None if total_bytes is None else int(total_bytes * (1 - utilization))
     budget = kv_cache_bytes
@@ -99,7 +99,7 @@ def plan_memory(
 
 
 def num_pages(budget_bytes: int, page_bytes: int) -> int:
-    """Whole pages in a budget, scratch page included; 0 where not one token's page fits beside it.
+    """Whole pages in a budget, scratch page included; 0 if no other page fits beside it.
 
     A model without any KV needs no pages.
     """

@@ -46,7 +46,7 @@ def known_names() -> tuple[str, ...]:
 
 
 def whole_formats() -> tuple[FormatRequest, ...]:
-    """Every format a user can name, on both sides; those that are halves of pairs as these pairs."""
+    """Every format that a user can name, for both sides; halves of named pairs appear as the pairs."""
     halves = {dtype for pair in PAIR_NAMES.values() for dtype in pair}
     alone = [d for d in KVDtype if d not in halves and not d.format.device_only]
     pairs = [FormatRequest(k, v) for k, v in PAIR_NAMES.values()]

@@ -1,4 +1,4 @@
-"""Global scales of nvfp4 where no checkpoint brings calibrated ones.
+"""Global scales of nvfp4 without a calibrated checkpoint.
 
 Convention: stored * block * global = value. With a global scale g, block maxima from 0.094 g to
 2688 g are stored at full precision (block scales are e4m3: normal from 2^-6, at most 448, times 6);
@@ -22,7 +22,8 @@ for V. Relative squared error of what is stored, of the worst layer's, and of at
     2^6     0.00886   0.00992  0.03690       0.01122   0.14659  0.00740
     2^8     0.01428   0.01733  0.07981       0.01708   0.51023  0.01846
 
-On the plateau 2^-7 .. 2^0 the choice is for other models. K: 1.0 holds 2688, room for the keys of
+From 2^-7 to 2^0 nothing changes for this model, so the choice is for other models.
+K: 1.0 holds 2688, room for the keys of
 several hundred that biased projections are known for (Qwen2.5), and is what ModelOpt's uncalibrated
 recipe `nvfp4_cast` means. V: 2^-4 holds 168, 11 times the largest here, and keeps full precision
 down to block maxima of 0.006 for models whose early layers have values of about 0.01.

@@ -1,16 +1,16 @@
-"""Who owns which page: ids, reference counts and prefix hashes. No tensors; the pool holds the bytes.
+"""Page ownership: ids, reference counts and prefix hashes. No tensors; the pool holds the bytes.
 
-A page is at every moment exactly one of
+A page is always in exactly one state:
 
     held      some sequences refer to it; it may be known by a prefix hash, then others can join
-    idle      nobody refers to it, its contents are known by a prefix hash: kept for reuse, oldest first
-    free      nobody refers to it and its contents mean nothing
+    idle      no sequence refers to it, a prefix hash finds its contents: reused oldest first
+    free      no sequence refers to it, and its contents mean nothing
 
     free --allocate--> held --release--> idle (has a hash) or free
     idle --match--> held            idle --allocate, when nothing is free--> held, hash forgotten
 
 Only full pages have hashes, so a page that others may join is never written again: no copying.
-Page `SCRATCH` takes the writes of padding and belongs to nobody.
+Page `SCRATCH` takes the writes of padding and belongs to no sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCRATCH = 0
 
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
-    """What cached pages are pages of: everything that decides what their bytes mean and whose they are.
+    """Identity of cached pages: everything that decides what their bytes mean and who may share them.
 
     model: a name or path. plan: what is stored and how it was computed, as text.
     """
@@ -39,14 +39,14 @@ class CacheIdentity:
 
 
 def root_hash(identity: CacheIdentity, *, salt: str = "") -> bytes:
-    """What stands before a sequence's first page: two sequences with different roots never share a
-    page, whatever their tokens.
+    """The hash before a sequence's first page. Sequences with different roots never share a page, even
+    with equal tokens.
     """
     digest = hashlib.sha256(b"kvant prefix 1")
     revision = "" if identity.revision is None else f"@{identity.revision}"
     for part in (salt, identity.model, revision, identity.plan):
         encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little"))  # no two lists of parts read the same
+        digest.update(len(encoded).to_bytes(8, "little"))  # no two lists encode alike
         digest.update(encoded)
     return digest.digest()
 
@@ -58,7 +58,7 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 @cache
 def _packer(count: int) -> Callable[..., bytes]:
-    """So many int64 behind each other, as the machine writes them."""
+    """Return a packer of `count` int64 in native byte order."""
     return Struct(f"={count}q").pack
 
 
@@ -71,7 +71,7 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
         self._ref_counts = [0] * num_pages
-        self._free = list(range(num_pages - 1, SCRATCH, -1))  # a stack: the lowest id comes first
+        self._free = list(range(num_pages - 1, SCRATCH, -1))  # a stack: lowest id first
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest unused first
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -94,13 +94,13 @@ class PageAllocator:
 
     @property
     def num_idle(self) -> int:
-        """Pages nobody holds that a later request may find by their prefix."""
+        """Pages without a holder that a later request may find by their prefix."""
         return len(self._idle)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with reference count 1, or None (and no change) if there are not that many.
+        """Return `count` pages with reference count 1, or None (and no change) if there are too few.
 
-        Each is due for zeroing, see `take_pages_to_zero`. Idle pages go last, longest unused first.
+        All must be zeroed, see `take_pages_to_zero`. Idle pages are taken last, longest unused first.
         """
         if count > self.num_available:
             return None
@@ -118,7 +118,7 @@ class PageAllocator:
         return pages
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Pages of the longest known prefix of `hashes`; changes nothing, see `join`."""
+        """Return the pages of the longest known prefix of `hashes`. Changes nothing; see `join`."""
         found: list[int] = []
         for digest in hashes:
             page = self._page_of.get(digest)
@@ -128,18 +128,18 @@ class PageAllocator:
         return found
 
     def generation_of(self, page: int) -> int | None:
-        """How often a page has been handed out: as long as that stays, so does what was written to it.
+        """Return how often a page was handed out. While this is constant, so are its contents.
 
-        None for a page that nobody can find.
+        None for a page that no request can find.
         """
         return self._generations[page] if page in self._hash_of else None
 
     def num_idle_among(self, pages: Iterable[int]) -> int:
-        """How many of these pages `join` would take out of what is available."""
+        """Return how many of these pages `join` would take from the available ones."""
         return sum(page in self._idle for page in pages)
 
     def join(self, pages: Iterable[int]) -> None:
-        """One more reference to each page that `match` found."""
+        """Add one reference to each page that `match` found."""
         for page in pages:
             assert page in self._hash_of, f"page {page} has no contents to join"
             self._idle.pop(page, None)
@@ -147,7 +147,7 @@ class PageAllocator:
 
     def remember(self, page: int, digest: bytes) -> bool:
         """Make a full, written page findable. False if these contents are known as another page."""
-        assert self._ref_counts[page] > 0, f"page {page} is nobody's"
+        assert self._ref_counts[page] > 0, f"page {page} has no holder"
         assert page not in self._hash_of, f"page {page} is known already"
         if digest in self._page_of:
             return False
@@ -156,7 +156,7 @@ class PageAllocator:
         return True
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Nobody finds these pages any more (their contents are not to be trusted); holders keep them."""
+        """Make these pages unfindable, because their contents are not trusted. Holders keep them."""
         for page in pages:
             self._drop_hash(page)
             if page in self._idle:
@@ -164,10 +164,10 @@ class PageAllocator:
                 self._free.append(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give back one reference to each page of a sequence, in the sequence's order.
+        """Release one reference to each page of a sequence, in the sequence's order.
 
-        The end of the sequence becomes idle before its beginning, so that it is also recycled first:
-        a page is of no use without those before it.
+        The end of the sequence becomes idle before its beginning, so it is recycled first: a page is
+        useless without the pages before it.
         """
         for page in reversed(pages):
             count = self._ref_counts[page] - 1
@@ -185,12 +185,12 @@ class PageAllocator:
         self.forget(list(self._hash_of))
 
     def take_pages_to_zero(self) -> list[int]:
-        """Pages handed out since the last call; the pool clears them before anything is written."""
+        """Return pages handed out since the last call; the pool clears them before any write."""
         pages, self._to_zero = self._to_zero, []
         return pages
 
     def audit(self, holders: Iterable[Sequence[int]]) -> list[str]:
-        """Recompute everything from scratch; what does not add up, in words, [] if all is well.
+        """Recompute all counts; return each inconsistency as text, [] if there is none.
 
         holders: the pages of every sequence that holds any.
         """
@@ -209,7 +209,7 @@ class PageAllocator:
             if page in self._hash_of and (free[page] or page == SCRATCH):
                 faults.append(f"page {page}: findable, though its contents mean nothing")
             if page in idle and page not in self._hash_of:
-                faults.append(f"page {page}: idle, but nobody can find it")
+                faults.append(f"page {page}: idle, but no request can find it")
         faults += [
             f"page {page} is none of this pool's" for page in held if page >= self._num_pages
         ]

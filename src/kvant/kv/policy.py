@@ -1,4 +1,4 @@
-"""The YAML policy file: a request that one keeps beside a model.
+"""The YAML policy file: a KV request stored in a file.
 
 kv_cache_dtype: fp8                    # optional, weaker than the flag
 skip_layers: [sliding_window, -1]      # optional

@@ -1,6 +1,6 @@
 """The storage behind page ids: one set of planes per layer.
 
-One page id covers the same tokens in every layer, whatever the bytes; each layer's planes have their
+One page id covers the same tokens in every layer, for any format; each layer's planes have their
 own widths, so formats mix freely and page sizes need never divide each other.
 """
 
@@ -21,7 +21,7 @@ from kvant.kv.saturation_counter import SaturationCounter
 from kvant.kv.spec import KVPlan, LayerSpec
 
 SCRATCH_PAGE = 0
-"""Page of padding and warm-up writes; never handed out, never read by a request."""
+"""Page for writes of padding and warm-up; never handed out, never read by a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class LayerCache:
     k, v: planes in the order of the format, each [num_pages, page_size, num_kv_heads, width];
     empty for a side that stores nothing (MLA's V).
     k_scale, v_scale: float32 [1] or [num_kv_heads], the scale outside the pages, or None.
-    saturation: the count of values beyond what is held; None where no value can be.
+    saturation: count of values beyond the range; None if no value can be beyond.
     """
 
     spec: LayerSpec
@@ -75,7 +75,7 @@ class KVPool:
                 self._layers[spec.geometry.index] = self._layers[owner]
 
     def __getitem__(self, layer: int) -> LayerCache:
-        """The storage a layer reads: its own, or its owner's where it shares."""
+        """The storage that a layer reads: its own, or its owner's if it shares."""
         return self._layers[layer]
 
     @property
@@ -89,7 +89,7 @@ class KVPool:
         return [plane for cache in owned for plane in (*cache.k, *cache.v)]
 
     def saturated(self) -> tuple[Saturated, ...]:
-        """Layers that were given values beyond what they hold. Waits for the device."""
+        """Return layers with values beyond their range. Waits for the device."""
         counts = self._saturated.tolist()
         return tuple(
             Saturated(self.plan.role, spec, k, v)
@@ -98,7 +98,7 @@ class KVPool:
         )
 
     def refit(self, scales: Mapping[tuple[int, Side], Tensor]) -> None:
-        """Other values for scales outside the pages, in place. scales: as they were given at first."""
+        """Replace the values of scales outside the pages, in place. scales: as in the constructor."""
         for (layer, side), value in scales.items():
             cache = self._layers[layer]
             scale = cache.k_scale if side is Side.K else cache.v_scale
@@ -106,9 +106,9 @@ class KVPool:
             scale.copy_(value)
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Clear pages in every layer, before they are handed to a new owner.
+        """Clear pages in every layer before they get a new owner.
 
-        A recycled page may hold NaN bytes of its last owner; masked attention multiplies them by 0.
+        A recycled page may hold NaN bytes of its last owner, and masked attention multiplies them by 0.
         """
         index = torch.as_tensor(pages, device=self.device, dtype=torch.int64)
         for plane in self.planes():
@@ -144,9 +144,9 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU in memory that the system hands out at first use.
+    """Return zeros; on a CPU in memory that the system allocates at first use.
 
-    torch.zeros writes every byte, which for a pool of gigabytes takes seconds at every start.
+    torch.zeros writes every byte, which takes seconds for a pool of gigabytes.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

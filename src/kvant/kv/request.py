@@ -1,7 +1,7 @@
 """What a user asks of the KV cache, parsed once and frozen.
 
-A `KVRequest` is made of text at the edge (flags, environment, policy file) and read by
-`kvant.kv.resolve` alone. Grammar of a layer rule: `LAYERS:FORMAT`, where LAYERS is a comma list of
+A `KVRequest` is built from text at the edge (flags, environment, policy file). Only
+`kvant.kv.resolve` reads it. Grammar of a layer rule: `LAYERS:FORMAT`, where LAYERS is a comma list of
 
     3   -1          one layer, counted from the end if negative
     0-3   4-   -4--1  a range, both ends included
@@ -76,7 +76,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class LayerRule:
-    """A format for some layers; a side that is None is left to the next step."""
+    """A format for some layers; a side that is None is decided by the next step."""
 
     selector: Selector
     k: Request | None
@@ -105,9 +105,9 @@ class KVRequest:
     """Everything asked about one model's KV cache.
 
     explicit: global formats, strongest first; the first counts, the others stay visible.
-    inherited: for a drafter, the target's explicit global format: a wish, not an order.
+    inherited: for a drafter, the target's explicit global format, which may be downgraded.
     strict: a checkpoint's wish that cannot be served is an error, not a downgrade.
-    missing_scales_as_one: go on with 1.0 where the checkpoint promised scales and has none.
+    missing_scales_as_one: use 1.0 if the checkpoint promised scales and has none.
     format_defaults: formats may keep layers at a model's ends wide (`KVFormat.wide_ends`).
     """
 
@@ -120,7 +120,7 @@ class KVRequest:
     format_defaults: bool = True
 
     def merged(self, weaker: KVRequest) -> KVRequest:
-        """This request with a weaker source's behind it (flag over environment over file)."""
+        """Return this request with a weaker source's added (flag over environment over file)."""
         return replace(
             self,
             explicit=self.explicit + weaker.explicit,
@@ -145,7 +145,7 @@ class Requests:
     def for_draft(self) -> KVRequest:
         """The drafter's request: its own, with the target's explicit global format to inherit.
 
-        Skips and rules of the target stay with the target: they speak of its layers.
+        The target's skips and rules do not apply: they name its layers.
         """
         inherited = self.target.explicit[0] if self.target.explicit else None
         return replace(

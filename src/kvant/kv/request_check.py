@@ -1,4 +1,4 @@
-"""Requests that cannot mean anything for a model, whatever is stored where."""
+"""Requests that are meaningless for a model in any format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvant.kv.request import KVRequest, Selector
 
 
 def check_request(request: KVRequest, geometry: ModelGeometry) -> None:
-    """BadValue for rules and skips that select nothing, and for pairs where there are no pairs."""
+    """Raise BadValue for rules and skips that select nothing, and for pairs where K and V are one."""
     _refuse_empty_selectors(request, geometry)
     _refuse_pairs_on_latents(request, geometry)
 

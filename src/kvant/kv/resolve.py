@@ -1,4 +1,4 @@
-"""The one place where a KV cache format is decided: pure, for every layer and side, with reasons.
+"""Decide the KV cache format of every layer and side, with reasons. Pure; the only place that decides.
 
 Precedence, first match wins:
 
@@ -6,12 +6,12 @@ Precedence, first match wins:
     2  explicit skip                        5  checkpoint's global scheme
     3  explicit global format               6  model dtype
 
-Between 2 and 3 stands a format's own protective default: layers at a model's ends that would get the
-format from 3 to 5 keep the model dtype, unless the request leaves format defaults out.
+A format's own default comes between 2 and 3: layers at a model's ends that would get the format
+from 3 to 5 keep the model dtype, unless the request turns format defaults off.
 
 A drafter's step 3 may be inherited from the target's explicit global format; such a wish, like the
-checkpoint's, is soft: what cannot be served here becomes the model dtype with a recorded downgrade
-(an error with `strict`). Everything else is hard: it is stored as asked, or this ends in an error.
+checkpoint's, is soft: if no backend serves it, the layer gets the model dtype and the plan records a
+downgrade (an error with `strict`). Everything else is hard: it is stored as asked, or it is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvant.kv.warn import plan_warnings
 class Served:
     """Which backend writes and reads a layer, and why others do not.
 
-    is_served without a backend: nothing speaks against these formats, but the model cannot run yet.
+    is_served without a backend: the formats are possible, but the model cannot run yet.
     """
 
     is_served: bool
@@ -46,11 +46,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Everything about the model's place that resolution needs and that is no request.
+    """The environment of a resolution: facts that it needs and that are no request.
 
-    device_encodings: formats that this device stores in an encoding of its own, and the phrase that
-    says so. serve: who can write and read K and V of a layer in these formats (v None for MLA).
-    otherwise: what beside the format would have to be asked for that, checked as `serve` checks.
+    device_encodings: formats that this device stores in another encoding, and the phrase that says
+    so. serve: which backend writes and reads K and V of a layer in these formats (v None for MLA).
+    otherwise: other options under which these formats would be served, checked as `serve` checks.
     """
 
     role: Role
@@ -69,7 +69,7 @@ class Surroundings:
 class _Decision:
     """A side's format before scales and backends are known.
 
-    wish: the checkpoint's wish that decided, where one did. soft: may be downgraded. is_of_layer: a
+    wish: the checkpoint's wish, if it decided. soft: may be downgraded. is_of_layer: a
     rule or a skip for this very layer decided.
     """
 
@@ -144,7 +144,7 @@ def _resolve_layer(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One rung of the precedence ladder for one side. asked None: nobody asked here."""
+    """One step of the precedence list for one side. asked None: no request at this level."""
 
     label: str
     asked: Request | None
@@ -166,7 +166,7 @@ def _decide(
     geometry: ModelGeometry,
     around: Surroundings,
 ) -> _Decision:
-    """What the ladder says, and what the format so found says of the layer."""
+    """Apply the precedence list, then the default of the format that it found."""
     decided = _climb(layer, side, request, checkpoint, len(geometry.layers), around)
     if decided.is_of_layer or not decided.dtype.format.wide_ends:
         return decided
@@ -182,7 +182,7 @@ def _decide(
 def _format_default(
     layer: LayerGeometry, dtype: KVDtype, request: KVRequest, geometry: ModelGeometry
 ) -> _Step:
-    """The rung of a format that keeps a model's ends wide; it asks where this layer is one."""
+    """The step of a format that keeps a model's ends wide; it applies if this layer is an end."""
     label, source = "format-default", Source.FORMAT_DEFAULT
     if not request.format_defaults:
         return _Step(label, None, "left out by --kv-format-defaults off", source)
@@ -204,7 +204,7 @@ def _climb(
     num_layers: int,
     around: Surroundings,
 ) -> _Decision:
-    """Climb down the ladder; every rung, taken or not, stays in `considered`."""
+    """Go through the list; every step, taken or not, is kept in `considered`."""
     model = around.compute_dtype.kv_dtype
     wish = wish_for(checkpoint, layer)
     rungs = _explicit_steps(layer, side, request, num_layers)
@@ -335,7 +335,7 @@ def _place(
     geometry: ModelGeometry,
     around: Surroundings,
 ) -> tuple[dict[Side, _Decision], Served]:
-    """Find a backend; soft sides that stand in the way become the model dtype."""
+    """Find a backend; soft sides that no backend serves become the model dtype."""
 
     def serve(found: Mapping[Side, _Decision]) -> Served:
         v = found.get(Side.V)
@@ -358,7 +358,7 @@ def _place(
 
 
 def _soft_subsets(decisions: Mapping[Side, _Decision]) -> Sequence[frozenset[Side]]:
-    """Sets of sides to downgrade, smallest first, so that nothing is given up needlessly."""
+    """Sets of sides to downgrade, smallest first, so that no side is downgraded needlessly."""
     soft = [side for side, decided in decisions.items() if decided.soft]
     return [frozenset({side}) for side in soft] + ([frozenset(soft)] if len(soft) > 1 else [])
 
@@ -399,8 +399,8 @@ def _ways_out(
     geometry: ModelGeometry,
     around: Surroundings,
 ) -> list[WayOut]:
-    """A narrow format that every layer can store, the model dtype where it must be, or everywhere, or
-    something else than a format. None that would be refused too.
+    """Return ways out that would not be refused too: a narrow format that every layer can store, the
+    model dtype for some or all layers, or another option.
     """
     flag = "--kv-cache-rule" if around.role is Role.DRAFT else "--kv-cache-dtype"
     prefix = "draft:" if around.role is Role.DRAFT else ""
@@ -422,7 +422,7 @@ def _ways_out(
     v = decisions[Side.V].dtype if Side.V in decisions else k
     ways: list[WayOut] = []
     if any(decided.is_of_layer for decided in decisions.values()):
-        # A rule is closer than every other flag: it has to say something else itself.
+        # A rule is closer than every other flag, so the rule itself must change.
         names = [*((works,) if works else ()), *((Follow.MODEL.value,) if model_works else ())]
         if names:
             ways.append(WayOut(f"name {' or '.join(names)} in the rule for this layer"))

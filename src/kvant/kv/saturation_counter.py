@@ -8,7 +8,7 @@ from torch import Tensor
 from kvant.kv.codecs.conversion import per_head
 
 SAMPLE_EVERY = 32
-"""On a CPU one step in so many is looked at; those of PROMPT_ROWS rows always."""
+"""On a CPU, one step in SAMPLE_EVERY is checked; steps of PROMPT_ROWS rows always are."""
 PROMPT_ROWS = 64
 
 
@@ -29,7 +29,7 @@ class SaturationCounter:
         scales: tuple[Tensor | None, Tensor | None],
         slots: Tensor,
     ) -> None:
-        """Count in K and V [T, num_kv_heads, head_dim] that are about to be written, now and then.
+        """Count, in a sample of steps, values of K and V [T, num_kv_heads, head_dim] before they are written.
 
         For backends that do not count while they encode. Rows whose slot is -1 do not count.
         """
@@ -40,7 +40,7 @@ class SaturationCounter:
         for side, (x, scale, largest) in enumerate(zip(rows, scales, self.largest, strict=True)):
             if largest is None:
                 continue
-            # Of the head with the smallest scale, as it is now: scales that went wrong are put back.
+            # The head with the smallest scale counts, as it is now: wrong scales are restored.
             bound = largest * (1.0 if scale is None else float(scale.min()))
             low, high = torch.aminmax(x)  # one pass; NaN is not at most anything
             if not max(-float(low), float(high)) <= bound:
@@ -48,7 +48,7 @@ class SaturationCounter:
 
 
 def _beyond(x: Tensor, largest: float, scale: Tensor | None) -> Tensor:
-    """How many of x [T, num_kv_heads, head_dim] are beyond `largest` times the scale."""
+    """Return how many of x [T, num_kv_heads, head_dim] exceed `largest` times the scale."""
     size = x.to(torch.promote_types(x.dtype, torch.float32)).abs()
     bound = torch.full((1, 1), largest, dtype=torch.float32, device=x.device)
     return (size > (bound if scale is None else bound * per_head(scale))).sum()

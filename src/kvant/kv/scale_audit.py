@@ -1,7 +1,7 @@
-"""Whether scales are still what was written: one flipped bit in a scale changes every number it scales.
+"""Check that scales still have their written values: a flipped bit changes every number that they scale.
 
-Pages of the prefix cache are written by nobody, and scales outside the pages never after loading. So
-both can be compared with what they were, by sums that are cheap enough to be taken while nothing runs.
+Nothing writes to pages of the prefix cache, or to scales outside the pages after loading. So both can
+be compared with checksums, which are cheap enough to compute while nothing runs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SPREAD = -0x61C8864680B583EB  # odd, from the golden ratio: weights that share 
 
 
 class ScaleAudit:
-    """Sums over the scales of pages, and the scales outside of them as they were loaded.
+    """Checksums of the scales in pages, and copies of the scales outside them as loaded.
 
-    pools: that share page ids, the target's and the drafter's.
-    page_bytes: of scales, in one page of all layers; 0 where no format keeps any in its pages.
+    pools: the pools that share page ids, the target's and the drafter's.
+    page_bytes: bytes of scales in one page of all layers; 0 if no format keeps scales in pages.
     """
 
     def __init__(self, pools: Sequence[KVPool]) -> None:
@@ -31,7 +31,7 @@ class ScaleAudit:
         self._outside: list[tuple[str, Tensor, Tensor]] = []
         for pool, spec in [(one, spec) for one in pools for spec in one.plan.layers]:
             if spec.k is None:
-                continue  # its owner's are looked at
+                continue  # its owner's scales are checked
             cache = pool[spec.geometry.index]
             for side, choice, planes, scale in (
                 ("K", spec.k, cache.k, cache.k_scale),
@@ -46,7 +46,7 @@ class ScaleAudit:
         self.page_bytes = sum(p[0].numel() * p.element_size() for p, _ in self._planes)
 
     def sums(self, pages: Sequence[int]) -> list[int | None]:
-        """A number for each page that changes with any one of its scales; None where one is NaN or Inf."""
+        """Return a checksum per page that changes with each of its scales; None if a scale is NaN or Inf."""
         if not self._planes:
             return [0] * len(pages)
         device = self._planes[0][0].device
@@ -69,12 +69,12 @@ class ScaleAudit:
         ]
 
     def accept(self) -> None:
-        """From now on scales outside the pages are compared with what they are now."""
+        """Compare scales outside the pages with their current values from now on."""
         for _, scale, loaded in self._outside:
             loaded.copy_(scale)
 
     def restore(self) -> list[str]:
-        """Put scales outside the pages that have changed back to what was loaded; what those were."""
+        """Restore changed scales outside the pages to their loaded values; return their names."""
         found = []
         for label, scale, loaded in self._outside:
             if not torch.equal(scale, loaded):  # NaN, too, equals nothing

@@ -1,7 +1,7 @@
 """The result of resolution: one frozen `LayerSpec` per layer, together a `KVPlan`.
 
-Nothing writes to a plan. Whoever needs to know what is stored asks the layer's spec; there is no
-global format to ask.
+Nothing writes to a plan. Code that needs the stored format reads the layer's spec; there is no
+global format.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Source(Enum):
 class ScaleState(Enum):
     NONE = "none"  # the format has no scale from outside
     FOUND = "found"  # a tensor of the checkpoint is used
-    UNCALIBRATED = "uncalibrated"  # 1.0 or a fixed value, nobody measured it for this model
+    UNCALIBRATED = "uncalibrated"  # 1.0 or a fixed value, not measured for this model
     CAST = "cast"  # 1.0 by the checkpoint's recipe
-    MISSING = "missing"  # promised, not there, and the user said to go on with 1.0
-    UNUSED = "unused"  # there, but what is stored does not use it
+    MISSING = "missing"  # promised, missing, and the user accepted 1.0
+    UNUSED = "unused"  # present, but the stored format does not use it
     UNCHECKED = "unchecked"  # there are no weight files to look into
 
 
@@ -43,8 +43,8 @@ class ScaleState(Enum):
 class Scale:
     """Where the scale of one side of one layer comes from.
 
-    tensor: the checkpoint's tensor, for FOUND and UNUSED. factor: what its value is multiplied with
-    before use (2 where e4m3fn scales serve e4m3fnuz codes). fixed: the value where no tensor is used.
+    tensor: the checkpoint's tensor, for FOUND and UNUSED. factor: multiplies its value before use (2 if
+    e4m3fn scales serve e4m3fnuz codes). fixed: the value if no tensor is used.
     because: one phrase for the reader of the plan.
     """
 
@@ -99,12 +99,12 @@ class LayerSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """The one place where a layer's bytes are counted: plan, pool and reports all ask here."""
+        """Bytes per token of this layer. Plan, pool and reports all use this number."""
         return self.geometry.num_kv_heads * sum(plane.row_bytes for _, plane in self.planes)
 
     @property
     def bytes_per_token_16bit(self) -> int:
-        """What the same layer takes with 16-bit K and V."""
+        """Bytes per token of the same layer with 16-bit K and V."""
         g = self.geometry
         if self.k is None:
             return 0

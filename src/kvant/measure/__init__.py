@@ -1,1 +1,1 @@
-"""What a format costs in quality, and how fast things are."""
+"""Measurements of quality and speed."""

@@ -1,6 +1,6 @@
-"""One query against batches of equal lengths: Kvant and its peers over the same pages, turn by turn.
+"""Decode attention in batches of equal lengths: Kvant and its peers over the same pages, turn by turn.
 
-Sequences shorter than the second-level cache are read from it in every repetition, by all alike.
+Sequences smaller than the level-2 cache are read from it in every repetition, by all engines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Run = Callable[[], torch.Tensor]
 class Peer:
     """Another implementation of decode attention over the same pages.
 
-    reads: the formats it is measured with. prepare: plans one step and returns the call that computes it,
+    reads: the formats to measure it with. prepare: plans one step and returns the call that computes it,
     [batch, num_q_heads, head_dim].
     """
 
@@ -47,7 +47,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One contestant at one point. us: every repetition. difference: of its output from Kvant's."""
+    """One engine at one point. us: every repetition. difference: its output's distance from Kvant's."""
 
     batch: int
     length: int
@@ -70,7 +70,7 @@ def measure_grid(
     repeats: int = 5,
     own_page_sizes: Sequence[int] = (SMALL_PAGE,),
 ) -> Iterator[Timed]:
-    """Every point that fits into memory. page_sizes: those of the peers."""
+    """Measure every point that fits into memory. page_sizes: page sizes of the peers."""
     for dtype in formats:
         cases = [Case(dtype, dtype, (n,) * batch) for batch in batches for n in lengths]
         free, _ = torch.cuda.mem_get_info(device)
@@ -132,7 +132,7 @@ def _measure_point(
 
 
 def _paged(x: Inputs, size: int) -> tuple[Inputs, Inputs]:
-    """Other tokens, in pages of `size`: through small pages that are neighbours, and through large ones.
+    """Return the same tokens in pages of `size`: as neighbouring small pages, and as large ones.
 
     size: a multiple of the cache's, which divides the sequences.
     """
@@ -156,7 +156,7 @@ def _paged(x: Inputs, size: int) -> tuple[Inputs, Inputs]:
 
 
 def table(rows: Sequence[Timed]) -> str:
-    """A line for every point: everybody's times, and Kvant's best over the best of the others."""
+    """A line for every point: all times, and Kvant's best over the best peer's."""
     everyone = list(dict.fromkeys((r.who, r.page_size) for r in rows))
     names = "".join(f"{f'{who} p{size}':>22}" for who, size in everyone)
     lines = [f"{'format':22} {'batch':>5} {'length':>7}{names}  over best"]

@@ -1,4 +1,4 @@
-"""What attention is timed on, without an engine: pages in random order, random queries, one step."""
+"""Inputs for timing attention without an engine: pages in random order, random queries, one step."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def make_cache(
 def paged_step(
     lengths: Sequence[int], queries: int, order: Tensor, page_size: int, *, causal: bool = True
 ) -> Step:
-    """So many queries of every sequence, whose pages are those of `order` [pages], int32, one behind the
-    other; they are written nowhere.
+    """Build a step of `queries` queries per sequence, with the page ids of `order` [pages], int32, in turn.
+    Nothing is written.
     """
     pages = [-(-length // page_size) for length in lengths]
     device, seqs, tokens = order.device, len(lengths), len(lengths) * queries
@@ -120,7 +120,7 @@ def make_inputs(
     cache: LayerCache | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Random pages in random order and random queries; many of a sequence are listed, as in the engine."""
+    """Build random pages in random order and random queries; long sequences are listed, as in the engine."""
     torch.manual_seed(seed)
     pages = [-(-length // case.page_size) for length in case.lengths]
     if cache is None:

@@ -43,7 +43,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """At the median of all steps."""
+        """Tokens per second at the median of all steps."""
         return 1000 * self.tokens / statistics.median(ms for found in self.rounds for ms in found)
 
 
@@ -53,8 +53,7 @@ def beside_transformers(
     """Time `rounds` times `steps` decode steps of both engines, for each number of sequences.
 
     Both compute in float32 over a float32 cache, on torch's threads, with the same random prompts of
-    `context` tokens; the engines take turns. Loads the weights of `llm`, which computes in float32,
-    once more.
+    `context` tokens. The engines take turns. `llm` must compute in float32; its weights are loaded again.
     """
     with quiet_transformers():
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -75,7 +74,7 @@ def beside_transformers(
             [numbers.randrange(llm.engine.vocab_size) for _ in range(context)] for _ in range(batch)
         ]
         found: dict[str, list[tuple[float, ...]]] = {name: [] for name in engines}
-        for number in range(rounds):  # the order is turned around from round to round
+        for number in range(rounds):  # the order is reversed in every round
             for name in engines if number % 2 else reversed(engines):
                 found[name].append(tuple(engines[name](prompts, steps)))
         case = f"decode, batch {batch}, {context} tokens"
@@ -89,7 +88,7 @@ def beside_transformers(
 def _own_decode(
     llm: LLM, batch: int, context: int, steps: int
 ) -> Callable[[list[list[int]], int], list[float]]:
-    """What times decode steps of an engine of its own over the weights of `llm`."""
+    """Return a function that times decode steps of a new engine over the weights of `llm`."""
     inner = llm.engine.runner
     assert isinstance(inner, ModelRunner)
     plan = plan_storing(llm, FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32))
@@ -127,7 +126,7 @@ def _own_decode(
 
 
 class _Clock(StoppingCriteria):
-    """Notes the time after each step and never stops one."""
+    """Records the time after each step and never stops generation."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -142,8 +141,8 @@ def decode_transformers(
 ) -> list[float]:
     """Milliseconds of each of `steps` greedy steps of `generate`, with its default attention.
 
-    prompts: [sequences, tokens], int64. cache: what holds the prompts' keys and values already, but for
-    their last token; empty if not given.
+    prompts: [sequences, tokens], int64. cache: a cache with the prompts' keys and values except for their
+    last token; a new one if None.
     """
     new = WARM_UP_STEPS + steps + 1
     clock = _Clock()

@@ -1,4 +1,4 @@
-"""How far a format's answers are from float32 KV's: KL divergence and agreement on the top token."""
+"""Distance of a format's predictions from float32 KV: KL divergence and agreement on the top token."""
 
 from __future__ import annotations
 

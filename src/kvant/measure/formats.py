@@ -1,4 +1,4 @@
-"""The table of formats for one loaded model: bytes, context a GiB, and distance from float32 KV."""
+"""The table of formats for one loaded model: bytes, tokens per GiB, and distance from float32 KV."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class FormatRow:
 def measure_formats(
     llm: LLM, baseline: FormatRequest, formats: Sequence[FormatRequest], token_ids: Sequence[int]
 ) -> list[FormatRow]:
-    """Every format on the model that `llm` has loaded, over one text's tokens; one pass a format."""
+    """Measure every format on the model of `llm` over one text's tokens, with one pass per format."""
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
     truth = text_logits(runner.model, plan_storing(llm, baseline), token_ids)
     rows = []
     for wanted in formats:
         plan = plan_storing(llm, wanted)
-        same = wanted == baseline  # a second pass would be the first one again
+        same = wanted == baseline  # a second pass would repeat the first
         logits = truth if same else text_logits(runner.model, plan, token_ids)
         fidelity = compare(truth, logits)
         size = plan.bytes_per_token

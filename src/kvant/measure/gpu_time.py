@@ -1,4 +1,4 @@
-"""Microseconds on the GPU's own clock: of replays of recorded graphs, and of calls as they are launched."""
+"""Time on the GPU's own clock: replays of recorded graphs, and calls as they are launched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def elapsed_us(run: Callable[[], object]) -> float:
-    """From the begin to the end of what `run` launches on the current stream; waits for it."""
+    """Microseconds from begin to end of what `run` launches on the current stream; waits for it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     run()

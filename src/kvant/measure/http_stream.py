@@ -1,7 +1,6 @@
-"""One request to an OpenAI-compatible server, answered as server-sent events, with the time of each.
+"""One request to an OpenAI-compatible server, as server-sent events with their times.
 
-On h11 and asyncio alone: what is measured should be the server, and a larger client's own time would
-be measured with it.
+Uses only h11 and asyncio, so that a client's own time does not distort the server's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _READ = 65536
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a server listens. base: path before /v1. headers: sent with every request."""
+    """The address of a server. base: path before /v1. headers: sent with every request."""
 
     host: str
     port: int
@@ -60,7 +59,7 @@ class Cut(Exception):
 
 
 def parse_target(url: str, api_key: str | None = None) -> Target:
-    """BadValue for anything but http://HOST[:PORT][/PATH] and https. A trailing /v1 may stand there."""
+    """BadValue for anything but http://HOST[:PORT][/PATH] and https. A trailing /v1 is allowed."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BadValue(f"{url} is no server", why="it is a URL such as http://127.0.0.1:8000")
@@ -77,7 +76,7 @@ async def fetch(target: Target, path: str) -> str:
 
 
 async def stream(target: Target, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
-    """The events of a POST, [DONE] left out. Refused, Cut or OSError. Closing it leaves the server."""
+    """The events of a POST, [DONE] left out. Refused, Cut or OSError. Closing it disconnects."""
     rest = b""
     async with _asked(target, "POST", path, json.dumps(body).encode()) as pieces:
         async for at, data in pieces:
@@ -92,7 +91,7 @@ async def stream(target: Target, path: str, body: Mapping[str, Any]) -> AsyncGen
 async def _asked(
     target: Target, method: str, path: str, body: bytes | None
 ) -> AsyncIterator[AsyncIterator[tuple[float, bytes]]]:
-    """Inside, the body of a 200 as it arrives; a connection of its own, closed at the end."""
+    """Yield the body of a 200 as it arrives, over a new connection that is closed at the end."""
     context = ssl.create_default_context() if target.tls else None
     reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context)
     try:

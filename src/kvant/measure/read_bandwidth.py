@@ -1,4 +1,4 @@
-"""How fast a GPU reads its own memory: the limit that attention over a long context is compared with."""
+"""Measure how fast a GPU reads its memory, the limit for attention over a long context."""
 
 from __future__ import annotations
 

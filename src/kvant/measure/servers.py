@@ -1,4 +1,4 @@
-"""Several servers under the same loads, turn by turn, and what they did side by side."""
+"""Run several servers under the same loads, turn by turn, and compare them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvant.measure.serving import OUTCOMES, Load, Percentiles, Round, run, warm_
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """name: what tables call it. model: None for the first that it names itself."""
+    """name: its name in tables. model: None for the first that it lists."""
 
     name: str
     target: Target
@@ -41,10 +41,10 @@ def parse_servers(
 async def run_all(
     servers: Sequence[Server], loads: Sequence[Load], *, warm_up_requests: int, seed: int
 ) -> AsyncGenerator[tuple[Server, Round], None]:
-    """Load after load, each offered to one server after another: the same prompts at the same moments.
+    """Offer each load to one server after another: the same prompts at the same moments.
 
-    No prompt comes to a server twice, so a prefix cache finds nothing. While one server is measured the
-    others have nothing to do, but keep their memory.
+    No server gets a prompt twice, so a prefix cache finds nothing. While one server is measured, the
+    others are idle but keep their memory.
     """
     for server in servers:
         await warm_up(server.target, server.model, loads[0], warm_up_requests, seed=seed)
@@ -54,7 +54,7 @@ async def run_all(
 
 
 def rounds_of(found: Found) -> list[dict[str, object]]:
-    """For JSON: what each server did, in the order in which they were named."""
+    """For JSON: each server's rounds, in the order in which the servers were named."""
     servers = list(dict.fromkeys(server for server, _ in found))
     return [
         {

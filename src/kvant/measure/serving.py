@@ -1,7 +1,7 @@
-"""A server under load, as its clients see it: open loop, so that a slow server gets no rest.
+"""A server under load, as its clients see it, in an open loop: a slow server gets no rest.
 
-Requests arrive at random moments (a Poisson process of a given rate) whether or not others have been
-answered. Each brings random tokens of its own and asks for as many as all others. Times count from the
+Requests arrive at random moments (a Poisson process of a given rate), whether or not others have been
+answered. Each has its own random tokens, and all ask for the same number of tokens. Times count from the
 moment a request was due, so a late client makes the server look worse, never better.
 """
 
@@ -19,15 +19,15 @@ from kvant.errors import NotServable, WayOut
 from kvant.measure.http_stream import Cut, Refused, Target, fetch, stream
 
 AUDIT_SECONDS = 3.0
-"""So long the audit of an idle server is waited for."""
+"""Seconds to wait for the audit of an idle server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """rate: requests a second, over `seconds`. input, output: tokens. vocabulary: prompts' ids lie
-    below, but not in the lowest tenth, where special tokens and single bytes often are.
+    """rate: requests per second, over `seconds`. input, output: tokens. vocabulary: prompt ids are below
+    it, but not in the lowest tenth, where special tokens and single bytes often are.
 
-    aborts: share of the clients that leave, at a moment drawn evenly over the answer's tokens.
+    aborts: share of clients that leave, at a token drawn evenly over the answer.
     """
 
     rate: float
@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(slots=True)
 class _Seen:
-    """What one client saw. first, last: seconds after it was due. gaps: between events, in seconds."""
+    """One client's view. first, last: seconds after it was due. gaps: between events, in seconds."""
 
     outcome: str = "failed"
     first: float | None = None
@@ -52,13 +52,13 @@ class _Seen:
 
     @property
     def seconds_a_token(self) -> float:
-        """After the first one, which is not there yet where nothing came."""
+        """Seconds per token after the first one."""
         return 0.0 if self.first is None else (self.last - self.first) / max(1, self.tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of seconds."""
+    """Percentiles of times in seconds."""
 
     p50: float
     p90: float
@@ -70,11 +70,10 @@ class Percentiles:
 class Round:
     """One load. ttft: due to first token. itl: event to event (a server may send several tokens in one).
 
-    tpot: first to last token over the tokens between, a mean for each answer, so that servers that send
-    several tokens in one event can be compared. e2e: due to last token. Both of answers that were
-    complete; aborted ones count in ttft and itl as far as they went. seconds: until the last client had
-    gone. late: of the generator itself, at most. server: what the server's own metrics added
-    meanwhile, where it has Kvant's.
+    tpot: first to last token divided by the tokens between, per answer, which compares servers that send
+    several tokens in one event. e2e: due to last token. Both cover complete answers; aborted ones count
+    in ttft and itl up to their end. seconds: until the last client left. late: maximum delay of the
+    generator itself. server: increase of the server's own metrics, if it has Kvant's.
     """
 
     load: Load
@@ -96,7 +95,7 @@ class Round:
 
 
 async def model_of(target: Target) -> str:
-    """The first model that a server names. NotServable where nobody answers, or not so."""
+    """The first model that a server names. NotServable if there is no answer, or an unexpected one."""
     try:
         found: dict[str, Any] = json.loads(await fetch(target, "/v1/models"))
         return str(found["data"][0]["id"])
@@ -111,7 +110,7 @@ async def model_of(target: Target) -> str:
 async def warm_up(
     target: Target, model: str | None, load: Load, requests: int, *, seed: int
 ) -> None:
-    """So many requests like the load's, one after another, whatever becomes of them."""
+    """Send `requests` requests like the load's, one after another; ignore their outcome."""
     model = model or await model_of(target)
     for number in range(requests):
         numbers = random.Random(f"{seed} warm-up {number}")
@@ -205,7 +204,7 @@ async def _client(
 async def _read(
     target: Target, body: dict[str, Any], due: float, leaves_after: int | None, seen: _Seen
 ) -> None:
-    """Take events down until the answer ends or so many have come."""
+    """Record events until the answer ends or `leaves_after` events have come."""
     events, usage = 0, None
     async with aclosing(stream(target, "/v1/completions", body)) as answer:
         async for event in answer:
@@ -234,7 +233,7 @@ async def _read(
 
 
 async def _metrics(target: Target) -> dict[str, float]:
-    """The counters that count here, by name; empty for servers that have none of them."""
+    """Return the relevant counters by name; empty for servers without them."""
     try:
         text = await fetch(target, "/metrics")
     except (Refused, Cut, OSError):
@@ -248,7 +247,7 @@ async def _metrics(target: Target) -> dict[str, float]:
 
 
 async def _audited(target: Target, before: dict[str, float]) -> dict[str, float]:
-    """The counters once the idle server has looked through its pages."""
+    """Return the counters after the idle server has audited its pages."""
     after = await _metrics(target)
     ends = time.perf_counter() + AUDIT_SECONDS
     audits = _COUNTERS[0]

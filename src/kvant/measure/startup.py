@@ -1,7 +1,7 @@
-"""How long a start takes: from the creation of a process to the first token, and where the time goes.
+"""Measure a start from the creation of a process to the first token, and its parts.
 
-`kvant chat` is started, asked one question and watched until the first text of its answer. The parts come
-from processes that do the same in Python and note the time after each.
+This starts `kvant chat`, asks one question and waits for the first text of its answer. The parts come from
+processes that do the same in Python and record the time after each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLAGS = ("--max-tokens", "2", "--temperature", "0")
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """What is started. chat: `kvant chat`, that takes flags. parts: takes the time of its own creation
+    """Commands to start. chat: `kvant chat`, which takes flags. parts: takes the time of its own creation
     (`time.monotonic`) and prints a JSON object, seconds by part, as its last line.
     """
 
@@ -34,10 +34,10 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """cache: whether models and compiled kernels were there. seconds: until the first token of `kvant chat`.
+    """cache: models and compiled kernels were cached. seconds: until the first token of `kvant chat`.
 
-    parts: seconds by name, of another process in the same circumstances; none for a first start, which
-    only one process can be.
+    parts: seconds by name, from another process in the same state; empty for a first start, which
+    only one process can make.
     """
 
     cache: str

@@ -1,9 +1,9 @@
-"""The support matrix as a file: what was verified on which device, and the page made of it. No torch.
+"""The support matrix as JSON (what was verified on which device), and its page. No torch.
 
     {"schema": 1, "runs": [{"name", "device", "compute", "backends": {B: {"facts", "formats"}}}]}
 
-`formats` goes by format, head size, mask to one error for each of `QUERIES`. A failed cell is a text
-instead; where all below a place is refused for one reason, {"refused": reason} stands there.
+`formats` maps format, head size and mask to one error for each of `QUERIES`. A failed cell is a text
+instead. {"refused": reason} replaces a subtree that is refused for one reason.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _joined(below: Tree) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a tree: a format by name, a head size, a mask by its word."""
+    """A position in a tree: format name, head size, mask name."""
 
     format: str
     head_dim: int
@@ -83,7 +83,7 @@ class Place:
 
 
 def cells(formats: Mapping[str, Any]) -> Iterator[tuple[Place, str | list[float | str]]]:
-    """Every place of a recorded backend: the reason why it is refused, or its cells."""
+    """Yield every place of a recorded backend: the reason of its refusal, or its cells."""
     for name, of_format in formats.items():
         if _REFUSED in of_format:
             heads = {str(row.head_dim): of_format for row in rows() if row.name == name}
@@ -97,7 +97,7 @@ def cells(formats: Mapping[str, Any]) -> Iterator[tuple[Place, str | list[float 
 
 
 def failures(formats: Mapping[str, Any]) -> list[str]:
-    """One line for every cell that did not hold."""
+    """Return one line for every failed cell."""
     return [
         f"{at.format}, head size {at.head_dim}, {at.mask}, {count} queries: {cell}"
         for at, found in cells(formats)
@@ -108,13 +108,13 @@ def failures(formats: Mapping[str, Any]) -> list[str]:
 
 
 def missing_rows(formats: Mapping[str, Any]) -> list[Row]:
-    """Rows of the matrix that the record does not have."""
+    """Return rows of the matrix that the record lacks."""
     found = {(at.format, at.head_dim) for at, _ in cells(formats)}
     return [row for row in rows() if (row.name, row.head_dim) not in found]
 
 
 def recorded(path: Path, device: Device, backends: Mapping[str, Tree]) -> Tree:
-    """The file's content with these backends of this device in place of what it said of them."""
+    """Return the file's content with the results of these backends on this device replaced."""
     document: Tree = {"schema": SCHEMA, "runs": []}
     if path.exists():
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ def recorded(path: Path, device: Device, backends: Mapping[str, Tree]) -> Tree:
 
 
 def dump(document: Mapping[str, Any]) -> str:
-    """As JSON with a line a format, so that a change of one is a change of one line."""
+    """Return JSON with one line per format, so that a change of one format changes one line."""
     lines = [f'{{"schema": {document["schema"]}, "runs": [']
     for number, run in enumerate(document["runs"]):
         head = {key: value for key, value in run.items() if key != "backends"}
@@ -147,7 +147,7 @@ def dump(document: Mapping[str, Any]) -> str:
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """docs/support.md: everything that was recorded, and what is missing there."""
+    """Return docs/support.md: everything recorded, and what is missing."""
     lines = [_TITLE]
     for run in document["runs"]:
         lines += _of_device(run, page=True)
@@ -155,7 +155,7 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """The same tables of a part of the matrix, for who asked for that part."""
+    """Return the same tables for a part of the matrix."""
     lines = [_SUMMARY]
     for run in document["runs"]:
         lines += _of_device(run, page=False)
@@ -197,7 +197,7 @@ def _of_device(run: Mapping[str, Any], *, page: bool) -> list[str]:
 
 
 def _head_sizes(formats: Mapping[str, Any]) -> str:
-    """Which head sizes were asked for; mixed pairs at fewer."""
+    """Return the verified head sizes; mixed pairs have fewer."""
     found: dict[str, list[str]] = {}
     for name, of_format in formats.items():
         if _REFUSED not in of_format:
@@ -211,7 +211,7 @@ def _head_sizes(formats: Mapping[str, Any]) -> str:
 
 
 def _cell_text(of_format: Mapping[str, Any], mask: str, reasons: list[str]) -> str:
-    """The worst error, and which head sizes are refused for which reason."""
+    """Return the worst error, and the refused head sizes with reasons."""
     worst, served, failed = 0.0, False, False
     no: dict[int, list[int]] = {}
     for at, found in cells(of_format):

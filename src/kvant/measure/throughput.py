@@ -1,7 +1,7 @@
-"""Tokens a second of the engine itself, without a server: so many requests, so long, all at once.
+"""Tokens per second of the engine itself, without a server: all requests of a load at once.
 
-Every request brings random tokens of its own and answers exactly as many as asked, whatever tokens end
-answers elsewhere.
+Every request brings its own random tokens and gets exactly as many as asked; end-of-sequence tokens
+do not end it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason
 
 GREEDY: Mapping[str, SamplingParams] = MappingProxyType({"greedy": SamplingParams(temperature=0.0)})
-"""What is measured where nobody asks for another way to sample."""
+"""The default way to sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """requests of input tokens each, answered with output tokens each."""
+    """`requests` requests with `input` tokens each, answered with `output` tokens each."""
 
     requests: int
     input: int
@@ -44,10 +44,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One format under one load. seconds: of every repeat. steps: of the last one.
+    """One format under one load. seconds: per repeat. steps: of the last repeat.
 
-    capacity_tokens: what the pool holds. start_seconds: until the engine was ready. sampling: as it was
-    asked, "greedy" where it was not.
+    capacity_tokens: tokens that the pool holds. start_seconds: until the engine was ready. sampling: as
+    asked, else "greedy".
     """
 
     stored: str
@@ -61,7 +61,7 @@ class Round:
 
     @property
     def output_tokens_per_second(self) -> float:
-        """Of the fastest repeat: whatever disturbs only slows."""
+        """Output tokens per second of the fastest repeat: disturbances only slow a run."""
         return self.load.requests * self.load.output / min(self.seconds)
 
 
@@ -82,8 +82,8 @@ def parse_load(text: str) -> Load:
 
 
 def parse_sampling(text: str) -> SamplingParams:
-    """`{"temperature":0.6,"top_p":0.95}`. BadValue for what is no JSON object or names no parameter;
-    RequestError for a value that a request could not have.
+    """`{"temperature":0.6,"top_p":0.95}`. BadValue if it is no JSON object or names an unknown
+    parameter; RequestError for a value that a request cannot have.
     """
     try:
         asked = json.loads(text)
@@ -107,7 +107,7 @@ def measure(
     repeats: int,
     samplings: Mapping[str, SamplingParams] = GREEDY,
 ) -> Iterator[Round]:
-    """Each format on an engine of its own, every load `repeats` times with each sampling, by its name."""
+    """Measure each format on its own engine: every load `repeats` times with each named sampling."""
     for name in formats:
         asked = Asked(parse_format(name, asked_by="--kv-format"), f"--kv-format {name}")
         requests = config.plan.requests
@@ -135,7 +135,7 @@ def measure(
 
 
 def free_memory() -> None:
-    """Give the memory of an engine that is gone back to the device: the next one asks what is free."""
+    """Return the memory of a deleted engine to the device, because the next engine asks what is free."""
     gc.collect()
     torch = sys.modules["torch"]
     if torch.cuda.is_available():
@@ -143,8 +143,8 @@ def free_memory() -> None:
 
 
 def run_load(llm: LLM, load: Load, params: SamplingParams, *, seed: int) -> tuple[float, int, int]:
-    """Submit everything, step until nothing is left: seconds, steps, preemptions. params: but for how
-    much is answered.
+    """Submit everything and step until nothing is left; return seconds, steps and preemptions. params: except
+    for the length of answers.
 
     BadValue for a load whose answers cannot be as long as it says, and for a request that failed.
     """

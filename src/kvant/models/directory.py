@@ -60,9 +60,7 @@ def obstacle(directory: Path) -> BadCheckpoint | None:
 def remote_code(config: Mapping[str, Any], name: str) -> BadCheckpoint | None:
     """The refusal of a checkpoint that brings its own Python code, None if it does not need to."""
     auto_map = config.get("auto_map")
-    if not auto_map or is_drafter(
-        config
-    ):  # a drafter's network is Kvant's own, whatever they bring
+    if not auto_map or is_drafter(config):  # a drafter's network is Kvant's own
         return None
     if isinstance(auto_map, dict) and _adopted(str(config.get("model_type")), auto_map):
         return None

@@ -1,4 +1,4 @@
-"""Weights that are no numbers are found before anything is served."""
+"""Find NaN and Inf in weights before anything is served."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST_NAMED = 5
 
 
 def check_finite(path: Path, module: nn.Module) -> None:
-    """BadCheckpoint, naming the tensors, where a weight holds NaN or Inf.
+    """Raise BadCheckpoint, naming the tensors, if a weight holds NaN or Inf.
 
-    Each is read once, at the speed of memory, and nothing is allocated. Eight-bit weights are left out:
-    what they were decoded from has no such numbers, or is checked by whoever decodes it.
+    Each weight is read once, at memory speed, and nothing is allocated. Eight-bit weights are left out:
+    what they were decoded from has no such numbers, or its decoder checks it.
     """
     names, extremes = [], []
     for name, weight in module.named_parameters():
@@ -25,7 +25,7 @@ def check_finite(path: Path, module: nn.Module) -> None:
             extremes.append(torch.stack(torch.aminmax(weight.detach())).double())
     if not names:
         return
-    finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist()  # NaN is both extremes
+    finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist()  # NaN gives NaN extremes
     broken = [name for name, good in zip(names, finite, strict=True) if not good]
     if broken:
         shown = ", ".join(broken[:_MOST_NAMED]) + (", .." if len(broken) > _MOST_NAMED else "")

@@ -1,9 +1,8 @@
 """From a GGUF header to transformers' words: config, generation config, and where each tensor goes.
 
-Every hyper-parameter of the file must be understood, and every tensor must have its place with the
-shape the config implies: a model that computes something else than its file says is worse than a
-refusal. Key and tensor names are llama.cpp's (gguf-py `constants.py`), those on the other side are
-of transformers' model classes.
+Every hyper-parameter of the file must be understood, and every tensor must have a place with the
+shape that the config implies: a wrong model is worse than a refusal. Key and tensor names are
+llama.cpp's (gguf-py `constants.py`); the results use the names of transformers' model classes.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ ARCHITECTURES = {
     ),
 }
 
-# What may stand behind "<architecture>." in the metadata. Anything else could change what the model
+# Known keys behind "<architecture>." in the metadata. Any other key could change what the model
 # computes, so it is refused.
 _KNOWN_KEYS = frozenset(
     {
@@ -84,7 +83,7 @@ _KNOWN_KEYS = frozenset(
         "rope.freq_base",
         "rope.scaling.type",
         "rope.scaling.factor",
-        # Written by some converters though they say nothing new:
+        # Some converters write these, though they add no information:
         "expert_count",  # must be 0
         "expert_used_count",
         "rope.scaling.original_context_length",  # Llama 3.1's; the factors themselves decide
@@ -98,10 +97,10 @@ ROPE_FREQS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where one GGUF tensor goes.
+    """The place of one GGUF tensor after import.
 
-    name, shape: in the transformers checkpoint. rotary_heads: number of heads whose rows have to be
-    put back from rotary pairs into halves, 0 for none.
+    name, shape: in the transformers checkpoint. rotary_heads: number of heads whose rows change
+    from rotary pairs to halves, 0 for none.
     """
 
     name: str
@@ -212,13 +211,13 @@ class _Facts:
         value = self._header.metadata.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise malformed(self._header.path, f"metadata {key!r} is {_shown(value)}, not a number")
-        if not 0 < value <= _FLOAT32_MAX:  # NaN fails it too
+        if not 0 < value <= _FLOAT32_MAX:  # also false for NaN
             raise malformed(self._header.path, f"metadata {key!r} is {value}")
         return shortest_float32(float(value))
 
 
 def shortest_float32(value: float) -> float:
-    """The decimal number with the fewest digits that is the same float32.
+    """Return the decimal number with the fewest digits that equals the float32.
 
     GGUF keeps numbers such as 1e-05 in float32, which reads back as 9.999999747378752e-06.
     """
@@ -309,8 +308,8 @@ def _llama3_scaling(
 ) -> dict[str, object]:
     """Llama 3.1's scaling, which GGUF keeps as one divisor per rotary frequency.
 
-    The divisors are recomputed from the parameters that all published models of the family use and
-    must agree to float32 rounding. Formula: transformers' `_compute_llama3_parameters`.
+    The divisors are recomputed from the parameters of all published models of the family, and must
+    agree up to float32 rounding. Formula: transformers' `_compute_llama3_parameters`.
     """
     low, high, original = 1.0, 4.0, 8192
     factor = shortest_float32(max(freqs, default=0.0))
@@ -342,7 +341,7 @@ def _token_ids(facts: _Facts, vocab: int) -> dict[str, int | None]:
 
 
 def _generation(facts: _Facts, tokens: dict[str, int | None], vocab: int) -> dict[str, Any]:
-    """Whatever ends an answer is an EOS for generation: end of text, of turn, of message."""
+    """Every token that ends an answer is an EOS for generation: end of text, of turn, of message."""
     ends = [
         tokens["eos_token_id"],
         facts.token_id("tokenizer.ggml.eot_token_id", vocab),

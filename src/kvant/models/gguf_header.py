@@ -1,7 +1,7 @@
 """Reading the header of a GGUF file: metadata and the table of tensors, every length checked first.
 
-The file may be truncated, hostile, or no GGUF at all, so that nothing is read, looped over or
-allocated before it is known to fit into the bytes that are there. Specification: ggml's
+The file may be truncated, hostile, or no GGUF at all. So nothing is read, looped over or allocated
+before it is known to fit into the file. Specification: ggml's
 docs/gguf.md, versions 2 and 3. Little-endian only.
 
     magic "GGUF" | version u32 | tensors u64 | pairs u64 | pairs.. | tensor table.. | padding | data
@@ -80,7 +80,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """All of a GGUF file but the numbers. header_bytes: length of what was read of the file."""
+    """Everything in a GGUF file except tensor data. header_bytes: bytes read from the file."""
 
     path: Path
     metadata: Mapping[str, MetadataValue]
@@ -111,7 +111,7 @@ def malformed(path: Path, why: str) -> BadCheckpoint:
 
 
 def _impostor(start: bytes) -> str | None:
-    """What a file is that lies in the place of a model when a download went wrong."""
+    """Name what a failed download left in the place of a model, or None."""
     text = start.lstrip().lower()
     if text.startswith(b"version https://git-lfs"):
         return "it is a Git LFS pointer, not the file itself (`git lfs pull` in its repository)"

@@ -1,7 +1,7 @@
 """GGUF files, converted once to a directory in transformers' format: float32 safetensors and JSON.
 
 Dequantisation is the gguf package's. The result equals what transformers loads from the same file
-(`from_pretrained(..., gguf_file=)`), bit by bit; it is only made once instead of at every start.
+(`from_pretrained(..., gguf_file=)`), bit by bit, but it is computed once instead of at every start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvant.models.gguf_config import ImportedConfig, TensorPlace
 from kvant.models.gguf_header import GGUFHeader, GGUFTensor, malformed
 from kvant.models.local import Progress
 
-# Part of every cache key: raise it when the same file would be converted to something else.
+# Part of every cache key: raise it when the conversion of the same file changes.
 CONVERTER_VERSION = 1
 
 _SHARD_BYTES = 1 << 30
@@ -36,9 +36,9 @@ _OTHER_FILES_BYTES = 32 << 20  # tokenizer and JSON, generously
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """What must stay with a model: who made it under which licence, and the licence if known.
+    """A model's attribution: its author, its licence, and the licence text if known.
 
-    sampling: how its makers sample it, for generation_config.json, where the file does not say.
+    sampling: the author's sampling values for generation_config.json, if the file has none.
     """
 
     notice: str = ""
@@ -116,7 +116,7 @@ def _make_whole(
 def _fingerprint(path: Path) -> str:
     """Sixteen hexadecimal digits that change with the file's content and with the converter.
 
-    Up to 256 MiB every byte counts. Of larger files the header, size, time of change and 64 samples
+    Up to 256 MiB every byte counts. For larger files the header, size, time of change and 64 samples
     count, since a plan has three seconds. Raises BadCheckpoint for a file that cannot be read.
     """
     try:
@@ -126,7 +126,7 @@ def _fingerprint(path: Path) -> str:
         raise BadCheckpoint(f"cannot read {path}", why=str(error)) from error
 
 
-@lru_cache(maxsize=8)  # a start asks several times; a file that changes has another time
+@lru_cache(maxsize=8)  # a start asks several times; a changed file has another time
 def _fingerprint_of(path: Path, size: int, mtime_ns: int) -> str:
     digest = hashlib.sha256(f"kvant gguf import {CONVERTER_VERSION}\n".encode())
     digest.update(size.to_bytes(8, "little"))
@@ -159,8 +159,8 @@ def _write_configs(directory: Path, imported: ImportedConfig) -> None:
 
 
 def _shards(places: Mapping[str, TensorPlace]) -> dict[str, list[str]]:
-    """Weight file name to GGUF tensor names: one file, or several of about a GiB (so much memory a
-    conversion takes)."""
+    """Weight file name to GGUF tensor names: one file, or several of about a GiB (the memory that
+    a conversion takes)."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, place in places.items():
@@ -201,7 +201,7 @@ def _write_weights(
                 progress(f"Converting {header.path.name}", done, imported.weights_bytes)
         save_file(tensors, directory / file, metadata={"format": "pt"})
         with (directory / file).open("rb+") as written:
-            os.fsync(written.fileno())  # before the rename that says it is there
+            os.fsync(written.fileno())  # before the rename that publishes it
 
 
 def _converted(
@@ -223,7 +223,7 @@ def _dequantized(
     raw = data[tensor.start : tensor.start + tensor.nbytes]
     rows = raw.reshape(*tensor.shape[:-1], -1)
     try:
-        with np.errstate(all="ignore"):  # what is wrong shows in the result
+        with np.errstate(all="ignore"):  # the result is checked for NaN and Inf
             values = dequantize(rows, tensor.type).astype(np.float32, copy=False)
     except NotImplementedError:
         raise malformed(

@@ -193,7 +193,7 @@ def _sentencepiece(header: GGUFHeader) -> Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         backend = loaded.backend_tokenizer
-    except Exception as error:  # whatever goes wrong inside is a fault of the file to the user
+    except Exception as error:  # to the user, any exception inside is a fault of the file
         raise malformed(header.path, f"transformers cannot read its vocabulary: {error}") from error
     assert isinstance(backend, Tokenizer)
     return backend

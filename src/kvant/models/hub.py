@@ -1,8 +1,8 @@
-"""Models from the Hugging Face hub, fetched as far as they are not in its cache yet.
+"""Models from the Hugging Face hub; fetches only files that its cache lacks.
 
 Cache layout, transfers and resume are huggingface_hub's, with its environment: HF_TOKEN, HF_HOME,
-HF_ENDPOINT, HF_HUB_OFFLINE. Kvant's own are the choice of files, their order (small files first, so
-that a model it would refuse is refused before gigabytes arrive) and the wording of errors.
+HF_ENDPOINT, HF_HUB_OFFLINE. Kvant adds the choice of files, their order (small files first, so
+that a model is refused before gigabytes arrive) and the wording of errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the shape owner/model."""
+    """True if `name` has the form owner/model."""
     if _HUB_ID.fullmatch(name) is None or ".." in name or "--" in name:
         return False
     return not name.endswith((".", "-", ".git"))
@@ -131,7 +131,7 @@ class _Asked:
         self._ref = self._store / "refs" / (revision or "main")
 
     def cached_snapshot(self) -> Path | None:
-        """The cached snapshot of the revision, however complete."""
+        """The cached snapshot of the revision, complete or not."""
         commit = self.revision or "main"
         if _COMMIT.fullmatch(commit) is None:
             if not self._ref.is_file():
@@ -159,7 +159,7 @@ class _Asked:
         )
 
     def without_hub(self, weights: bool, reason: str) -> LocalModel:
-        """What the cache has, when the hub cannot be asked."""
+        """Return what the cache has if the hub cannot be reached."""
         snapshot = self.cached_snapshot()
         if snapshot is None or not (snapshot / CONFIG_NAME).is_file():
             missing = "nothing of it is in the cache"
@@ -180,7 +180,7 @@ class _Asked:
         )
 
     def refusal(self, error: Exception) -> ConfigError:
-        """An error of the hub or of a transfer in Kvant's words."""
+        """Translate an error of the hub or of a transfer."""
         from huggingface_hub import constants, errors
 
         where = f"{self.repo} (at {constants.ENDPOINT})"

@@ -1,4 +1,4 @@
-"""Which files of a hub repository a plan or a running model needs: none twice, no others."""
+"""Choose the files of a hub repository that a plan or a running model needs, each once."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _is_small(name: str) -> bool:
     if "/" in name or name in _LEFT_OVER_FROM_TRAINING:
         return False
     if name.endswith(".index.json"):
-        return name == INDEX_NAME  # the others list weights that are not fetched
+        return name == INDEX_NAME  # the other indexes list weights that are not fetched
     return name.endswith((".json", ".jinja", ".model", ".tiktoken")) or name in _TEXTS
 
 
 def likely_weights(sizes: Mapping[str, int]) -> list[str]:
-    """The weight files as far as their names tell, before the index has been read."""
+    """The likely weight files by their names, before the index is read."""
     shards = [name for name in sizes if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
     return shards if INDEX_NAME in sizes else [name for name in (SINGLE_NAME,) if name in sizes]
 
@@ -61,7 +61,7 @@ def weights(repo: str, snapshot: Path, sizes: Mapping[str, int]) -> list[str]:
 
 
 def suffices(snapshot: Path, with_weights: bool) -> bool:
-    """Whether a cached snapshot will do without asking the hub what else there is."""
+    """True if a cached snapshot is enough without asking the hub for more files."""
     if not (snapshot / CONFIG_NAME).is_file():
         return False
     if not with_weights:

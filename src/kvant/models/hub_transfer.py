@@ -1,4 +1,4 @@
-"""Transfers from the hub: retried, taken up again where they broke, one progress for all."""
+"""Transfers from the hub: retried, resumed where they broke, with one progress report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvant.errors import ConfigError, WayOut
 from kvant.models.local import Progress
 
 ATTEMPTS = 3
-# Few: huggingface_hub takes up a broken transfer where it broke, but what an interrupted run has of
-# a file is lost. Each Xet transfer is parallel in itself.
+# Few: huggingface_hub resumes a broken transfer, but an interrupted run loses its partial files.
+# Each Xet transfer is parallel in itself.
 _WORKERS = 2
 _SPARE_BYTES = 16 << 20
 
@@ -74,7 +74,7 @@ class Transfer:
 
 
 def retried(action: Callable[[], _T], again: Callable[[Exception], bool]) -> _T:
-    """Run `action`, after failures that `again` thinks may pass up to `ATTEMPTS` times."""
+    """Run `action`; retry up to `ATTEMPTS` times after failures for which `again` returns True."""
     for attempt in range(1, ATTEMPTS):
         try:
             return action()
@@ -86,7 +86,7 @@ def retried(action: Callable[[], _T], again: Callable[[Exception], bool]) -> _T:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether the error is one of the network, or of an overloaded server, that may pass."""
+    """True if the error is temporary: the network's, or an overloaded server's."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -98,7 +98,7 @@ def is_passing(error: Exception) -> bool:
     http_error = errors.HfHubHTTPError.__mro__[1]
     if isinstance(error, (http_error, errors.LocalEntryNotFoundError)):
         return True
-    # A file of the wrong size is a bare OSError; those of the operating system have a number.
+    # A file of the wrong size is a bare OSError; the operating system's errors have a number.
     return type(error) is OSError and error.errno is None
 
 
@@ -159,7 +159,7 @@ class _Meter:
             self._total = total
 
     def bar_class(self, file: str) -> Callable[..., _Bar]:
-        """What huggingface_hub makes one of per attempt, where it would make a tqdm bar."""
+        """Return the class that huggingface_hub instantiates per attempt instead of a tqdm bar."""
 
         meter = self
 
@@ -177,7 +177,7 @@ class _Meter:
             self._show(self._total)
 
     def start(self, file: str, already: int) -> None:
-        """A new attempt begins, with `already` bytes there from earlier ones."""
+        """Start an attempt, with `already` bytes present from earlier ones."""
         with self._lock:
             self._of_file[file] = already
 
@@ -196,7 +196,7 @@ class _Meter:
 
 
 class _Bar:
-    """What huggingface_hub needs of a tqdm bar; it draws nothing and passes bytes on to the meter.
+    """The part of a tqdm bar that huggingface_hub needs. It draws nothing and reports bytes to the meter.
 
     `update` counts bytes that reach the disk. `update_transfer` is there so that Xet transfers do
     not count them a second time on their way over the network.

@@ -1,8 +1,8 @@
-"""The directory where imported models are kept, and how one is put there whole or not at all.
+"""The cache directory of imported models; an import appears there complete or not at all.
 
 An import is built in a hidden directory beside its final place and renamed when it is complete, so
 that a crash at any moment leaves nothing under the final name. A lock keeps two processes from
-doing the same work; what a dead process left behind is removed by the next one that holds the lock.
+doing the same work. The next holder of the lock removes what a dead process left.
 
     $KVANT_CACHE or ~/.cache/kvant     created with mode 0700
       gguf/<name>/                     one complete import; kvant-import.json lists its files
@@ -40,7 +40,7 @@ def imports_directory(kind: str) -> Path:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether every file of the import is there with the size it was written with."""
+    """True if every file of the import exists with its written size."""
     try:
         record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
         sizes: dict[str, int] = record["files"]
@@ -63,8 +63,8 @@ def making(final: Path, needed_bytes: int) -> Iterator[Path | None]:
         if is_complete(final):
             yield None
             return
-        _remove(partial)  # of a process that died: we hold the lock
-        _remove(final)  # damaged, or it would have been complete
+        _remove(partial)  # left by a process that died: this one holds the lock
+        _remove(final)  # damaged, since it is not complete
         _check_space(final.parent, needed_bytes)
         partial.mkdir(mode=0o700)
         try:

@@ -159,7 +159,7 @@ def _read_weights(
             why=str(fault),
             ways_out=(WayOut("convert .bin weights with transformers' save_pretrained"),),
         ) from fault
-    except Exception as fault:  # whatever a family's own code makes of the config
+    except Exception as fault:  # a family's own code may raise anything
         raise NotServable(
             f"transformers cannot load {path}", why=f"{type(fault).__name__}: {fault}"
         ) from fault

@@ -1,4 +1,4 @@
-"""A model on its device that runs packed steps, attending through Kvant's pages."""
+"""A model on its device that runs packed steps and attends through Kvant's pages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class LoadedModel:
 
     @property
     def compiled_seconds(self) -> float | None:
-        """Spent in one call of compiled code a step, so far; None for forwards that do not run so."""
+        """Seconds spent in compiled code so far; None for forwards without one compiled call per step."""
         return self._forward.compiled_seconds
 
     def forward(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ class LoadedModel:
         return found
 
     def refit(self, other: LoadedModel) -> None:
-        """Take the numbers of weights and scales of a model of the same plan, which may lie elsewhere.
+        """Copy weights and scales from a model of the same plan, which may be on another device.
 
-        NotServable, before anything is changed, where the tensors of both are not alike.
+        Raises NotServable, before any change, if the tensors of both differ in name, shape or dtype.
         """
         own, new = _tensors(self._module), _tensors(other._module)
         if _shapes(own) != _shapes(new) or self.scales.keys() != other.scales.keys():
@@ -132,14 +132,14 @@ class LoadedModel:
                 scale.copy_(other.scales[key])
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, hidden_size], as the model's first layer gets them."""
+        """[T] int64 -> [T, hidden_size], as input of the model's first layer."""
         found: Tensor = self._module.get_input_embeddings()(input_ids)
         return found
 
     def score(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size], normed -> [n, vocab_size] by the model's head, without a soft cap.
 
-        hidden may come in another dtype, from a drafter that computes in its own.
+        hidden may have another dtype, from a drafter.
         """
         return self._forward.score(hidden.to(self.dtype))
 

@@ -24,8 +24,8 @@ class LocalModel:
         (config.json, and other small JSON files where the source has them) and may hold no more.
     name: as the user wrote it.
     revision: the hub's commit hash, None for every other source.
-    notes: what the user should hear, such as that the hub was not asked. obstacles: why this model can
-        be planned but not loaded; never of one that was located with weights.
+    notes: messages for the user, such as that the hub was not asked. obstacles: why this model can be
+        planned but not loaded; empty if it was located with weights.
     """
 
     path: Path
@@ -37,9 +37,9 @@ class LocalModel:
 
 
 class Progress(Protocol):
-    """Called now and then during long work, from any thread, `done` never falling within a task.
+    """Called during long work, from any thread; `done` never falls within a task.
 
-    task: what is going on, in a few words; done, total: bytes. The last call has done == total.
+    task: a short description; done, total: bytes. The last call has done == total.
     """
 
     def __call__(self, task: str, done: int, total: int) -> None: ...

@@ -1,7 +1,7 @@
-"""From what the user calls a model to a directory on this machine.
+"""Turn a model's name into a directory on this machine.
 
 A name is, in this order: the demo model's (`smollm2`) or a shipped drafter's (`smollm2-dflash`), an
-existing directory or .gguf file, or a hub id (`owner/model`). Whatever it is, the result is a
+existing directory or .gguf file, or a hub id (`owner/model`). The result is always a
 directory in transformers' format; with weights=False it may hold no more than a plan needs, and
 neither torch nor transformers is imported.
 """
@@ -33,7 +33,7 @@ def locate(
     reads is fetched or converted, and a model that Kvant can plan but would not load (pickled
     weights, remote code) is found, with the reason among its obstacles.
 
-    Raises ModelNotFound, BadCheckpoint or another ConfigError; nothing half-made stays behind.
+    Raises ModelNotFound, BadCheckpoint or another ConfigError, and leaves no partial files.
     """
     shipped = shipped_drafter(name)
     path = _existing(name) if shipped is None else shipped

@@ -1,6 +1,6 @@
-"""Weights quantised while they are loaded, by flag: what is offered, where, and in how many bytes.
+"""Weight quantisation at load (`--quantization`): methods, devices and bytes.
 
-Needs no torch: plans are made from this. How codes and scales lie: `kvant.models.cpu.weights`.
+Needs no torch, since plans use it. `kvant.models.cpu.weights` defines the layout of codes and scales.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Quantization(Enum):
     INT4_WEIGHT_ONLY = "int4_weight_only"  # scale and offset for 32 weights; the head is int8
 
     def row_bytes(self, columns: int, *, is_head: bool) -> int:
-        """Of one output's codes and scales."""
+        """Bytes of one output's codes and scales."""
         if self is Quantization.INT4_WEIGHT_ONLY and not is_head:
             return columns // 2 + 4 * (columns // _GROUP)
         return columns + 4
 
 
 def check_quantization(asked: Quantization, device: DeviceFacts, compute: ComputeDtype) -> None:
-    """NotServable, with ways out, where no kernel multiplies with such weights.
+    """Raise NotServable, with ways out, if no kernel multiplies with such weights.
 
     Whether a forward runs the model with them is `kvant.models.select`'s to say.
     """
@@ -53,9 +53,9 @@ def check_quantization(asked: Quantization, device: DeviceFacts, compute: Comput
 def quantized_bytes(
     asked: Quantization, weights: Iterable[Weight], tied_head: tuple[int, int] | None
 ) -> int:
-    """Of all weights in memory, float32 where they stay.
+    """Bytes of all weights in memory; weights that stay are float32.
 
-    tied_head: (outputs, inputs) of a head that is the embedding: it lies there twice then.
+    tied_head: (outputs, inputs) of a head that is the embedding; it is then stored twice.
     """
     found = 0
     for weight in weights:

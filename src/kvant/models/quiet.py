@@ -17,7 +17,7 @@ _alone = threading.RLock()
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside, transformers shows no bars and logs errors only; afterwards all is as it was.
+    """Silence transformers' bars and all logs but errors in this context.
 
     One thread at a time, others wait: verbosity, bars and warning filters are process-wide, and so is the
     dtype that transformers makes the default one while it loads weights.
@@ -37,7 +37,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def quiet_compressed_tensors(applies: bool) -> Iterator[None]:
-    """Inside, nothing is written to standard error, if it applies: these bars have no switch."""
+    """Suppress standard error in this context if `applies`: these bars have no switch."""
     with redirect_stderr(StringIO()) if applies else nullcontext():
         yield
 

@@ -1,4 +1,4 @@
-"""Reading tokenizers through transformers; without torch, which tokenizers need none of."""
+"""Read tokenizers through transformers, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvant.models.quiet import quiet_transformers
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in the directory `path`, chat template included; runs no code of its own."""
+    """Load the tokenizer in the directory `path` with its chat template; runs no remote code."""
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(

@@ -1,13 +1,13 @@
-"""Attention of one step over pages: work is cut up, dealt out to threads, and put together.
+"""Attention of one step over pages: split the work, distribute it to threads, join the parts.
 
     queries of a sequence   tiles of up to QUERY_ROWS rows (a row: one query of one query head)
     its keys                splits with fixed ends, TILE keys at a time
 
-Every split has a softmax of its own; splits are put together one after the other in their order.
-Where a query tile is the sequence's only one, each split is an item of work and whoever finishes the
-last one puts them together; else one item takes all splits in turn. The arithmetic is the same, and
-no end of anything depends on other queries or on the number of threads: a query's result has the
-same bits however a step is batched, chunked or run.
+Every split has its own softmax; splits are joined in their order.
+Where a query tile is the sequence's only one, each split is an item of work, and the thread that finishes
+the last one joins them; else one item takes all splits in turn. The arithmetic is the same,
+and no boundary depends on other queries or on the number of threads. So a query's result has the
+same bits for any batch, chunk size or number of threads.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LOWEST = np.float32(-3e38)
 _NAN = np.float32(np.nan)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
-# numba takes enum members of other modules for objects; plain ints it compiles in.
+# numba treats enum members of other modules as objects, but compiles plain ints as constants.
 (
     C_NEXT, C_TICKET, C_NUM_SEQS, C_TOKENS, C_CU, C_LENGTHS, C_TABLE, C_TABLE_STRIDE, C_CAUSAL, C_Q,
     C_Q_TOKEN, C_Q_HEAD, C_Q_REAL, C_OUT, C_OUT_REAL, C_SCALE, C_SOFTCAP, C_WINDOW, C_SINKS, C_PAGE,
@@ -97,11 +97,11 @@ S_ROW, S_ZERO_POINT, S_BLOCK, S_HALF, S_HALF_OFFSET = (
 R_FLOAT16, R_BFLOAT16 = int(Real.FLOAT16), int(Real.BFLOAT16)
 _LINE = 64
 WORTH_A_THREAD = 400_000
-"""Products of query and cache numbers below which waking a second thread costs more than it saves."""
+"""Multiply-adds of queries and cache below which a second thread costs more than it saves."""
 
 
 def scratch_bytes(head_dim_k: int, head_dim_v: int, group: int) -> int:
-    """What one thread needs; the order is that of `_run_item`."""
+    """Scratch bytes per thread; the order is that of `_run_item`."""
     rows = max(QUERY_ROWS, HEAD_ROWS, group)
     floats = (
         rows * head_dim_k  # queries
@@ -119,7 +119,7 @@ def scratch_bytes(head_dim_k: int, head_dim_v: int, group: int) -> int:
 
 @njit(inline="always")
 def _split_start(split: int) -> int:
-    """First key of a split: 8 splits of 256, 12 of 512, 24 of 1024, then 2048 each."""
+    """Return the first key of a split: 8 splits of 256, 12 of 512, 24 of 1024, then 2048 each."""
     if split <= 8:
         return 256 * split
     if split <= 20:
@@ -163,7 +163,7 @@ def _number(address: int, real: int) -> Any:
 
 @njit(error_model="numpy")
 def _load_query(call: int, token: int, head: int, kv_head: int, to: int) -> Any:
-    """One row of q in float32, with every constant factor of a score in it; the sum of its numbers."""
+    """Load one row of q as float32, multiplied with a score's constant factors; return its sum."""
     head_dim, real = load_i64(call + C_DK), load_i64(call + C_Q_REAL)
     size = 4 if real != R_FLOAT16 and real != R_BFLOAT16 else 2
     start = load_i64(call + C_Q) + token * load_i64(call + C_Q_TOKEN)
@@ -230,10 +230,10 @@ def _block_scales(
 
 @njit(error_model="numpy")
 def _fold(into: int, part: int, head_dim: int) -> None:
-    """Put a split's part (largest score, sums) behind those before it."""
+    """Add a split's part (largest score, sums) to the parts before it."""
     largest = load_f32(part)
     if largest == _MINUS_INFINITY:
-        return  # none of its keys is seen
+        return  # no query sees its keys
     before = load_f32(into)
     if before == _MINUS_INFINITY:
         both, kept, factor = largest, _ZERO, _ONE
@@ -377,7 +377,7 @@ def _run_item(call: int, item: int, scratch: int) -> None:
             _clear(parts + i * part_bytes, dv)
         start, end = _split_start(split), min(_split_start(split + 1), seen_end)
         low = max(start, seen_first)
-        # Tiles with keys that somebody sees; others in them are read as the nearest such key.
+        # Tiles with visible keys; other keys in them are read as the nearest visible one.
         first_tile = (low // TILE) * TILE
         padded = (end - first_tile + TILE - 1) // TILE * TILE + TILE
         number, within = low // page, low % page
@@ -449,7 +449,7 @@ def _run_item(call: int, item: int, scratch: int) -> None:
                         scores_row, k_scales, k_offsets, q_sum, softcap, seen, unseen
                     )
                     before = load_f32(part)
-                    # Without a number among the scores (all NaN), still a part that counts.
+                    # A part counts even if all its scores are NaN.
                     largest = max(before, here, _LOWEST)
                     if largest > before:
                         store_f32(part, largest)
@@ -478,7 +478,7 @@ def _run_item(call: int, item: int, scratch: int) -> None:
                 _fold(folded + i * part_bytes, parts + i * part_bytes, dv)
 
     if not alone:
-        # Whoever finishes last puts the parts together.
+        # The thread that finishes last joins the parts.
         counter = load_i64(call + C_COUNTERS) + 8 * load_i64(item + I_COUNTER)
         mine = end_split - first_split
         if fetch_add(counter, mine) + mine < all_end - all_first:
@@ -495,7 +495,7 @@ def _run_item(call: int, item: int, scratch: int) -> None:
 
 
 def _work(call: int, _: int) -> None:
-    """What every thread does: take items until none is left."""
+    """Run on every thread: take items until none is left."""
     ticket = fetch_add(call + C_TICKET, 1)
     scratch = load_i64(call + C_SCRATCH) + ticket * load_i64(call + C_SCRATCH_STRIDE)
     count, items = load_i64(call + C_NUM_ITEMS), load_i64(call + C_ITEMS)
@@ -507,7 +507,7 @@ def _work(call: int, _: int) -> None:
 
 
 def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
-    """Cut one step's work into items and run them; the number of threads that were used.
+    """Split one step's work into items and run them; return the number of threads used.
 
     parallel: address of GOMP_parallel(function, data, threads, flags), or 0 to use this thread alone.
     """

@@ -1,4 +1,4 @@
-"""Writers: one row of numbers to the bytes that the format's codec defines.
+"""Writers: encode one row of numbers as the format's codec defines it.
 
 Every operation is one IEEE float32 operation, in the order of `kvant.kv.codecs`; nothing here may be
 compiled with fast-math.

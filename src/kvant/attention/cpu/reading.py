@@ -1,4 +1,4 @@
-"""How fast this machine reads memory: the limit of every decode step, measured with the same means."""
+"""Measure how fast this machine reads memory, which limits every decode step."""
 
 from __future__ import annotations
 

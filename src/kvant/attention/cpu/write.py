@@ -1,4 +1,4 @@
-"""Rows of one step to their slots: K and V in one call, dealt out to threads."""
+"""Write the rows of one step to their slots: K and V in one call, distributed to threads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvant.kernels.cpu.vector import (
 )  # fmt: skip
 
 AT_ONCE = 8
-"""Tokens that a thread takes at a time."""
+"""Tokens per unit of work."""
 WORTH_A_THREAD = 64
-"""Tokens below which waking a second thread costs more than it saves."""
+"""Tokens below which a second thread costs more than it saves."""
 (
     W_NEXT, _, W_TICKET, W_X, W_TOKEN, W_HEAD, W_REAL, W_HEADS, W_DIM, W_SLOTS, W_TOKENS, W_CODES,
     W_ROW_BYTES, W_SCALES, W_SCALE_BYTES, W_OUTER, W_OUTERS, W_E4M3, W_KERNEL, W_SCRATCH,
@@ -36,7 +36,7 @@ _ONE = np.float32(1)
 
 
 def scratch_bytes(head_dim: int) -> int:
-    """What one thread needs: a row, and as much twice for kernels."""
+    """Scratch bytes per thread: a row, and twice as much for kernels."""
     return int(Row.END) + 12 * head_dim + 64
 
 
@@ -83,7 +83,7 @@ def _token(task: int, token: int, row: int) -> None:
 
 
 def _work(task: int, _: int) -> None:
-    """What every thread does: take tokens until none is left."""
+    """Run on every thread: take tokens until none is left."""
     ticket = fetch_add(task + W_TICKET, 1)
     row = load_i64(task + W_SCRATCH) + ticket * load_i64(task + W_SCRATCH_STRIDE)
     tokens, other = load_i64(task + W_TOKENS), load_i64(task + W_OTHER)
@@ -97,7 +97,7 @@ def _work(task: int, _: int) -> None:
 
 
 def _write(task: int, worker: int, parallel: int, threads: int) -> int:
-    """Write K (task) and V (its OTHER); the number of threads that were used."""
+    """Write K (task) and V (its OTHER); return the number of threads used."""
     store_i64(task + W_NEXT, 0)
     store_i64(task + W_TICKET, 0)
     if threads == 1 or parallel == 0 or load_i64(task + W_TOKENS) < WORTH_A_THREAD:

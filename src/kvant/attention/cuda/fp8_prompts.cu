@@ -215,7 +215,7 @@ fp8_prompts(const u16* __restrict__ q_ptr, long long q_token, long long q_head, 
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
   const u64 queries = descriptor(smem_of(base) + warp / 4 * Q_BYTES);
-  // Keys that each row sees end here; rows of nobody see what the last one sees.
+  // Keys that each row sees end here; padding rows see what the last row sees.
   const int sees[2] = {causal ? min(offset + r0 + 1, length) : length, causal ? min(offset + r0 + 9, length) : length};
   const int open = (causal ? min(offset + block * ROWS + 1, length) : length) / TILE;  // tiles that all rows see whole
   float o[HEAD / 2], s[64], den[2] = {0.0f, 0.0f}, level[2] = {LOWEST, LOWEST}, unit = SCALED_V ? -126.0f : 0.0f;

@@ -1,8 +1,8 @@
 """`AttentionBackend` that attends to long prompts with FlashInfer and leaves the rest to Triton.
 
-Few queries are as fast or faster in Triton's kernels, which are also recorded in CUDA graphs;
-FlashInfer plans every step on the host. For sequences of `need.LONG` queries and more that plan is a
-small part of what it saves. Both read the same pages, and Triton's writer fills them.
+Triton's kernels are as fast or faster for few queries, and CUDA graphs can record them. FlashInfer
+plans every step on the host; for `need.LONG` queries and more, that plan costs less than it saves.
+Both read the same pages, and Triton's writer fills them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORKSPACE_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a plan depends on beside the step: layers that agree in it share their plan."""
+    """What a plan depends on beside the step: layers with equal values share a plan."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -35,16 +35,16 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """FlashInfer's wrapper as planned for a step. The step is kept, so that it stays the same object."""
+    """FlashInfer's planned wrapper for a step. It holds the step, so that its identity stays valid."""
 
     step: Step
     wrapper: Any
 
 
 class FlashInferBackend:
-    """few: writes, and attends where few queries of a sequence are in the step.
+    """few: the backend that writes, and that attends to sequences with few queries.
 
-    For one thread of Python at a time: plans and the workspace are reused.
+    Not thread-safe: plans and the workspace are reused.
     """
 
     name = "flashinfer"
@@ -61,7 +61,7 @@ class FlashInferBackend:
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
 
-        The tokens of `step.long` stand behind all others; tokens behind them get zeros.
+        The tokens of `step.long` come after all others; tokens after them get zeros.
         """
         if not step.long:
             return self._few.attend(cache, q, step, params)
@@ -81,7 +81,7 @@ class FlashInferBackend:
         return out
 
     def _plan(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Any:
-        """The wrapper for this step: one plan for all layers of one kind."""
+        """Return the wrapper for this step: one plan for all layers of one kind."""
         g = cache.spec.geometry
         kind = _Kind(g.num_q_heads, g.num_kv_heads, g.head_dim_k, cache.page_size, q.dtype, params)
         planned = self._planned.get(kind)
@@ -100,7 +100,7 @@ class FlashInferBackend:
 
 
 def _plan_step(wrapper: Any, kind: _Kind, step: Step) -> None:
-    """Plan `step.long`. Numbers of the host, and the page ids where they lie: nothing waits."""
+    """Plan `step.long` from host numbers and the device's page ids, without waiting."""
     long, size = step.long, kind.page_size
     queries, pages = [0], [0]
     for one in long:

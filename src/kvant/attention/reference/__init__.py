@@ -1,1 +1,1 @@
-"""The reference backend: every format on any device, in torch alone; the oracle for kernels."""
+"""The reference backend: every format on any device, in plain torch; the oracle for kernels."""

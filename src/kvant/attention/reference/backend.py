@@ -3,9 +3,9 @@
     pages of a group of sequences --gather--> planes --decode--> rows --slice--> one sequence's rows
 
 Rows past a sequence's end, and rows behind the first query's window, are cut off before any
-arithmetic, so whatever bytes lie there (NaN too) cannot reach a result. Each sequence is computed
-alone: what else is in the step does not change its bits. In batch-invariant mode neither does how
-many of its tokens are in the step, see `tiles`.
+arithmetic, so no bytes there (NaN too) can reach a result. Each sequence is computed
+alone, so the rest of the step does not change its bits. In batch-invariant mode, the number of its
+tokens in the step does not either, see `tiles`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from kvant.kv.pool import LayerCache
 from kvant.kv.spec import Choice
 
 GROUP_PAGES = 1024
-"""Pages decoded at once; bounds the memory of decoded rows when long sequences share a step."""
+"""Maximum pages decoded at once, which bounds the memory of decoded rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The rows of the cache that one sequence's queries can see (in batch-invariant mode: from the
-    tile on in which they see the first).
+    """The cache rows that one sequence's queries can see. In batch-invariant mode, they start at a tile.
 
     q_start, q_end: its queries in T. seqlen_kv: its length. first: the first visible token.
     first_page, end_page: columns of the page table.
@@ -48,9 +47,9 @@ class _Span:
 class ReferenceBackend:
     """`AttentionBackend` for any device.
 
-    compute: least dtype of all arithmetic; float64 makes an oracle. Wider queries raise it;
-    narrower ones are widened and the result is rounded back. batch_invariant: a query's result does
-    not depend, bit for bit, on what else is in the step.
+    compute: minimum dtype of all arithmetic; float64 makes an oracle. Wider queries raise it;
+    narrower ones are widened and the result is rounded back. batch_invariant: a query's bits do not
+    depend on the rest of the step.
     """
 
     name = "reference"
@@ -147,7 +146,7 @@ def _rows(
 
 
 def _spans(step: Step, window: int | None, page_size: int, tile: int) -> Iterator[_Span]:
-    """What each sequence with queries and stored tokens reads, from a multiple of `tile` on."""
+    """Yield what each sequence with queries and stored tokens reads, from a multiple of `tile` on."""
     offsets = step.cu_seqlens_q.tolist()
     for sequence, seqlen_kv in enumerate(step.seqlens_kv.tolist()):
         q_start, q_end = offsets[sequence], offsets[sequence + 1]
@@ -162,7 +161,7 @@ def _spans(step: Step, window: int | None, page_size: int, tile: int) -> Iterato
 
 
 def _groups(spans: Iterator[_Span]) -> Iterator[list[_Span]]:
-    """Neighbouring sequences that are decoded together: GROUP_PAGES at most, or one alone."""
+    """Group neighbouring sequences to decode together: at most GROUP_PAGES, or one sequence."""
     group: list[_Span] = []
     pages = 0
     for span in spans:

@@ -7,7 +7,7 @@ from kvant.kv.geometry import Attention
 
 
 def refuse(need: Need) -> str | None:
-    """Every format, device, window and head size but those a format itself excludes; no MLA yet."""
+    """Serve every format, device, window and head size that the format itself allows; no MLA yet."""
     layer = need.layer
     if layer.attention is Attention.MLA or need.v is None:
         return "MLA's latent cache is not implemented yet"

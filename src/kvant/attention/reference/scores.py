@@ -14,7 +14,7 @@ def attend_rows(
 ) -> Tensor:
     """q [n, Hq, Dk], k [m, Hkv, Dk], v [m, Hkv, Dv] -> [n, Hq, Dv].
 
-    Query i stands at row offset + i of k. All three have one dtype, in which all is computed.
+    Query i is at row offset + i of k. All three have one dtype, which is used for all arithmetic.
     Every query must see at least one row.
     """
     window = params.window
@@ -56,10 +56,10 @@ def visible(
 def _explicit(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    """The same with the scores at hand, for what torch's fused attention does not do.
+    """The same with explicit scores, for cases that torch's fused attention lacks.
 
     Soft cap: cap * tanh(score / cap), before the mask (Gemma 2, arXiv:2408.00118, section 2).
-    Sinks: one more logit per query head in the softmax's sum, whose value is nothing (gpt-oss).
+    Sinks: one more logit per query head in the softmax's sum, with a zero value (gpt-oss).
     """
     n, num_q_heads, _ = q.shape
     num_kv_heads = k.shape[1]

@@ -1,8 +1,8 @@
-"""Attention in tiles at fixed places, so that a query's result depends on its own rows alone.
+"""Attention in tiles at fixed positions, so that a query's result depends on its own rows alone.
 
-Queries and rows lie in tiles that begin at multiples of their sizes, counted from the sequence's first
-token. So a query stands in the same place of the same products, with the same rows beside the same
-rows, whether it came alone or in a chunk of any size; a tile in which it sees nothing changes no bit.
+Tiles of queries and rows begin at multiples of their sizes, counted from the sequence's first token.
+So a query has the same position in the same products, alone or in a chunk of any size. A tile in which
+it sees nothing changes no bit.
 The softmax is the running one of arXiv:2205.14135.
 """
 
@@ -33,7 +33,7 @@ def attend_tiles(
 ) -> Tensor:
     """q [n, Hq, Dk], k [m, Hkv, Dk], v [m, Hkv, Dv] -> [n, Hq, Dv], all in one dtype.
 
-    first: the place of row 0 in its sequence, a multiple of ROW_TILE. position: that of query 0.
+    first: position of row 0 in its sequence, a multiple of ROW_TILE. position: position of query 0.
     """
     assert first % ROW_TILE == 0, "rows begin where a tile begins"
     n, num_q_heads, _ = q.shape
@@ -81,7 +81,7 @@ def _attend_tile(
     if params.sinks is None:
         most = q.new_full((num_kv_heads, num_rows, 1), float("-inf"))
         total = q.new_zeros(num_kv_heads, num_rows, 1)
-    else:  # one more logit, whose value is nothing
+    else:  # one more logit, with a zero value
         sinks = params.sinks.to(q).view(num_kv_heads, group, 1)
         most = sinks.repeat_interleave(QUERY_TILE, 1)
         total = torch.ones_like(most)

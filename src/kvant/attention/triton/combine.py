@@ -21,10 +21,10 @@ def combine(
     DIRECT: tl.constexpr, FIXED: tl.constexpr, SEARCH: tl.constexpr, LISTED: tl.constexpr,
     ROTATION: tl.constexpr,
 ):  # fmt: skip
-    """Program: per_program query heads of a token, which looks for its items once for all of them.
+    """Program: per_program query heads of a token; it finds its items once for all of them.
 
     See `paged_attention` for the shapes. Items are joined AT_ONCE at a time, in order. DIRECT: rows of
-    one item were already written. SEARCH: whether who made the items searched. LISTED: tokens as
+    one item were already written. SEARCH: whether the items were made with a search. LISTED: tokens as
     `list_items` wrote them. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no sequence
     get zeros.
     """

@@ -1,7 +1,7 @@
-"""Into what a layer's attention is cut: shapes of programs, and numbers of items that the host can know.
+"""How a layer's attention is split: shapes of programs, and host-side bounds on the number of items.
 
-Which program does what is found on the device (`workmap`), where the lengths are: what is said here is a
-bound, and programs past the last item return. Nothing here needs a device, torch or Triton.
+The device assigns work to programs (`workmap`), because the lengths are there. Numbers here are bounds,
+and programs past the last item return. Nothing here needs a device, torch or Triton.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from math import ceil
 from kvant.attention.need import FIXED_SPLIT
 
 NEVER_SPLIT = 1 << 24
-"""Least tiles of an item that no sequence reaches."""
+"""Minimum tiles per item that no sequence reaches, so items are never split."""
 
 MOST_JOINED = 16
-"""Query rows of a sequence and KV head that the attention kernel joins itself, without another launch."""
+"""Maximum query rows per sequence and KV head that the attention kernel joins without another launch."""
 
 FEWEST_JOINED = 64
-"""Sequences times KV heads from which it does. With fewer a long one is cut into over a hundred items,
-and many programs join those sooner than one.
+"""Minimum sequences times KV heads for that. With fewer, a long sequence has over a hundred items, and
+many programs join them faster than one.
 """
 
 MOST_SCANNED = 128
-"""Sequences among which every program finds its work itself."""
+"""Maximum sequences among which every program finds its work itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How one launch of the attention kernel is cut.
+    """How one launch of the attention kernel is split.
 
     rows: query rows (query, head of the group) of a program. tile: keys of one iteration.
-    programs: how many are resident on a multiprocessor. least: shortest stretch of keys in tiles.
+    programs: resident programs per multiprocessor. least: minimum keys of an item, in tiles.
     """
 
     rows: int
@@ -44,19 +44,19 @@ class Shape:
     max_registers: int | None = None
 
     def joined_at_once(self, rows: int) -> int:
-        """Items whose `rows` rows one program adds up at a time: half of its registers at most."""
+        """Items that one program joins at a time for `rows` rows: at most half of its registers."""
         return max(1, min(16, 32 * self.warps // max(rows, 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one layer's attention of one step launches.
+    """The launches of one layer's attention in one step.
 
     tokens: queries. heads: of K and V; group: query heads to each of them.
     blocks: of query rows, at most. items: a program each for every KV head. target, least: as of
     `workmap.tiles_per_split`. fixed: items end at fixed places, every `least` tiles.
     parts: items leave float32 partial results, unless they are alone with their rows and write the
-    output `direct`ly; without `direct` all of them do, since whoever joins them rotates them back.
+    output `direct`ly; without `direct` all of them do, since the joining kernel rotates them back.
     join: rows, to a power of two, that the attention kernel joins itself; 0 leaves parts to `combine`.
     listed: the work map is written once for all layers, since there are too many sequences to scan.
     """
@@ -78,18 +78,18 @@ class Cut:
 
     @property
     def combines(self) -> bool:
-        """Whether another launch joins the parts."""
+        """True if another launch joins the parts."""
         return self.parts and not self.join
 
     @property
     def parts_joined_at_once(self) -> tuple[int, int]:
-        """Items of a row that `combine` joins in one go, and its warps."""
+        """Items of a row that `combine` joins at once, and its warps."""
         if self.fixed or self.items <= 8 * self.blocks:
-            return 8, 1  # fixed items are joined in one order whatever the batch is
+            return 8, 1  # fixed items are joined in one order in every batch
         return (32, 1) if self.items <= 64 * self.blocks else (64, 2)
 
 
-@lru_cache(maxsize=1024)  # layers are cut alike, and so are most steps
+@lru_cache(maxsize=1024)  # layers have equal cuts, and so do most steps
 def cut_step(
     shape: Shape,
     *,
@@ -103,10 +103,10 @@ def cut_step(
     wide: bool = False,
     fixed_seqlen_kv: int | None = None,
 ) -> Cut:
-    """The cut of a step; what `Cut` has too means what it means there.
+    """Return the cut of a step; names that `Cut` has too mean the same.
 
     rotated: V is stored rotated. wide: by the kernel for many rows. fixed_seqlen_kv: the longest length
-    where items are to end at fixed places, for batch invariance; None where they may end anywhere.
+    if items must end at fixed positions, for batch invariance; None if they may end anywhere.
     """
     blocks = min(
         num_seqs * -(-max_seqlen_q * group // shape.rows),
@@ -147,13 +147,13 @@ def cut_step(
 
 
 def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) -> int:
-    """Items besides one for each row block, so that programs fill the device a whole number of times.
+    """Items beside one per row block, such that programs fill the device a whole number of times.
 
     blocks: bound on row blocks of the step.
     """
     slots = max(1, shape.programs * multiprocessors // heads)
     if blocks >= 2 * slots:
-        return max(1, blocks // 2)  # enough for everybody: only rows twice as long as most are cut
+        return max(1, blocks // 2)  # enough for all: only rows twice as long as most are cut
     if shape.rows > 16:
         return max(1, -(-blocks // slots) * slots - blocks)
     rounds = min(range(-(-blocks // slots), 5), key=lambda n: _waited_for(n, blocks, slots))
@@ -163,23 +163,23 @@ def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) 
 
 
 def _waited_for(rounds: int, blocks: int, slots: int) -> float:
-    """How long equal blocks take in so many rounds of programs: 1 is a whole block, one round."""
+    """Time of equal blocks in `rounds` rounds of programs: 1 is a whole block in one round."""
     items = rounds * slots // blocks
     return -(-items * blocks // slots) / items * (1 + 0.1 * (rounds - 1))
 
 
 def wide_items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) -> int:
-    """The same of the kernel for many rows: all items of a step of so many row blocks."""
+    """The same for the kernel for many rows: all items of a step of `blocks` row blocks."""
     slots = shape.programs * multiprocessors
     each = blocks * heads
 
     def time(splits: int) -> float:
-        """In units of one program without splits; joining the parts costs about 3 % for each."""
+        """Time in units of one program without splits; joining costs about 3 % per part."""
         return ceil(each * splits / slots) / splits * (1 + 0.03 * splits)
 
     splits = max(slots // each, min(range(1, 9), key=time))
     # Where blocks fill the device by themselves, only what is longer than a program's fair share is cut.
-    # A recorded step has fewer blocks than it has room for; cut into so many, each would be halved.
+    # A recorded step has fewer blocks than it has room for; cut into this number, each would be halved.
     return blocks * splits if splits > 1 else max(1, slots // heads)
 
 

@@ -1,7 +1,7 @@
-"""Many queries of one head against decoded keys and values that lie side by side.
+"""Many queries of one head against contiguous decoded keys and values.
 
-Loaded by Hopper's bulk copies, 64 queries meet 64 keys at a time; tiles that every query of the
-program sees whole need no mask. Online softmax in base 2, as in `paged_attention`.
+Hopper's bulk copies load tiles; 64 queries multiply with 64 keys at a time. Tiles that every query of
+the program sees whole need no mask. Online softmax in base 2, as in `paged_attention`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Long stretches of queries by our own kernel: whatever cuDNN does not compute.
+"""Attention of long prompts by Kvant's own kernel, for cases that cuDNN does not compute.
 
-Keys and values are decoded once, as for cuDNN, but several sequences share a launch, whatever their
-lengths are: bidirectional attention, sinks, soft caps and head sizes of 256 are arguments of it, and so
+Keys and values are decoded once, as for cuDNN, but several sequences of any lengths share a
+launch: bidirectional attention, sinks, soft caps and head sizes of 256 are arguments of it, and so
 are windows, with which each sequence has a launch of its own.
 """
 
@@ -25,8 +25,8 @@ AT_ONCE = 16384
 
 
 def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: bool) -> bool:
-    """Whether the kernel computes what this layer means, here: Blackwell for desktops has bulk copies
-    as well, but less than half of the shared memory.
+    """True if the kernel serves this layer on this device. Blackwell for desktops has bulk copies too, but
+    less than half of the shared memory.
     """
     g = cache.spec.geometry
     return (

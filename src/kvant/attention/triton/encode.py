@@ -1,4 +1,4 @@
-"""How kernels encode: the definition of every format (`kvant.kv.codecs`), step by step, to the byte.
+"""How kernels encode: every format's definition (`kvant.kv.codecs`), with the same bytes.
 
 Everything is float32 and integer arithmetic on bits; no hardware conversion to 8 bits is used, so the
 same code runs on every device and in Triton's interpreter. Division is IEEE division: Triton's own
@@ -38,7 +38,7 @@ def divide(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def square(x, PTX: tl.constexpr):
-    """x * x, rounded by itself: an addition that follows does not become a fused one."""
+    """x * x, rounded separately, so that a following addition is not fused."""
     if PTX:
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -77,7 +77,7 @@ def bfloat16(x):
 
 @triton.jit
 def has_nan(x):
-    """Whether a row [rows, columns] holds NaN."""
+    """True where a row [rows, columns] holds NaN."""
     return tl.max((x != x).to(tl.int32), 1) > 0
 
 

@@ -1,4 +1,4 @@
-"""Attention over some keys and attention over others, joined by their log-sum-exp."""
+"""Join attention over two sets of keys by their log-sum-exp."""
 
 from __future__ import annotations
 

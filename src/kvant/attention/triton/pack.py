@@ -1,4 +1,4 @@
-"""Rows of several sequences from where they lie in a step into equal blocks, and back."""
+"""Copy rows of several sequences of a step into equal blocks, and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def pack_rows(
 ):  # fmt: skip
     """Program (row, block): block b [size, WIDTH] gets the rows of sequence first_seq + b.
 
-    They stand behind `spare` rows; all other rows become zeros. x: [T, WIDTH], rows `stride` apart.
+    They follow `spare` rows; all other rows become zeros. x: [T, WIDTH], rows `stride` apart.
     """
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -31,7 +31,7 @@ def pack_rows(
 def unpack_rows(
     blocks, out, cu_seqlens_q, first_seq, size, WIDTH: tl.constexpr, PAD: tl.constexpr
 ):  # fmt: skip
-    """Program (row, block): what `pack_rows` with nothing spare put into blocks, back into out [T, WIDTH]."""
+    """Program (row, block): copy the blocks of `pack_rows` with spare 0 back into out [T, WIDTH]."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     first = tl.load(cu_seqlens_q + first_seq + block)

@@ -1,6 +1,6 @@
 """The Walsh-Hadamard transform of rows, for formats that store rotated rows.
 
-Attention never rotates K or V back: (H k) . (H q) / B equals k . q, and the sum over rotated values is
+Attention never rotates K or V back: (H k) . (H q) / B equals k . q. The sum over rotated values is
 rotated back once, in the output row.
 """
 

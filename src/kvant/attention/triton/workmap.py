@@ -1,10 +1,10 @@
-"""Which program does what: the work map, computed by every program from the lengths.
+"""The work map: which program computes which item. Every program derives it from the lengths.
 
-Sequences are cut into items: a block of query rows times a stretch of keys. Stretches are as long as
-makes about `target` items in the whole batch, so one long sequence among short ones is spread over
-the device. The map depends on device data alone: the grid is a bound, programs past the last item
+Sequences are split into items: a block of query rows times a range of keys. Ranges have the length that
+gives about `target` items in the whole batch, so one long sequence among short ones is spread over the
+device. The map depends on device data alone: the grid is a bound, programs past the last item
 return, and a captured graph stays right when lengths change. Every program scans the lengths itself,
-128 at a time, which for so many costs less than the dependent loads of a map kept in memory. With more
+128 at a time, which costs less for 128 than the dependent loads of a map kept in memory. With more
 sequences than that the map is written once in a step, by kernels of its own, and shared by all layers
 that are cut alike.
 """
@@ -47,7 +47,7 @@ def tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
     besides one for each row block.
 
     SEARCH: as few tiles as a handful of trials finds, for the longest item is what the step waits
-    for; without, the number that suffices whatever the lengths are.
+    for; without, a number that suffices for any lengths.
     """
     total = 0
     row_blocks = 0

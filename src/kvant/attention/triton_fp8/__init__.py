@@ -1,1 +1,1 @@
-"""Triton's backend, but for long stretches of queries over fp8 pages: Hopper's fp8 tensor cores."""
+"""Triton's backend, with Hopper's fp8 tensor cores for long prompts over fp8 pages."""

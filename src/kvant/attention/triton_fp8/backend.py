@@ -1,7 +1,7 @@
-"""`AttentionBackend` that multiplies long stretches of queries in fp8 and leaves the rest to Triton's.
+"""`AttentionBackend` that multiplies long prompts in fp8 and leaves the rest to Triton's.
 
-Pages, writers, few queries and recorded steps are the Triton backend's; so a step with a piece of a prompt
-that is replayed from a graph is not rounded, as it has no `Step.long`.
+Pages, writers, few queries and recorded steps are the Triton backend's. So a step with a piece of a
+prompt that is replayed from a graph is not rounded, because it has no `Step.long`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Few(AttentionBackend, RotatingWriter, Protocol):
 
 
 class TritonFp8Backend:
-    """few: writes, and attends where few queries of a sequence are in the step. attend_long: the rest."""
+    """few: the backend that writes, and that attends to sequences with few queries. attend_long: the rest."""
 
     name = "triton_fp8"
 
@@ -51,7 +51,7 @@ class TritonFp8Backend:
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """q [T, num_q_heads, head_dim] -> [T, num_q_heads, head_dim] in q's dtype.
 
-        The tokens of `step.long` stand behind all others; tokens behind them get zeros.
+        The tokens of `step.long` come after all others; tokens after them get zeros.
         """
         if not step.long:
             return self._few.attend(cache, q, step, params)
@@ -66,7 +66,7 @@ class TritonFp8Backend:
 
 
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
-    """The backend as the engine uses it. NotServable where its kernel cannot be compiled."""
+    """Build the backend for the engine. NotServable if its kernel cannot be compiled."""
     assert not batch_invariant, "its results depend on the batch, and planning knows"
     from kvant.attention.cuda.fp8_prompts import attend_long
     from kvant.attention.triton.backend import TritonBackend

@@ -1,7 +1,7 @@
-"""What the Triton backend with fp8 products for long stretches of queries serves, without torch or triton.
+"""What the Triton backend with fp8 products serves, without torch or triton.
 
-It computes something else than every other backend, so it is chosen by name only: in `Step.long` queries
-and probabilities are rounded to the four significant bits of e4m3 (`verify/rounded.py` is the definition).
+Its results differ from every other backend's, so it is used only by name. In `Step.long` it rounds
+queries and probabilities to the four significant bits of e4m3 (`verify/rounded.py` is the definition).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvant.kv.dtype import ComputeDtype, KVDtype
 _ARCHS = ("sm_90", "sm_90a")
 _HEAD_SIZES = (64, 128)
 SERVED = (KVDtype.FP8_E4M3, KVDtype.FP8_E5M2, KVDtype.FP8_PER_TOKEN_HEAD)
-"""Formats whose codes are operands of the tensor cores as they are stored, for K and V in any pair."""
+"""Formats whose stored codes are operands of the tensor cores, for K and V in any pair."""
 
 
 def refuse(need: Need) -> str | None:
-    """8-bit floats on Hopper under plain attention, causal or not; heads of 64 and 128."""
+    """Serve 8-bit floats on Hopper with plain attention, causal or not; heads of 64 and 128."""
     layer, device = need.layer, need.device
     if device.kind is not DeviceKind.CUDA or device.arch not in _ARCHS:
         return f"its products are those of sm_90's tensor cores, not of {device.arch or 'a CPU'}"

@@ -1,1 +1,1 @@
-"""Proof by numbers: a backend's writer and reader against the definition of the format, in float64."""
+"""Verification: compare a backend's writer and reader with the format's definition in float64."""

@@ -1,4 +1,4 @@
-"""The cells of the support matrix, without torch: which there are, and who refuses which."""
+"""The cells of the support matrix, and which backend refuses which. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MIXED_HEAD_SIZES = (64, 128)
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """One kind of attention, by the word that tables and files have for it."""
+    """One kind of attention, by its name in tables and files."""
 
     causal: bool
     window: int | None
@@ -45,7 +45,7 @@ MASKS = tuple(Mask(causal, window) for window in (None, WINDOW) for causal in (T
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Cells that differ in mask and queries only. name: "K" or "K/V", as `--kv-cache-dtype` reads it."""
+    """Cells that differ only in mask and queries. name: "K" or "K/V", as in `--kv-cache-dtype`."""
 
     k: KVDtype
     v: KVDtype
@@ -57,7 +57,7 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """The whole matrix: every format, the named pairs, and a few pairs for the independence of K and V."""
+    """Yield the whole matrix: every format, the named pairs, and pairs that mix K and V."""
     pairs = [(asked.k, asked.v) for asked in whole_formats()]
     pairs += [(dtype, dtype) for dtype in KVDtype if dtype.format.device_only]
     for k, v in pairs:
@@ -76,7 +76,7 @@ def need_of(
     *,
     batch_invariant: bool = False,
 ) -> Need:
-    """What a layer of this cell would ask of a backend at plan time."""
+    """Return what a layer of this cell needs from a backend at plan time."""
     layer = LayerGeometry(
         index=0,
         name="verify",
@@ -99,7 +99,7 @@ def refused(
     *,
     batch_invariant: bool = False,
 ) -> dict[Mask, str]:
-    """Why this backend does not serve a row, for the masks that it refuses."""
+    """Return why this backend does not serve a row, for the masks that it refuses."""
     found: dict[Mask, str] = {}
     for mask in MASKS:
         need = need_of(row, mask, device, compute, batch_invariant=batch_invariant)
@@ -110,7 +110,7 @@ def refused(
 
 
 def usual_compute(device: DeviceFacts) -> ComputeDtype:
-    """The dtype in which models run on such a device unless told otherwise."""
+    """The default dtype of models on such a device."""
     if device.kind is DeviceKind.CPU:
         return ComputeDtype.FLOAT32
     return ComputeDtype.BFLOAT16 if device.has_bf16 else ComputeDtype.FLOAT16

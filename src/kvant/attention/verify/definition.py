@@ -1,7 +1,7 @@
-"""What attention over pages means, as plainly as it can be written, in float64.
+"""The definition of attention over pages, in float64.
 
-Shares no code with any backend: rows are found token by token, decoded by the format's own
-definition, and every score, mask and sum stands here. Slow, and meant to be.
+It shares no code with any backend: it finds rows token by token, decodes them by the format's own
+definition, and computes every score, mask and sum here. It is slow on purpose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvant.kv.spec import Choice
 
 
 def stored_planes(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> list[Tensor]:
-    """Every plane as it must be once k and v [T, num_kv_heads, head_dim] are written; K's first.
+    """Return the expected planes after k and v [T, num_kv_heads, head_dim] are written; K's first.
 
     The cache itself is not written to. Slots of -1 write nowhere.
     """
@@ -49,7 +49,7 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
             continue
         seen = see(cache, q[start:end], step, params, sequence, length)
         scores = seen.scores
-        if params.sinks is not None:  # one more logit, whose value is nothing
+        if params.sinks is not None:  # one more logit, with a zero value
             sinks = params.sinks.double().view(-1, 1, 1).expand(-1, end - start, 1)
             scores = torch.cat([scores, sinks], -1)
         weights = torch.softmax(scores, -1)[..., :length]
@@ -59,10 +59,10 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one sequence's queries meet, in float64 and for every query head.
+    """The scores and rows of one sequence's queries, in float64, per query head.
 
     scores: [num_q_heads, n, m], -inf where a query does not see a key. k, v: [m, num_q_heads, head_dim].
-    slots: [m], where its tokens lie.
+    slots: [m], slots of its tokens.
     """
 
     scores: Tensor
@@ -92,7 +92,7 @@ def see(
 
 
 def _sees(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Which positions a query's position sees: those before it, or all; within the window, if any."""
+    """Return which key positions a query sees: earlier ones or all, within the window if any."""
     seen = key <= query if causal else torch.ones_like(key <= query)
     return seen if window is None else seen & ((query - key).abs() < window)
 

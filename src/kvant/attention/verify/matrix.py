@@ -14,7 +14,7 @@ from kvant.attention.verify.cells import MASKS, QUERIES, Mask, Row, need_of, ref
 from kvant.attention.verify.trial import Trial, hold
 from kvant.kv.dtype import ComputeDtype
 
-# Beside the queries of a cell stand shorter sequences: other page counts, other places in a tile.
+# Shorter sequences accompany a cell's queries: other page counts, other positions in a tile.
 _SEQUENCES = {
     1: ((33, 1), (1, 1), (700, 1), (16, 1)),
     16: ((33, 5), (16, 16), (300, 16)),
@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """error: of the worst row of output. wrong: what was found wrong, or None."""
+    """error: error of the worst output row. wrong: what is wrong, or None."""
 
     error: float
     wrong: str | None
@@ -51,7 +51,7 @@ class _BackendModule(Protocol):
 
 
 def verify_row(asked: Asked) -> Answer:
-    """Every cell of a row; one that raises is a failed one, the others still run."""
+    """Verify every cell of a row. A cell that raises has failed; the others still run."""
     no = refused(
         asked.backend,
         asked.row,
@@ -84,7 +84,7 @@ def _verify(backend: AttentionBackend, asked: Asked, mask: Mask, num_queries: in
     device = torch.device("cpu" if asked.device.kind is DeviceKind.CPU else "cuda")
     try:
         outcome = hold(backend, trial, device)
-    except Exception as fault:  # whatever a kernel's compiler or the device throws is its verdict
+    except Exception as fault:  # from a kernel's compiler or the device: a failed cell
         first = str(fault).strip().splitlines() or [""]
         return Cell(float("nan"), f"{type(fault).__name__}: {first[0][:200]}")
     return Cell(outcome.error, outcome.wrong)

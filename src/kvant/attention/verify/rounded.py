@@ -1,12 +1,12 @@
-"""What attention means where a backend rounds by choice: queries and probabilities of `Step.long` in e4m3.
+"""The definition of attention with rounding by choice: queries and probabilities of `Step.long` in e4m3.
 
 A number is rounded to the four significant bits of e4m3, ties to even, in units of a power of two such that
 the largest of its row lies in (128, 256]: of a query's row over head_dim, of its probabilities over the keys.
-Powers of two do not change significant bits, so the order in which keys are met decides nothing but how the
-numbers below 2^-14 of the largest are rounded, which e4m3 holds with fewer bits. What a probability weighs is
-not rounded: the sum that it is divided by is of the probabilities as they were.
+Powers of two do not change significant bits. So the order of keys only affects how numbers below 2^-14 of
+the largest are rounded, which e4m3 holds with fewer bits. The softmax sum is not rounded: it adds the
+probabilities before rounding.
 
-Where values have a scale for each token and head, it is rounded together with the probability.
+If values have a scale per token and head, the scale is rounded together with the probability.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _LARGEST = 8
 """Exponents of two, of e4m3 and of the largest number of a row."""
 
 _LOST = 2.0**-11
-"""What a score may err, of the sum of its products' sizes: Hopper's tensor cores line products up with the
-largest and cut the rest off. Sums of 64 and 128 products on an H200 erred by 2^-11.3 of that at most (2^-16.4
-on average), by torch's products as well as by ours."""
+"""Maximum error of a score, relative to the sum of its products' sizes: Hopper's tensor cores align products
+with the largest and truncate the rest. On an H200, sums of 64 and 128 products erred by at most 2^-11.3 of
+that (2^-16.4 on average), with torch's products as well as Kvant's."""
 
 
 def attend(
     cache: LayerCache, q: Tensor, step: Step, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """As `definition.attend`, and how far rows may lie from it: float64 [T, num_q_heads], lengths.
+    """Like `definition.attend`; also returns how far rows may differ: float64 [T, num_q_heads], lengths.
 
-    What is undecided is what probabilities near a tie of their rounding may contribute, as scores err by what
-    the tensor cores lose, one upwards and one downwards: their values point anywhere, so squares are summed.
+    A probability near a tie may round either way, because the tensor cores' scores err. The allowance is its
+    possible contribution; squares are summed, since its values may point in any direction.
     """
     assert params.sinks is None, "refuse() excludes sinks"
     g = cache.spec.geometry

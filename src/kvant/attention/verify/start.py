@@ -1,7 +1,6 @@
-"""At start: the few cells that an engine is about to use are verified, in its own shapes.
+"""At start, verify the few cells that an engine will use, in its own shapes.
 
-Everything happens in storage and backends of its own, so nothing is left behind: neither in the
-engine's pool nor in what its backends remember.
+Verification uses separate storage and backends, so it leaves no trace in the engine's pool or backends.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from kvant.kv.spec import KVPlan, LayerSpec, Role
 _DECODE = ((1, 1), (70, 1))
 _PROMPT = ((5, 5), (60, 40))  # rows enough for kernels of many rows, however few heads share a key
 _LONG = ((5, 3), (290, 270))
-"""(stored tokens, of them new in the step). Long prompts take another way on GPUs."""
+"""(stored tokens, new tokens in the step). Long prompts use other kernels on GPUs."""
 
 _WINDOW = 24
 """A longer window is verified at this length, so that the trials leave it."""
 
 
 def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = False) -> None:
-    """NotServable if what a layer's backend writes or reads differs from the format's definition."""
+    """Raise NotServable if a layer's backend writes or reads differently from the format's definition."""
     is_cpu = facts.kind is DeviceKind.CPU
     device = torch.device("cpu" if is_cpu else "cuda")
     steps = (_DECODE, _PROMPT) if is_cpu else (_DECODE, _PROMPT, _LONG)
@@ -48,7 +47,7 @@ def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = Fal
 def _needs(
     plan: KVPlan, facts: DeviceFacts, batch_invariant: bool
 ) -> Iterator[tuple[LayerSpec, Need]]:
-    """Each kind of layer once, by its first; layers that share another's KV may attend differently."""
+    """Yield each kind of layer once, by its first; layers that share KV may attend differently."""
     seen = set()
     owners = {layer.geometry.index: layer for layer in plan.layers}
     for layer in plan.layers:
@@ -67,7 +66,7 @@ def _needs(
 
 
 def _anonymous(g: LayerGeometry) -> LayerGeometry:
-    """The same kind of layer without a place in a model."""
+    """The same layer without its index and name."""
     window = None if g.window is None else min(g.window, _WINDOW)
     return replace(g, index=0, name="", shared_with=None, window=window)
 

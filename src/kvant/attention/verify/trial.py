@@ -1,4 +1,4 @@
-"""One trial: a backend writes and reads a small step over poisoned storage, and is held to the definition."""
+"""One trial: a backend writes and reads a small step over poisoned storage; compare with the definition."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.pool import SCRATCH_PAGE, KVPool, LayerCache
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
 
-# What one row of output (a query's result in one head) may err, relative to its length. Products
-# with sums in float32 leave a few roundings of the narrowest operand in the way of a key or value;
-# a wrong mask, page, scale or code errs by 3e-2 and more in these trials.
+# Maximum error of one output row (a query's result in one head), relative to its length. Products
+# with float32 sums leave a few roundings of the narrowest operand. A wrong mask, page, scale or code
+# errs by 3e-2 and more in these trials.
 _BOUND = {
     ComputeDtype.FLOAT32: 5e-5,
     ComputeDtype.FLOAT16: 3e-3,
@@ -28,17 +28,17 @@ _BOUND = {
     ComputeDtype.FLOAT64: 1e-9,
 }
 _ROUNDED_BOUND = 1e-2
-"""Of rows whose queries and probabilities are rounded: their rounding is defined, the rest is as ever."""
+"""Bound for rows with rounded queries and probabilities: the rounding is defined, the rest as usual."""
 _SCALE = 0.013
 """About the largest of a thousand normal numbers over e4m3's largest value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is written and asked. sequences: (stored tokens, of them new in this step), few ones first.
+    """The input of a trial. sequences: (stored tokens, new tokens in this step), few new tokens first.
 
-    odd_rows: also write rows that formats stumble over, and tokens that are written nowhere.
-    rounds_long: as of the backend's `BackendInfo`.
+    odd_rows: also write difficult rows, and tokens without a slot.
+    rounds_long: as in the backend's `BackendInfo`.
     """
 
     need: Need
@@ -50,7 +50,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """error: the worst row's. bound: what it may be. wrong: what was found wrong, or None."""
+    """error: error of the worst row. bound: its limit. wrong: what is wrong, or None."""
 
     error: float
     bound: float
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def bound_of(need: Need) -> float:
-    """What may be lost between the stored bytes and the result."""
+    """Return the maximum error between the stored bytes and the result."""
     stored = {need.k, need.v}
     bound = _BOUND[need.compute]
     if need.compute is ComputeDtype.FLOAT16 and KVDtype.BFLOAT16 in stored:
@@ -104,9 +104,9 @@ def hold(backend: AttentionBackend, trial: Trial, device: torch.device) -> Outco
 
 
 def _worst(found: Tensor, right: Tensor, undecided: Tensor | float = 0.0) -> float:
-    """Of rows [n, num_q_heads, head_dim_v], the largest error relative to its row's length; infinite for NaN.
+    """Return the largest relative error of rows [n, num_q_heads, head_dim_v] by row length; inf for NaN.
 
-    undecided: [n, num_q_heads], what no row has to answer for.
+    undecided: [n, num_q_heads], error that is allowed for ties.
     """
     errors = ((found - right).norm(dim=-1) - undecided).clamp(min=0) / right.norm(dim=-1)
     return float(errors.nan_to_num(nan=float("inf")).max())
@@ -117,7 +117,7 @@ def _errs(worst: float, bound: float) -> str:
 
 
 class _Case:
-    """Storage full of NaN but for what earlier steps wrote, and a step that writes the rest.
+    """Storage full of NaN except for the rows of earlier steps, and a step that writes the rest.
 
     q [T, num_q_heads, head_dim_k], k and v of the same T: the first `asked` tokens are the
     sequences', the others odd rows and tokens that are written nowhere.
@@ -133,7 +133,7 @@ class _Case:
         counts = [-(-length // size) for length, _ in trial.sequences]
         odd = _odd_rows(g.head_dim_k, self._dtype), _odd_rows(g.head_dim_v, self._dtype)
         num_odd = odd[0].shape[0] if trial.odd_rows else 0
-        spare = -(-num_odd // size)  # pages of no sequence, for the odd rows
+        spare = -(-num_odd // size)  # pages outside all sequences, for the odd rows
         order = torch.randperm(sum(counts) + spare + 1, generator=self._random) + SCRATCH_PAGE + 1
         self._pages = order.tolist()
         tables = [[self._pages.pop() for _ in range(count)] for count in counts]
@@ -241,7 +241,7 @@ def _slots_of(parts: Sequence[tuple[int, int, list[int]]], page_size: int) -> li
 
 
 def _odd_rows(head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Finite rows [n, head_dim] that formats are known to stumble over."""
+    """Finite rows [n, head_dim] that are difficult for formats."""
     largest = torch.finfo(dtype).max
     ramp = torch.linspace(-1, 1, head_dim, dtype=torch.float64)
     outlier = ramp.clone()
@@ -260,7 +260,7 @@ def _odd_rows(head_dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def _poison_free_memory(q: Tensor, head_dim_v: int) -> None:
-    """Make it likely that a row which is never written reads NaN: the allocator hands this out next."""
+    """Make an unwritten row likely to read NaN: the allocator returns this memory next."""
     torch.full((*q.shape[:2], head_dim_v), float("nan"), dtype=q.dtype, device=q.device)
 
 

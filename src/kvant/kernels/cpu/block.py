@@ -1,4 +1,4 @@
-"""The memory that holds fields, and what is put into it."""
+"""The memory that holds fields, and conversions of their values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Block = NDArray[np.int64]
 
 
 def block_of(fields: type[Fields], count: int = 1) -> Block:
-    """Zeros on a cache line, one number a field, for `count` blocks behind each other."""
+    """Allocate `count` consecutive blocks of zeros on a cache line, one number per field."""
     size = count * int(fields["END"]) // 8
     room = np.zeros(size + 8, np.int64)
     start = -room.ctypes.data % 64 // 8

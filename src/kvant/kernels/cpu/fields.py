@@ -1,6 +1,7 @@
-"""What compiled code is handed: int64 fields at fixed places of one block of memory.
+"""Arguments of compiled code: int64 fields at fixed offsets of one block of memory.
 
-Addresses, counts, strides in bytes, float32 numbers as their bits. Plans import this: no numpy here.
+Fields hold addresses, counts, strides in bytes, and bits of float32 numbers. Plans import this module, so
+it needs no numpy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Torch's own threads, for our loops: a second pool beside them would fight it for the cores.
+"""Torch's own threads for Kvant's loops: a second thread pool would compete for the cores.
 
 Torch on Linux brings GNU OpenMP, whose entry point GOMP_parallel(function, data, threads, flags)
-runs a C function on its threads, those that torch's operators use and keep warm.
+runs a C function on its threads, which torch's operators use and keep warm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def openmp_address(name: str) -> int:
-    """The address of a function in the library that torch loaded; 0 where there is no GNU OpenMP."""
+    """The address of a function in the OpenMP library that torch loaded; 0 without GNU OpenMP."""
     for path in [*Path(torch.__file__).parent.glob("lib/libgomp*.so*"), Path("libgomp.so.1")]:
         try:
             library = ctypes.CDLL(str(path))
@@ -32,7 +32,7 @@ def openmp_address(name: str) -> int:
 
 @cache
 def parallel_address() -> int:
-    """Of GOMP_parallel(function, data, threads, flags). 0, said once, where our loops have one thread."""
+    """Address of GOMP_parallel(function, data, threads, flags); 0, logged once, if loops have one thread."""
     address = openmp_address("GOMP_parallel")
     if not address and torch.get_num_threads() > 1:
         _log.warning(

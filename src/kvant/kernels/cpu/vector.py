@@ -1,7 +1,7 @@
 """Vector code for numba: sixteen float32 lanes at a time, written as LLVM instructions.
 
-numba's own loops are vectorised when LLVM finds out how; conversions of packed codes and transposes
-it does not find. So the innermost loops are emitted here, and everything around them is plain numba.
+LLVM vectorises numba's loops if it finds out how, but not conversions of packed codes or transposes.
+So this module emits the innermost loops, and everything around them is plain numba.
 On CPUs with AVX-512 sixteen lanes are one register, with AVX2 two. Addresses are plain int64.
 """
 
@@ -50,7 +50,7 @@ def store(b: Any, value: Any, address: Any, align: int = 1) -> None:
 
 
 def load_first(b: Any, type_: Any, address: Any, count: Any) -> Any:
-    """The first `count` (at run time) elements of a vector; the others are 0 and not touched."""
+    """The first `count` (at run time) elements of a vector; the others are 0 and not read."""
     n = type_.count
     lanes = ir.Constant(ir.VectorType(I64, n), list(range(n)))
     mask = b.icmp_signed("<", lanes, splat(b, count, n))
@@ -229,7 +229,7 @@ def root(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def fetch_add(typing: Any, address: Any, value: Any) -> Any:
-    """Add to an int64 in memory that other threads add to as well; its value before."""
+    """Add atomically to an int64 in memory; return its previous value."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         place = b.inttoptr(arguments[0], _POINTER)

@@ -1,4 +1,4 @@
-"""Facts of a device that launches depend on, and counters that programs of one launch share."""
+"""Device facts that launches depend on, and counters that programs of one launch share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _arrivals: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def arrivals(device: torch.device, count: int) -> Tensor:
-    """Zeros where programs that share a result count themselves; whoever is last leaves zeros behind.
+    """Return zeroed counters for programs that share a result; the last program resets them.
 
-    Launches that use them run one after the other. Kept for good: recorded steps keep the address.
+    Launches that use them must not overlap. Never freed: recorded steps keep the address.
     """
     size = max(1 << 16, int(triton.next_power_of_2(count)))
     if (device, size) not in _arrivals:
@@ -30,7 +30,7 @@ def arrivals(device: torch.device, count: int) -> Tensor:
 
 
 def shared_memory_of_a_program(device: torch.device) -> int:
-    """Bytes that one program can have at most."""
+    """Maximum bytes of shared memory per program."""
     if device.type == "cpu":
         return 1 << 17  # Triton's interpreter
     facts: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack this field
@@ -42,10 +42,10 @@ def is_nvidia(device: torch.device) -> bool:
 
 
 def launches_ahead(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one before it still runs: NVIDIA, sm_90 and later."""
+    """True if a kernel can be launched while the one before it still runs: NVIDIA, sm_90 and later."""
     return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def has_ptx(device: torch.device) -> bool:
-    """Whether inline PTX with e4m3 conversions can be used: NVIDIA, sm_89 and later."""
+    """True if inline PTX can convert e4m3: NVIDIA, sm_89 and later."""
     return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

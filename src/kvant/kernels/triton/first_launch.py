@@ -1,4 +1,4 @@
-"""Triton's kernels where several threads launch them for the first time."""
+"""First launches of Triton kernels from several threads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from triton.compiler import CompiledKernel
 
 @contextmanager
 def one_loads() -> Iterator[None]:
-    """Inside, a thread that launches what another one is loading waits until it is loaded.
+    """In this context, a launch waits while another thread loads the same kernel.
 
-    Triton gives a compiled kernel its launcher first and its function after that, and lets go of the
-    interpreter in between, while the driver loads the code. Whoever launches it meanwhile would do so
+    Triton sets a compiled kernel's launcher before its function, and releases the interpreter in
+    between, while the driver loads the code. A launch meanwhile would run
     without a function, which is a TypeError, once in many starts.
     """
     alone: Any = CompiledKernel.run

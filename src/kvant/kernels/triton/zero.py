@@ -1,4 +1,4 @@
-"""Pages cleared in all planes of a pool with one launch."""
+"""Clear pages in all planes of a pool with one launch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The scale audit: for one side of one layer, what was expected, what was found, what is used.
 
-A scale that decodes wrongly is worse than none, so nothing is guessed. Which tensor counts follows
+A wrong scale is worse than none, so nothing is guessed. Which tensor counts follows
 from what it was calibrated *for*, and that is what the checkpoint declares for the layer:
 
     declared        stored fp8_e4m3         stored nvfp4               stored anything else
@@ -9,8 +9,8 @@ from what it was calibrated *for*, and that is what the checkpoint declares for 
     unreadable      not used, 1.0           not used, fixed global     unused
 
 nvfp4 scales are not converted to fp8 ones: ModelOpt has exported both amax/448 and amax/(6*448)
-under the same name, and the files do not tell. Either serves as nvfp4's global scale, because Kvant
-encodes by it itself and only the room above the calibrated maximum differs.
+under the same name, and the files do not say which. Either serves as nvfp4's global scale: Kvant
+encodes with it, and only the room above the calibrated maximum differs.
 
 e4m3fnuz (AMD gfx942) ends at 240 where e4m3fn ends at 448, so a scale meant for e4m3fn is doubled:
 codes then end at 224 for the same values, and the representable numbers are e4m3fn's own. That
@@ -37,7 +37,7 @@ from kvant.kv.nvfp4_scales import NVFP4_GLOBAL_K, NVFP4_GLOBAL_V
 from kvant.kv.spec import Scale, ScaleState
 
 SCALE_DTYPES = ("F32", "F16", "BF16")
-"""What scales are stored in, in the words of safetensors headers."""
+"""Dtypes of scales, as safetensors headers name them."""
 
 STORE_MODEL_DTYPE = WayOut("store the model dtype", ("--kv-cache-dtype", "model"))
 GO_ON_WITH_ONE = WayOut("go on with scale 1.0", ("--kv-missing-scales", "one"))
@@ -55,8 +55,8 @@ def audit(
 ) -> Scale:
     """Where the scale of one side of a layer comes from, given that it stores `dtype`.
 
-    followed: the checkpoint's wish, where that decided. explicit: a user named the format.
-    missing_scales_as_one: go on where the checkpoint promised a scale and has none.
+    followed: the checkpoint's wish, if it decided. explicit: a user named the format.
+    missing_scales_as_one: use 1.0 if the checkpoint promised a scale and has none.
     Raises BadCheckpoint for a promised scale that is missing, one side's scale without the other's,
     two tensors for one scale, and a tensor of the wrong size or dtype.
     """
@@ -113,7 +113,7 @@ def _lacking(
     checkpoint: CheckpointKV,
     missing_scales_as_one: bool,
 ) -> Scale:
-    """This side has no tensor: by recipe, by loss, or because nobody promised one."""
+    """This side has no tensor: by recipe, by loss, or because none was promised."""
     promise = ScalePromise.NONE
     if isinstance(wish, KVWish) and _takes(dtype, _side(wish, side)):
         promise = wish.promise
@@ -144,9 +144,9 @@ def _lacking(
 def _is_half(
     wish: KVWish | UnreadableWish | None, side: Side, dtype: KVDtype, other: ScaleTensor
 ) -> bool:
-    """Whether `other`, the other side's scale, shows that this side's own was lost.
+    """True if `other`, the other side's scale, shows that this side's own is missing.
 
-    Not where the checkpoint declares that it quantises the other side alone.
+    False if the checkpoint declares that it quantises only the other side.
     """
     if isinstance(wish, KVWish) and _side(wish, side) is None:
         return False
@@ -157,13 +157,13 @@ def _is_half(
 def _calibrated_for(
     wish: KVWish | UnreadableWish | None, side: Side, tensor: ScaleTensor
 ) -> KVDtype | None:
-    """The format whose range a tensor was measured for; None where nobody can tell."""
+    """The format whose range a tensor was measured for; None if that is unknown."""
     if tensor.inverse:
         return KVDtype.NVFP4
     if isinstance(wish, UnreadableWish):
         return None
     declared = None if wish is None else _side(wish, side)
-    # Bare scales are the custom of plain fp8 checkpoints.
+    # Plain fp8 checkpoints have scales without a declaration.
     return KVDtype.FP8_E4M3 if declared is None else declared
 
 
@@ -179,12 +179,12 @@ def _side(wish: KVWish, side: Side) -> KVDtype | None:
 
 
 def _factor(dtype: KVDtype) -> float:
-    """What a checkpoint's scale is multiplied with, see the top of this file."""
+    """Return the factor for a checkpoint's scale, see the top of this file."""
     return 2.0 if dtype.format.encoding is Encoding.E4M3FNUZ else 1.0
 
 
 def _fixed(dtype: KVDtype, side: Side) -> float:
-    """The value where no tensor is used and no recipe says otherwise."""
+    """Return the value if no tensor is used and no recipe sets one."""
     if dtype is KVDtype.NVFP4:
         return NVFP4_GLOBAL_K if side is Side.K else NVFP4_GLOBAL_V
     return 1.0

@@ -157,7 +157,7 @@ def _word(value: Any, field: str, known: tuple[str, ...]) -> str:
 
 
 def to_wish(args: QuantArgs, where: str) -> Wish:
-    """The format that these arguments describe, where Kvant has it; never a neighbouring one."""
+    """Return the format that these arguments describe, if Kvant has it; never a similar one."""
 
     def lacking(what: str, nearest: KVDtype | None) -> UnreadableWish:
         hint = "" if nearest is None else f"; the nearest is {nearest}, which has to be asked for"

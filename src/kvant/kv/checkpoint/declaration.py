@@ -2,7 +2,7 @@
 
 A checkpoint may declare its KV cache more than once: in `config.json` at the top or for the text
 part, and again in `hf_quant_config.json`. A declaration that does not mention the KV cache is no
-declaration: silence contradicts nobody. Two that speak must agree.
+declaration: silence contradicts no other. Two that speak must agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvant.kv.checkpoint.facts import UnreadableWish, Wish
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """where: file and key. said: what it asks, in its own words, for messages.
+    """where: file and key. said: its text, for messages.
 
     scheme: the global wish, None where nothing is wished for. per_layer: wishes by module name.
     promises_open: whether scales are promised shows only in the weight files (ModelOpt).
@@ -30,7 +30,7 @@ class Declaration:
 
     @property
     def meaning(self) -> Hashable:
-        """What two declarations must share to agree, whatever their dialects."""
+        """What two declarations must share to agree, in any dialect."""
         if self.per_layer:
             return frozenset((name, _meaning(wish)) for name, wish in self.per_layer.items())
         return _meaning(self.scheme)
@@ -43,7 +43,7 @@ def _meaning(wish: Wish | None) -> Hashable:
 
 
 Reader = Callable[[Mapping[str, Any], str], Declaration | None]
-"""Reads one quantization_config; the text is where it stands. None: it does not mention KV."""
+"""Reads one quantization_config; the text is its location. None: it does not mention KV."""
 
 
 def unreadable(where: str, asked: str, why: str) -> Declaration:
@@ -52,7 +52,7 @@ def unreadable(where: str, asked: str, why: str) -> Declaration:
 
 
 def agreed(found: Sequence[Declaration]) -> Declaration | None:
-    """The one thing that all declarations say; an unreadable one where they differ."""
+    """Return the declaration that all share; an unreadable one if they differ."""
     if not found:
         return None
     if len({declaration.meaning for declaration in found}) == 1:

@@ -44,10 +44,10 @@ class KVWish:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableWish:
-    """A wish Kvant cannot read or has no format for.
+    """A wish that Kvant cannot read or has no format for.
 
-    asked: the text; why: what is wrong with it. nearest: the format that comes closest and has to
-    be asked for by name, where there is one.
+    asked: the text; why: what is wrong with it. nearest: the most similar format, which must be
+    asked for by name, if there is one.
     """
 
     where: str
@@ -93,7 +93,7 @@ class CheckpointKV:
     scheme: the global wish, or None. per_layer: wishes by attention module name; a layer that is
     not in a non-empty map wishes for the model dtype. scales: by (module name, side). checked:
     whether weight files were there to look for scales; without them every scale is "unchecked".
-    notes: what a reader of the plan should know (scales nobody asked for, lone files). ignored:
+    notes: what a reader of the plan should know (scales that no option asked for, lone files). ignored:
     tensors that belong to KV or attention quantisation and that nothing here uses, as "name: why
     not".
     """

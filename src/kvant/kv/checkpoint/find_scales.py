@@ -13,7 +13,7 @@ from kvant.kv.checkpoint.scale_names import WHY_IGNORED, ScaleName, ScaleRole, r
 
 @dataclass(frozen=True, slots=True)
 class FoundScales:
-    """scales: by attention module and side. ignored: "name: why not" of relatives nobody uses."""
+    """scales: by attention module and side. ignored: "name: why not" of related tensors that are not used."""
 
     scales: Mapping[tuple[str, Side], ScaleTensor]
     ignored: tuple[str, ...]
@@ -22,7 +22,7 @@ class FoundScales:
 def find_scales(headers: Iterable[Header], directory: Path) -> FoundScales:
     """Attach every scale to its attention module and side; files are named relative to `directory`.
 
-    Two tensors for one place stay visible as rivals: which of them counts is nobody's guess. The
+    Two tensors for one place stay visible as rivals: Kvant does not guess which one counts. The
     one exception is a global scale beside block scales, which Kvant computes row by row itself.
     """
     found: dict[tuple[str, Side], dict[ScaleRole, list[ScaleTensor]]] = {}

@@ -1,4 +1,4 @@
-"""JSON that came from outside: an object with distinct keys, or BadCheckpoint naming the file."""
+"""Read external JSON: an object with distinct keys, or BadCheckpoint that names the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LFS = b"version https://git-lfs"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. BadCheckpoint where there is no such file or no such object."""
+    """Return the object in a JSON file. BadCheckpoint if there is no such file or object."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise BadCheckpoint(f"{path} is too large", why=f"over {MAX_JSON_BYTES} bytes of JSON")
@@ -27,7 +27,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
-    """`data`, which stands in `path`, as a JSON object; every level's keys are distinct."""
+    """Parse `data`, read from `path`, as a JSON object with distinct keys at every level."""
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as fault:

@@ -1,7 +1,7 @@
 """Plain fp8 checkpoints (AutoFP8 and its heirs): `quant_method: fp8`.
 
-Most declare nothing about KV; scale tensors in the files are the only hint, and a hint is no wish.
-Some carry `kv_cache_scheme: "static"`: fp8 with scales, in one word.
+Most declare nothing about KV; scale tensors in the files are the only hint, which is no wish.
+Some have `kv_cache_scheme: "static"`, which means fp8 with scales.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read(config: Mapping[str, Any], where: str) -> Declaration | None:
 
 
 def scales_hint(num_scales: int) -> str:
-    """What to tell the reader of a plan when scales are there and nobody asked for them."""
+    """The note of a plan for scales that exist but that no option asked for."""
     scales = f"{num_scales} KV scale{'s' if num_scales > 1 else ''}"
     flag = f"--kv-cache-dtype {KVDtype.FP8_E4M3.format.name}"
     return f"the checkpoint declares no KV format but has {scales}; {flag} uses them"

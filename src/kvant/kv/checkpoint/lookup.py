@@ -1,10 +1,10 @@
-"""From a layer to what the checkpoint says about it, whatever prefix either carries.
+"""Find what the checkpoint says about a layer, with any prefix on either side.
 
 The same text layer is "model.layers.3.self_attn" in one place and
 "language_model.model.layers.3.self_attn" in another. Two names mean the same layer when the index
-is the same, the attention module is of the same kind, and in front of the layer list the same is
-left once the words that every text model may carry are dropped. "vision_tower.", "mtp.", "draft."
-are none of those words, so a vision tower's or a drafter's layer 3 is never mistaken for the text
+is the same, the attention module has the same kind, and the prefixes are equal without the words
+that every text model may have. "vision_tower.", "mtp." and "draft."
+are not among those words, so a vision tower's or a drafter's layer 3 is never mistaken for the text
 model's.
 """
 
@@ -25,12 +25,12 @@ TEXT_PREFIXES = frozenset(
     {"model", "language_model", "text_model", "language", "llm", "lm", "transformer", "decoder",
      "backbone", "base_model", "thinker"}
 )  # fmt: skip
-"""Words in front of that list that every text model may carry."""
+"""Words before that list that every text model may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a module stands. owner: what is left of the prefix, () for the text model."""
+    """A module's location. owner: the rest of the prefix, () for the text model."""
 
     owner: tuple[str, ...]
     index: int
@@ -51,14 +51,14 @@ def read_place(name: str) -> Place | None:
 
 
 def same_layer(a: str, b: str) -> bool:
-    """Whether two module names mean the same layer."""
+    """True if two module names mean the same layer."""
     return a == b or (read_place(a) is not None and read_place(a) == read_place(b))
 
 
 def wish_for(checkpoint: CheckpointKV, layer: LayerGeometry) -> Wish | None:
     """What the checkpoint wishes for this layer; None for no wish, which is the model dtype.
 
-    A map decides alone: a layer that it leaves out has no wish.
+    If there is a map, a layer that it omits has no wish.
     """
     if not checkpoint.per_layer:
         return checkpoint.scheme

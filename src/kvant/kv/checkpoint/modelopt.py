@@ -68,9 +68,9 @@ def read(config: Mapping[str, Any], where: str) -> Declaration | None:
 def settle_promises(
     declared: Declaration, scales: Mapping[tuple[str, Side], ScaleTensor]
 ) -> Declaration:
-    """Tell calibrated exports from cast recipes by what the weight files hold.
+    """Distinguish calibrated exports from cast recipes by the weight files' tensors.
 
-    A recipe belongs to an algorithm: where any layer of it has a scale, all its layers must.
+    If any layer of an algorithm has a scale, all its layers must have one.
     """
     if not declared.promises_open:
         return declared

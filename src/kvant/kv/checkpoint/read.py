@@ -1,4 +1,4 @@
-"""The whole of what a checkpoint says about its KV cache, from small files and headers alone.
+"""Read everything that a checkpoint says about its KV cache, from small files and headers alone.
 
 Declarations come from `config.json` (at the top, or in the part that describes the text model) and
 from ModelOpt's `hf_quant_config.json`; scales from the headers of the safetensors files. A wish
@@ -32,7 +32,7 @@ _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where a multimodal config keeps its text model; a thinker has a text_config of its own."""
 
 _CONFIG_KEYS = {"quantization_config": None, "compression_config": "compressed-tensors"}
-"""Where declarations stand, and the dialect that the place alone tells."""
+"""Keys that hold declarations, and the dialect if the key alone implies it."""
 
 _READERS: dict[str, Reader] = {
     "compressed-tensors": compressed_tensors.read,
@@ -80,7 +80,7 @@ def read_declarations(
 
 
 def _declarations(directory: Path, config: Mapping[str, Any]) -> Iterator[Declaration]:
-    """Everything that speaks of the KV cache, the main config first."""
+    """Yield every declaration about the KV cache, the main config first."""
     for part, where in _config_parts(config, f"{CONFIG_NAME}: "):
         for key, dialect in _CONFIG_KEYS.items():
             if part.get(key) is not None:
@@ -127,7 +127,7 @@ def _read_dialect(declared: Any, where: str, dialect: str | None) -> Declaration
 
 
 def _producer(declared: Mapping[str, Any]) -> Any:
-    """ModelOpt's older exports sign with their producer's name and give no quant_method."""
+    """Older ModelOpt exports name their producer and have no quant_method."""
     producer = declared.get("producer")
     return producer.get("name") if isinstance(producer, Mapping) else None
 

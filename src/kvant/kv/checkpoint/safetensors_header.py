@@ -1,11 +1,11 @@
-"""Headers of safetensors files: which tensors lie where. No tensor is read here.
+"""Headers of safetensors files: the location of every tensor. No tensor is read here.
 
     8 bytes    length N of the header, little endian
     N bytes    JSON: {"name": {"dtype": "BF16", "shape": [..], "data_offsets": [begin, end]}, ..}
     the rest   the tensors' bytes, without holes; offsets count from here
 
 (format: huggingface/safetensors README, "Format"). Everything in a header is checked before it is
-believed; what is wrong is a BadCheckpoint that names the file.
+used; what is wrong is a BadCheckpoint that names the file.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class WeightFiles:
 def find_weight_files(directory: Path) -> WeightFiles:
     """The safetensors files of a model directory, as its index or their names say.
 
-    With an index exactly its files count, and either all or none must be there: some of them is a
-    broken download. Without one, model.safetensors alone, else every safetensors file.
+    With an index, exactly its files count, and all or none must exist: a part is a broken download.
+    Without one, model.safetensors alone counts, else every safetensors file.
     """
     index = directory / INDEX_NAME
     if os.path.isfile(index):
@@ -121,7 +121,7 @@ def read_headers(directory: Path) -> tuple[Header, ...] | None:
 
 
 def read_header(path: Path) -> Header:
-    """One file's header. BadCheckpoint for whatever is not a whole safetensors file."""
+    """One file's header. BadCheckpoint if it is not a whole safetensors file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -184,7 +184,7 @@ def _counts(values: Any) -> tuple[int, ...] | None:
 def _refuse_holes(
     tensors: Mapping[str, TensorEntry], start: int, file_size: int, path: Path
 ) -> None:
-    """Tensors must tile the rest of the file: this is what shows a truncated download."""
+    """Tensors must cover the rest of the file; otherwise the download is truncated."""
     position = start
     for entry in sorted(tensors.values(), key=lambda e: (e.begin, e.end)):
         if entry.begin != position:

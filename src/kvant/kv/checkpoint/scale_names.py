@@ -1,4 +1,4 @@
-"""Names of scale tensors: every spelling that exporters use, to one meaning.
+"""Names of scale tensors: map every exporter's spelling to one meaning.
 
     <module>.k_scale   .v_scale   .kv_scale       AutoFP8, compressed-tensors; kv: one for both
     <module>.k_global_scale   .v_global_scale     compressed-tensors' nvfp4
@@ -40,7 +40,7 @@ WHY_IGNORED = {
 
 @dataclass(frozen=True, slots=True)
 class ScaleName:
-    """What a tensor's name says. sides: both for `kv_scale`, none where K and V are not meant."""
+    """The meaning of a tensor's name. sides: both for `kv_scale`, none if it is about neither K nor V."""
 
     module: str
     role: ScaleRole
@@ -76,7 +76,7 @@ _OUTPUTS = {
     "q_proj": (ScaleRole.QUERY, ()),
 }
 
-# Projections inside an attention module on which scales are hung, fused ones included.
+# Projections inside an attention module that carry scales, fused ones included.
 _PROJECTIONS = frozenset(
     {"k_proj", "v_proj", "q_proj", "qkv_proj", "kv_proj", "kv_b_proj", "kv_a_proj_with_mqa",
      "qkv", "query_key_value", "Wqkv", "W_pack", "c_attn"}

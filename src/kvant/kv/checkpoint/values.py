@@ -14,7 +14,7 @@ from kvant.kv.checkpoint.safetensors_header import TensorEntry, read_header
 from kvant.kv.spec import KVPlan, Scale, ScaleState
 
 SMALLEST, LARGEST = 2.0**-40, 2.0**40
-"""Scales outside are no measurement: keys and values themselves never leave this range."""
+"""Scales outside this range are invalid: keys and values themselves never leave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def read_scale_values(directory: Path, plan: KVPlan) -> dict[tuple[int, Side], t
 
     `stored * value = number`: inverse tensors are inverted and the plan's factor is applied.
     Raises BadCheckpoint, naming tensor and file, for a value that is no scale: zero, negative, NaN,
-    infinite or absurd; and for files that no longer are what the plan saw.
+    infinite or absurd; and for files that changed since the plan.
     """
     by_file: dict[str, list[_Wanted]] = {}
     for wanted in _wanted(plan):

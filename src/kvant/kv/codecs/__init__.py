@@ -1,4 +1,4 @@
-"""The torch definition of every format: `encode` and `decode` here are what a format's name means.
+"""The torch definition of every format: `encode` and `decode` here define its name.
 
 Kernels elsewhere must produce the same bytes and read the same values. All arithmetic is float32
 (float64 input is rounded to float32 first), one IEEE operation at a time, so that the bytes are the
@@ -38,15 +38,15 @@ class Codec(Protocol):
 
     Shapes: x is [..., num_kv_heads, head_dim], any floating dtype, any leading shape (also with no
     rows). `scale` is the scale from outside the pages (ScalePlace.PARAMETER, and nvfp4's global
-    scale): float32, [1] or [num_kv_heads], finite and in [1 / CLAMP, CLAMP] (whoever reads scales
-    refuses others), or None for formats that have none. Planes come in the order of
+    scale): float32, [1] or [num_kv_heads], finite and in [1 / CLAMP, CLAMP] (readers of scales
+    refuse others), or None for formats that have none. Planes come in the order of
     `KVFormat.planes`, each [..., num_kv_heads, plane.width] in its element's dtype.
 
     The bytes of a row depend on that row (and on `scale`) alone. Zeroed planes decode to zeros.
     """
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
-        """Planes of x, freshly made or, where nothing changes, x itself. x is not written to."""
+        """Encode x into planes. A plane may be x itself if nothing changes. Does not mutate x."""
         ...
 
     def decode(

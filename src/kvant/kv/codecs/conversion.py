@@ -1,4 +1,4 @@
-"""Steps that every codec shares: into float32, out of it, and division that is IEEE everywhere."""
+"""Steps that codecs share: conversion to float32 and back, and IEEE division on every device."""
 
 from __future__ import annotations
 

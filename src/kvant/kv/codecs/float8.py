@@ -35,7 +35,7 @@ class Float8:
 
     @property
     def bias(self) -> int:
-        """Of the exponent: the smallest normal number is 2^(1 - bias)."""
+        """The exponent's bias: the smallest normal number is 2^(1 - bias)."""
         return 1 - round(math.log2(torch.finfo(self.dtype).smallest_normal))
 
     def encode(self, x: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""A forward on CPUs: weights in their storage formats, products and all between them as compiled code."""
+"""A forward on CPUs: compiled code over weights in their storage formats."""

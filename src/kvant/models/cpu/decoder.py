@@ -1,4 +1,4 @@
-"""The forward of plain dense decoders on a CPU in float32: one call of compiled code a step.
+"""The forward of plain dense decoders on a CPU in float32: one call of compiled code per step.
 
 It runs the layers that `kvant.models.fused` found in a transformers module. What a step needs of
 Python is the embedding, the rotary frequencies and a block of addresses. A row's bits depend neither
@@ -42,19 +42,19 @@ from kvant.models.fused.decoder import FusedDecoder, Layer, frequencies, fuse
 from kvant.models.quantization import Quantization
 
 _ALONE = 8
-"""Rows up to which norms, rotations and gates are one thread's."""
+"""Maximum number of rows whose norms, rotations and gates run on one thread."""
 _NEVER_ALONE = 0
 _CODES = {
     None: (Code.FLOAT32, Code.FLOAT32),
     Quantization.INT8_WEIGHT_ONLY: (Code.INT8, Code.INT8),
     Quantization.INT4_WEIGHT_ONLY: (Code.INT4, Code.INT8),
 }
-"""Of layers and of the head, whose roundings fall on the logits themselves."""
+"""Codes of layers and of the head, whose rounding changes the logits directly."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Of a fused layer what is not a product's weight, and its products."""
+    """A fused layer's products, and its weights that belong to no product."""
 
     input_norm: Tensor
     q_norm: Tensor | None
@@ -117,10 +117,10 @@ class _Program:
 
 
 def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDecoder:
-    """The compiled forward of a loaded module.
+    """Build the compiled forward of a loaded module.
 
-    With quantization the module loses the weights that were rounded. EngineFault where the module
-    is not what the plan took it for.
+    With quantization, the module loses the weights that were rounded. EngineFault if the module
+    does not match the plan.
     """
     fused = fuse(module, plan)
     reason = _mismatch(fused)
@@ -133,7 +133,7 @@ def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDec
 
 
 def _mismatch(decoder: FusedDecoder) -> str | None:
-    """Why compiled code cannot run these layers, which the plan should have known; None if it can."""
+    """Return why compiled code cannot run these layers (a fault of the plan), or None."""
     if decoder.embedding.dtype is not torch.float32:
         return f"it computes in float32, not in {decoder.embedding.dtype}"
     for layer in decoder.layers:
@@ -204,7 +204,7 @@ class CpuDecoder:
     def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
+        """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
         tokens, chosen, at = input_ids.shape[0], logits_index.shape[0], call.step
         program = self._program_for(call, max(tokens, chosen))
         buffers = program.buffers
@@ -233,7 +233,7 @@ class CpuDecoder:
     def _go(
         self, program: _Program, call: StepCall, tokens: int, layers: Sequence[int]
     ) -> dict[int, Tensor]:
-        """All operations, with stops for what Python does; what `layers` hand on."""
+        """Run all operations, with stops for Python's part; return the outputs of `layers`."""
         step, operations = address(self._step), address(program.operations)
         buffers, done = program.buffers, 0
         taps: dict[int, Tensor] = {}
@@ -267,7 +267,7 @@ class CpuDecoder:
     # -- programs ------------------------------------------------------------------------------
 
     def _program_for(self, call: StepCall, rows: int) -> _Program:
-        """One for so many rows; made anew where there is none."""
+        """Return the program for `rows` rows; build it if there is none."""
         is_ours = all(isinstance(backend, CpuBackend) for backend in call.backends)
         found = self._program
         if (
@@ -277,7 +277,7 @@ class CpuDecoder:
             or found.pool is not (call.pool if is_ours else None)
         ):
             room = rows if found is None else max(rows, found.num_tokens)
-            self._program = found = None  # its memory first, then the next one's
+            self._program = found = None  # free its memory before allocating the next one's
             found = self._program = self._make(call, room, is_ours=is_ours)
         return found
 
@@ -345,7 +345,7 @@ class CpuDecoder:
         )
 
     def _norm(self, b: _Buffers, x: Tensor, weight: Tensor, *, adds: bool) -> Block:
-        """Of x, or of x and what was added up so far."""
+        """The norm of x, or of x and the sum so far."""
         made = block_of(Norm)
         made[Norm.WORKER // 8] = norm_worker()
         made[Norm.X // 8], made[Norm.OUT // 8] = x.data_ptr(), b.normed.data_ptr()

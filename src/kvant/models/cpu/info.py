@@ -21,7 +21,7 @@ NORM_STEP = 16
 
 
 def refuse_shape(rows: int, columns: int) -> str | None:
-    """Why there is no kernel for a weight of this shape; None if there is."""
+    """Return why there is no kernel for a weight of this shape, or None."""
     if columns % GROUP or not columns:
         return f"a weight's {columns} inputs are no multiple of {GROUP}"
     if rows < FEWEST_ROWS:
@@ -30,7 +30,7 @@ def refuse_shape(rows: int, columns: int) -> str | None:
 
 
 def refuse_host() -> str | None:
-    """Why this machine does not run the compiled forward; None if it does."""
+    """Return why this machine does not run the compiled forward, or None."""
     if not host_cpu_has_avx2():
         return "its kernels need a CPU with AVX2"
     if importlib.util.find_spec("numba") is None:

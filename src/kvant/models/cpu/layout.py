@@ -1,4 +1,4 @@
-"""What the operations of one forward are handed, in blocks of fields."""
+"""Blocks of fields: the arguments of the operations of one forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvant.kernels.cpu.fields import Fields
 
 
 class Task(Fields):
-    """What begins every task. WORKER: void(task, _), which all threads run until nothing is left.
+    """The head of every task. WORKER: void(task, _), which all threads run until nothing is left.
     TEAM: the block of these threads, in the same place in tasks of attention.
     """
 
@@ -97,7 +97,7 @@ class Gate(Fields):
 
 
 class StepFields(Fields):
-    """What all operations of one forward are told."""
+    """Arguments that all operations of one forward share."""
 
     TOKENS = auto()
     CHOSEN = auto()  # rows whose logits are asked
@@ -153,7 +153,7 @@ class Team(Fields):
 
 
 class Kind(IntEnum):
-    """What an operation of a program is."""
+    """Kind of an operation of a program."""
 
     TASK = 0
     LAST_TASK = 1  # of the chosen rows alone

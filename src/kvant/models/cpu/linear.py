@@ -1,4 +1,4 @@
-"""Tasks of matrix products, and a product of its own for rows that no program brings."""
+"""Tasks of matrix products, and a product for rows outside a program."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, PackedWeight
 
 _CHUNK_BYTES = 131072
-"""Of decoded rows of a weight that a thread takes at a time: they stay in its level 2 cache."""
+"""Bytes of decoded weight rows that a thread takes at a time: they stay in its level 2 cache."""
 _CHUNKS_A_THREAD = 4
 
 
 def float_rows(rows: int, columns: int) -> Tensor:
-    """Memory for compiled code, whatever torch's default dtype and device are."""
+    """Allocate float32 memory on the CPU for compiled code, regardless of torch's defaults."""
     return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
 
 
@@ -38,9 +38,9 @@ class Linear:
         return self.weight.num_bytes + self.bias.numel() * 4
 
     def task(self, x: Tensor, out: Tensor, scratch: Tensor) -> Block:
-        """The product of x [T, columns] into out [T, outputs], float32; ROWS is set where it runs.
+        """Describe the product of x [T, columns] into out [T, outputs], float32; the caller sets ROWS.
 
-        scratch: float32 [threads, scratch_floats]. The block holds addresses of all three.
+        scratch: float32 [threads, scratch_floats]. The block holds the addresses of all three.
         """
         weight, scales = self.weight, self.weight.scales
         made = block_of(Product)

@@ -1,8 +1,8 @@
-"""Matrix products with stored weights: every thread takes rows of the weight, 16 columns a vector.
+"""Matrix products with stored weights: every thread takes rows of the weight, 16 columns per vector.
 
 An output is the sum over its row's vectors in their order, one fused multiply-add each, and then over
-16 lanes in a fixed tree. Nothing in that depends on how many rows of x there are, on where one stands
-or on threads: products are batch-invariant as they are.
+16 lanes in a fixed tree. That order does not depend on the number of rows of x, on a row's position or
+on threads. So products are batch-invariant.
 
 Few rows of x multiply codes as they are read. For more, a thread decodes some rows of the weight into
 its own memory (level 2 cache) and multiplies those.
@@ -89,7 +89,7 @@ def _decoded(context: Any, b: Any, code: Code, at: Any, scales: Any, pair: Any) 
 def _pairs(count: int, half: int) -> list[tuple[int, int, list[int], list[int]]]:
     """One level of `_sums`: which two vectors meet, and the lanes of both that are added.
 
-    Of each vector lane l meets l + half, in every group of 2 * half lanes. A last vector meets itself.
+    Lane l of each vector meets l + half, in every group of 2 * half lanes. A last vector meets itself.
     """
     first = [
         (LANES if lane // half % 2 else 0) + lane // half // 2 * 2 * half + lane % half

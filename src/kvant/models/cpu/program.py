@@ -1,4 +1,4 @@
-"""A forward as a list of operations that compiled code goes through without returning to Python."""
+"""A forward as a list of operations that compiled code runs without returning to Python."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ C_NUM_SEQS, C_TOKENS, C_CU, C_LENGTHS, C_TABLE, C_TABLE_STRIDE, C_CAUSAL = (
 
 @njit(error_model="numpy")
 def operate(step: int, operations: int, first: int, end: int, parallel: int, team: int) -> None:
-    """Operations first .. end - 1, one after the other, each on as many threads as it is worth.
+    """Run operations first .. end - 1 in order, each on a number of threads that suits its size.
 
     parallel: address of what runs a function on several threads, 0 for this one alone. team: theirs.
     """

@@ -1,7 +1,7 @@
-"""What happens between two products, one row of numbers at a time, float32.
+"""Operations between two products, one row at a time, in float32.
 
 Values round where transformers' modules round, up to the order of sums. A row's result depends on
-nothing but the row.
+the row alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Threads that stay together for a whole forward.
 
-OpenMP's threads meet at the end of every parallel region, and fall asleep between regions: a forward
-has a hundred and fifty. So one region holds the forward. The first thread to come leads, goes through
-the operations, and shares out what is worth it; the others wait for jobs, spinning for a moment and
-then yielding, as who waits may wait for the very thread whose core it has.
+OpenMP's threads meet at the end of every parallel region and sleep between regions. A forward would
+have 150 regions, so one region holds the whole forward. The first thread leads: it runs the operations
+and shares large ones. The others wait for jobs. They spin for a moment and then yield, because a waiting
+thread may occupy the core of the thread that it waits for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SPINS = 2000
 
 @intrinsic
 def _load_acquire(typing: Any, address: Any) -> Any:
-    """An int64 that another thread adds to, and everything that it wrote before."""
+    """Load an int64 that another thread adds to, with everything that thread wrote before (acquire)."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         place = b.inttoptr(arguments[0], ir.PointerType())
@@ -68,7 +68,7 @@ def _ask(typing: Any, function: Any) -> Any:
 
 @njit(error_model="numpy")
 def _wait(address: int, value: int, give_way: int) -> None:
-    """Until the number there is `value` at least."""
+    """Wait until the number at `address` is at least `value`."""
     spins = 0
     while _load_acquire(address) < value:
         spins += 1
@@ -80,7 +80,7 @@ def _wait(address: int, value: int, give_way: int) -> None:
 
 @njit(error_model="numpy")
 def _announce(team: int, function: int, data: int) -> int:
-    """Give out a job; how many there are now."""
+    """Announce a job; return the number of jobs so far."""
     store_i64(team + M_FUNCTION, function)
     store_i64(team + M_DATA, data)
     return fetch_add(team + M_JOBS, 1) + 1
@@ -128,7 +128,7 @@ def take_part_address() -> int:
 
 @cache
 def yield_address() -> int:
-    """Of the C library's sched_yield."""
+    """Address of the C library's sched_yield."""
     found = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
     assert found
     return found

@@ -1,4 +1,4 @@
-"""How a weight matrix lies in memory: the definition, in torch, that kernels are held to.
+"""Memory layout of a weight matrix: the torch definition that kernels must match.
 
 Weight-only formats: numbers are decoded to float32 where they are multiplied, activations stay as
 they are. Rows are outputs, columns inputs.
@@ -20,7 +20,7 @@ from kvant.models.cpu.info import GROUP
 
 
 class Code(IntEnum):
-    """The number is part of what is compiled."""
+    """The number is part of the compiled code."""
 
     FLOAT32 = 0
     INT8 = 1

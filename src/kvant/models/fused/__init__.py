@@ -1,1 +1,1 @@
-"""A decoder of our own for plain dense models: the same weights, far fewer operations a step."""
+"""Kvant's own decoder for plain dense models: the same weights, fewer operations per step."""

@@ -1,8 +1,8 @@
 """The forward of plain dense decoders (Llama, Mistral, Qwen2, Qwen3) over packed tokens.
 
 It runs the weights of a transformers module that was loaded as usual: q, k and v in one matrix
-product, gate and up in another, everything between them in few launches. A model that differs in
-anything from what this file computes is not fused; it runs through transformers.
+product, gate and up in another, with few launches between them. A model that differs in anything
+from this file's computation is not fused; it runs through transformers.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Layer:
 
 
 def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> FusedDecoder:
-    """The fused forward of a loaded module. EngineFault where it is not what the plan took it for."""
+    """Build the fused forward of a loaded module. EngineFault if the module does not match the plan."""
     return fuse(module, plan, batch_invariant=choice.batch_invariant)
 
 
 def fuse(module: PreTrainedModel, plan: KVPlan, *, batch_invariant: bool = False) -> FusedDecoder:
     """The fused forward of a loaded module.
 
-    The module's parameters become views of the fused ones: no weight lies in memory twice.
+    The module's parameters become views of the fused ones, so no weight is stored twice.
     batch_invariant: no row's result depends on the rows beside it. EngineFault for a module that the
     decoder would not compute exactly.
     """
@@ -130,7 +130,7 @@ class FusedDecoder:
     def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
+        """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
         kernels, linear, step, eps = self._kernels, self.linear, call.step, self.eps
         residual = F.embedding(input_ids, self.embedding)
         angles = self.angles(step)
@@ -140,7 +140,7 @@ class FusedDecoder:
             q = self.enter(index, linear(x, *layer.qkv), angles, call)
             last = index + 1 == len(self.layers)
             narrowed = last and step.wanted is not None and index not in layers
-            if narrowed:  # K and V are stored; nobody looks at the other rows of what follows
+            if narrowed:  # K and V are stored; later operations do not use the other rows
                 assert step.wanted is not None
                 q, residual, step = q[logits_index], residual[logits_index], step.wanted
             x = linear(self.attend(index, q, call, step), *layer.output)
@@ -168,7 +168,7 @@ class FusedDecoder:
         return Angles(*frequencies(self.rotary, self.embedding, step.positions), by_position=False)
 
     def enter(self, index: int, qkv: Tensor, angles: Angles, call: StepCall) -> Tensor:
-        """From the product qkv of a layer to its queries; keys and values go into their slots."""
+        """Split the product qkv of a layer: write keys and values to their slots, return the queries."""
         layer, step = self.layers[index], call.step
         backend, cache = call.backends[index], call.pool[index]
         weights = layer.q_norm, layer.k_norm
@@ -196,7 +196,7 @@ class Angles:
     by_position: bool
 
     def of(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Of a step's tokens."""
+        """Return cos and sin of a step's tokens."""
         if not self.by_position:
             return self.cos, self.sin
         return self.cos[step.positions], self.sin[step.positions]
@@ -210,7 +210,7 @@ def frequencies(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tens
 
 
 def linear_for(weight: Tensor) -> Linear:
-    """torch's; on a GPU with a kernel of our own for single rows."""
+    """Return torch's product; on a GPU, with Kvant's kernel for single rows."""
     if weight.device.type == "cuda":
         from kvant.models.fused.matvec import linear
 
@@ -265,7 +265,7 @@ def _window_of(attention: Any) -> int | None:
 
 
 def _join(*products: Any) -> tuple[Tensor, Tensor | None]:
-    """Several products of one input as one; their own weights become views of it."""
+    """Join several products of one input; their weights become views of the joined one."""
     weight = _joined([product.weight for product in products])
     biases = [product.bias for product in products if product.bias is not None]
     if not biases:

@@ -1,6 +1,6 @@
-"""Steps of few tokens on an NVIDIA GPU: four products a layer, and nothing between them but attention.
+"""Steps of few tokens on an NVIDIA GPU: four products per layer, with only attention between them.
 
-See `few_rows_kernels`. In bfloat16 only: what is multiplied with a norm's weight before it is
+See `few_rows_kernels`. bfloat16 only: values that are multiplied with a norm's weight before they are
 normalised could overflow in float16. The norm's scale is applied to float32 sums, where transformers
 rounds the normalised row to bfloat16 first.
 """
@@ -30,10 +30,10 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What runs through the layers: the sum so far [T, width], and what its norm needs.
+    """The state between layers: the residual sum [T, width], and the inputs of its norm.
 
     weighted: [T, width], times the next norm's weight. squares: [stripes, 64] float32 sums. For a
-    single token both are None: whoever reads the sum computes them.
+    single token both are None: the kernel that reads the sum computes them.
     """
 
     residual: Tensor
@@ -43,7 +43,7 @@ class Stream:
 
 
 class FewRows:
-    """The products of up to `MOST_TOKENS` tokens. Owns the memory in which programs of a stripe meet.
+    """The products of up to `MOST_TOKENS` tokens. Owns the memory that programs of a stripe share.
 
     Steps run one at a time.
     """
@@ -55,7 +55,7 @@ class FewRows:
         self._shared_bytes = shared_memory_of_a_program(device)
         self._processors = multiprocessors(device)
         self._ahead = launches_ahead(device)
-        # Of their final size from the start: recorded steps keep their addresses.
+        # Allocated at their final size: recorded steps keep their addresses.
         stripes = self._processors
         self._arrived = torch.zeros(stripes, dtype=torch.int32, device=device)
         room = stripes * MOST_SPLIT * ROWS * MOST_TOKENS

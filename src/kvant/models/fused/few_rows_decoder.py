@@ -17,7 +17,7 @@ from kvant.models.fused.few_rows import FewRows
 
 
 def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> FewRowsDecoder:
-    """The forward of a loaded module. EngineFault where it is not what the plan took it for."""
+    """Build the forward of a loaded module. EngineFault if the module does not match the plan."""
     assert not choice.batch_invariant, "the plan refuses it"
     fused = fuse(module, plan)
     weights = [weight for layer in fused.layers for weight in _weights(layer)]
@@ -49,7 +49,7 @@ class FewRowsDecoder:
     def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
+        """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
         if len(logits_index) <= len(input_ids) <= self._few.most_tokens:
             return self._run_few(input_ids, call, logits_index, layers)
         return self._fused.run(input_ids, call, logits_index, layers)

@@ -1,4 +1,4 @@
-"""Matrix products of few rows whose beginnings and ends do what lies between products.
+"""Matrix products of few rows, fused with the norms, sums and activations between them.
 
 A decoder layer's norm is (x * w) * s with one number s for each row, and a product is linear: so the
 product before stores x * w and sums of squares of its columns, and the product behind multiplies its
@@ -22,7 +22,7 @@ ADDED = tl.constexpr(2)  # out = residual + (x w^T + bias); x of the next produc
 
 @triton.jit
 def _scale_of(squares, stripes, token, there, eps, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
-    """1 / sqrt(mean of squares + eps) of tokens, whose sums lie in so many stripes of 64."""
+    """1 / sqrt(mean of squares + eps) of tokens, whose sums lie in `stripes` stripes of 64."""
     STEP: tl.constexpr = 16
     s = tl.arange(0, STEP)
     total = tl.zeros((STEP, TOKENS), tl.float32)
@@ -163,7 +163,7 @@ def one_row(
     """The same for a single token. Program: two rows of the weight, with GATED a gate and its up.
 
     x: [1, COLUMNS]; but for ADDED not normalised yet: every program sums its squares beside the
-    product, which costs less than to wait for somebody. N: even. AHEAD: launched while the kernel
+    product, which costs less than waiting for another program. N: even. AHEAD: launched while the kernel
     before still runs; of the weight, which that one does not write, a first block is loaded meanwhile.
     """
     dtype: tl.constexpr = weight.dtype.element_ty

@@ -1,4 +1,4 @@
-"""What happens between two matrix products, as a handful of operations; here in plain torch.
+"""Operations between two matrix products; here in plain torch.
 
 Values round where transformers' modules round, so that both give the same logits up to the order of
 sums.
@@ -98,7 +98,7 @@ class WideTorchKernels(TorchKernels):
 
 
 class InvariantTorchKernels(TorchKernels):
-    """The same on a CPU, where SiLU would depend on where a number stands; the rest does not."""
+    """The same on a CPU, where torch's SiLU depends on a number's position; the rest does not."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

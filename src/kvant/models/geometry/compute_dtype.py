@@ -1,4 +1,4 @@
-"""Which dtype a model computes in: `--dtype auto` resolved, with its reason. No torch."""
+"""Resolve the dtype that a model computes in (`--dtype auto`), with its reason. No torch."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def resolve_compute_dtype(
 
 
 def host_cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this machine's CPU multiplies bfloat16 numbers, by the flags that Linux lists.
+    """True if this machine's CPU multiplies bfloat16 numbers, by the flags that Linux lists.
 
-    False where there is no such list (macOS, Windows).
+    False without such a list (macOS, Windows).
     """
     return not _BF16_FLAGS.isdisjoint(_cpu_flags(cpuinfo))
 
 
 def host_cpu_has_avx2(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this machine's CPU has AVX2, FMA and F16C; False where Linux's list is missing."""
+    """True if this machine's CPU has AVX2, FMA and F16C; False without Linux's list."""
     return _cpu_flags(cpuinfo) >= _AVX2_FLAGS
 
 

@@ -50,7 +50,7 @@ def attention_layers(
     sinks: bool = False,
     softcap: float = 0.0,
 ) -> Layers:
-    """Layers that differ in their windows only."""
+    """Build layers that differ only in their windows."""
     return tuple(
         attention_layer(index, prefix, heads, window, sinks=sinks, softcap=softcap)
         for index, window in enumerate(windows)

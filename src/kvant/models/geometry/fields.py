@@ -1,4 +1,4 @@
-"""Reading a config.json that nobody has checked: a value of the right kind, or BadCheckpoint.
+"""Read an unchecked config.json: a value of the right kind, or BadCheckpoint.
 
 `null` and a missing key are the same thing, as in transformers. A message names the field, with the
 section it stands in, and the value that was found.
@@ -22,7 +22,7 @@ _SHOWN = 80  # characters of a bad value that a message repeats
 
 
 class Fields:
-    """A section of a config. `section` is "" at the top and "text_config." inside one."""
+    """One section of a config. `section` is "" at the top and "text_config." inside one."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Fields:
         return self.raw(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Whether the config says `null`, where a family's class tells that from a missing key."""
+        """True if the config says `null`, for families that distinguish it from a missing key."""
         return name in self._values and self._values[name] is None
 
     def bad(self, name: str, why: str) -> BadCheckpoint:
@@ -127,7 +127,7 @@ class Fields:
         return Fields(value, section=f"{self._section}{name}.", defaults=defaults)
 
     def names(self) -> tuple[str, ...]:
-        """What stands in the section itself, in its order."""
+        """The section's own keys, in order."""
         return tuple(str(name) for name in self._values)
 
 

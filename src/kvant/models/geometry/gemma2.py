@@ -36,7 +36,7 @@ NORMS = (
 
 
 def refuse_encoder(fields: Fields) -> None:
-    """A model that looks at later tokens too is no generator: its keys change with every token."""
+    """Refuse a model that also attends to later tokens: its keys change with every token."""
     value = fields.raw("use_bidirectional_attention")
     if value is True or value == "all":
         raise fields.bad(

@@ -2,7 +2,7 @@
 
 Windowed layers have `head_dim` and `num_key_value_heads`; full ones `global_head_dim` (512 without)
 and, where `attention_k_eq_v`, `num_global_key_value_heads`. transformers >= 5.17 saves the same as
-`per_layer_config`, which then counts alone. The last layer is full whatever layer_types says.
+`per_layer_config`, which then counts alone. The last layer is full, regardless of layer_types.
 With attention_k_eq_v the full layers' V is made by K's projection, but normalised and rotated
 differently: both are stored.
 """

@@ -1,7 +1,7 @@
 """Llama and models of the same shape: Mistral, Ministral, Phi-3, OLMo 2.
 
 Windows: Llama and OLMo 2 have none; Mistral and Phi-3 have one on every layer where `sliding_window` is
-a number. A Mistral with `layer_types` is a Ministral to transformers, whatever its model_type: it has
+a number. A Mistral with `layer_types` is a Ministral to transformers, with any model_type: it has
 the window on its sliding layers only. Phi-3's class does not read `layer_types`.
 """
 
@@ -51,7 +51,7 @@ def _llama_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
 
 
 def _plain_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
-    """No biases, whatever the config says."""
+    """No biases, regardless of the config."""
     hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
     for layer in layers:
         at = layer.name.removesuffix(".self_attn")

@@ -1,4 +1,4 @@
-"""Weights of a decoder as matrices and vectors, so that they can be counted without loading any.
+"""Weights of a decoder as matrices and vectors, to count them without loading.
 
 Names are those of checkpoints (experts apart, q, k and v apart), because recipes that quantise
 weights name modules by them. What a family's transformers class fuses has the same number of
@@ -15,7 +15,7 @@ from kvant.kv.geometry import LayerGeometry
 
 
 class WeightKind(Enum):
-    """What a recipe for quantised weights asks about."""
+    """Kind of weight, as recipes for quantised weights distinguish them."""
 
     LINEAR = "linear"  # the matrix of a Linear module
     EXPERT = "expert"  # a matrix of an expert, one of `copies`

@@ -97,7 +97,7 @@ def _qwen3_moe_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
 
 
 def is_sparse(fields: Fields, index: int) -> bool:
-    """Whether a layer has experts: every `decoder_sparse_step`-th, `mlp_only_layers` left out."""
+    """True if a layer has experts: every `decoder_sparse_step`-th, `mlp_only_layers` left out."""
     dense = fields.integers("mlp_only_layers") or ()
     step = fields.optional_integer("decoder_sparse_step") or 1
     return index not in dense and (index + 1) % step == 0

@@ -1,4 +1,4 @@
-"""How a checkpoint stores quantised weights, as `quantization_config` says: bytes of one matrix.
+"""How a checkpoint stores quantised weights by `quantization_config`: bytes of one matrix.
 
 Scales are counted too: they are up to an eighth of a 4-bit matrix. What a recipe does not name, and
 embeddings, norms and the head of almost all recipes, keep the model's dtype. A recipe that Kvant
@@ -30,7 +30,7 @@ _WITHOUT_FP8 = ("sm_75", "sm_80", "sm_86", "sm_87")
 
 @dataclass(frozen=True, slots=True)
 class NoRecipe:
-    """A reason why stored bytes cannot be counted."""
+    """The reason why stored bytes cannot be counted."""
 
     reason: str
 
@@ -73,16 +73,16 @@ def read_recipe(config: Mapping[str, Any]) -> Recipe | NoRecipe | None:
             return NoRecipe(f"no closed form for weights quantised by {shown(method)}")
         return reader(fields)
     except (BadCheckpoint, re.error) as fault:
-        # Weights are one line of the plan; their recipe is the loader's business to refuse.
+        # Weights are only one line of the plan; the loader refuses an unknown recipe.
         what = fault.what if isinstance(fault, BadCheckpoint) else str(fault)
         return NoRecipe(f"the weights' quantization_config cannot be read: {what}")
 
 
 def are_decoded(config: Mapping[str, Any], device: DeviceFacts) -> bool:
-    """Whether codes of the checkpoint become numbers of the compute dtype while they are loaded.
+    """True if the checkpoint's codes are decoded to the compute dtype at load.
 
-    compressed-tensors' always do (`quantized.decode_weights`). transformers decodes fp8 where there are no
-    products of it, and mxfp4 without its kernels, which are a package of their own.
+    compressed-tensors' always are (`quantized.decode_weights`). transformers decodes fp8 on devices
+    without fp8 products, and mxfp4 without its separate kernel package.
     """
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
@@ -219,7 +219,7 @@ def _whole(fields: Fields, matrix: MatrixBytes, *lists: str) -> Recipe:
 
 
 def _named(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a module's name is one of these: "re:..", with wildcards, whole, or a part."""
+    """Return a test for module names: "re:..", with wildcards, whole, or a part."""
     regexes = [re.compile(pattern[3:]) for pattern in patterns if pattern.startswith("re:")]
     plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
 

@@ -1,1 +1,1 @@
-"""Batch-invariant computation: each row's result is, bit for bit, its own, whatever rows are beside it."""
+"""Batch-invariant computation: each row's bits do not depend on the rows beside it."""

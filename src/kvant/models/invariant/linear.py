@@ -1,8 +1,8 @@
 """Matrix products in tiles of fixed numbers of rows.
 
-A library chooses another kernel, and with it another order of sums, for another number of rows. So a
-product runs in tiles of numbers of rows that were proved, on this machine and for this weight's shape,
-to give every row the same bits wherever it stands and whatever stands beside it. Rows that do not
+A library chooses a kernel, and with it an order of sums, by the number of rows. So a product runs in
+tiles whose number of rows was proved, on this machine and for this weight's shape,
+to give every row the same bits at any position and beside any rows. Rows that do not
 fill a tile are padded with zeros.
 """
 
@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from kvant.errors import NotServable, WayOut
 
 _TILES = {"cpu": (4, 8, 16, 32, 64, 128, 256), "cuda": (128, 256, 512, 1024, 2048)}
-"""Numbers of rows that are tried. The smallest costs a CPU hardly more than the weights' way from
-memory; larger ones serve prompts, where they give the same bits as the smallest."""
+"""Numbers of rows to try. The smallest costs a CPU hardly more than reading the weights. Larger ones
+serve prompts, if they give the same bits as the smallest."""
 
 _ALIGNMENT = 64
-"""Bytes; libraries may treat the beginning of less aligned rows apart."""
+"""Bytes; libraries may treat the beginning of less aligned rows differently."""
 
 _Key = tuple[object, ...]
 
@@ -27,7 +27,7 @@ _Key = tuple[object, ...]
 class TiledLinear:
     """`torch.nn.functional.linear` whose rows do not depend on each other.
 
-    Remembers what was proved, for each shape, dtype and number of threads.
+    Remembers the proofs by shape, dtype and number of threads.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class TiledLinear:
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def prove(self, weight: Tensor, bias: Tensor | None = None) -> int:
-        """The smallest tile for this weight. NotServable if no tile treats its rows alike.
+        """Return the smallest tile for this weight. NotServable if no tile treats its rows alike.
 
-        One whose bits the next larger tile gives too is preferred: then prompts can take larger ones.
+        Prefers a tile whose bits the next larger tile reproduces, so that prompts can use larger ones.
         """
         key = _key(weight, bias)
         if key not in self._base:

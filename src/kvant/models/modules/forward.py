@@ -49,7 +49,7 @@ class ModuleForward:
     def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits [len(logits_index), vocab_size], and what `layers` hand on, [T, hidden_size] each."""
+        """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
         mode = self._mode
         if mode is None:
             return self._call(input_ids, call, logits_index, layers)

@@ -128,7 +128,7 @@ def generate(
         str | None,
         typer.Option(
             "--grammar",
-            help="The answer follows this Lark grammar; @FILE reads one.",
+            help="The answer follows this Lark or GBNF grammar; @FILE reads one.",
             rich_help_panel=_FORM_PANEL,
         ),
     ] = None,

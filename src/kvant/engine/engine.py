@@ -123,6 +123,7 @@ class Engine:
             num_preemptions=self._num_preemptions,
             speculation=None if self.speculation is None else self.speculation.stats,
             saturated=self._saturated,
+            num_compiling=len(self._forms.numbers),
         )
 
     def submit(

@@ -58,8 +58,9 @@ class Progress(NamedTuple):
 class EngineStats:
     """The engine between two steps. Steps, tokens and preemptions are counted since it was made.
 
-    speculation: what became of drafts; None where none are made. saturated: layers that were given
-    values beyond what their formats hold, as of the last look.
+    speculation: counts of drafts; None without a drafter. saturated: layers that received values beyond
+    the range of their formats, as of the last look. num_compiling: waiting requests whose form is still
+    being compiled; num_waiting includes them.
     """
 
     num_running: int
@@ -72,6 +73,7 @@ class EngineStats:
     num_preemptions: int
     speculation: SpeculationStats | None = None
     saturated: tuple[Saturated, ...] = ()
+    num_compiling: int = 0
 
 
 def as_metrics(stats: EngineStats) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The forms of structured output, compiled by llguidance. Nothing here ever holds up a step.
+"""The forms of structured output, compiled by llguidance beside the steps.
 
-GrammarCompiler.start(form) -> Compiling    in a thread, after a process of its own has shown that
-                                            the form compiles within its limits of time and memory
+GrammarCompiler.start(form) -> Compiling    in a thread, after a separate process has shown that the
+                                            form compiles within its limits of time and memory
 Compiling.result() -> Grammar               one request's own matcher
 """
 
@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from kvant.errors import RequestError
-from kvant.sampling.grammar_check import parser_limits
+from kvant.sampling.grammar_check import Checked, parser_limits
 from kvant.sampling.structured_outputs import CompileLimits, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _MAX_MESSAGE = 300
 
 
 def grammar_text(form: StructuredOutputs) -> str:
-    """The form as llguidance reads it."""
+    """The form as llguidance reads it. A grammar stays as it is: see `Checked`."""
     if form.schema is not None:
         # Few blanks: a model that likes them would never come to an end.
         return str(
@@ -50,7 +50,7 @@ def grammar_text(form: StructuredOutputs) -> str:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
         return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
     assert form.grammar is not None
-    return str(LLMatcher.grammar_from_lark(form.grammar))
+    return form.grammar
 
 
 class Grammar:
@@ -93,10 +93,9 @@ Compiling = Future[Grammar]
 
 
 class GrammarCompiler:
-    """Compiles forms for one tokenizer. vocab_size: the width of logits, more than its own or less.
+    """Compiles forms for one tokenizer. vocab_size: the width of the logits, unlike the tokenizer's own.
 
-    The thread and the process start with the first form and end when nobody refers to the compiler
-    any more.
+    The thread and the process start with the first form and end with the compiler.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class GrammarCompiler:
         weakref.finalize(self, _end, self._pool, self._workers)
 
     def start(self, form: StructuredOutputs) -> Compiling:
-        """The form's grammar, soon. The future raises RequestError, naming the client's field."""
+        """Returns a future of the form's grammar. It raises RequestError, which names the client's field."""
         return self._pool.submit(self._compile, form)
 
     def prepare(self) -> LLTokenizer:
@@ -152,12 +151,12 @@ class GrammarCompiler:
             self._workers.clear()
         if not self._workers:
             self._workers.append(_Worker())
-        why = self._workers[0].check(text, self._limits.seconds)
+        checked = self._workers[0].check(text, self._limits.seconds)
         if not self._workers[0].alive:
             self._workers.clear()
-        if why is not None:
-            raise _refused(form, why)
-        matcher = LLMatcher(self.prepare(), text, limits=parser_limits(), log_level=0)
+        if checked.fault:
+            raise _refused(form, checked.fault)
+        matcher = LLMatcher(self.prepare(), checked.grammar, limits=parser_limits(), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
@@ -181,7 +180,7 @@ def _end(pool: ThreadPoolExecutor, workers: list[_Worker]) -> None:
 
 
 class _Worker:
-    """A process that compiles first, so that what never ends, or takes all memory, can be killed."""
+    """A process that compiles first and can be killed: a grammar may need endless time or memory."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -201,10 +200,10 @@ class _Worker:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def check(self, grammar: str, seconds: float) -> str | None:
-        """Why the grammar is refused; None if it compiles. Ends the process if it is too slow."""
+    def check(self, grammar: str, seconds: float) -> Checked:
+        """Compiles a grammar in the process. Ends the process if it is too slow."""
         if not self.alive:
-            return "the process that compiles could not be started"
+            return Checked("", "the process that compiles could not be started")
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(grammar) + "\n")
@@ -214,13 +213,11 @@ class _Worker:
             answer = ""
         if answer is None:
             self.close()
-            return f"compiling it took longer than {seconds:g} s"
+            return Checked("", f"compiling it took longer than {seconds:g} s")
         if not answer:
             self.close()
-            return "compiling it takes more than is allowed"
-        found = json.loads(answer)
-        assert isinstance(found, str)
-        return found or None
+            return Checked("", "compiling it takes more than is allowed")
+        return Checked(*json.loads(answer))
 
     def close(self) -> None:
         if self.alive:

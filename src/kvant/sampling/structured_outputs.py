@@ -47,7 +47,7 @@ class StructuredOutputs:
 
     json: a JSON schema, as a dict or as text; kept as text. json_object: any JSON object. regex: in
     the syntax of Rust's regex crate, matching the whole answer. choice: one of these texts. grammar:
-    Lark, as llguidance reads it. asked_as: the name under which the client asked, for messages.
+    Lark as llguidance reads it, or GBNF. asked_as: the name under which the client asked, for messages.
 
     None exceeds `MOST`; a schema has references only within itself. Between the tokens of JSON up to 20
     blanks or newlines may stand, so that an answer cannot go on for ever in them.

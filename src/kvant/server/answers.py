@@ -205,9 +205,16 @@ class Shape:
         )
 
     def _top(self, one: TokenLogprobs, num_top: int) -> dict[str, float]:
-        """The likeliest tokens and, as in OpenAI's API, the token itself."""
-        found = {self._text(token): _finite(value) for token, value in one.top[:num_top]}
-        found.setdefault(self._text(one.token_id), _finite(one.logprob))
+        """The likeliest tokens and, as in OpenAI's API, the token itself.
+
+        Keys are texts. Ids with the same text, such as parts of characters, would collide: the token
+        itself keeps the text, and the others are called "token_id:N".
+        """
+        found = {self._text(one.token_id): _finite(one.logprob)}
+        for token, value in one.top[:num_top]:
+            if token != one.token_id:
+                text = self._text(token)
+                found[f"token_id:{token}" if text in found else text] = _finite(value)
         return found
 
     def _prompt_logprobs(self, sequence: Sequence) -> wire.PromptLogprobs:

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -37,6 +37,8 @@ from kvant.server.service import Service
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_LARGE = 128 * 2**10
+_Read = TypeVar("_Read")
 
 
 @dataclass(slots=True)
@@ -53,8 +55,13 @@ class Call:
     request_id: bytes | None = None
     counted: dict[str, object] = field(default_factory=dict)
 
-    async def body(self) -> bytes:
-        return await read_body(self.scope["headers"], self.receive, self.service.config.limits)
+    async def read(self, read: Callable[[bytes], _Read]) -> _Read:
+        """Returns the body, read by a function. A large body is read in a thread, so that the event loop
+        gets its turns.
+        """
+        limits = self.service.config.limits
+        data = await read_body(self.scope["headers"], self.receive, limits)
+        return read(data) if len(data) < _LARGE else await asyncio.to_thread(read, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +90,16 @@ class Endpoint:
 
 
 async def _chat(call: Call) -> Response:
-    body = await call.body()
     service = call.service
-    generation = read_chat(body, service.config.limits, service.require())
+    limits = service.config.limits
+    generation = await call.read(lambda data: read_chat(data, limits, service.require()))
     return await _generate(call, generation, chat=True)
 
 
 async def _complete(call: Call) -> Response:
-    body = await call.body()
     service = call.service
-    generation = read_completion(body, service.config.limits, service.require())
+    limits = service.config.limits
+    generation = await call.read(lambda data: read_completion(data, limits, service.require()))
     return await _generate(call, generation, chat=False)
 
 
@@ -160,7 +167,7 @@ async def _plan(call: Call) -> Response:
 
 
 async def _tokenize(call: Call) -> Response:
-    given, raw = parse(await call.body(), wire.TokenizeBody)
+    given, raw = await call.read(lambda data: parse(data, wire.TokenizeBody))
     return await unless_disconnected(call.receive, _tokens_of(call.service, given, raw))
 
 
@@ -193,7 +200,7 @@ async def _tokens_of(service: Service, given: wire.TokenizeBody, raw: dict[str, 
 
 
 async def _detokenize(call: Call) -> Response:
-    given, _ = parse(await call.body(), wire.DetokenizeBody)
+    given, _ = await call.read(lambda data: parse(data, wire.DetokenizeBody))
     facts = call.service.require()
     check_model(given.model, facts)
     check_tokens(given.tokens, "tokens", facts)

@@ -139,6 +139,7 @@ def report_of(driver: Driver[int], events: list[Event[int]]) -> Report:
             stats.num_preemptions,
             stats.speculation,
             tuple((one.layer, one.k, one.v) for one in stats.saturated),
+            stats.num_compiling,
         ),
         tuple(pieces),
         tuple(failures),

@@ -118,6 +118,7 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     num_preemptions: int = 0
     speculation: SpeculationStats | None = None
     saturated: tuple[tuple[str, int, int], ...] = ()
+    num_compiling: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):

@@ -213,6 +213,7 @@ class _EngineGauges(Collector):
             shown = [f"vllm:{name}" for name in names] + [f"kvant:{names[0]}"]
             for name in shown:
                 yield self._gauge(name, text, value)
+        yield self._waiting_by_reason(stats)
         yield self._gauge("kvant:pages_held", "Pages that sequences hold.", stats.num_held_pages)
         yield self._gauge("kvant:pages_idle", "Cached pages without owner.", stats.num_idle_pages)
         yield self._gauge("kvant:pages_usable", "Pages in all.", stats.num_usable_pages)
@@ -272,6 +273,17 @@ class _EngineGauges(Collector):
             held.add_metric((self._model, k, v), size * stats.num_held_pages * ready.page_size)
         yield each
         yield held
+
+    def _waiting_by_reason(self, stats: Stats) -> Metric:
+        """capacity: waits for a place in a step. deferred: waits until its form is compiled."""
+        found = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait, by reason.",
+            labels=("model_name", "reason"),
+        )
+        found.add_metric((self._model, "capacity"), stats.num_waiting - stats.num_compiling)
+        found.add_metric((self._model, "deferred"), stats.num_compiling)
+        return found
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=("model_name",))

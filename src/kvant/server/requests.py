@@ -5,6 +5,7 @@ Pure functions. For any bytes they return or raise ApiError, before anything is 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -31,6 +32,7 @@ from kvant.server.wire import (
     ChatBody,
     ChatMessage,
     CompletionBody,
+    ContentPart,
     GenerationBody,
     ResponseFormat,
     StructuredBody,
@@ -425,10 +427,11 @@ def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conve
         )
     found = []
     for index, (message, as_sent) in enumerate(zip(body.messages, raw["messages"], strict=True)):
-        where = f"messages[{index}]."
-        refuse_unsupported(_extra(as_sent, ChatMessage), IN_MESSAGES, where=where)
+        if extra := _extra(as_sent, ChatMessage):
+            refuse_unsupported(extra, IN_MESSAGES, where=f"messages[{index}].")
         role = "system" if message.role == "developer" else message.role
-        one = {"role": role, "content": _content(message, where)}
+        text = message.content
+        one = {"role": role, "content": text if isinstance(text, str) else _joined(text, index)}
         if message.name is not None:
             one["name"] = message.name
         found.append(one)
@@ -447,20 +450,20 @@ def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conve
     )
 
 
-def _content(message: ChatMessage, where: str) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None:
-        raise bad_request(f"{where}content: a text is required", f"{where}content")
+def _joined(parts: list[ContentPart] | None, index: int) -> str:
+    """The text of the parts of message `index`."""
+    where = f"messages[{index}].content"
+    if parts is None:
+        raise bad_request(f"{where}: a text is required", where)
     texts = []
-    for index, part in enumerate(message.content):
+    for place, part in enumerate(parts):
         if part.type != "text":
             raise bad_request(
                 f"a part of type {shown(part.type)!r} is not offered: this server takes text",
-                f"{where}content[{index}].type",
+                f"{where}[{place}].type",
             )
         if part.text is None:
-            name = f"{where}content[{index}].text"
+            name = f"{where}[{place}].text"
             raise bad_request(f"{name}: this field is required", name)
         texts.append(part.text)
     return "\n".join(texts)
@@ -596,7 +599,12 @@ def note_ignored(names: Iterable[str]) -> None:
 
 
 def _extra(raw: Mapping[str, Any], known: type[msgspec.Struct]) -> dict[str, Any]:
-    return {name: value for name, value in raw.items() if name not in known.__struct_fields__}
+    return {name: raw[name] for name in raw.keys() - _fields(known)}
+
+
+@functools.cache
+def _fields(known: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(known.__struct_fields__)
 
 
 def _check_structured_outputs(raw: Raw) -> None:

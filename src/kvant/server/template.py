@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 
 import msgspec
 
@@ -60,29 +61,43 @@ class Renderer:
 
     async def _exchange(self, data: bytes) -> str:
         async with self._turn:
-            process = await self._ready()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                async with asyncio.timeout(self._seconds + _GRACE_SECONDS):
-                    process.stdin.write(len(data).to_bytes(4, "big") + data)
-                    await process.stdin.drain()
-                    answer = _answers.decode(await _frame(process.stdout))
-            except (TimeoutError, EOFError, OSError):
-                await self._end()
-                self.start()
+            # A process that was killed while it was idle is noticed here: its successor answers.
+            answer = await self._ask(data) or await self._ask(data)
+            if answer is None:
                 raise RequestError(
-                    f"the chat template took longer than {self._seconds:g} s, or its process ended",
+                    "the process that renders the chat template ended, perhaps for lack of memory",
                     param="messages",
-                ) from None
-            except BaseException:
-                await self._end()
-                raise
+                )
         if answer.text is None:
             raise RequestError(
                 f"the chat template refuses this conversation: {answer.fault}", param="messages"
             )
         return answer.text
+
+    async def _ask(self, data: bytes) -> Rendered | None:
+        """Returns the process's answer, or None if the process ended. Raises RequestError for one that
+        takes too long.
+        """
+        process = await self._ready()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._seconds + _GRACE_SECONDS):
+                process.stdin.write(len(data).to_bytes(4, "big") + data)
+                await process.stdin.drain()
+                return _answers.decode(await _frame(process.stdout))
+        except (TimeoutError, EOFError, OSError):
+            await self._end()
+            self.start()
+            if time.monotonic() - started < self._seconds:
+                return None
+            raise RequestError(
+                f"the chat template took longer than {self._seconds:g} s", param="messages"
+            ) from None
+        except BaseException:
+            await self._end()
+            raise
 
     async def _ready(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:

@@ -167,6 +167,11 @@ class KVFormat:
     device_only: str = ""  # the one GPU architecture that has this encoding; users never ask for it
 
     @property
+    def is_native(self) -> bool:
+        """Whether numbers are stored as they are, in a float of 16 bits or more."""
+        return self.element is not Element.UINT8
+
+    @property
     def takes_outside_scale(self) -> bool:
         """Whether encode and decode need a scale that is not in the pages."""
         return self.scale_place is ScalePlace.PARAMETER or bool(self.global_scale)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from kvant.attention.triton import codec
+from kvant.attention.triton.formats import turboquant_k
 from kvant.kv.codecs.codebook import CENTROIDS_3BIT, CENTROIDS_4BIT
 
 
@@ -60,7 +60,7 @@ def test_four_bits_in_two_words_become_their_centroids() -> None:
     for _ in range(200):
         codes = [[random.randrange(16) for _ in range(4)] for _ in range(2)]
         word = sum(c << (16 * w + 4 * e) for w in range(2) for e, c in enumerate(codes[w]))
-        found = _run(str(codec._CODEBOOK4_PTX.value), {"$4": word})
+        found = _run(str(turboquant_k.DECODE4_PTX.value), {"$4": word})
         for e in range(4):
             low, high = found[f"${e}"] & 0xFFFF, found[f"${e}"] >> 16
             assert _subnormal(low) == CENTROIDS_4BIT[codes[0][e]]
@@ -75,7 +75,7 @@ def test_three_bits_in_two_words_with_noise_above_become_their_centroids() -> No
             sum(c << (3 * e) for e, c in enumerate(row)) | random.randrange(256) << 24
             for row in codes
         ]
-        found = _run(str(codec._CODEBOOK3_PTX.value), {"$8": words[0], "$9": words[1]})
+        found = _run(str(turboquant_k.DECODE3_PTX.value), {"$8": words[0], "$9": words[1]})
         for e in range(8):
             low, high = found[f"${e}"] & 0xFFFF, found[f"${e}"] >> 16
             assert _subnormal(low) == CENTROIDS_3BIT[codes[0][e]]

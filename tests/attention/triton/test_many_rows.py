@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.attention.cuda import many_rows
-from kvant.attention.triton.codec import READING
 from kvant.kernels.cuda import build
 from kvant.kv.dtype import KVDtype
 from tests.attention.triton import case
@@ -64,9 +63,8 @@ def test_two_programs_with_three_tiles_or_more_fit_a_multiprocessor_in_every_pai
     None
 ):
     multiprocessor, static_and_system = 228 * 1024, 4 * 1024 + 1024
-    served = [name for name in READING if many_rows._reads(READING[name])]
-    assert len(served) == 7
-    for k, v in itertools.product(served, repeat=2):
+    assert len(many_rows.SERVED) == 7
+    for k, v in itertools.product(many_rows.SERVED, repeat=2):
         stages = many_rows.shape_for(k, v).stages
         program = many_rows.shared_bytes(k, v) + static_and_system
         assert stages >= 3, (k, v)
@@ -75,6 +73,9 @@ def test_two_programs_with_three_tiles_or_more_fit_a_multiprocessor_in_every_pai
 
 def test_every_source_is_in_the_package() -> None:
     package = importlib.resources.files("kvant.attention.cuda")
-    text = "".join(package.joinpath(name).read_text() for name in many_rows.SOURCES)
-    assert text.count('extern "C" __global__') == 1
-    assert "#include" not in text
+    for dtype in many_rows.SERVED:
+        names = many_rows.sources(dtype, dtype)
+        text = "".join(package.joinpath(name).read_text() for name in names)
+        assert text.count('extern "C" __global__') == 1
+        assert text.count(f"struct {dtype.format.name} :") == 1
+        assert "#include" not in text

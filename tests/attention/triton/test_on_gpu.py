@@ -16,7 +16,7 @@ from kvant.attention.long import list_long
 from kvant.attention.triton import backend as backend_module
 from kvant.attention.triton import dense_prefill, prefill
 from kvant.attention.triton.backend import TritonBackend
-from kvant.attention.triton.codec import READING, Kind
+from kvant.attention.triton.format import format_of
 from kvant.attention.triton.info import SERVED
 from kvant.kernels.triton.zero import PageEraser
 from kvant.kv.codecs import codec_for
@@ -27,7 +27,7 @@ from tests.attention.triton import case
 pytestmark = pytest.mark.gpu
 
 FORMATS = [name for name in KVDtype if name in SERVED - {KVDtype.FP8_E4M3FNUZ}]  # AMD's alone
-QUANTISED = [name for name in FORMATS if READING[name].kind > Kind.BFLOAT16]
+QUANTISED = [name for name in FORMATS if name.format.bits < 16]
 FLOATS = (torch.bfloat16, torch.float16)
 MANY = (*((17 * i % 900 + 1, 1) for i in range(180)), (3000, 1), (5, 1))
 LONG = ((700, 1), (33, 1), (1, 1), (2049, 1))
@@ -246,7 +246,7 @@ def test_rows_beyond_int32_words_are_written_and_reached(
     lengths, new = (np.array(numbers) for numbers in zip(*sequences, strict=True))
     near = list_long(x.step, new, lengths)
     codes = ((x.cache.k[0], k), (x.cache.v[0], v))
-    least = min(plane[0].view(READING[name].word).numel() for plane, name in codes)
+    least = min(plane[0].view(format_of(name).word).numel() for plane, name in codes)
     skipped = 2**31 // least + 1
     far = []
     for planes in (x.cache.k, x.cache.v):

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionParams, LongQuery, Step
 from kvant.attention.long import together
-from kvant.attention.triton.codec import READING, Kind, Scaling
 from kvant.attention.triton.launch import outer
 from kvant.kernels.cuda import build
 from kvant.kernels.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Encoding, ScalePlace
 from kvant.kv.pool import LayerCache
 
 TILE = 128
@@ -42,7 +42,7 @@ _ATTEND = (
 
 def stage_bytes(k: KVDtype, v: KVDtype, head: int) -> int:
     """Bytes of a tile of keys and values, in memory and in shared memory."""
-    a, b = (READING[side].scaling is Scaling.ROW for side in (k, v))
+    a, b = (side.format.scale_place is ScalePlace.PLANE for side in (k, v))
     used = TILE * 128 + head * TILE + 4 * TILE * (a + b) + (16 if b else 0)
     return -(-used // 1024) * 1024
 
@@ -52,11 +52,12 @@ def _kernels(
     k: KVDtype, v: KVDtype, head: int, heads: int, group: int, page_size: int, dtype: torch.dtype
 ) -> tuple[Kernel, Kernel]:
     """What lays codes out, and what multiplies them."""
-    a, b = READING[k], READING[v]
+    a, b = k.format, v.format
     defines = {
         "HEAD": head, "HEADS": heads, "GROUP": group, "PAGE": page_size, "STAGES": STAGES, "GROUPS": GROUPS,
-        "SCALED_K": int(a.scaling is Scaling.ROW), "SCALED_V": int(b.scaling is Scaling.ROW),
-        "E5M2_K": int(a.kind is Kind.E5M2), "E5M2_V": int(b.kind is Kind.E5M2),
+        "SCALED_K": int(a.scale_place is ScalePlace.PLANE),
+        "SCALED_V": int(b.scale_place is ScalePlace.PLANE),
+        "E5M2_K": int(a.encoding is Encoding.E5M2), "E5M2_V": int(b.encoding is Encoding.E5M2),
         "BFLOAT16": int(dtype is torch.bfloat16),
     }  # fmt: skip
     make = functools.partial(build.build, __package__, SOURCES)

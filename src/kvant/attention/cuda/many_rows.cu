@@ -17,6 +17,9 @@
 //   key scale and log2(e). If one exceeds float16's comfort, all rows of the program are divided by one
 //   power of two, `unit`.
 
+using KeyFormat = FORMAT_K;
+using ValueFormat = FORMAT_V;
+
 constexpr float LOWEST = -1.0e30f;
 constexpr float SHIFT = 7.0f;       // log2 of what the largest probability is stored as
 constexpr u32 LIMIT = 0x78007800u;  // 2^15 twice, as float16: above it the maximum is renewed
@@ -92,7 +95,7 @@ __device__ __forceinline__ float write_queries(u8* to, Shared& shared, const Wor
   const float inverse = 1.0f / unit;
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
-    const int p0 = place(i), p1 = place(64 + i);
+    const int p0 = KeyFormat::place(i), p1 = KeyFormat::place(64 + i);
     const int a0 = (p0 / 64) * 8192 + row * 128 + ((((p0 % 64) / 8) ^ (row & 7)) * 16) + (p0 % 8) * 2;
     const int a1 = (p1 / 64) * 8192 + row * 128 + ((((p1 % 64) / 8) ^ (row & 7)) * 16) + (p1 % 8) * 2;
     *(u16*)(to + (half ? a1 : a0)) = half_of(x[i] * inverse);
@@ -130,27 +133,27 @@ __device__ __forceinline__ void score_tiles(Shared& shared, u32 control, const W
   Turn turn;
   u32 tile = tiles;
   wait_for(control + ARRIVED, 0);
-  read_keys<0>(first, tile, at_k, mine, t);
+  KeyFormat::read_keys<0>(first, tile, at_k, mine, t);
   for (int i = 0; i < w.num_tiles; ++i) {
     // ---- scores, while this tile's second half and the next one's first half are converted
     multiply_keys<0>(s, first, queries);
-    read_keys<1>(second, tile, at_k, mine, t);
+    KeyFormat::read_keys<1>(second, tile, at_k, mine, t);
     here(second);
     multiply_keys<1>(s, second, queries);
     float ks0 = unit, ks1 = unit, vs0 = 1.0f, vs1 = 1.0f;
     if (SCALED_K) {
-      ks0 *= scale_of(lds_u(tile + OFF_SK + mine * 4), SCALING_K);
-      ks1 *= scale_of(lds_u(tile + OFF_SK + (mine + 8) * 4), SCALING_K);
+      ks0 *= KeyFormat::scale_of(lds_u(tile + OFF_SK + mine * 4));
+      ks1 *= KeyFormat::scale_of(lds_u(tile + OFF_SK + (mine + 8) * 4));
     }
     if (SCALED_V) {
-      vs0 = scale_of(lds_u(tile + OFF_SV + mine * 4), SCALING_V);
-      vs1 = scale_of(lds_u(tile + OFF_SV + (mine + 8) * 4), SCALING_V);
+      vs0 = ValueFormat::scale_of(lds_u(tile + OFF_SV + mine * 4));
+      vs1 = ValueFormat::scale_of(lds_u(tile + OFF_SV + (mine + 8) * 4));
     }
     turn.next();
     const u32 after = tiles + turn.index * STAGE;
     if (i + 1 < w.num_tiles) wait_for(control + ARRIVED + 8 * turn.index, turn.parity);
     mma_wait<1>();
-    read_keys<0>(first, after, at_k, mine, t);  // behind the last tile: of what lies there, for nobody
+    KeyFormat::read_keys<0>(first, after, at_k, mine, t);  // behind the last tile: of what lies there, for nobody
     here(first);
     const u32 odd = i & 1;
     meet(FREE + odd, THREADS);
@@ -195,9 +198,9 @@ __device__ __forceinline__ void score_tiles(Shared& shared, u32 control, const W
     // ---- a score was larger than the reference covers: once more, against another one
     const bool renew = any_of(SCORERS, HALF, !at_most(over, LIMIT));
     if (renew) {
-      read_keys<0>(first, tile, at_k, mine, t);
+      KeyFormat::read_keys<0>(first, tile, at_k, mine, t);
       multiply_keys<0>(s, first, queries);
-      read_keys<1>(second, tile, at_k, mine, t);
+      KeyFormat::read_keys<1>(second, tile, at_k, mine, t);
       multiply_keys<1>(s, second, queries);
       mma_wait<0>();
       settle(s);
@@ -240,7 +243,7 @@ __device__ __forceinline__ void score_tiles(Shared& shared, u32 control, const W
         level[c] = shared.level[row];
       }
       if (masked) weigh(true); else weigh(false);
-      read_keys<0>(first, after, at_k, mine, t);
+      KeyFormat::read_keys<0>(first, after, at_k, mine, t);
     }
     if (tid == 0) sts_u(control + RENEWED + 4 * odd, renew);
     pass(FULL + odd, THREADS);
@@ -344,7 +347,7 @@ __device__ __forceinline__ void sum_outputs(Shared& shared, u32 control, const W
     wait_for(counter, turn.parity);
     turn.next();
     Values a;
-    read_values(a, tile, at_v, warp, g, t);
+    ValueFormat::read_values(a, tile, at_v, warp, g, t);
     here(a);
     meet(FULL + odd, THREADS);
     if (lds_u(control + RENEWED + 4 * odd)) {

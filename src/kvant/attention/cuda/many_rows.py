@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from importlib.resources import files
 
 import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step
-from kvant.attention.triton.codec import READING, Kind, Reading, Scaling
 from kvant.attention.triton.cut import Shape
+from kvant.attention.triton.format import format_of
 from kvant.attention.triton.launch import outer, words
 from kvant.kernels.cuda import build
 from kvant.kernels.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
@@ -32,10 +33,7 @@ PROGRAMS = 2
 FEWEST = 33
 """Rows from which this kernel is the faster one."""
 
-SOURCES = ("hopper.cuh", "codes.cuh", "items.cuh", "many_rows.cu")
-
-_KINDS = frozenset({Kind.E4M3, Kind.E5M2, Kind.INT8, Kind.UINT4, Kind.E2M1})
-_SCALINGS = frozenset({Scaling.NONE, Scaling.ROW, Scaling.ROW_ZERO, Scaling.BLOCK})
+_PACKAGE = files(__package__)
 _SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SHARED = 227 * 1024 // PROGRAMS - 5 * 1024
 """Bytes a program may ask for, so that all programs of a multiprocessor fit beside what is static."""
@@ -57,7 +55,7 @@ def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bo
         and not params.softcap
         and params.scale > 0
         and dtype in (torch.float16, torch.bfloat16)
-        and all(_reads(READING[side.dtype]) for side in (cache.spec.k, cache.spec.v))
+        and {cache.spec.k.dtype, cache.spec.v.dtype} <= SERVED
         and cache.page_size >= 8
         and _available()
     )
@@ -72,25 +70,35 @@ def _available() -> bool:
     return reason is None
 
 
-def _reads(reading: Reading) -> bool:
-    return reading.kind in _KINDS and reading.scaling in _SCALINGS
+def _format_source(dtype: KVDtype) -> str:
+    """The format's file: it has the name of the codec, and a struct with the name of the format."""
+    return f"formats/{dtype.format.codec}.cuh"
+
+
+SERVED = frozenset(
+    dtype
+    for dtype in KVDtype
+    if _PACKAGE.joinpath(_format_source(dtype)).is_file() and not dtype.format.device_only
+)
+"""Formats that the kernel reads."""
+
+
+def sources(k: KVDtype, v: KVDtype) -> tuple[str, ...]:
+    """The kernel's text, in the order of definition."""
+    formats = dict.fromkeys((_format_source(k), _format_source(v)))
+    return ("hopper.cuh", "codes.cuh", *formats, "items.cuh", "many_rows.cu")
 
 
 def shape_for(k: KVDtype, v: KVDtype) -> Shape:
     """How a launch is cut; stages: tiles in shared memory."""
-    stage = _row_bytes(READING[k]) + _row_bytes(READING[v])
+    stage = k.format.row_bytes(HEAD) + v.format.row_bytes(HEAD)
     stages = min(6, (_SHARED - _FIXED) // (TILE * stage))
     return Shape(ROWS, TILE, WARPS, stages, PROGRAMS)
 
 
-def _row_bytes(reading: Reading) -> int:
-    scale = {Scaling.NONE: 0, Scaling.ROW: 4, Scaling.ROW_ZERO: 4, Scaling.BLOCK: HEAD // 16}
-    return HEAD // reading.elements * reading.word.itemsize + scale[reading.scaling]
-
-
 def shared_bytes(k: KVDtype, v: KVDtype) -> int:
     """What a program asks for beside its static shared memory."""
-    tiles = shape_for(k, v).stages * TILE * (_row_bytes(READING[k]) + _row_bytes(READING[v]))
+    tiles = shape_for(k, v).stages * TILE * (k.format.row_bytes(HEAD) + v.format.row_bytes(HEAD))
     return max(_FIXED + tiles, _TURNED)
 
 
@@ -99,16 +107,26 @@ def _kernel(
     k: KVDtype, v: KVDtype, heads: int, group: int, page_size: int, dtype: torch.dtype
 ) -> Kernel:
     shape = shape_for(k, v)
-    a, b = READING[k], READING[v]
     defines = {
-        **{kind.name: int(kind) for kind in _KINDS},
-        **{scaling.name: int(scaling) for scaling in Scaling},
-        "KIND_K": a.kind, "SCALING_K": a.scaling, "ROTATE_K": HEAD if a.rotated else 0,
-        "KIND_V": b.kind, "SCALING_V": b.scaling, "ROTATE_V": HEAD if b.rotated else 0,
+        **_side_defines("K", k), **_side_defines("V", v),
         "HEADS": heads, "GROUP": group, "PAGE": page_size, "STAGES": shape.stages,
         "PROGRAMS": shape.programs, "BFLOAT16": int(dtype is torch.bfloat16),
     }  # fmt: skip
-    return build.build(__package__, SOURCES, "many_rows", defines, shared_bytes(k, v), _ARGUMENTS)
+    shared = shared_bytes(k, v)
+    return build.build(__package__, sources(k, v), "many_rows", defines, shared, _ARGUMENTS)
+
+
+def _side_defines(side: str, dtype: KVDtype) -> dict[str, int | str]:
+    """What the text calls the format of K or of V, and what its declaration says."""
+    format = format_of(dtype)
+    codes, *scales = dtype.format.planes(HEAD)
+    return {
+        f"FORMAT_{side}": format.name,
+        f"BYTES_{side}": codes.row_bytes,
+        f"SB_{side}": sum(plane.row_bytes for plane in scales),
+        f"SCALED_{side}": int(format.per_row),
+        f"ROTATE_{side}": HEAD if format.rotated else 0,
+    }
 
 
 def launch(
@@ -128,7 +146,7 @@ def launch(
     spec = cache.spec
     assert spec.k is not None
     assert spec.v is not None
-    a, b = READING[spec.k.dtype], READING[spec.v.dtype]
+    a, b = format_of(spec.k.dtype), format_of(spec.v.dtype)
     heads = spec.geometry.num_kv_heads
     if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8 or q.stride(2) != 1:
         q = q.contiguous()  # rows are read 16 bytes at a time

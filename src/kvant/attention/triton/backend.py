@@ -10,10 +10,10 @@ from kvant.attention.base import AttentionBackend, AttentionParams, HeadRotation
 from kvant.attention.cuda import many_rows
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
 from kvant.attention.triton import dense_prefill, prefill
-from kvant.attention.triton.codec import READING
 from kvant.attention.triton.combine import combine
 from kvant.attention.triton.cut import Cut, Shape, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
+from kvant.attention.triton.format import format_of
 from kvant.attention.triton.launch import outer, pad, rotate, shifts, stores, words
 from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.prefill import attend_long
@@ -46,7 +46,6 @@ class TritonBackend:
         if num_rows == 0:
             return
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-        a, b = READING[spec.k.dtype], READING[spec.v.dtype]
         head_k, head_v = k.shape[-1], v.shape[-1]
         rows = 8
         counts, most_k, most_v = _counted(cache)
@@ -55,12 +54,10 @@ class TritonBackend:
             v, v.stride(0), v.stride(1), *stores(cache.v), cache.v_scale,
             step.slot_mapping, num_rows, counts, MOST_K=most_k, MOST_V=most_v,
             HEADS=heads, ROWS=rows, PTX=is_nvidia(k.device),
-            KIND_K=int(a.kind), SCALING_K=int(a.scaling), OUTER_K=outer(cache.k_scale),
+            K=format_of(spec.k.dtype), OUTER_K=outer(cache.k_scale),
             HEAD_K=head_k, PAD_K=triton.next_power_of_2(head_k),
-            ROTATION_K=block_length(head_k) if a.rotated else 0,
-            KIND_V=int(b.kind), SCALING_V=int(b.scaling), OUTER_V=outer(cache.v_scale),
+            V=format_of(spec.v.dtype), OUTER_V=outer(cache.v_scale),
             HEAD_V=head_v, PAD_V=triton.next_power_of_2(head_v),
-            ROTATION_V=block_length(head_v) if b.rotated else 0,
             num_warps=4,
         )  # fmt: skip
 
@@ -76,11 +73,9 @@ class TritonBackend:
         q = qkv.new_empty(tokens, q_heads, head)
         if tokens == 0:
             return q
-        a, b = READING[spec.k.dtype], READING[spec.v.dtype]
         counts, most_k, most_v = _counted(cache)
         rows = 4
         blocks = triton.cdiv(tokens * q_heads, rows) + 2 * triton.cdiv(tokens * heads, rows)
-        block = block_length(head)
         rotate_and_store[(blocks,)](
             qkv, qkv.stride(0), tokens, rotation.cos, rotation.sin, step.positions,
             rotation.q_weight, rotation.k_weight, rotation.eps, q,
@@ -89,10 +84,8 @@ class TritonBackend:
             Q_HEADS=q_heads, HEADS=heads, HEAD=head, PAD=triton.next_power_of_2(head),
             NORM=rotation.q_weight is not None, BY_POSITION=rotation.by_position,
             ROWS=rows, PTX=is_nvidia(qkv.device),
-            KIND_K=int(a.kind), SCALING_K=int(a.scaling), OUTER_K=outer(cache.k_scale),
-            ROTATION_K=block if a.rotated else 0,
-            KIND_V=int(b.kind), SCALING_V=int(b.scaling), OUTER_V=outer(cache.v_scale),
-            ROTATION_V=block if b.rotated else 0,
+            K=format_of(spec.k.dtype), OUTER_K=outer(cache.k_scale),
+            V=format_of(spec.v.dtype), OUTER_V=outer(cache.v_scale),
             num_warps=1,
         )  # fmt: skip
         return q
@@ -215,7 +208,7 @@ def attend(
     spec = cache.spec
     assert spec.k is not None
     assert spec.v is not None
-    k, v = READING[spec.k.dtype], READING[spec.v.dtype]
+    k, v = format_of(spec.k.dtype), format_of(spec.v.dtype)
     tokens, q_heads, head_k = q.shape
     heads, head_v = spec.geometry.num_kv_heads, spec.geometry.head_dim_v
     if tokens == 0:
@@ -272,7 +265,7 @@ def _launch_items(
     spec, shape, device = cache.spec, cut.shape, q.device
     assert spec.k is not None
     assert spec.v is not None
-    k, v = READING[spec.k.dtype], READING[spec.v.dtype]
+    k, v = format_of(spec.k.dtype), format_of(spec.v.dtype)
     head_k, head_v = spec.geometry.head_dim_k, spec.geometry.head_dim_v
     window = params.window or 0
     listed = _listed(step, cut, window, tokens=False) if cut.listed else None
@@ -285,17 +278,12 @@ def _launch_items(
         step.cu_seqlens_q, step.seqlens_kv, listed, step.page_table, step.page_table.stride(0),
         cut.num_seqs, arrived, cut.tokens,
         params.scale, params.softcap, window, cut.target, cut.least,
-        GROUP=cut.group, HEADS=cut.heads, HEAD_K=head_k, HEAD_V=head_v,
-        PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
-        KIND_K=int(k.kind), SCALING_K=int(k.scaling), ELEMENTS_K=k.elements,
-        FACTOR_K=k.factor, PAD_K=pad(head_k, k),
-        KIND_V=int(v.kind), SCALING_V=int(v.scaling), ELEMENTS_V=v.elements,
-        FACTOR_V=v.factor, PAD_V=pad(head_v, v),
+        GROUP=cut.group, HEADS=cut.heads, PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
+        K=k, HEAD_K=head_k, PAD_K=pad(head_k, k), V=v, HEAD_V=head_v, PAD_V=pad(head_v, v),
         K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
         CAUSAL=step.causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
         FULL=full, DIRECT=cut.direct, FIXED=cut.fixed, LISTED=cut.listed, PTX=has_ptx(device),
         JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join),
-        ROTATION=block_length(head_v) if v.rotated and cut.direct else 0,
         num_warps=shape.warps, num_stages=shape.stages, **options,
     )  # fmt: skip
 
@@ -314,7 +302,7 @@ def _launch_combine(
     """Fill out from partials. search: see `workmap.tiles_per_split`."""
     assert cache.spec.v is not None
     shape, head_v, q_heads = cut.shape, cache.spec.geometry.head_dim_v, cut.heads * cut.group
-    rotated = READING[cache.spec.v.dtype].rotated
+    rotated = format_of(cache.spec.v.dtype).rotated
     window = params.window or 0
     listed = _listed(step, cut, window, tokens=True) if cut.listed else None
     per_program = heads_joined_at_once(cut.tokens, q_heads)

@@ -5,34 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.codec import (
-    BLOCK,
-    INT8,
-    NO_SCALE,
-    ROW_MINIMUM,
-    block_factor,
-    in_order,
-    load_words,
-    row_scales,
-    times,
-    unpack,
-)
 from kvant.attention.triton.rotation import hadamard
+from kvant.attention.triton.words import in_order
 
 
 @triton.jit(do_not_specialize=("max_pages", "first_seq", "skipped", "size"))
 def gather_rows(
-    codes, scales, shifts, outer_ptr, page_table, max_pages, seqlens_kv, first_seq, skipped, out, size,
+    codes, scales, shifts, outer, page_table, max_pages, seqlens_kv, first_seq, skipped, out, size,
     HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    KIND: tl.constexpr, SCALING: tl.constexpr, ELEMENTS: tl.constexpr, FACTOR: tl.constexpr,
-    PAD: tl.constexpr, OUTER: tl.constexpr, ROTATION: tl.constexpr, PTX: tl.constexpr,
+    FORMAT: tl.constexpr, PAD: tl.constexpr, OUTER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (TILE tokens, KV head, sequence from `first_seq` on). out: [sequences, size, HEADS, HEAD].
 
-    From token `skipped` on; zeros behind the sequence's end. PAD: words of a row, padded to a power of
-    two. ROTATION: length of the blocks that were stored rotated, 0 for none. The rest as in
-    `paged_attention`.
+    From token `skipped` on; zeros behind the sequence's end. FORMAT: `Format` of the pages. PAD: words of
+    a row, padded to a power of two. The other arguments are those of `paged_attention`.
     """
+    ELEMENTS: tl.constexpr = FORMAT.elements
+    FACTOR: tl.constexpr = FORMAT.factor
+    EVEN: tl.constexpr = FORMAT.even
+    BLOCKS: tl.constexpr = HEAD // FORMAT.block if FORMAT.per_block else 1
+    ROTATION: tl.constexpr = HEAD & -HEAD
     to = tl.program_id(0) * TILE + tl.arange(0, TILE)
     pos = skipped + to
     head = tl.program_id(1)
@@ -45,37 +37,40 @@ def gather_rows(
     WORDS: tl.constexpr = HEAD // ELEMENTS
     j = tl.arange(0, PAD)
     inside = there[:, None] & (j < WORDS)[None, :]
-    UNITS: tl.constexpr = HEAD * 3 // 32 if ELEMENTS == 8 else WORDS
-    words = load_words(codes + row[:, None] * UNITS, j, inside, shifts, True, ELEMENTS, PTX)
-    parts = unpack(words, KIND, PTX)
+    UNITS: tl.constexpr = HEAD * FORMAT.bits // FORMAT.word_bits
+    words = FORMAT.load(codes + row[:, None] * UNITS, j, inside, shifts, True, PTX)
+    parts = FORMAT.decode(words, PTX)
     scale = tl.full((TILE,), 1.0, tl.float32)
     zero = tl.zeros((TILE,), tl.float32)
     minimum = zero
-    if SCALING != NO_SCALE and SCALING != BLOCK:
-        scale, zero = row_scales(scales, row, there, SCALING)
-    if SCALING == ROW_MINIMUM:
+    if FORMAT.per_row:
+        scale, zero = FORMAT.row_scale(scales, row, there)
+    if FORMAT.minimum:
         minimum = zero
         zero = tl.zeros((TILE,), tl.float32)
-    if KIND == INT8:
-        zero += 128.0
+    if FORMAT.bias > 0:
+        zero += FORMAT.bias
     if OUTER > 0:
-        scale *= tl.load(outer_ptr + head * (OUTER - 1))
+        scale *= tl.load(outer + head * (OUTER - 1))
     s = scale[:, None]
     z = zero[:, None]
-    if SCALING == BLOCK:
-        b = tl.arange(0, PAD // 4)
-        code = tl.load(scales + row[:, None] * (HEAD // 16) + b[None, :],
-                       mask=there[:, None] & (b < HEAD // 16)[None, :], other=0)  # fmt: skip
-        factor = tl.broadcast_to(block_factor(code, PTX)[:, :, None], (TILE, PAD // 4, 4))
+    if FORMAT.per_block:
+        PER: tl.constexpr = FORMAT.block // ELEMENTS  # words of a block
+        b = tl.arange(0, PAD // PER)
+        code = tl.load(scales + row[:, None] * BLOCKS + b[None, :],
+                       mask=there[:, None] & (b < BLOCKS)[None, :], other=0)  # fmt: skip
+        factor = FORMAT.block_scale(code, PTX)
+        factor = tl.broadcast_to(factor[:, :, None], (TILE, PAD // PER, PER))
         s = s * tl.reshape(factor, (TILE, PAD)).to(tl.float32)
     numbers = ()
     for e in tl.static_range(ELEMENTS):
-        number = (parts[e].to(tl.float32) * (FACTOR * times(KIND, e)) - z) * s
-        if SCALING == ROW_MINIMUM:
+        number = parts[e].to(tl.float32) * (FACTOR * (EVEN if e % 2 == 0 else 1.0))
+        number = (number - z) * s
+        if FORMAT.minimum:
             number += minimum[:, None]
         numbers = numbers + (number,)
     y = in_order(numbers, TILE, PAD)
-    if ROTATION > 0:
+    if FORMAT.rotated:
         y = hadamard(y, TILE, ELEMENTS * PAD, ROTATION) / ROTATION
     y = tl.where(there[:, None], y, 0.0)
     c = tl.arange(0, ELEMENTS * PAD)

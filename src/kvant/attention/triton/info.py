@@ -5,33 +5,15 @@ from __future__ import annotations
 import re
 
 from kvant.attention.need import BackendInfo, DeviceKind, Need
-from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.attention.triton.formats import SERVED
+from kvant.kv.dtype import ComputeDtype
+from kvant.kv.format import Packing
 from kvant.kv.geometry import Attention
 
 _OLDEST_NVIDIA = 80
 _AMD = ("gfx90a", "gfx942", "gfx950")
 _LARGEST_HEAD = 512
-_THREE_BITS = 32
-SERVED = frozenset(
-    {
-        KVDtype.FLOAT32,
-        KVDtype.FLOAT16,
-        KVDtype.BFLOAT16,
-        KVDtype.FP8_E4M3,
-        KVDtype.FP8_E4M3FNUZ,
-        KVDtype.FP8_E5M2,
-        KVDtype.FP8_PER_TOKEN_HEAD,
-        KVDtype.INT8_PER_TOKEN_HEAD,
-        KVDtype.INT4_PER_TOKEN_HEAD,
-        KVDtype.NVFP4,
-        KVDtype.TURBOQUANT_K8,
-        KVDtype.TURBOQUANT_K4,
-        KVDtype.TURBOQUANT_K3,
-        KVDtype.TURBOQUANT_V4,
-        KVDtype.TURBOQUANT_V3,
-    }
-)
-"""Formats with an entry in `codec.READING`; any other refuses itself."""
+_IN_BITS = 32
 
 
 def refuse(need: Need) -> str | None:
@@ -77,9 +59,9 @@ def _refuse_formats(need: Need) -> str | None:
     for dtype, head_dim in ((need.k, layer.head_dim_k), (need.v, layer.head_dim_v)):
         if dtype is None:
             continue
-        if dtype.format.bits == 3 and head_dim % _THREE_BITS:
+        if dtype.format.packing is Packing.BITS and head_dim % _IN_BITS:
             return (
-                f"rows of 3 bits are read in units of 4 bytes: {_THREE_BITS} must divide {head_dim}"
+                f"rows of {dtype} are read in units of 4 bytes: {_IN_BITS} must divide {head_dim}"
             )
         rows = layer.num_kv_heads * need.page_size
         if any(plane.row_bytes * rows % 4 for plane in dtype.format.planes(head_dim)):

@@ -8,8 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kvant.attention.triton.codec import Reading
+from kvant.attention.triton.format import Format
 from kvant.attention.triton.rotation import rotate_rows
+from kvant.attention.triton.words import load_24_bit_words
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
@@ -25,17 +26,17 @@ def rotate(x: Tensor, block: int) -> Tensor:
     return out
 
 
-def words(planes: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, Tensor | None]:
+def words(planes: tuple[Tensor, ...], format: Format) -> tuple[Tensor, Tensor | None]:
     """A side's planes as kernels load them: words, and scales or None."""
-    codes = planes[0].view(reading.word)
-    if reading.scale is None:
+    codes = planes[0].view(format.word)
+    if format.scale_word is None:
         return codes, None
-    return codes, planes[1].view(reading.scale)
+    return codes, planes[1].view(format.scale_word)
 
 
-def shifts(device: torch.device, *readings: Reading) -> Tensor | None:
-    """Where words of 24 bits begin in units of 32, for `codec.load_words`; None where none are read."""
-    return _shifts(device) if any(r.elements == 8 for r in readings) else None
+def shifts(device: torch.device, *formats: Format) -> Tensor | None:
+    """int32 [4] for `words.load_24_bit_words`; None where no format has such words."""
+    return _shifts(device) if any(f.load is load_24_bit_words for f in formats) else None
 
 
 @cache
@@ -59,6 +60,6 @@ def outer(scale: Tensor | None) -> int:
     return 1 if scale.numel() == 1 else 2
 
 
-def pad(head_dim: int, reading: Reading) -> int:
+def pad(head_dim: int, format: Format) -> int:
     """Words of a row, padded to a power of two that a matrix product takes."""
-    return max(16, int(triton.next_power_of_2(head_dim // reading.elements)))
+    return max(16, int(triton.next_power_of_2(head_dim // format.elements)))

@@ -15,23 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.codec import (
-    BFLOAT16,
-    BLOCK,
-    E2M1,
-    FLOAT32,
-    INT8,
-    NO_SCALE,
-    ROW_MINIMUM,
-    ROW_ZERO,
-    block_factor,
-    in_order,
-    load_words,
-    row_scales,
-    times,
-    unpack,
-)
 from kvant.attention.triton.rotation import hadamard
+from kvant.attention.triton.words import in_order
 from kvant.attention.triton.workmap import find_item, listed, tiles_per_split
 
 LOWEST = tl.constexpr(-1.0e30)
@@ -41,24 +26,19 @@ SMALL = tl.constexpr(2.0**-100)  # least reference for value scales: HEADROOM / 
 
 
 @triton.jit
-def _operand(x, KIND: tl.constexpr, FULL: tl.constexpr):
-    """x in the type that meets this kind in a product; FULL: everything in float32."""
-    if FULL or KIND == FLOAT32:
-        return x.to(tl.float32)
-    elif KIND == BFLOAT16:
-        return x.to(tl.bfloat16)
-    else:
-        return x.to(tl.float16)
+def _operand(x, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    """x in the type that meets this format in a product; FULL: everything in float32."""
+    return x.to(tl.float32 if FULL else FORMAT.operand)
 
 
 @triton.jit
-def _elements(words, scales, KIND: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr):
-    """Unpacked elements of a tile of words, block scales multiplied in."""
-    found = unpack(words, KIND, PTX)
+def _elements(words, scales, FORMAT: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr):
+    """Decoded elements of a tile of words, block scales multiplied in."""
+    found = FORMAT.decode(words, PTX)
     parts = ()
     for e in tl.static_range(len(found)):
         part = found[e]
-        if KIND == E2M1:
+        if FORMAT.per_block:
             part = part * scales
         if FULL:
             part = part.to(tl.float32)
@@ -92,15 +72,18 @@ def _at(page, small, WIDTH: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexp
 
 @triton.jit
 def _block_scales(
-    pointer, row, there, BLOCKS: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr
-):
-    """e4m3 block scales of rows as float16, spread over the words: [rows, WORDS]."""
-    PER: tl.constexpr = 4  # words in a block
+    pointer, page, small, there, FORMAT: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    HEAD: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Block scales of rows as float16, spread over the words: [rows, WORDS]."""
+    PER: tl.constexpr = FORMAT.block // FORMAT.elements  # words of a block
     SLOTS: tl.constexpr = WORDS // PER
+    BLOCKS: tl.constexpr = HEAD // FORMAT.block
+    row = _at(page, small, BLOCKS, PAGE, HEADS)
     b = tl.arange(0, SLOTS)
     mask = there[:, None] & (b < BLOCKS)[None, :]
     code = tl.load(pointer + row[:, None] + b[None, :], mask=mask, other=0)
-    s = block_factor(code, PTX)
+    s = FORMAT.block_scale(code, PTX)
     s = tl.broadcast_to(s[:, :, None], (s.shape[0], SLOTS, PER))
     return tl.reshape(s, (s.shape[0], WORDS))
 
@@ -110,9 +93,8 @@ def _tile(
     state, q, q_sum, factor, cap, at, start, end, row_lo, row_hi,
     k_codes, k_scales, v_codes, v_scales, shifts, pages, head,
     TILE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, ELEMENTS_K: tl.constexpr, ELEMENTS_V: tl.constexpr,
-    PAD_K: tl.constexpr, PAD_V: tl.constexpr,
-    KIND_K: tl.constexpr, SCALING_K: tl.constexpr, KIND_V: tl.constexpr, SCALING_V: tl.constexpr,
+    K: tl.constexpr, HEAD_K: tl.constexpr, PAD_K: tl.constexpr,
+    V: tl.constexpr, HEAD_V: tl.constexpr, PAD_V: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, FULL: tl.constexpr, FIXED: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
@@ -131,39 +113,37 @@ def _tile(
     small = offset * HEADS + head
     jk = tl.arange(0, PAD_K)
     jv = tl.arange(0, PAD_V)
-    WORDS_K: tl.constexpr = HEAD_K // ELEMENTS_K
-    WORDS_V: tl.constexpr = HEAD_V // ELEMENTS_V
-    UNITS_K: tl.constexpr = HEAD_K * 3 // 32 if ELEMENTS_K == 8 else WORDS_K
-    UNITS_V: tl.constexpr = HEAD_V * 3 // 32 if ELEMENTS_V == 8 else WORDS_V
-    k = load_words(
+    WORDS_K: tl.constexpr = HEAD_K // K.elements
+    WORDS_V: tl.constexpr = HEAD_V // V.elements
+    UNITS_K: tl.constexpr = HEAD_K * K.bits // K.word_bits
+    UNITS_V: tl.constexpr = HEAD_V * V.bits // V.word_bits
+    k = K.load(
         k_codes + _at(page, small, UNITS_K, PAGE, HEADS)[:, None], jk,
-        there[:, None] & (jk < WORDS_K)[None, :], shifts, MASKED or PAD_K != WORDS_K, ELEMENTS_K, PTX,
+        there[:, None] & (jk < WORDS_K)[None, :], shifts, MASKED or PAD_K != WORDS_K, PTX,
     )  # fmt: skip
-    v = load_words(
+    v = V.load(
         v_codes + _at(page, small, UNITS_V, PAGE, HEADS)[:, None], jv,
-        there[:, None] & (jv < WORDS_V)[None, :], shifts, MASKED or PAD_V != WORDS_V, ELEMENTS_V, PTX,
+        there[:, None] & (jv < WORDS_V)[None, :], shifts, MASKED or PAD_V != WORDS_V, PTX,
     )  # fmt: skip
 
     # Pages of the next tile, so that loads of keys and values never wait for a page id.
     next_page = _page_ids(pages, at + TILE, end, TILE, PAGE)
 
     block = 0.0
-    if SCALING_K == BLOCK:
-        block = _block_scales(
-            k_scales, _at(page, small, HEAD_K // 16, PAGE, HEADS), there, HEAD_K // 16, PAD_K, PTX
-        )
-    parts = _elements(k, block, KIND_K, FULL, PTX)
+    if K.per_block:
+        block = _block_scales(k_scales, page, small, there, K, PAGE, HEADS, HEAD_K, PAD_K, PTX)
+    parts = _elements(k, block, K, FULL, PTX)
     x = tl.dot(q[0], tl.trans(parts[0]), input_precision="ieee")
     for e in tl.static_range(1, len(parts)):
         x = tl.dot(q[e], tl.trans(parts[e]), x, input_precision="ieee")
-    if SCALING_K != NO_SCALE and SCALING_K != BLOCK:
-        scale, zero = row_scales(k_scales, _at(page, small, 1, PAGE, HEADS), there, SCALING_K)
-        if SCALING_K == ROW_ZERO:
+    if K.per_row:
+        scale, zero = K.row_scale(k_scales, _at(page, small, 1, PAGE, HEADS), there)
+        if K.zero_point:
             x -= q_sum[:, None] * zero[None, :]
-        elif KIND_K == INT8:
-            x -= q_sum[:, None] * 128.0
+        elif K.bias > 0:
+            x -= q_sum[:, None] * K.bias
         x *= scale[None, :]
-        if SCALING_K == ROW_MINIMUM:
+        if K.minimum:
             x += q_sum[:, None] * zero[None, :]
     if SOFTCAP:
         # cap * tanh(y / cap) with tanh(z) = 1 - 2 / (exp(2 z) + 1); the factor becomes log2(e)
@@ -181,9 +161,9 @@ def _tile(
     fade = tl.exp2((top - new_top) * inner)
     den = den * fade + tl.sum(p, 1)
 
-    if SCALING_V != NO_SCALE and SCALING_V != BLOCK:
-        scale, zero = row_scales(v_scales, _at(page, small, 1, PAGE, HEADS), there, SCALING_V)
-        if SCALING_V == ROW_MINIMUM:
+    if V.per_row:
+        scale, zero = V.row_scale(v_scales, _at(page, small, 1, PAGE, HEADS), there)
+        if V.minimum:
             zeros = zeros * fade + tl.sum(p * zero[None, :], 1)
         if FIXED:
             # Each row's own, over what it sees: other queries of the block must not change its bits.
@@ -202,16 +182,14 @@ def _tile(
             ratio = tl.where(new_reference > reference, ratio, 1.0)
         fade *= ratio
         reference = new_reference
-    p = _operand(p, KIND_V, FULL)
-    if SCALING_V == ROW_ZERO:
+    p = _operand(p, V, FULL)
+    if V.zero_point:
         zeros = zeros * fade + tl.sum(p.to(tl.float32) * zero[None, :], 1)
-    elif KIND_V == INT8:
-        zeros = zeros * fade + tl.sum(p.to(tl.float32), 1) * 128.0
-    if SCALING_V == BLOCK:
-        block = _block_scales(
-            v_scales, _at(page, small, HEAD_V // 16, PAGE, HEADS), there, HEAD_V // 16, PAD_V, PTX
-        )
-    parts = _elements(v, block, KIND_V, FULL, PTX)
+    elif V.bias > 0:
+        zeros = zeros * fade + tl.sum(p.to(tl.float32), 1) * V.bias
+    if V.per_block:
+        block = _block_scales(v_scales, page, small, there, V, PAGE, HEADS, HEAD_V, PAD_V, PTX)
+    parts = _elements(v, block, V, FULL, PTX)
     f = fade[:, None]
     sums = ()
     for e in tl.static_range(len(parts)):
@@ -221,12 +199,12 @@ def _tile(
 
 @triton.jit
 def _query_part(pointer, there, words, sign, normal,
-                E: tl.constexpr, e: tl.constexpr, KIND: tl.constexpr, FULL: tl.constexpr,
+                E: tl.constexpr, e: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
                 HEAD: tl.constexpr):  # fmt: skip
     q = tl.load(pointer[:, None] + (E * words + e)[None, :],
                 mask=there[:, None] & (E * words + e < HEAD)[None, :], other=0.0)  # fmt: skip
     q = q.to(tl.float32) * (sign * normal)[:, None]
-    return _operand(q, KIND, FULL)
+    return _operand(q, FORMAT, FULL)
 
 
 @triton.jit
@@ -245,7 +223,7 @@ def _join(
     partial, partial_lse, sinks, out, first, splits, first_token, num_queries, block, head,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, VALID: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
-    ROTATION: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):  # fmt: skip
     """The first VALID rows of a block, from its items first .. first + splits."""
     r = tl.arange(0, VALID)
@@ -276,7 +254,8 @@ def _join(
         den = den * fade + tl.sum(weight, 0)
         top = higher
     o = tl.where((den > 0)[:, None], o / den[:, None], (0.0 * den)[:, None])
-    if ROTATION > 0:
+    if ROTATED:
+        ROTATION: tl.constexpr = HEAD_V & -HEAD_V
         o = hadamard(o, VALID, PAD, ROTATION) / ROTATION
     token = (first_token + at_row // GROUP).to(tl.int64)
     row = (token * (HEADS * GROUP) + query_head) * HEAD_V
@@ -296,32 +275,37 @@ def paged_attention(
     out, partial, partial_lse,
     cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs, arrived, num_tokens,
     softmax_scale, cap, window, target, least,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    KIND_K: tl.constexpr, SCALING_K: tl.constexpr, ELEMENTS_K: tl.constexpr,
-    FACTOR_K: tl.constexpr, PAD_K: tl.constexpr,
-    KIND_V: tl.constexpr, SCALING_V: tl.constexpr, ELEMENTS_V: tl.constexpr,
-    FACTOR_V: tl.constexpr, PAD_V: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr, HEAD_K: tl.constexpr, PAD_K: tl.constexpr,
+    V: tl.constexpr, HEAD_V: tl.constexpr, PAD_V: tl.constexpr,
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
-    PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, ROTATION: tl.constexpr,
+    PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program item * HEADS + KV head: heads of one item run side by side and share memory pages.
 
     Writes `out` where a sequence is one item long and DIRECT, else partials.
 
-    q: [T, HEADS * GROUP, HEAD_K] by its strides; out: [T, HEADS * GROUP, HEAD_V];
+    K, V: `Format` of the pages. q: [T, HEADS * GROUP, HEAD_K] by its strides;
+    out: [T, HEADS * GROUP, HEAD_V];
     partial: [items, HEADS, ROWS, HEAD_V] float32, each row divided by its sum;
-    partial_lse: [items, HEADS, ROWS] float32, base 2. shifts: see `load_words`.
+    partial_lse: [items, HEADS, ROWS] float32, base 2. shifts: see `load_24_bit_words`.
     K_OUTER, V_OUTER: 0 where there is no scale outside the
     pages, 1 for one float32, 2 for [HEADS]. FIXED: items are stretches of `least`
     tiles counted from token 0, whatever the batch. LISTED: items as `list_items` wrote them.
     JOIN: the last program of a row's items, JOIN
     valid rows at most, puts their partials together, AT_ONCE items at a time and in order; arrived:
-    int32 [items, HEADS], zeros, and zeros again afterwards. ROTATION: of values, for outputs that
-    are written here; 0 for none.
+    int32 [items, HEADS], zeros, and zeros again afterwards. Outputs that are written here are rotated
+    back if values are stored rotated.
     """
+    ELEMENTS_K: tl.constexpr = K.elements
+    ELEMENTS_V: tl.constexpr = V.elements
+    FACTOR_K: tl.constexpr = K.factor
+    FACTOR_V: tl.constexpr = V.factor
+    EVEN_K: tl.constexpr = K.even
+    EVEN_V: tl.constexpr = V.even
+    ROTATION: tl.constexpr = HEAD_V & -HEAD_V
     head = tl.program_id(0) % HEADS
     item = tl.program_id(0) // HEADS
     if JOIN > 0:  # tokens of no sequence get zeros
@@ -385,7 +369,7 @@ def paged_attention(
     out_row = out + (token * (HEADS * GROUP) + query_head) * HEAD_V
     jk = tl.arange(0, PAD_K)
     sign = tl.where(softmax_scale < 0, -1.0, 1.0)
-    if KIND_K == FLOAT32 or KIND_K == BFLOAT16 or FULL:
+    if K.operand != tl.float16 or FULL:
         norm = tl.full((ROWS,), 1.0, tl.float32)
         inverse = norm
     else:
@@ -400,10 +384,8 @@ def paged_attention(
     q = ()
     q_sum = tl.zeros((ROWS,), tl.float32)
     for e in tl.static_range(ELEMENTS_K):
-        by = times(KIND_K, e)
-        part = _query_part(
-            q_row, there, jk, sign * by, inverse, ELEMENTS_K, e, KIND_K, FULL, HEAD_K
-        )
+        by = EVEN_K if e % 2 == 0 else 1.0
+        part = _query_part(q_row, there, jk, sign * by, inverse, ELEMENTS_K, e, K, FULL, HEAD_K)
         q = q + (part,)
         q_sum += tl.sum(part.to(tl.float32), 1) / by
     q_sum = q_sum / FACTOR_K
@@ -434,15 +416,15 @@ def paged_attention(
             state = _tile(
                 state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
                 k_codes, k_scales, v_codes, v_scales, shifts, pages, head,
-                TILE, HEADS, PAGE, HEAD_K, HEAD_V, ELEMENTS_K, ELEMENTS_V, PAD_K, PAD_V,
-                KIND_K, SCALING_K, KIND_V, SCALING_V, False, SOFTCAP, FULL, FIXED, PTX,
+                TILE, HEADS, PAGE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V,
+                False, SOFTCAP, FULL, FIXED, PTX,
             )  # fmt: skip
     for at in tl.range(masked_from, end, TILE, num_stages=1):
         state = _tile(
             state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
             k_codes, k_scales, v_codes, v_scales, shifts, pages, head,
-            TILE, HEADS, PAGE, HEAD_K, HEAD_V, ELEMENTS_K, ELEMENTS_V, PAD_K, PAD_V,
-            KIND_K, SCALING_K, KIND_V, SCALING_V, True, SOFTCAP, FULL, FIXED, PTX,
+            TILE, HEADS, PAGE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V,
+            True, SOFTCAP, FULL, FIXED, PTX,
         )  # fmt: skip
     acc, top, den, zeros, reference, _ = state
     if SOFTCAP:
@@ -460,15 +442,15 @@ def paged_attention(
         shrink = tl.full((ROWS,), 1.0, tl.float32)
     value = tl.where(den > 0, shrink / den, 0.0 * den)  # NaN stays NaN
     less = zeros * (-value)  # minima are added, and not in units of the largest scale
-    if SCALING_V != NO_SCALE and SCALING_V != BLOCK:
+    if V.per_row:
         value *= reference / HEADROOM
     if V_OUTER > 0:
         value *= tl.load(v_outer + head * (V_OUTER - 1))
-    if SCALING_V != ROW_MINIMUM:
+    if not V.minimum:
         less = zeros * value
     parts = ()
     for e in tl.static_range(ELEMENTS_V):
-        part = acc[e] * (value * (FACTOR_V * times(KIND_V, e)))[:, None]
+        part = acc[e] * (value * (FACTOR_V * (EVEN_V if e % 2 == 0 else 1.0)))[:, None]
         if ELEMENTS_V > 1:
             part -= less[:, None]
         parts = parts + (part,)
@@ -476,7 +458,7 @@ def paged_attention(
     c = tl.arange(0, ELEMENTS_V * PAD_V)
     mask = there[:, None] & (c < HEAD_V)[None, :]
     if direct:
-        if ROTATION > 0:
+        if V.rotated:
             o = hadamard(o, ROWS, ELEMENTS_V * PAD_V, ROTATION) / ROTATION
         tl.store(out_row[:, None] + c[None, :], o.to(out.dtype.element_ty), mask=mask)
     else:
@@ -493,6 +475,6 @@ def paged_attention(
                 _join(
                     partial, partial_lse, sinks, out, first, splits, first_token, num_queries,
                     block, head, GROUP, HEADS, HEAD_V, ELEMENTS_V * PAD_V, ROWS, JOIN, AT_ONCE,
-                    SINKS, ROTATION,
+                    SINKS, V.rotated,
                 )  # fmt: skip
                 tl.store(arrived + first * HEADS + head, 0)

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionParams, LongQuery, Step
 from kvant.attention.need import LONG, LONG_STRIDE
-from kvant.attention.triton.codec import READING, Reading
+from kvant.attention.triton.format import format_of
 from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.info import INFO
 from kvant.attention.triton.join import join_rows
 from kvant.attention.triton.launch import outer, shifts, words
 from kvant.attention.triton.pack import pack_rows, unpack_rows
 from kvant.kernels.triton.device import has_ptx
-from kvant.kv.codecs.rotation import block_length
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.pool import KVPool, LayerCache
 
@@ -235,17 +234,15 @@ def decoded(
         else (cache.spec.v, cache.v, cache.v_scale, g.head_dim_v)
     )
     assert choice is not None
-    reading: Reading = READING[choice.dtype]
+    format = format_of(choice.dtype)
     out = torch.empty(count, tokens, g.num_kv_heads, head, dtype=dtype, device=planes[0].device)
     tile = 32
     gather_rows[(triton.cdiv(tokens, tile), g.num_kv_heads, count)](
-        *words(planes, reading), shifts(planes[0].device, reading), scale,
+        *words(planes, format), shifts(planes[0].device, format), scale,
         step.page_table, step.page_table.stride(0), step.seqlens_kv, first.sequence, skipped, out,
         tokens,
         HEADS=g.num_kv_heads, HEAD=head, PAGE=cache.page_size, TILE=tile,
-        KIND=int(reading.kind), SCALING=int(reading.scaling), ELEMENTS=reading.elements,
-        FACTOR=reading.factor, PAD=triton.next_power_of_2(head // reading.elements),
-        OUTER=outer(scale), ROTATION=block_length(head) if reading.rotated else 0,
+        FORMAT=format, PAD=triton.next_power_of_2(head // format.elements), OUTER=outer(scale),
         PTX=has_ptx(out.device), num_warps=4,
     )  # fmt: skip
     return out

@@ -46,8 +46,7 @@ def rotate_and_store(
     MOST_K: tl.constexpr, MOST_V: tl.constexpr,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr, PAD: tl.constexpr,
     NORM: tl.constexpr, BY_POSITION: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
-    KIND_K: tl.constexpr, SCALING_K: tl.constexpr, OUTER_K: tl.constexpr, ROTATION_K: tl.constexpr,
-    KIND_V: tl.constexpr, SCALING_V: tl.constexpr, OUTER_V: tl.constexpr, ROTATION_V: tl.constexpr,
+    K: tl.constexpr, OUTER_K: tl.constexpr, V: tl.constexpr, OUTER_V: tl.constexpr,
 ):  # fmt: skip
     """Program: ROWS rows of q, of K or of V; a row is one token and head.
 
@@ -79,8 +78,8 @@ def rotate_and_store(
         if is_k:
             x = _rotated(qkv, at, token, there, cos, sin, positions, k_weight, eps,
                          HEAD, PAD, NORM, BY_POSITION)  # fmt: skip
-            encode_rows(x, row, head, there, k_codes, k_scales, k_outer, counts, MOST_K, KIND_K,
-                        SCALING_K, OUTER_K, HEAD, PAD, ROTATION_K, ROWS, PTX)  # fmt: skip
+            encode_rows(x, row, head, there, k_codes, k_scales, k_outer, counts, MOST_K, K, OUTER_K,
+                        HEAD, PAD, ROWS, PTX)  # fmt: skip
         else:
             c = tl.arange(0, PAD)
             x = tl.load(qkv + (at + HEADS * HEAD)[:, None] + c[None, :],
@@ -88,5 +87,5 @@ def rotate_and_store(
             v_counts = counts
             if MOST_V > 0:
                 v_counts = counts + 1
-            encode_rows(x, row, head, there, v_codes, v_scales, v_outer, v_counts, MOST_V, KIND_V,
-                        SCALING_V, OUTER_V, HEAD, PAD, ROTATION_V, ROWS, PTX)  # fmt: skip
+            encode_rows(x, row, head, there, v_codes, v_scales, v_outer, v_counts, MOST_V, V, OUTER_V,
+                        HEAD, PAD, ROWS, PTX)  # fmt: skip

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from math import ceil
 
-from kvant.attention.triton.codec import READING, Kind, Scaling
 from kvant.attention.triton.cut import Shape
+from kvant.attention.triton.format import format_of
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Encoding
 
 
 def shape_for(
@@ -28,9 +29,10 @@ def shape_for(
     every sequence is cut so often that larger programs, and fewer parts to join, are faster. single:
     one query a sequence.
     """
-    a, b = READING[k], READING[v]
+    a, b = format_of(k), format_of(v)
+    codes = k.format.encoding, v.format.encoding
     head_dim = max(head_dims)
-    if full or Kind.FLOAT32 in (a.kind, b.kind):
+    if full or Encoding.FLOAT32 in codes:
         return Shape(16, 16, 4, 2, 2)
     if rows <= 16:
         if head_dim > 256:
@@ -39,16 +41,16 @@ def shape_for(
             return Shape(16, 32, 2, 2, 4)
         if a.elements == b.elements == 1:
             return _native_row(crowd, single=single)
-        if a.kind is b.kind is Kind.E4M3 and crowd <= 1 / 16:
+        if codes == (Encoding.E4M3FN, Encoding.E4M3FN) and crowd <= 1 / 16:
             return Shape(16, 128, 4, 2, 3)
         # Of a byte each: what else six lose is more than a little of their advantage.
         programs = _six_or_eight(crowd, 1.2) if a.elements == b.elements == 2 else 8
-        if a.elements == b.elements == 4 or Kind.E4M3 in (a.kind, b.kind):
+        if a.elements == b.elements == 4 or Encoding.E4M3FN in codes:
             return Shape(16, 64, 1, 2, programs)
         return Shape(16, 32, 1, 2, programs)
     if head_dim > 128:
         return Shape(32, 32, 4, 2, 2)
-    if {a.scaling, b.scaling} & {Scaling.ROW_HALF, Scaling.ROW_MINIMUM}:
+    if Encoding.FLOAT16 in (k.format.scale_encoding, v.format.scale_encoding):
         return Shape(32, 32, 1, 2, 8)
     # Not 64 rows where a row of K or V is 32 words and less: Triton 3.6 then multiplies with wgmma,
     # whose operand of 32 columns it reads past the end of shared memory.
@@ -57,7 +59,7 @@ def shape_for(
         return Shape(32, 64, 4, 2, 2)
     if 4 in (a.elements, b.elements):
         # Not 64 rows: 128 numbers are 32 words.
-        if Kind.E2M1 in (a.kind, b.kind):
+        if Encoding.E2M1 in codes:
             return Shape(32, 32, 1, 2, 8)
         return Shape(32, 64, 2, 3, 4)
     native = a.elements == b.elements == 1

@@ -66,7 +66,7 @@ def build(
     package: str,
     sources: Sequence[str],
     name: str,
-    defines: Mapping[str, int],
+    defines: Mapping[str, int | str],
     shared_bytes: int,
     arguments: tuple[type, ...],
 ) -> Kernel:
@@ -82,7 +82,7 @@ def build(
     return Kernel(module, function, shared_bytes, arguments)
 
 
-def _compiled(source: bytes, defines: Mapping[str, int]) -> bytes:
+def _compiled(source: bytes, defines: Mapping[str, int | str]) -> bytes:
     """Machine code of a CUDA C++ text."""
     nvrtc = import_module("cuda.bindings.nvrtc")
     program = _checked(nvrtc.nvrtcCreateProgram(source, b"kvant.cu", 0, [], []))

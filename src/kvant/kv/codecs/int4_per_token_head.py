@@ -32,7 +32,7 @@ from kvant.kv.format import Encoding, KVFormat
 
 STEPS = Encoding.UINT4.largest
 ZERO_POINT_MASK = 0xF
-_DROPPED_BITS = 13
+DROPPED_BITS = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def split_stored_scale(stored: Tensor) -> tuple[Tensor, Tensor]:
 
 def _round_to_11_bits(scales: Tensor) -> Tensor:
     """Positive normal float32 to 11 significant bits, ties upwards."""
-    half = 1 << (_DROPPED_BITS - 1)
-    bits = (scales.view(torch.int32) + half) & -(1 << _DROPPED_BITS)
+    half = 1 << (DROPPED_BITS - 1)
+    bits = (scales.view(torch.int32) + half) & -(1 << DROPPED_BITS)
     return bits.view(torch.float32)
 
 

@@ -1,0 +1,137 @@
+"""Arithmetic of encoders: the definitions in `kvant.kv.codecs`, step by step, to the byte.
+
+Everything is float32 and integer arithmetic on bits. No hardware conversion to 8 bits is used, so the
+same code runs on every device and in Triton's interpreter. Division is IEEE division: Triton's own may
+flush subnormals, so on NVIDIA it is one PTX instruction. Rows x are [ROWS, PAD], columns from HEAD on are 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvant.kv import codecs
+from kvant.kv.codecs.conversion import MIN_ROW_SCALE
+from kvant.kv.format import Encoding
+
+CLAMP = tl.constexpr(codecs.CLAMP)
+LEAST = tl.constexpr(MIN_ROW_SCALE)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to integers
+NAN_BITS = tl.constexpr(0x7FC00000)
+NAN_HALF = tl.constexpr(0x7E00)
+LARGEST_HALF = tl.constexpr(Encoding.FLOAT16.largest)
+
+
+@triton.jit
+def divide(a, b, PTX: tl.constexpr):
+    if PTX:
+        a, b = tl.broadcast(a, b)
+        return tl.inline_asm_elementwise(
+            "div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.div_rn(a, b)
+
+
+@triton.jit
+def nearest(x):
+    """Nearest integer, ties to even, for magnitudes below 2^22."""
+    return (x + ROUND) - ROUND
+
+
+@triton.jit
+def bound(x, low, high):
+    """x within [low, high]; NaN stays."""
+    x = tl.where(x < low, low, x)
+    return tl.where(x > high, high, x)
+
+
+@triton.jit
+def widen(x):
+    return bound(x.to(tl.float32), -CLAMP, CLAMP)
+
+
+@triton.jit
+def bfloat16(x):
+    """float32 to bfloat16: nearest, ties to even, saturating; NaN becomes 0x7fc0."""
+    LARGEST: tl.constexpr = 3.3895313892515355e38
+    bits = bound(x, -LARGEST, LARGEST).to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    bits = tl.where(x != x, 0x7FC0, bits)
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def has_nan(x):
+    """Whether a row [rows, columns] holds NaN."""
+    return tl.max((x != x).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def row_scale(span, steps, PTX: tl.constexpr):
+    """span / steps, at least LEAST; for rows without NaN."""
+    scale = divide(span, steps + 0.0 * span, PTX)
+    return tl.where(scale < LEAST, LEAST, scale)
+
+
+@triton.jit
+def pack_nibbles(code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
+    return low | (high << 4)
+
+
+@triton.jit
+def pack_threes(code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes of 3 bits as one number of 24 for every eight of them: [ROWS, COLUMNS / 8]."""
+    eights = tl.reshape(code, (ROWS, COLUMNS // 8, 8))
+    return tl.sum(eights << (3 * tl.arange(0, 8))[None, None, :], 2)
+
+
+@triton.jit
+def half(x):
+    """float32 without NaN to float16: nearest, saturating; never -0."""
+    x = bound(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
+    return tl.where(x == 0.0, 0.0, x).to(tl.float16)
+
+
+@triton.jit
+def scale_rows(x, scales, row, there, STEPS: tl.constexpr, PTX: tl.constexpr):
+    """(rows in units of their own float32 scale, whether they hold NaN); the scales are stored.
+
+    A row's largest magnitude becomes STEPS. Rows with NaN become zeros and get the scale NaN.
+    """
+    broken = has_nan(x)
+    y = tl.where(broken[:, None], 0.0, widen(x))
+    scale = row_scale(tl.max(tl.abs(y), 1), STEPS, PTX)
+    y = divide(y, scale[:, None] + 0.0 * tl.zeros_like(y), PTX)
+    bits = tl.where(broken, NAN_BITS, scale.to(tl.int32, bitcast=True))
+    tl.store(scales + row, bits, mask=there)
+    return y, broken
+
+
+@triton.jit
+def store_bytes(codes, row, there, code, HEAD: tl.constexpr, PAD: tl.constexpr):
+    """Codes [ROWS, PAD] of 8 bits into rows of HEAD bytes."""
+    c = tl.arange(0, PAD)
+    mask = there[:, None] & (c < HEAD)[None, :]
+    tl.store(codes + row[:, None] * HEAD + c[None, :], code.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def store_packed(
+    codes, row, there, code, HEAD: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Codes [ROWS, PAD] of 4 or 3 bits into rows of HEAD codes."""
+    if BITS == 4:
+        packed = pack_nibbles(code, ROWS, PAD)
+        b = tl.arange(0, PAD // 2)
+        tl.store(codes + row[:, None] * (HEAD // 2) + b[None, :], packed.to(tl.uint8),
+                 mask=there[:, None] & (b < HEAD // 2)[None, :])  # fmt: skip
+    else:
+        packed = pack_threes(code, ROWS, PAD)
+        b = tl.arange(0, PAD // 8)
+        mask = there[:, None] & (b < HEAD // 8)[None, :]
+        at = codes + row[:, None] * (HEAD * 3 // 8) + 3 * b[None, :]
+        for i in tl.static_range(3):
+            tl.store(at + i, ((packed >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)

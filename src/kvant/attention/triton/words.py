@@ -1,0 +1,101 @@
+"""Words of codes: loading them from pages, and elements that several formats decode alike."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def float16_of(bits):
+    """The float16 numbers with these bits (the low 16 of any integer type)."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def load_words(pointer, j, there, shifts, MASKED: tl.constexpr, PTX: tl.constexpr):
+    """Words j [PAD] of rows at pointer [rows, 1]: [rows, PAD].
+
+    there: [rows, PAD], the words to load where MASKED; others are 0. shifts: for `load_24_bit_words`.
+    """
+    if MASKED:
+        return tl.load(pointer + j[None, :], mask=there, other=0)
+    else:
+        return tl.load(pointer + j[None, :])
+
+
+@triton.jit
+def load_24_bit_words(pointer, j, there, shifts, MASKED: tl.constexpr, PTX: tl.constexpr):
+    """The same for words of 24 bits; pointer counts units of 32 bits.
+
+    A word lies in one unit or two. The result is int32 with noise in the upper 8 bits. shifts: int32 [4],
+    where words 0 to 3 begin in their unit. These numbers lie in memory because the compiler decodes in the
+    registers of a product only what comes from loads alone.
+    """
+    # Words first, rows second: neighbours in memory are then loaded by neighbouring threads, which the
+    # compiler cannot see in these addresses. It gives a warp the first dimension.
+    at = tl.trans(pointer) + ((3 * j) >> 2)[:, None]
+    crosses = (j & 3) % 3 != 0  # words 1 and 2 of four lie in two units
+    inside = tl.trans(there)
+    low = tl.load(at, mask=inside, other=0) if MASKED else tl.load(at)
+    high = tl.load(at + 1, mask=inside & crosses[:, None], other=0)
+    return tl.trans(_funnel(low, high, tl.load(shifts + (j & 3))[:, None], PTX))
+
+
+@triton.jit
+def _funnel(low, high, by, PTX: tl.constexpr):
+    """Bits from bit `by` on of 64-bit numbers in two int32 halves; high is 0 where by is 0."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, by], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low = (low.to(tl.uint32, bitcast=True) >> by.to(tl.uint32)).to(tl.int32, bitcast=True)
+        return low | (high << ((32 - by) & 31))
+
+
+@triton.jit
+def in_order(parts, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Elements e of words j, E tensors [ROWS, WORDS], as [ROWS, E * WORDS]: column E * j + e."""
+    if len(parts) == 1:
+        y = parts[0]
+    elif len(parts) == 2:
+        y = tl.join(parts[0], parts[1])
+    elif len(parts) == 4:
+        y = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    else:
+        y = tl.join(
+            tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6])),
+            tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7])),
+        )
+    return tl.reshape(y, (ROWS, len(parts) * WORDS))
+
+
+@triton.jit
+def decode_uint4(x, PTX: tl.constexpr):
+    """Integers 0..15 as float16 subnormals, n * 2^-20 at odd places of a word and n * 2^-24 at even ones.
+
+    A code is such a subnormal where it stands, and tensor cores multiply subnormals exactly.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t; shr.u32 t, $4, 8;
+            and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;
+            and.b32 $2, t, 0x000f000f; and.b32 $3, t, 0x00f000f0; }""",
+            "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return (
+        float16_of(x & 0xF),
+        float16_of(x & 0xF0),
+        float16_of((x >> 8) & 0xF),
+        float16_of((x >> 8) & 0xF0),
+    )
+
+
+@triton.jit
+def load_row_scale(pointer, row, there):
+    """A float16 or float32 scale per row, as float32; the second number of the pair has no meaning."""
+    scale = tl.load(pointer + row, mask=there, other=0.0).to(tl.float32)
+    return scale, tl.zeros_like(scale)

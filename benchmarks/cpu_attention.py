@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams
 from kvant.attention.cpu.backend import CpuBackend
-from kvant.attention.cpu.formats import KERNELS
+from kvant.attention.cpu.formats import SERVED
 from kvant.attention.cpu.reading import read_everything
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.kv.codecs import codec_for
@@ -180,7 +180,7 @@ def measure(
 
 def pairs() -> list[Pair]:
     """Every format that the backend has, float32 first."""
-    return [(dtype, dtype) for dtype in KERNELS]
+    return [(dtype, dtype) for dtype in KVDtype if dtype in SERVED]
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvant.attention.cpu.formats import KERNELS
+from kvant.attention.cpu.formats import SERVED
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.kv.dtype import KVDtype
 from tests.attention.saturating import LARGEST, counted
@@ -19,7 +19,7 @@ def test_planted_outliers_are_counted_by_the_reference(stored: KVDtype) -> None:
     assert counted(ReferenceBackend(), stored, rows=torch.float32) == expected
 
 
-@pytest.mark.parametrize("stored", [f for f in FORMATS if f in KERNELS], ids=str)
+@pytest.mark.parametrize("stored", [f for f in FORMATS if f in SERVED], ids=str)
 def test_planted_outliers_are_counted_on_a_cpu(stored: KVDtype) -> None:
     from kvant.attention.cpu.backend import CpuBackend
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.lookup import unclaimed
-from kvant.kv.dtype import KVDtype
-from kvant.kv.format import CheckpointScales
+from kvant.kv.format import CheckpointScales, ScalePlace
 from kvant.kv.geometry import Attention
 from kvant.kv.spec import Choice, KVPlan, ScaleState, Source
-
-_NATIVE = frozenset({KVDtype.FLOAT32, KVDtype.FLOAT16, KVDtype.BFLOAT16})
 
 
 def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
@@ -28,9 +25,11 @@ def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
                 continue
             for text in _of_choice(choice):
                 note(text, index)
-        if layer.geometry.attention is Attention.MLA and layer.k and layer.k.dtype not in _NATIVE:
+        if layer.k is None or layer.k.dtype.format.is_native:
+            continue
+        if layer.geometry.attention is Attention.MLA:
             note(f"the latent and its rotary part are both stored in {layer.k.dtype}", index)
-        if layer.geometry.sinks and layer.k is not None and layer.k.dtype not in _NATIVE:
+        if layer.geometry.sinks:
             note(
                 f"keys in {layer.k.dtype} under attention sinks: such models lose more than others; "
                 "measure before serving",
@@ -59,10 +58,8 @@ def _of_choice(choice: Choice) -> list[str]:
     takes_scale = choice.dtype.format.checkpoint_scales is not CheckpointScales.NEVER
     if choice.scale.state is ScaleState.UNUSED and takes_scale:
         lines.append(f"{choice.dtype} does not use the checkpoint's scales: {choice.scale.because}")
-    if choice.scale.state is ScaleState.UNCALIBRATED and choice.dtype in (
-        KVDtype.FP8_E4M3,
-        KVDtype.FP8_E4M3FNUZ,
-    ):
+    uncalibrated = choice.scale.state is ScaleState.UNCALIBRATED
+    if uncalibrated and choice.dtype.format.scale_place is ScalePlace.PARAMETER:
         lines.append(
             f"{choice.dtype} without calibrated scales stores values times 1.0; ways out: "
             "--kv-cache-dtype fp8_per_token_head, or a checkpoint with k_scale and v_scale"

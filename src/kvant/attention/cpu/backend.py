@@ -9,10 +9,8 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
 from kvant.attention.cpu import attend, write
-from kvant.attention.cpu.codes import BITS
-from kvant.attention.cpu.decode import key_kernel, value_kernel
-from kvant.attention.cpu.encode import row_kernel
-from kvant.attention.cpu.formats import KERNELS, Kernels
+from kvant.attention.cpu.decode import key_kernel, row_kernel, value_kernel
+from kvant.attention.cpu.format import Format, format_of
 from kvant.attention.cpu.layout import Call, Real, Write
 from kvant.kernels.cpu.block import Block, address, block_of, float_bits
 from kvant.kernels.cpu.threads import parallel_address
@@ -33,15 +31,15 @@ _REAL = {
 class _Side:
     """Facts of K or of V of one layer."""
 
-    kernels: Kernels
+    format: Format
     planes: tuple[Tensor, ...]
     outer: Tensor | None
     head_dim: int
 
     @property
     def factor(self) -> float:
-        rotation = 1.0 / block_length(self.head_dim) if self.kernels.rotated else 1.0
-        return self.kernels.factor * rotation
+        rotation = 1.0 / block_length(self.head_dim) if self.format.rotated else 1.0
+        return self.format.factor * rotation
 
     @property
     def scales(self) -> Tensor | None:
@@ -190,11 +188,11 @@ class CpuBackend:
         call[Call.GROUP // 8] = g.num_q_heads // g.num_kv_heads
         call[Call.K_HEAD_DIM // 8], call[Call.V_HEAD_DIM // 8] = g.head_dim_k, g.head_dim_v
         call[Call.E4M3 // 8] = self._e4m3.data_ptr()
-        call[Call.V_HALVES // 8] = BITS[v.kernels.code] == 4
+        call[Call.V_HALVES // 8] = v.format.codes.bits == 4
         writes = []
         for side, first, kernel in (
-            (k, Call.K_CODES, key_kernel(k.kernels.code)),
-            (v, Call.V_CODES, value_kernel(v.kernels.code)),
+            (k, Call.K_CODES, key_kernel(k.format.number)),
+            (v, Call.V_CODES, value_kernel(v.format.number)),
         ):
             codes, outer = side.planes[0], side.outer
             row_bytes = codes.shape[-1] * codes.element_size()
@@ -203,11 +201,11 @@ class CpuBackend:
                 codes.data_ptr(),
                 row_bytes,
                 0 if side.scales is None else side.scales.data_ptr(),
-                side.kernels.scaling,
+                side.format.scaling,
                 0 if outer is None else outer.data_ptr(),
                 0 if outer is None else outer.numel(),
                 float_bits(side.factor),
-                side.kernels.rotated,
+                side.format.rotated,
                 kernel.address,
             )
             made = block_of(Write)
@@ -219,7 +217,7 @@ class CpuBackend:
             made[Write.SCALES // 8], made[Write.SCALE_BYTES // 8] = call[at + 2], scale_bytes
             made[Write.OUTER // 8], made[Write.OUTERS // 8] = call[at + 4], call[at + 5]
             made[Write.E4M3 // 8] = self._e4m3.data_ptr()
-            made[Write.KERNEL // 8] = row_kernel(side.kernels.form).address
+            made[Write.KERNEL // 8] = row_kernel(side.format.write).address
             writes.append(made)
         writes[0][Write.OTHER // 8] = address(writes[1])
         return _Layer(cache, call, writes[0], writes[1])
@@ -274,7 +272,7 @@ def _side(
     planes: tuple[Tensor, ...], choice: Choice | None, outer: Tensor | None, head_dim: int
 ) -> _Side:
     assert choice is not None, "refuse() excludes layers that store only one side"
-    return _Side(KERNELS[choice.dtype], planes, outer, head_dim)
+    return _Side(format_of(choice.dtype), planes, outer, head_dim)
 
 
 def _aligned(address: int) -> int:

@@ -5,12 +5,13 @@ Compiled when a layer first needs the encoding, once, for every head size, then 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from numba import types
 
-from kvant.attention.cpu.codes import BITS, group_words
+from kvant.attention.cpu.format import codes_of
 from kvant.attention.cpu.inner import (
     TILE,
     expand_keys,
@@ -20,7 +21,7 @@ from kvant.attention.cpu.inner import (
     score_keys,
     weigh_values,
 )  # fmt: skip
-from kvant.attention.cpu.layout import Code, Tile
+from kvant.attention.cpu.layout import Tile
 from kvant.kernels.cpu.compiled import compiled
 from kvant.kernels.cpu.vector import load_i64
 
@@ -41,9 +42,15 @@ SIGNATURE = types.void(types.int64, types.int64)
 
 
 @cache
-def key_kernel(code: Code) -> Any:
+def row_kernel(write: Callable[[int, int], None]) -> Any:
+    """void(row, _): stores one row; see `format.Kernels.write`."""
+    return compiled(write, SIGNATURE)
+
+
+@cache
+def key_kernel(number: int) -> Any:
     """void(tile, _): tile's scores = q . keys, block scales applied, row scales not."""
-    number, group = int(code), group_words(code)
+    group = codes_of(number).group
 
     def keys(tile: int, _: int) -> None:
         base, stride = load_i64(tile + _BASE), load_i64(tile + _STRIDE)
@@ -108,9 +115,9 @@ def key_kernel(code: Code) -> Any:
 
 
 @cache
-def value_kernel(code: Code) -> Any:
+def value_kernel(number: int) -> Any:
     """void(tile, _): tile's sums += weights . values, block scales applied, row scales not."""
-    number, bits = int(code), BITS[code]
+    bits = codes_of(number).bits
 
     def values(tile: int, _: int) -> None:
         base, stride = load_i64(tile + _BASE), load_i64(tile + _STRIDE)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
-from kvant.attention.cpu.formats import KERNELS
+from kvant.attention.cpu.formats import SERVED
 from kvant.attention.need import BackendInfo, DeviceKind, Need
 from kvant.kv.dtype import ComputeDtype
+from kvant.kv.format import Packing
 from kvant.kv.geometry import Attention
 
 _LARGEST_HEAD = 512
@@ -23,7 +24,7 @@ def refuse(need: Need) -> str | None:
     if layer.num_kv_heads < 1 or layer.num_q_heads % layer.num_kv_heads:
         return f"{layer.num_q_heads} query heads do not share {layer.num_kv_heads} KV heads evenly"
     for dtype in (need.k, need.v):
-        if dtype not in KERNELS:
+        if dtype not in SERVED:
             return f"no kernels for {dtype}"
     if need.compute is ComputeDtype.FLOAT64:
         return "its kernels compute in float32; float64 is the reference backend's"
@@ -31,7 +32,7 @@ def refuse(need: Need) -> str | None:
         reason = dtype.format.refuse_head_dim(head_dim)
         if reason is not None:
             return reason
-        multiple = 2 * _LANES if dtype.format.bits == 3 else _LANES
+        multiple = 2 * _LANES if dtype.format.packing is Packing.BITS else _LANES
         if head_dim % multiple or not 0 < head_dim <= _LARGEST_HEAD:
             return f"head sizes of {dtype} are multiples of {multiple} up to {_LARGEST_HEAD}, not {head_dim}"
     if not need.device.has_avx2:

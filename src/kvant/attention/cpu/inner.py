@@ -20,15 +20,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvant.attention.cpu.codes import (
-    BITS,
-    block_scales,
-    group_words,
-    nan_rows,
-    row_chunk,
-    unpack,
-)  # fmt: skip
-from kvant.attention.cpu.layout import Code
+from kvant.attention.cpu.codes import block_scales, nan_rows
+from kvant.attention.cpu.format import Codes, codes_of
 from kvant.kernels.cpu.vector import (
     F32,
     FLOATS,
@@ -82,7 +75,7 @@ def key_words(
     slots: address of the rows' numbers, int64; row i begins at base + slot * stride. out: words
     [..][TILE]. nans: WORDS, made other than 0 where an e4m3 row has NaN. Fetches what lies 64 rows on.
     """
-    n, kind = _literal(width), Code(_literal(code))
+    n, kind = _literal(width), codes_of(_literal(code))
     signature = types.void(width, code, *[types.int64] * 7)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -97,7 +90,7 @@ def key_words(
             type_ = ir.VectorType(I32, n)
             rows.append(load_first(b, type_, address, count) if n == 4 else load(b, type_, address))
         found = transpose(b, rows, n)
-        if kind is Code.E4M3:
+        if kind.marks_nan:
             seen = load(b, WORDS, nans, 4)
             for x in found:
                 seen = b.or_(seen, nan_rows(b, x))
@@ -110,16 +103,16 @@ def key_words(
 
 
 def _unpacked(
-    context: Any, b: Any, code: Code, words_: Any, group: Any, scales: Any
+    context: Any, b: Any, code: Codes, words_: Any, group: Any, scales: Any
 ) -> list[list[Any]]:
     """The numbers of one group of words for each of the tile's vectors, block scales applied."""
-    size = group_words(code)
+    size = code.group
     start = b.add(words_, b.mul(group, i64(_PITCH * size)))
     found = []
     for v in range(_VECTORS):
         addresses = [b.add(start, i64(_PITCH * w + 4 * LANES * v)) for w in range(size)]
-        numbers = unpack(context, b, code, [load(b, WORDS, a, 4) for a in addresses])
-        if code is Code.E2M1:
+        numbers = code.unpack(context, b, [load(b, WORDS, a, 4) for a in addresses])
+        if code.in_blocks:
             block = b.lshr(group, i64(1))  # 8 numbers a word, 16 a block
             place = b.add(b.add(scales, b.mul(block, i64(_PITCH))), i64(4 * LANES * v))
             scale = load(b, FLOATS, place, 4)
@@ -134,7 +127,7 @@ def score_keys(
     out: Any,
 ) -> Any:  # fmt: skip
     """out[r][TILE] = q[r] . keys, for `rows` rows. pitch: bytes between rows of q."""
-    kind, n = Code(_literal(code)), _literal(rows)
+    kind, n = codes_of(_literal(code)), _literal(rows)
     signature = types.void(code, rows, *[types.int64] * 6)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -144,7 +137,7 @@ def score_keys(
             for place in row:
                 b.store(_ZERO, place)
         q_rows = [_row(b, q, pitch, r) for r in range(n)]
-        per_group = 32 * group_words(kind) // BITS[kind]
+        per_group = 32 * kind.group // kind.bits
         with cgutils.for_range(b, groups) as loop:
             numbers = _unpacked(context, b, kind, words_, loop.index, scales)
             start = b.mul(loop.index, i64(4 * per_group))
@@ -165,12 +158,12 @@ def score_keys(
 @intrinsic(prefer_literal=True)
 def expand_keys(typing: Any, code: Any, words_: Any, groups: Any, scales: Any, out: Any) -> Any:
     """The tile's keys in float32: out [head_dim][TILE]."""
-    kind = Code(_literal(code))
+    kind = codes_of(_literal(code))
     signature = types.void(code, *[types.int64] * 4)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         _, words_, groups, scales, out = arguments
-        per_group = 32 * group_words(kind) // BITS[kind]
+        per_group = 32 * kind.group // kind.bits
         with cgutils.for_range(b, groups) as loop:
             start = b.add(out, b.mul(loop.index, i64(_PITCH * per_group)))
             for v, numbers in enumerate(_unpacked(context, b, kind, words_, loop.index, scales)):
@@ -181,14 +174,16 @@ def expand_keys(typing: Any, code: Any, words_: Any, groups: Any, scales: Any, o
     return signature, generate
 
 
-def _values(context: Any, b: Any, code: Code, address: Any, vectors: int, scales: Any) -> list[Any]:
+def _values(
+    context: Any, b: Any, code: Codes, address: Any, vectors: int, scales: Any
+) -> list[Any]:
     """`vectors` FLOATS of one row of values; scales: address of the block scales from here on."""
     at_once = min(vectors, 2)
     found: list[Any] = []
     for start in range(0, vectors, at_once):
-        here = b.add(address, i64(start * LANES * BITS[code] // 8))
-        numbers = row_chunk(context, b, code, here, at_once)
-        if code is Code.E2M1:
+        here = b.add(address, i64(start * LANES * code.bits // 8))
+        numbers = code.chunk(context, b, here, at_once)
+        if code.in_blocks:
             scale = block_scales(b, b.add(scales, i64(4 * start)), at_once)
             numbers = [b.fmul(number, scale) for number in numbers]
         found += numbers
@@ -201,7 +196,7 @@ def weigh_values(
     slots: Any, scales: Any, scales_pitch: Any, out: Any, pitch: Any,
 ) -> Any:  # fmt: skip
     """out[r][16 * vectors] += weights[r][TILE] . values. pitch: bytes between rows of out."""
-    kind, n, m = Code(_literal(code)), _literal(rows), _literal(vectors)
+    kind, n, m = codes_of(_literal(code)), _literal(rows), _literal(vectors)
     signature = types.void(code, rows, vectors, *[types.int64] * 8)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -216,7 +211,7 @@ def weigh_values(
             address = b.add(base, b.mul(load(b, I64, place, 8), stride))
             later = load(b, I64, b.add(place, i64(8 * _AHEAD)), 8)
             later = b.add(base, b.mul(later, stride))
-            for line in range(0, m * LANES * BITS[kind] // 8, _LINE):
+            for line in range(0, m * LANES * kind.bits // 8, _LINE):
                 prefetch(b, b.add(later, i64(line)))
             here = b.add(scales, b.mul(loop.index, scales_pitch))
             numbers = _values(context, b, kind, address, m, here)
@@ -239,7 +234,7 @@ def expand_values(
     scales_pitch: Any, out: Any, pitch: Any,
 ) -> Any:  # fmt: skip
     """Part of the tile's values in float32: out[t][16 * vectors]."""
-    kind, m = Code(_literal(code)), _literal(vectors)
+    kind, m = codes_of(_literal(code)), _literal(vectors)
     signature = types.void(code, vectors, *[types.int64] * 7)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:

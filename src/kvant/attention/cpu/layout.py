@@ -38,44 +38,6 @@ class Scaling(IntEnum):
     ROW_HALF_OFFSET = 5  # float16 scale and offset
 
 
-class Code(IntEnum):
-    """An encoding of numbers in words; the number is part of what is compiled."""
-
-    FLOAT32 = 0
-    FLOAT16 = 1
-    BFLOAT16 = 2
-    E4M3 = 3
-    E5M2 = 4
-    INT8 = 5
-    UINT4 = 6
-    E2M1 = 7
-    CODEBOOK4 = 8
-    UINT3 = 9
-    CODEBOOK3 = 10
-
-
-E4M3_FACTOR = 2.0**8
-"""What a number of `Code.E4M3` must be multiplied with: its exponent is read as a float16's."""
-
-
-class Form(IntEnum):
-    """A format as its writer knows it; the number is part of what is compiled."""
-
-    FLOAT32 = 0
-    FLOAT16 = 1
-    BFLOAT16 = 2
-    E4M3 = 3
-    E5M2 = 4
-    E4M3_ROW = 5
-    INT8_ROW = 6
-    INT4_ROW = 7
-    NVFP4 = 8
-    CODEBOOK4 = 9
-    CODEBOOK3 = 10
-    SMALLEST4 = 11
-    SMALLEST3 = 12
-
-
 class Real(IntEnum):
     """Types of queries and outputs."""
 

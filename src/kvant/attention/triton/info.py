@@ -60,9 +60,8 @@ def _refuse_formats(need: Need) -> str | None:
         if dtype is None:
             continue
         if dtype.format.packing is Packing.BITS and head_dim % _IN_BITS:
-            return (
-                f"rows of {dtype} are read in units of 4 bytes: {_IN_BITS} must divide {head_dim}"
-            )
+            bits = dtype.format.bits
+            return f"rows of {bits} bits are read in units of 4 bytes: {_IN_BITS} must divide {head_dim}"
         rows = layer.num_kv_heads * need.page_size
         if any(plane.row_bytes * rows % 4 for plane in dtype.format.planes(head_dim)):
             return f"pages are cleared 4 bytes at a time, which those of {dtype} are not: larger ones are"

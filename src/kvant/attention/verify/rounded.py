@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step
 from kvant.attention.verify import definition
-from kvant.kv.dtype import KVDtype
+from kvant.kv.format import ScalePlace
 from kvant.kv.pool import LayerCache
 
 _FRACTION_BITS = 3
@@ -99,7 +99,7 @@ def _factors(cache: LayerCache, slots: Tensor) -> Tensor:
     """[num_q_heads, 1, len(slots)]: what of a value's scale is rounded with its probability."""
     g = cache.spec.geometry
     assert cache.spec.v is not None
-    if cache.spec.v.dtype is not KVDtype.FP8_PER_TOKEN_HEAD:
+    if cache.spec.v.dtype.format.scale_place is not ScalePlace.PLANE:
         return torch.ones(1, 1, 1, dtype=torch.float64, device=slots.device)
     scales = cache.v[1].view(-1, g.num_kv_heads)[slots].double().T[:, None]
     return scales.repeat_interleave(g.num_q_heads // g.num_kv_heads, 0)

@@ -38,8 +38,10 @@ def kernel_cache() -> Path | None:
     """A directory under $NUMBA_CACHE_DIR, else under $KVANT_CACHE (~/.cache/kvant); None if unwritable."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     package = Path(kvant.__file__).parent
-    # Constants of formats are part of the kernels.
-    for source in sorted([*package.rglob("cpu/*.py"), *package.glob("kv/codecs/*.py")]):
+    # Declarations and constants of formats are part of the kernels.
+    kernels = (path for path in package.rglob("*.py") if "cpu" in path.relative_to(package).parts)
+    formats = (package / "kv" / name for name in ("format.py", "dtype.py"))
+    for source in sorted([*kernels, *formats, *package.glob("kv/codecs/*.py")]):
         digest.update(source.read_bytes())
     own = Path(os.environ.get("KVANT_CACHE") or "~/.cache/kvant").expanduser() / "kernels"
     root = Path(os.environ.get("NUMBA_CACHE_DIR") or own)

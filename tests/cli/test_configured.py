@@ -84,7 +84,7 @@ def test_a_plan_follows_file_and_variables_and_names_them(tmp_path: Path) -> Non
     ("arguments", "env", "says"),
     [
         (("serve", "x", "--max-num-seqs", "0"), {}, "--max-num-seqs is 0"),
-        (("serve", "x", "--generation-config", "vllm"), {}, "--generation-config"),
+        (("serve", "x", "--generation-config", "other"), {}, "--generation-config"),
         (("serve", "x"), {"KVANT_MAX_N": "many"}, "KVANT_MAX_N is 'many'"),
         (("chat",), {"KVANT_MAX_MODEL_LENGTH": "1"}, "did you mean KVANT_MAX_MODEL_LEN"),
         (("serve", "x", "--served-model-name", ""), {}, "--served-model-name is empty"),

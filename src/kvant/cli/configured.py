@@ -19,7 +19,7 @@ import typer
 
 from kvant.cli.print_config import config_lines
 from kvant.errors import BadValue, WayOut
-from kvant.plan.config import DEFAULT_MODEL, ENGINE_OPTIONS
+from kvant.plan.config import DEFAULT_MODEL, ENGINE_OPTIONS, engine_config
 from kvant.plan.options import Kind, Option, options_of
 from kvant.plan.settings import (
     CONFIG_VARIABLE,
@@ -52,9 +52,11 @@ def configured(
     model: str = "argument",
     needs_model: bool = False,
     without: Sequence[str] = (),
+    check: Callable[[Settings], object] = engine_config,
 ) -> Callable[[Command], Command]:
     """model: "argument", or the flags that name it. needs_model: the user must name one, there is no
-    default. without: options the command gives no flag.
+    default. without: options the command gives no flag. check: raises what a start would raise for the
+    settings alone.
     """
     options = tuple(o for o in options_of(*tables) if o.name not in without)
 
@@ -63,15 +65,16 @@ def configured(
             given = {option.name: arguments.pop(option.name) for option in options}
             file, show = arguments.pop("config"), arguments.pop("print_config")
             settings = _settings(given, file)
-            if show:
-                for line in config_lines(options_of(*tables), settings):
-                    sys.stdout.write(line + "\n")
-                return
             if needs_model and settings.get("model") is None:
                 raise BadValue(
                     f"kvant {command.__name__}: no model is named",
                     ways_out=(WayOut("take the demo model", (DEFAULT_MODEL,)),),
                 )
+            if show:
+                check(settings)  # what a start refuses is refused here too
+                for line in config_lines(options_of(*tables), settings):
+                    sys.stdout.write(line + "\n")
+                return
             command(settings, **arguments)
 
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]

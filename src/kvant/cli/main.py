@@ -38,12 +38,13 @@ def _root(
 
 def _add_commands() -> None:
     from kvant.cli import bench, chat, demo, doctor, generate, plan, serve, verify
+    from kvant.cli.configured_command import ConfiguredCommand, ServeCommand
 
-    app.command("chat")(chat.chat)
-    app.command("generate")(generate.generate)
-    app.command("plan")(plan.plan)
-    app.command("serve")(serve.serve)
-    app.command("verify")(verify.verify)
+    app.command("chat", cls=ConfiguredCommand)(chat.chat)
+    app.command("generate", cls=ConfiguredCommand)(generate.generate)
+    app.command("plan", cls=ConfiguredCommand)(plan.plan)
+    app.command("serve", cls=ServeCommand)(serve.serve)
+    app.command("verify", cls=ConfiguredCommand)(verify.verify)
     app.command("doctor")(doctor.doctor)
     app.command("demo")(demo.demo)
     app.add_typer(bench.app)

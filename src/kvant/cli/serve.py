@@ -11,20 +11,23 @@ import typer
 from kvant.cli.configured import configured
 from kvant.cli.streams import flush_stdout
 from kvant.errors import NotServable, WayOut
-from kvant.plan.config import ENGINE_OPTIONS, EngineOptions
+from kvant.plan.config import ENGINE_OPTIONS, EngineOptions, engine_config
 from kvant.plan.settings import Settings
+from kvant.server.access import (
+    check_host,
+    check_keys,
+    check_names,
+    check_origins,
+    read_keys,
+    read_origins,
+)
 from kvant.server.config import ServerConfig
 
 
-@configured(EngineOptions, ServerConfig, needs_model=True)
-def serve(settings: Settings) -> None:
-    """Serve a model over HTTP with OpenAI's API."""
-    _require_packages()
-    from kvant.server.access import check_host, check_keys, check_names, check_origins, read_keys
-    from kvant.server.serve import log_to_stderr
-    from kvant.server.serve import serve as run
-
+def _server_config(settings: Settings) -> ServerConfig:
+    """The configuration of the server. Raises BadValue for what no server may be."""
     config = settings.build(ServerConfig)
+    config = replace(config, allowed_origins=read_origins(config.allowed_origins))
     if not config.served_names:
         config = replace(config, served_names=(_name_of(settings.build(EngineOptions).model),))
     if config.api_key_file is not None:
@@ -34,6 +37,22 @@ def serve(settings: Settings) -> None:
     check_keys(config.api_keys)
     check_origins(config.allowed_origins)
     check_host(config.host, has_key=bool(config.api_keys), insecure=config.insecure_no_auth)
+    return config
+
+
+def _check(settings: Settings) -> None:
+    engine_config(settings)
+    _server_config(settings)
+
+
+@configured(EngineOptions, ServerConfig, needs_model=True, check=_check)
+def serve(settings: Settings) -> None:
+    """Serve a model over HTTP with OpenAI's API."""
+    _require_packages()
+    from kvant.server.serve import log_to_stderr
+    from kvant.server.serve import serve as run
+
+    config = _server_config(settings)
     log_to_stderr()
     code = run(settings.only(ENGINE_OPTIONS), config, say=_say)
     if code:

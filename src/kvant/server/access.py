@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 from pathlib import Path
 
@@ -68,12 +69,29 @@ def check_keys(keys: tuple[str, ...]) -> None:
             )
 
 
+def read_origins(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the origins. An item may be a JSON list, which is how vLLM writes them."""
+    found: list[str] = []
+    for item in given:
+        if not item.startswith("["):
+            found.append(item)
+            continue
+        try:
+            items = json.loads(item)
+        except ValueError:
+            items = None
+        if not isinstance(items, list) or not all(isinstance(one, str) for one in items):
+            raise BadValue(f"--allowed-origins {item} is not a JSON list of texts")
+        found += items
+    return tuple(found)
+
+
 def check_origins(origins: tuple[str, ...]) -> None:
-    """BadValue for what is no origin, such as an address with a path."""
+    """BadValue for what is not an origin, such as an address with a path."""
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise BadValue(
-                f"--allowed-origins {origin} is no origin",
+                f"--allowed-origins {origin} is not an origin",
                 why="an origin is SCHEME://HOST or SCHEME://HOST:PORT, without a path",
                 ways_out=(WayOut("let every page use it", ("--allowed-origins", "*")),),
             )

@@ -1,0 +1,137 @@
+"""Command lines of other programs, and friendlier spellings of our own."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from kvant.cli.foreign_flags import VALUES, VLLM
+from kvant.cli.main import app
+from kvant.errors import BadValue
+from tests.cli.command import Ran, kvant
+
+
+def translated(*args: str, command: str = "serve") -> list[str]:
+    found = get_command(app).commands[command]  # type: ignore[attr-defined]
+    return list(found._translated(list(args)))
+
+
+def shown(ran: Ran) -> dict[str, object]:
+    assert ran.code == 0, ran.err
+    return dict(yaml.safe_load(ran.out))
+
+
+def test_a_command_line_of_vllms_documents_starts_the_same_server() -> None:
+    ran = kvant(
+        "serve", "--model", "smollm2", "--max_model_len", "4k", "--max-num-seqs=1K",
+        "--enforce-eager", "--enable-chunked-prefill", "--disable-log-requests",
+        "--load-format", "safetensors", "--allowed-origins", '["*"]', "--trust-remote-code",
+        "--gpu_memory_utilization", "0.8", "--max-num-batched-tokens", "auto", "--max-logprobs", "10",
+        "--generation-config", "vllm", "--enable-log-requests", "--print-config",
+    )  # fmt: skip
+    values = shown(ran)
+    assert values["model"] == "smollm2"
+    assert values["max_model_len"] == 4000
+    assert values["max_num_seqs"] == 1024
+    assert values["load_format"] == "auto"
+    assert values["gpu_memory_utilization"] == 0.8
+    assert values["max_num_batched_tokens"] is None
+    assert values["max_top_logprobs"] == 10
+    assert values["generation_config"] == "none"
+    assert values["log_requests"] is True
+    told = [line for line in ran.err.splitlines() if "has no effect" in line]
+    assert [line.split()[1] for line in told] == [
+        "--enforce-eager", "--enable-chunked-prefill", "--disable-log-requests",
+        "--trust-remote-code",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (["--max-model-len", "25.6k"], ["--max-model-len", "25600"]),
+        (["--max-model-len", "2M"], ["--max-model-len", str(2 * 2**20)]),
+        (["--max_model_len=8192"], ["--max-model-len", "8192"]),
+        (["--max-model-len", "auto"], []),
+        (
+            ["--port", "auto"],
+            ["--port", "auto"],
+        ),  # its default is a number: the parser refuses this
+        (["--seed", "-5"], ["--seed", "-5"]),
+        (["--kv_cache_dtype", "fp8_e5m2"], ["--kv-cache-dtype", "fp8_e5m2"]),
+        (["--kv-cache-rule", "0-3:k=fp8_e5m2"], ["--kv-cache-rule", "0-3:k=fp8_e5m2"]),
+        (["m", "--", "--strange"], ["m", "--", "--strange"]),
+        (["-tp", "1"], ["-tp", "1"]),
+        (["--no-strict", "--data-parallel-size", "1"], ["--no-strict"]),
+        (["--model=m"], ["m"]),
+    ],
+    ids=str,
+)
+def test_spellings_are_read(given: list[str], read: list[str]) -> None:
+    assert translated(*given) == read
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--strange-flag"], ["has no option --strange-flag", "kvant serve --help"]),
+        (["--max-model-length", "5"], ["did you mean --max-model-len?"]),
+        (["--enable-expert-parallel"], ["--enable-expert-parallel is not served", "one device"]),
+        (["--data-parallel-size", "4"], ["--data-parallel-size 4", "behind a router"]),
+        (["--chat-template=x.jinja"], ["--chat-template x.jinja", "chat_template.jinja"]),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_has_a_reason_and_a_way_out(given: list[str], words: list[str]) -> None:
+    with pytest.raises(BadValue) as refused:
+        translated(*given)
+    for word in (*words, "way out"):
+        assert word in str(refused.value)
+
+
+def test_every_foreign_flag_maps_has_no_effect_or_is_refused() -> None:
+    ours = {
+        flag
+        for param in get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+        for flag in (*param.opts, *param.secondary_opts)
+    }
+    for flag, one in VLLM.items():
+        assert flag not in ours, "it is Kvant's own"
+        assert one.becomes or one.no_effect or one.refused
+        assert set(one.becomes) <= ours
+        assert not one.neutral or one.refused
+        assert "_" not in flag
+    assert set(VALUES) <= ours
+
+
+def test_other_commands_take_the_spellings_but_not_vllms_flags() -> None:
+    assert translated("--max_model_len", "2k", command="chat") == ["--max-model-len", "2000"]
+    with pytest.raises(BadValue, match="kvant chat has no option --enforce-eager"):
+        translated("--enforce-eager", command="chat")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("serve",),
+        ("serve", "m", "--host", "0.0.0.0"),
+        ("serve", "m", "--allowed-origins", "app.example"),
+        ("serve", "m", "--kv-cache-dtype", "fp7"),
+        ("serve", "m", "--attention-backend", "strange"),
+        ("generate", "x", "--kv-cache-dtype", "fp7"),
+    ],
+    ids=" ".join,
+)
+def test_print_config_refuses_what_a_start_refuses(wrong: tuple[str, ...]) -> None:
+    started = kvant(*wrong)
+    printed = kvant(*wrong, "--print-config")
+    assert (started.code, printed.code) == (2, 2)
+    assert printed.err == started.err
+    assert printed.out == ""
+
+
+def test_help_lists_the_flags_in_groups() -> None:
+    ran = kvant("serve", "--help")
+    titles = [line for line in ran.out.splitlines() if line and line[0] != " " and line[-1] == ":"]
+    assert titles == ["Arguments:", "Options:", "KV cache:", "Engine:", "Server:", "Limits:"]

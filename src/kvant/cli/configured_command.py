@@ -21,7 +21,7 @@ _OTHER = "Other"
 
 
 class ConfiguredCommand(TyperCommand):
-    """Takes underscores in flags, counts such as 4k, and auto where a default is found automatically.
+    """Takes underscores in flags, counts such as 4k, and auto for the default of a number.
 
     An unknown flag is a BadValue with a way out. Help lists the flags by panel.
     """
@@ -117,10 +117,10 @@ def _carried_over(flag: str, value: str, one: Foreign) -> Iterator[str]:
 
 
 def _valued(flag: str, value: str, param: TyperOption) -> Iterator[str]:
-    """A flag with its value, or nothing where the value asks for the automatic default."""
+    """A flag with its value, or nothing where the value asks for the default."""
     value = VALUES.get(flag, {}).get(value, value)
     is_number = param.metavar in ("INT", "NUMBER")
-    if is_number and value == "auto" and param.default is None:
+    if is_number and value == "auto":
         return
     if is_number and (found := _COUNT.fullmatch(value)):
         number = Decimal(found[1]) * _UNITS[found[2]]

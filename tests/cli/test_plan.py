@@ -117,7 +117,7 @@ def test_a_model_that_does_not_fit_is_still_a_plan(tmp_path: Path) -> None:
         (("--device", "sm_12"), "sm_90"),
         (("--memory", "lots"), "--memory"),
         (("--attention-backend", "magic"), "reference"),
-        (("--speculative-config", "{"), "no JSON"),
+        (("--speculative-config", "{"), "not JSON"),
         (("--kv-cache-policy", "/nowhere.yaml"), "/nowhere.yaml"),
         (("--calculate-kv-scales",), "fp8_per_token_head"),
         (("--tensor-parallel-size", "2"), "one device"),

@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_read_is_one_block(tmp_path: Path) -> None:
     with pytest.raises(BadValue, match="No such file"):
         read(tmp_path / "nowhere.yaml")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadValue, match="no YAML"):
+    with pytest.raises(BadValue, match="not YAML"):
         read(tmp_path / "binary")
 
 

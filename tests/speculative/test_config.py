@@ -36,11 +36,11 @@ def test_a_method_of_somebody_elses_is_named_by_where_it_stands() -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ({"method": "dflash", "model": "m", "revision": 5}, "a branch, tag or commit"),
         ([], "expected an object"),
-        ({"model": "m"}, "name how to draft: dflash, ngram"),
+        ({"model": "m"}, "name a method: dflash, ngram"),
         ({"method": "dflsh", "model": "m"}, "did you mean dflash"),
         ({"method": "dflash"}, "model is missing"),
         ({"method": "dflash", "model": "m", "num_draft": 1}, "num_speculative_tokens"),

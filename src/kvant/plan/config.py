@@ -1,4 +1,4 @@
-"""What an engine is asked to be: the options of engines, and the frozen configuration made of them once."""
+"""The engine's options, and the frozen configuration that is made of them once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COMPILE = CompileLimits()
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What decides a plan, wherever the model runs."""
+    """Options that decide a plan."""
 
     model: str = option(DEFAULT_MODEL, "Directory, hub id, .gguf file, or smollm2.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.", unset="main")
@@ -51,7 +51,7 @@ class PlanOptions:
     )
     kv_cache_rules: tuple[str, ...] = option(
         (),
-        "Format for some layers, such as 0-3:bf16 or full:k=fp8; may be repeated.",
+        "Format for some layers, such as 0-3:bf16 or full:k=fp8; repeatable.",
         flag_name="--kv-cache-rule",
         metavar="L,..:F",
         panel=_KV,
@@ -65,37 +65,37 @@ class PlanOptions:
     )
     kv_missing_scales: str = option(
         "error",
-        "What to do where the checkpoint promises scales that are not there.",
+        "What to do if scales that the checkpoint promises are missing.",
         choices=("error", "one"),
         metavar="error|one",
         panel=_KV,
     )
     kv_format_defaults: str = option(
         "on",
-        "Whether a format may keep a model's first and last layers wide, as turboquant's do.",
+        "Whether a format may store the first and last layers in the model dtype, as turboquant's do.",
         choices=("on", "off"),
         metavar="on|off",
         panel=_KV,
     )
     strict: bool = option(
         False,
-        "A checkpoint's wish that cannot be served is an error, not a downgrade.",
+        "Refuse a checkpoint's KV format that cannot be served, instead of using the model dtype.",
         panel=_KV,
     )
     page_size: int = option(
-        DEFAULT_PAGE_SIZE, "Tokens a page.", low=1, high=256, aliases=("block_size",), panel=_KV
+        DEFAULT_PAGE_SIZE, "Tokens per page.", low=1, high=256, aliases=("block_size",), panel=_KV
     )
     kv_cache_memory: str | None = option(
         None,
-        "Memory of the KV cache, such as 2GiB.",
+        "Memory for the KV cache, such as 2GiB.",
         kind=Kind.SIZE,
         metavar="SIZE",
-        unset="on a CPU a quarter of what is free, or less where less can be used",
+        unset="CPU: a quarter of free memory, or less if the requests cannot fill it",
         panel=_KV,
     )
     gpu_memory_utilization: float = option(
         UTILIZATION,
-        "Share of a GPU's memory to use: weights, workspaces and pages together.",
+        "Share of a GPU's memory for weights, workspaces and pages.",
         low=0.01,
         high=1.0,
         panel=_KV,
@@ -103,15 +103,15 @@ class PlanOptions:
     attention_backend: str = option("auto", "auto, or one backend by name.", metavar="B")
     batch_invariant: bool = option(
         False,
-        "Each answer is bitwise the same alone or in any batch, with any chunking, caching or "
+        "Compute each answer bitwise equal alone and in any batch, with any chunking, caching or "
         "preemption; slower.",
     )
     quantization: str | None = option(
         None,
-        "Round the weights of linear layers while they are loaded, activations not; on CPUs.",
+        "Quantise the weights of linear layers while loading; CPUs only.",
         choices=tuple(q.value for q in Quantization),
         metavar="|".join(q.value for q in Quantization),
-        unset="weights as they are",
+        unset="as stored",
     )
     speculative_config: str | None = option(
         None,
@@ -122,22 +122,22 @@ class PlanOptions:
     )
     max_model_len: int | None = option(
         None,
-        "Tokens of one sequence, prompt and answer.",
+        "Most tokens of one sequence, prompt and answer.",
         low=1,
         unset="the model's, or what fits",
         panel=_RUN,
     )
     calculate_kv_scales: bool = option(False, "Refused, with the reason.", hidden=True)
-    tensor_parallel_size: int = option(1, "One device so far.", low=1, short=("-tp",), hidden=True)
+    tensor_parallel_size: int = option(1, "Only 1 so far.", low=1, short=("-tp",), hidden=True)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions(PlanOptions):
-    """What decides how requests run on it, too."""
+    """Options of a running engine: the plan's, and how requests share it."""
 
     max_num_seqs: int | None = option(
         None,
-        "Requests that run at once.",
+        "Most sequences that run at once.",
         low=1,
         high=2**16,
         unset="32 on a CPU, else 256",
@@ -145,32 +145,30 @@ class EngineOptions(PlanOptions):
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "Tokens of one step.",
+        "Most tokens of one step.",
         low=1,
         high=2**20,
         unset="512 on a CPU, else 8192 + max_num_seqs",
         panel=_RUN,
     )
     enable_prefix_caching: bool = option(
-        True, "Share pages between requests that begin alike.", panel=_RUN
+        True, "Share pages between requests with equal beginnings.", panel=_RUN
     )
     device: str = option("auto", "auto, cpu or cuda.", panel=_RUN)
-    seed: int | None = option(
-        None, "Of the seeds of requests without one.", unset="drawn", panel=_RUN
-    )
+    seed: int | None = option(None, "Seed for requests that have none.", unset="random", panel=_RUN)
     load_format: str = option(
         "auto",
-        "auto reads the weights; dummy makes random ones, for timings: a config.json is enough.",
+        "auto reads the weights; dummy makes random ones for timings, from a config.json alone.",
         choices=("auto", "dummy"),
         metavar="auto|dummy",
         panel=_RUN,
     )
     structured_timeout: float = option(
-        _COMPILE.seconds, "Seconds in which a schema, regex or grammar must compile.",
+        _COMPILE.seconds, "Seconds that compiling a schema, regex or grammar may take.",
         low=0.1, panel=_RUN,
     )  # fmt: skip
     structured_cache_bytes: int = option(
-        _COMPILE.cached_bytes, "Bytes of the texts of forms that are kept compiled.",
+        _COMPILE.cached_bytes, "Bytes of schemas, regexes and grammars that stay compiled.",
         low=0, panel=_RUN,
     )  # fmt: skip
 
@@ -215,7 +213,7 @@ def engine_config(settings: Settings, *, num_requests: int | None = None) -> Eng
 
 
 def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
-    """What decides the plan, with its types: the last time that a format is text."""
+    """The typed request for a plan. After this function no format is text."""
     options = settings.build(PlanOptions)
     refuse_calculated_scales(options.calculate_kv_scales)
     refuse_tensor_parallel(options.tensor_parallel_size)
@@ -244,7 +242,7 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
 
 
 def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
-    """What was asked of the KV cache. A format keeps everybody who named one; the policy file is weakest."""
+    """Requests for the KV cache, with every source that named a format; the policy file is weakest."""
     asked = tuple(_asked(said) for said in settings.said.get("kv_cache_dtype", ()))
     found = Requests(
         target=KVRequest(
@@ -268,7 +266,7 @@ def _asked(said: Said) -> Asked:
 
 
 def _items(settings: Settings, name: str) -> list[tuple[str, str]]:
-    """Each text of a list, and how it reads to whoever gave it."""
+    """Each item of a list option, and the item with its source."""
     said = settings.get(name)
     if said is None:
         return []
@@ -277,6 +275,6 @@ def _items(settings: Settings, name: str) -> list[tuple[str, str]]:
 
 
 def _by(settings: Settings, name: str) -> str:
-    """Who said an option's value; the default is nobody's, and its flag is how to change it."""
+    """The source of an option's value; its flag for a default."""
     said = settings.get(name)
     return "--" + name.replace("_", "-") if said is None else said.by.removesuffix("=")

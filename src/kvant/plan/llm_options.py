@@ -1,4 +1,4 @@
-"""The options of engines as keyword arguments of Python, and the configuration they make."""
+"""Options of the engine as Python keyword arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvant.plan.settings import read_settings
 
 
 class LLMOptions(TypedDict, total=False):
-    """What type checkers know of the options: names and types. Meanings stand in `EngineOptions`."""
+    """Names and types of the options, for type checkers. `EngineOptions` describes them."""
 
     revision: str | None
     dtype: str | None
@@ -43,7 +43,7 @@ class LLMOptions(TypedDict, total=False):
 
 
 def config_of(model: str | Path | None, options: LLMOptions) -> EngineConfig:
-    """Arguments over environment over defaults. None is as good as not given."""
+    """The configuration of arguments, else variables, else defaults. None means not given."""
     given: dict[str, object] = {"model": model, **options}
     settings = read_settings(
         ENGINE_OPTIONS, given=given, by=lambda option: f"{option.name}=", environ=os.environ

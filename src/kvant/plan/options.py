@@ -1,14 +1,14 @@
-"""What an option is: one thing that a user can set, by whatever means.
+"""Options: everything a user can set by flag, environment variable, YAML file or Python argument.
 
-The fields of configuration classes are the table of options:
+The fields of configuration classes form the table of options:
 
     @dataclass(frozen=True, slots=True)
     class Limits:
         body_bytes: int = option(32 * 2**20, "Bytes of a request's body.", name="max_body_bytes", low=1)
 
-From such a field follow the flag --max-body-bytes, the variable KVANT_MAX_BODY_BYTES, the key
-max_body_bytes of the YAML file, the check of what comes in, and a line of docs/configuration.md.
-`kvant.plan.settings` reads the values.
+This field defines the flag --max-body-bytes, the variable KVANT_MAX_BODY_BYTES, the YAML key
+max_body_bytes, the check of its values, and a line of docs/configuration.md. `kvant.plan.settings` reads
+the values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from kvant.errors import BadValue, UnknownName
 
 Value = str | int | float | bool | tuple[str, ...]
-"""What an option can hold. JSON can carry all of it."""
+"""Values of options; all of them can be written as JSON."""
 
 PREFIX = "KVANT_"
 _METADATA = "kvant.option"
@@ -36,7 +36,7 @@ _SWITCH_TEXTS = {"1": True, "true": True, "yes": True, "on": True,
 
 
 class Kind(Enum):
-    """What a value is; the value says so in words."""
+    """Types of values; the enum's values describe them in error messages."""
 
     TEXT = "a text (in YAML: in quotes)"
     COUNT = "a whole number"
@@ -59,12 +59,11 @@ _KINDS: dict[object, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """name: as a keyword argument and in the file. field: of the class it belongs to.
+    """One option. name: as keyword argument and YAML key. field: in its configuration class.
 
-    unset: what holds where nobody says anything, for options whose default is None. low, high: bounds,
-    both allowed. flag: where it is not the name. aliases: other names, as other programs have them.
-    short: further flags as they are written. panel: heading in a command's help. secret: never shown.
-    hidden: in no help and no document.
+    unset: describes the effect of the default None. low, high: bounds, inclusive. flag_name: the flag, if
+    it differs from the name. aliases: names that other programs use. short: further flags, as written.
+    panel: heading in a command's help. secret: never shown. hidden: in no help and no document.
     """
 
     name: str
@@ -90,7 +89,7 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Every way to write it on a command line; a switch can also be turned off."""
+        """All its flags; a switch also has --no- flags."""
         names = (self.flag, *(_dashed(alias) for alias in self.aliases))
         if self.kind is Kind.SWITCH:
             names = tuple(f"{name}/--no-{name.removeprefix('--')}" for name in names)
@@ -105,7 +104,7 @@ class Option:
         return (self.name, *self.aliases)
 
     def read(self, raw: object, where: str) -> Value:
-        """A value that came as it is (Python, YAML). BadValue or UnknownName, with `where`."""
+        """Check a value from Python or YAML. Raises BadValue or UnknownName, naming `where`."""
         value = self._convert(raw)
         if value is None or not self._in_bounds(value):
             shown = "what was given" if self.secret else repr(raw)
@@ -115,7 +114,7 @@ class Option:
         return value
 
     def read_text(self, text: str, where: str) -> Value:
-        """A value that came as text, from a variable. Lists are separated by blanks."""
+        """Parse and check the text of a variable. Spaces separate the items of a list."""
         raw: object = text
         if not text:
             raise BadValue(f"{where} is empty", why=f"it must be {self.expects}; or unset it")
@@ -134,7 +133,7 @@ class Option:
 
     @property
     def expects(self) -> str:
-        """What a value must be, in words."""
+        """The values that are allowed, in words."""
         if self.choices:
             return " or ".join(self.choices)
         bounds = ""
@@ -145,7 +144,7 @@ class Option:
         return self.kind.value + bounds
 
     def _convert(self, raw: object) -> Value | None:
-        """The value in its own type; None if it has another."""
+        """The value in the option's type; None if it has another type."""
         if isinstance(raw, Path):
             raw = str(raw)
         is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
@@ -185,13 +184,13 @@ class Option:
 def _finite(number: int | float) -> float | None:
     try:
         found = float(number)
-    except OverflowError:  # a whole number beyond every float
+    except OverflowError:  # an integer beyond the range of floats
         return None
     return found if math.isfinite(found) else None
 
 
 def _json(mapping: Mapping[object, object]) -> str | None:
-    """None for what JSON cannot carry, such as the dates that YAML knows."""
+    """None for values without a JSON form, such as YAML's dates."""
     try:
         return json.dumps(dict(mapping))
     except TypeError:
@@ -199,14 +198,14 @@ def _json(mapping: Mapping[object, object]) -> str | None:
 
 
 def option(default: Any, help: str, *, kind: Kind | None = None, **details: Any) -> Any:
-    """A dataclass field that is an option. details: see `Option`; kind: where the type does not say it."""
+    """A dataclass field that is an option. kind: if the type does not imply it. details: see `Option`."""
     return dataclasses.field(
         default=default, metadata={_METADATA: {"help": help, "kind": kind, **details}}
     )
 
 
 def options_of(*tables: type) -> tuple[Option, ...]:
-    """Every option of these classes, those of fields that are such classes themselves included."""
+    """Every option of these classes and of the configuration classes nested in them."""
     found: list[Option] = []
     for table in tables:
         types = typing.get_type_hints(table)

@@ -1,4 +1,4 @@
-"""Flags that exist elsewhere and that Kvant refuses, with the reason and what to use instead."""
+"""Flags of other engines that Kvant refuses, with the reason and an alternative."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from kvant.errors import NotServable, WayOut
 
 
 def refuse_calculated_scales(asked: bool) -> None:
-    """Scales guessed from the first tokens are frozen guesses; Kvant has no such mode."""
+    """Refuse scales computed from the first tokens."""
     if asked:
         raise NotServable(
             "--calculate-kv-scales is not offered",
-            why="scales taken from whatever comes first, warm-up included, decide every later answer",
+            why="scales computed from the first tokens, warm-up included, would decide every later answer",
             ways_out=(
                 WayOut("let each row carry its scale", ("--kv-cache-dtype", "fp8_per_token_head")),
                 WayOut("use a checkpoint with calibrated k_scale and v_scale"),

@@ -1,7 +1,7 @@
-"""What holds, and who said so: argument or flag, else environment, else YAML file, else default.
+"""The values of options and their sources: argument or flag, else variable, else YAML file, else default.
 
-Read once, at the edge. Nothing is merged: the strongest source's value holds whole, what it overrode
-stays visible. Keys and variables that nobody knows are errors.
+They are read once. Values are never merged: the strongest source wins, and overridden values stay
+visible. Unknown keys and variables are errors.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvant.plan.options import PREFIX, Option, Value, options_of
 
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 OTHER_VARIABLES = (CONFIG_VARIABLE, PREFIX + "CACHE")
-"""Variables of Kvant that are no options: the file's name, and the directory of converted models."""
+"""Variables that are not options: the configuration file, and the directory of converted models."""
 
-# What Kubernetes puts into every container beside a service named "kvant". KVANT_PORT is one of them
-# too, as tcp://..., and is refused with the reason.
+# Kubernetes sets these in every container beside a service named "kvant". It also sets KVANT_PORT to
+# tcp://..., which is refused with the reason.
 _SERVICE_LINK = re.compile(
     PREFIX + r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
 )
@@ -34,34 +34,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A value and who said it: "--max-num-seqs", "KVANT_MAX_NUM_SEQS", "kvant.yaml:3: max_num_seqs"."""
+    """A value and its source: "--max-num-seqs", "KVANT_MAX_NUM_SEQS", "kvant.yaml:3: max_num_seqs"."""
 
     value: Value
     by: str
 
     def label(self, item: object) -> str:
-        """How one value reads in plans and messages: "--kv-cache-dtype fp8", "kv_cache_dtype='fp8'"."""
+        """The value with its source, for messages: "--kv-cache-dtype fp8", "kv_cache_dtype='fp8'"."""
         return f"{self.by}{item!r}" if self.by.endswith("=") else f"{self.by} {item}"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """By option: all that was said, strongest first. An option without an entry has its default."""
+    """All given values by option, strongest first. An option without an entry has its default."""
 
     said: dict[str, tuple[Said, ...]] = field(default_factory=dict)
 
     def get(self, name: str) -> Said | None:
-        """What holds; None for the default."""
+        """The value that holds; None for the default."""
         found = self.said.get(name)
         return found[0] if found else None
 
     def only(self, options: Iterable[Option]) -> Settings:
-        """Those of some options."""
+        """The settings of some options."""
         names = {option.name for option in options}
         return Settings({name: said for name, said in self.said.items() if name in names})
 
     def build(self, table: type[T]) -> T:
-        """An object of a class of options, with what was said or its own defaults."""
+        """An instance of a configuration class, with the given values and its own defaults."""
         types = typing.get_type_hints(table)
         values: dict[str, Any] = {}
         for option in options_of(table):
@@ -84,9 +84,10 @@ def read_settings(
     environ: Mapping[str, str],
     file: Path | None = None,
 ) -> Settings:
-    """All that was said. ConfigError, naming variable or file and line, for what makes no sense.
+    """Read all sources. Raises ConfigError, naming the variable or the file and line of a wrong value.
 
-    given: flags or arguments by option name, None where there was none. by: how such a one is called.
+    given: flags or arguments by option name; None if absent. by: the name of a flag or argument in
+    messages.
     """
     known = tuple(known)
     ladder = (
@@ -99,7 +100,7 @@ def read_settings(
 
 
 def refuse_unknown_variables(known: Iterable[Option], environ: Mapping[str, str]) -> None:
-    """UnknownName for the first KVANT_ variable that means nothing."""
+    """Raise UnknownName for the first unknown KVANT_ variable."""
     names = [*(option.variable for option in known), *OTHER_VARIABLES]
     aliases = {PREFIX + alias.upper() for option in known for alias in option.aliases}
     for name in sorted(environ):
@@ -123,7 +124,7 @@ def _given(
         value = option.read(raw, by(option).removesuffix("="))
         if option.name in found and found[option.name].value != value:
             raise BadValue(
-                f"{' and '.join(option.names)} differ", why="they are names of one thing"
+                f"{' and '.join(option.names)} differ", why="they are names of one option"
             )
         found[option.name] = Said(value, by(option))
     return found
@@ -140,17 +141,17 @@ def _from_environment(known: Iterable[Option], environ: Mapping[str, str]) -> di
             if variable == PREFIX + "PORT" and "://" in text:
                 raise BadValue(
                     f"{variable} is {text!r}",
-                    why="that is what Kubernetes sets beside a service named kvant",
+                    why="Kubernetes sets it to that beside a service named kvant",
                     ways_out=(WayOut("set enableServiceLinks: false in the pod's specification"),),
                 )
             if option.name in found:
-                raise BadValue(f"{found[option.name].by} and {variable} are names of one thing")
+                raise BadValue(f"{found[option.name].by} and {variable} are names of one option")
             found[option.name] = Said(option.read_text(text, variable), variable)
     return found
 
 
 def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
-    """A flat mapping. Dashes and underscores in keys are the same; null is as good as nothing."""
+    """Read a flat mapping. Dashes and underscores in keys are equal; null means no value."""
     options = {name: option for option in known for name in option.names}
     found: dict[str, Said] = {}
     seen: set[str] = set()
@@ -165,7 +166,7 @@ def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
         option = options[name]
         by = f"{path}:{line}: {option.name}"
         if option.name in seen:
-            faults.append(f"{by} stands there twice")
+            faults.append(f"{by} is given twice")
         elif raw is not None:
             try:
                 found[option.name] = Said(option.read(raw, by), by)
@@ -173,9 +174,9 @@ def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
                 faults.append(f"{fault.what}; {fault.why}")
         seen.add(option.name)
     if unknown is not None and len(faults) == 1:
-        raise unknown  # which lists all keys
+        raise unknown  # its message lists all keys
     if faults:
-        raise BadValue("\n".join(faults), why=f"{path} is read before anything is started")
+        raise BadValue("\n".join(faults), why=f"{path} is checked before anything starts")
     return found
 
 
@@ -192,7 +193,8 @@ def _entries(path: Path) -> list[tuple[str, int, object]]:
             return []
         if not isinstance(root, yaml.MappingNode):
             raise BadValue(
-                f"{path}:{root.start_mark.line + 1} is no mapping", why="it has lines KEY: VALUE"
+                f"{path}:{root.start_mark.line + 1} is not a mapping",
+                why="write lines of KEY: VALUE",
             )
         loader = yaml.SafeLoader("")
         return [
@@ -211,5 +213,5 @@ def _entries(path: Path) -> list[tuple[str, int, object]]:
         mark = getattr(fault, "problem_mark", None)
         place = str(path) if mark is None else f"{path}:{mark.line + 1}"
         raise BadValue(
-            f"{place} is no YAML", why=str(getattr(fault, "problem", None) or fault)
+            f"{place} is not YAML", why=str(getattr(fault, "problem", None) or fault)
         ) from None

@@ -1,4 +1,4 @@
-"""`--speculative-config`: how tokens are drafted, as JSON in vLLM's words, parsed once."""
+"""`--speculative-config`: how tokens are drafted, as JSON with vLLM's keys."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MODEL_KEYS = ("model", "kv_cache_dtype", "revision")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """What was asked. model: the drafter, "" for methods without one.
+    """The request. model: the drafter, "" for methods without one.
 
-    num_speculative_tokens None: as many as its block allows. adaptive: whether it steps aside where
-    it does not pay. options: the method's own numbers, all of them.
+    num_speculative_tokens: drafts of one step; None for as many as the drafter's block allows. adaptive:
+    draft less while drafts do not pay. options: values of all of the method's own options.
     """
 
     method: Method
@@ -38,20 +38,20 @@ class SpeculativeConfig:
 def parse_speculative_config(
     given: str | Mapping[str, Any], *, asked_by: str = FLAG
 ) -> SpeculativeConfig:
-    """From JSON text or a mapping; BadValue, naming who asked, for anything that is not understood."""
+    """Parse JSON text or a mapping. Raises BadValue or UnknownName, naming `asked_by`."""
     body: Any = given
     if isinstance(given, str):
         try:
             body = json.loads(given)
         except (json.JSONDecodeError, RecursionError) as fault:
             shown = given if len(given) <= _MOST_SHOWN else given[:_MOST_SHOWN] + ".."
-            raise BadValue(f"{asked_by}: {shown!r} is no JSON", why=str(fault)) from None
+            raise BadValue(f"{asked_by}: {shown!r} is not JSON", why=str(fault)) from None
     if not isinstance(body, Mapping):
         raise BadValue(f"{asked_by}: expected an object, got {type(body).__name__}")
     name = body.get("method")
     if not isinstance(name, str):
         names = ", ".join(method.name for method in METHODS)
-        raise BadValue(f"{asked_by}: method is {name!r}", why=f"name how to draft: {names}")
+        raise BadValue(f"{asked_by}: method is {name!r}", why=f"name a method: {names}")
     method = find_method(name, asked_by=asked_by)
     keys = (*_KEYS, *(_MODEL_KEYS if method.has_model else ()), *method.options)
     unknown = [str(key) for key in body if key not in keys]
@@ -68,10 +68,12 @@ def parse_speculative_config(
         wanted = Asked(parse_format(str(dtype), asked_by=by), by)
     revision = body.get("revision")
     if revision is not None and not isinstance(revision, str):
-        raise BadValue(f"{asked_by}: revision is {revision!r}", why="it is a branch, tag or commit")
+        raise BadValue(
+            f"{asked_by}: revision is {revision!r}", why="it must be a branch, tag or commit"
+        )
     adaptive = body.get("adaptive", True)
     if not isinstance(adaptive, bool):
-        raise BadValue(f"{asked_by}: adaptive is {adaptive!r}", why="it is true or false")
+        raise BadValue(f"{asked_by}: adaptive is {adaptive!r}", why="it must be true or false")
     return SpeculativeConfig(
         method=method,
         model=model,
@@ -93,7 +95,7 @@ def _options(body: Mapping[str, Any], method: Method, asked_by: str) -> dict[str
     if least is not None and most is not None and least > most:
         raise BadValue(
             f"{asked_by}: prompt_lookup_min {least} is more than prompt_lookup_max {most}",
-            why="the least number of tokens that must agree is above the most that are looked at",
+            why="the shortest match is longer than the longest one",
         )
     return options
 
@@ -101,5 +103,5 @@ def _options(body: Mapping[str, Any], method: Method, asked_by: str) -> dict[str
 def _count(body: Mapping[str, Any], key: str, asked_by: str) -> int | None:
     count = body.get(key)
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise BadValue(f"{asked_by}: {key} {count!r}", why="it is a count, 1 or more")
+        raise BadValue(f"{asked_by}: {key} {count!r}", why="it must be 1 or more")
     return count

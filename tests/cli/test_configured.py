@@ -114,7 +114,7 @@ def test_what_makes_no_sense_ends_with_one_block_before_anything_heavy(
 def test_help_keeps_no_indentation_of_the_source() -> None:
     for command in ("generate", "chat", "bench throughput"):
         said = kvant(*command.split(), "--help", env={"COLUMNS": "400"}).out
-        assert "  Every option can also" in said
+        assert "  Every option is also" in said
         paragraphs = said.partition("Options:")[0].partition("Arguments:")[0].splitlines()[1:]
         assert all("    " not in line.strip() for line in paragraphs), paragraphs
 

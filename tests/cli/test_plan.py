@@ -205,7 +205,7 @@ def test_what_cannot_run_is_planned_without_lines_that_run_it(plain: Path, tmp_p
     ("format", "says"),
     [
         ("float32", "2.00x larger than 16 bit"),
-        ("bfloat16", "in all, as 16 bit"),
+        ("bfloat16", "in total, as 16 bit"),
         ("fp8", "2.00x smaller than 16 bit"),
     ],
 )

@@ -41,8 +41,8 @@ _TYPES: dict[Kind, Any] = {
 }
 _METAVARS = {Kind.COUNT: "INT", Kind.NUMBER: "NUMBER", Kind.TEXT: "TEXT", Kind.TEXTS: "TEXT"}
 _ENDING = (
-    "Every option can also be set as a variable KVANT_NAME or as a key of the YAML file that --config "
-    "names; a flag beats a variable, a variable beats the file (docs/configuration.md)."
+    "Every option is also a variable KVANT_NAME and a key of the YAML file that --config names. "
+    "Flags override variables, variables override the file (docs/configuration.md)."
 )
 Command = Callable[..., None]
 
@@ -154,7 +154,7 @@ _PRINT_CONFIG = inspect.Parameter(
         bool,
         typer.Option(
             "--print-config",
-            help="Show every option's value and who set it, as a file for --config, and end.",
+            help="Print every option with its value and source, as a file for --config, and exit.",
         ),
     ],
 )

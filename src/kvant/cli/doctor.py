@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from kvant.attention.need import BackendInfo, DeviceFacts, Need
     from kvant.kv.dtype import KVDtype
 
-PYTHON_WINDOW = ((3, 11), (3, 14))
-WINDOWS = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 24))}
-"""First tested version and first untested version; pyproject.toml has the same bounds."""
+CHECKED = ("torch", "transformers")
+"""Required packages that are imported too, because only that shows a broken installation."""
 
 OPTIONAL = {
     "compressed-tensors": "checkpoints with quantised weights (pip install 'kvant[quantized]')",
@@ -37,7 +36,7 @@ OPTIONAL = {
 
 
 class State(Enum):
-    """GOOD and INFO are fine, WARN may matter, FAULT means that Kvant cannot run models here."""
+    """GOOD and INFO are fine, WARN may matter, FAULT keeps Kvant from running models here."""
 
     GOOD = "green"
     INFO = "dim"
@@ -85,18 +84,16 @@ def _software() -> Iterator[Finding]:
 
     yield Finding("kvant", State.GOOD, __version__)
     text = f"{platform.python_version()} ({sys.executable})"
-    low, high = PYTHON_WINDOW
-    tested = low <= sys.version_info[:2] < high
-    yield Finding("python", State.GOOD if tested else State.WARN, text + _window(tested, low, high))
-    for name, (low, high) in WINDOWS.items():
-        yield _required(name, low, high)
+    yield _tested("python", text, importlib.metadata.metadata("kvant")["Requires-Python"])
+    for name in CHECKED:
+        yield _required(name)
     for name, purpose in OPTIONAL.items():
         version = _version(name)
         text = f"not installed; for {purpose}" if version is None else version
         yield Finding(name, State.INFO if version is None else State.GOOD, text)
 
 
-def _required(name: str, low: tuple[int, int], high: tuple[int, int]) -> Finding:
+def _required(name: str) -> Finding:
     version = _version(name)
     if version is None:
         return Finding(name, State.FAULT, f"not installed: pip install {name}")
@@ -104,14 +101,17 @@ def _required(name: str, low: tuple[int, int], high: tuple[int, int]) -> Finding
         importlib.import_module(name)
     except Exception as fault:  # a broken installation may raise anything
         return Finding(name, State.FAULT, f"{version}, but importing it fails: {fault}")
-    tested = low <= _numbers(version) < high
-    return Finding(name, State.GOOD if tested else State.WARN, version + _window(tested, low, high))
+    required = importlib.metadata.requires("kvant") or ()
+    return _tested(name, version, next(line for line in required if re.match(rf"{name}\W", line)))
 
 
-def _window(tested: bool, low: tuple[int, int], high: tuple[int, int]) -> str:
-    if tested:
-        return ""
-    return f": untested; Kvant is tested from {low[0]}.{low[1]} to below {high[0]}.{high[1]}"
+def _tested(name: str, version: str, window: str) -> Finding:
+    """version: a text that begins with it. window: a requirement with >= and <, as in pyproject.toml."""
+    low, high = re.findall(r">=([\d.]+)", window)[0], re.findall(r"<([\d.]+)", window)[0]
+    if _numbers(low) <= _numbers(version) < _numbers(high):
+        return Finding(name, State.GOOD, version)
+    untested = f"{version}: untested; Kvant is tested from {low} to below {high}"
+    return Finding(name, State.WARN, untested)
 
 
 def _version(name: str) -> str | None:
@@ -121,9 +121,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def _machine() -> Iterator[Finding]:
@@ -173,7 +172,7 @@ def _models() -> Iterator[Finding]:
 
     try:
         yield Finding(DEMO_NAME, State.GOOD, f"installed: {demo_gguf()}")
-    except Exception as fault:  # not installed, or not as Kvant knows it: the message says which
+    except Exception as fault:  # not installed, or an unknown version: the message says which
         yield Finding(DEMO_NAME, State.WARN, str(fault))
     yield _place("kvant cache", cache_root())
     try:
@@ -215,7 +214,7 @@ def _print_formats(console: Console) -> None:
     device = host_device("auto")
     where = device.kind.value + (f" ({device.arch})" if device.arch else "")
     console.print(
-        f"[bold]KV formats on {where}[/], for 128-wide heads; kvant plan says it per model"
+        f"[bold]KV formats on {where}[/], for heads of size 128; kvant plan shows them per model"
     )
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
     table.add_column("  format")
@@ -242,7 +241,7 @@ def _print_formats(console: Console) -> None:
     console.print(table)
     for number, text in enumerate(reasons, start=1):
         console.print(f"  ({number}) {text}", style="dim", markup=False, highlight=False)
-    console.print("  kvant verify runs every one of them here, against the definition in float64")
+    console.print("  kvant verify checks each of them here against the definition in float64")
 
 
 def _missing_package(info: BackendInfo) -> str | None:

@@ -26,19 +26,19 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         "--temperature",
-        help="0 takes the likeliest token.",
+        help="0 takes the most likely token.",
         rich_help_panel=SAMPLING_PANEL,
     ),
 ]
 TopK = Annotated[
     int | None,
-    typer.Option("--top-k", help="Only the k likeliest.", rich_help_panel=SAMPLING_PANEL),
+    typer.Option("--top-k", help="Only the k most likely tokens.", rich_help_panel=SAMPLING_PANEL),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
         "--top-p",
-        help="Only the likeliest that reach this share.",
+        help="Only the most likely tokens that reach this probability together.",
         rich_help_panel=SAMPLING_PANEL,
     ),
 ]
@@ -46,7 +46,7 @@ MinP = Annotated[
     float | None,
     typer.Option(
         "--min-p",
-        help="Only those this fraction as likely as the likeliest.",
+        help="Only tokens at least this fraction as likely as the most likely one.",
         rich_help_panel=SAMPLING_PANEL,
     ),
 ]
@@ -54,7 +54,7 @@ PresencePenalty = Annotated[
     float,
     typer.Option(
         "--presence-penalty",
-        help="Taken off tokens that the answer has already, -2 to 2.",
+        help="Subtracted from logits of tokens in the answer, -2 to 2.",
         rich_help_panel=SAMPLING_PANEL,
     ),
 ]
@@ -62,7 +62,7 @@ FrequencyPenalty = Annotated[
     float,
     typer.Option(
         "--frequency-penalty",
-        help="The same, times how often it has them.",
+        help="The same, times the count of the token in the answer.",
         rich_help_panel=SAMPLING_PANEL,
     ),
 ]
@@ -70,7 +70,7 @@ RepetitionPenalty = Annotated[
     float | None,
     typer.Option(
         "--repetition-penalty",
-        help="Above 1: tokens of prompt and answer are less likely.",
+        help="Above 1 makes tokens of prompt and answer less likely.",
         rich_help_panel=SAMPLING_PANEL,
     ),
 ]
@@ -101,13 +101,13 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
         model = llm.plan.model
         raise NotServable(
             f"{model} has no tokenizer",
-            why="what is typed and printed here is text",
+            why="this command reads and prints text",
             ways_out=(
                 WayOut("serve it: /v1/completions takes token ids", ("kvant", "serve", model)),
             ),
         )
     recommended = recommendation(llm.default_params)
-    own = f"sampling as the model recommends where no flag says: {recommended}"
+    own = f"sampling as the model recommends, where no flag is given: {recommended}"
     for line in (*llm.notes, *([own] if recommended else ())):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     for line in llm.warnings:

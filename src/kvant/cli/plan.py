@@ -33,12 +33,12 @@ def plan(
     settings: Settings,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="The device's memory, such as 80GiB."),
+        typer.Option("--memory", metavar="SIZE", help="Memory of the device, such as 80GiB."),
     ] = None,
     device: Annotated[
         str,
         typer.Option(
-            "--device", help="cpu, cuda, sm_80, sm_90, sm_100 or gfx942; need not be here."
+            "--device", help="cpu, cuda, sm_80, sm_90, sm_100 or gfx942; need not be present."
         ),
     ] = "cpu",
     output: Annotated[Format, typer.Option("--format", help="table or json.")] = Format.TABLE,
@@ -49,7 +49,7 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Show what every layer would store and who decided it; loads no weights."""
+    """Show the KV format of every layer and its source; loads no weights."""
     from kvant.kv.memory import parse_size
 
     request = replace(
@@ -83,7 +83,7 @@ _DEVICES = {
 
 
 def device_from(text: str) -> DeviceFacts:
-    """The device to plan for; it need not be present."""
+    """The device to plan for, which need not be present."""
     if text == "cpu":
         return DeviceFacts(
             DeviceKind.CPU, has_bf16=host_cpu_has_bf16(), has_avx2=host_cpu_has_avx2()

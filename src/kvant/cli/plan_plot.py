@@ -1,4 +1,4 @@
-"""A plan as a picture: bytes a token of every layer, K below V, coloured by format."""
+"""A plan as a picture: bytes per token of every layer, K below V, coloured by format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUFFIXES = (".svg", ".png")
 
 
 def picture(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """The path, for typer. BadValue or NotServable where `plot_plan` could write no picture there."""
+    """Check the path, for typer. Raises BadValue or NotServable if `plot_plan` cannot write it."""
     if writable(option, path) is None or path is None:
         return None
     if path.suffix.lower() not in _SUFFIXES:
@@ -24,7 +24,7 @@ def picture(option: typer.CallbackParam, path: Path | None) -> Path | None:
     if importlib.util.find_spec("matplotlib") is None:
         raise NotServable(
             f"--plot {path}: matplotlib is not installed",
-            why="pictures are an extra",
+            why="plots need the optional package matplotlib",
             ways_out=(WayOut("install it: pip install 'kvant[plot]'"),),
         )
     return path
@@ -61,9 +61,9 @@ def plot_plan(plan: Plan, path: Path) -> None:
             )
             floor += height
     axes.set_xlabel("layer")
-    axes.set_ylabel("bytes a token (K below, V above)")
+    axes.set_ylabel("bytes per token (K below, V above)")
     total = plan.target.kv.bytes_per_token
-    axes.set_title(f"{plan.target.local.name}: {total:,} bytes a token", fontsize="medium")
+    axes.set_title(f"{plan.target.local.name}: {total:,} bytes per token", fontsize="medium")
     if named:
         axes.legend(fontsize="small")
     figure.savefig(path)

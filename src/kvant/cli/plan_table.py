@@ -1,4 +1,4 @@
-"""A plan for people: layers grouped, memory as a bar, the same model under every format."""
+"""A plan as text: grouped layers, a bar of the memory, and the model in every other format."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvant.plan.plan import Plan, PlannedModel
 from kvant.plan.what_if import what_if
 
 _BAR_WIDTH = 60
-_DESCRIBED_FROM = 100  # columns: below, numbers need the room
+_DESCRIBED_FROM = 100  # columns; a narrower terminal has room for numbers only
 
 
 def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> None:
-    """The whole report. command: the arguments after `kvant plan`, for the lines that run it."""
+    """Print the whole plan. command: the arguments after `kvant plan`, for the commands that run it."""
     kv = plan.target.kv
     console.print(
         Text.assemble(
@@ -65,7 +65,7 @@ def _weights(plan: Plan) -> str:
 
 
 def print_layers(model: PlannedModel, console: Console) -> None:
-    """Two lines a kind of layer: what is stored and who reads it; who decided and where scales are."""
+    """Print two lines per kind of layer: format and backend, then the source of the format and scales."""
     rows: list[tuple[str, ...]] = []
     for row, layers in _grouped(model.kv.layers):
         total = sum(layer.bytes_per_token for layer in layers)
@@ -79,7 +79,7 @@ def print_layers(model: PlannedModel, console: Console) -> None:
             reason = Text(_indent(widths) + _reason(layers[0]), style="dim")
             console.print(reason, soft_wrap=True)
     kv = model.kv
-    console.print(Text(f"{kv.bytes_per_token:,} bytes a token in all{_beside_16bit(kv)}"))
+    console.print(Text(f"{kv.bytes_per_token:,} bytes per token in total{_beside_16bit(kv)}"))
 
 
 def _beside_16bit(kv: KVPlan) -> str:
@@ -104,7 +104,7 @@ def _indent(widths: Sequence[int]) -> str:
 
 
 def _grouped(layers: Sequence[LayerSpec]) -> list[tuple[tuple[str, ...], list[LayerSpec]]]:
-    """Layers that read the same in every respect, together; the reason is one of the respects."""
+    """Layers with equal cells and equal reasons, grouped."""
     groups: dict[tuple[str, ...], list[LayerSpec]] = {}
     for layer in layers:
         reason = "" if layer.k is None else _reason(layer)
@@ -127,14 +127,14 @@ def _cells(layer: LayerSpec) -> tuple[str, str, str, str]:
 
 
 def _reason(layer: LayerSpec) -> str:
-    """Who decided, and the state of scales where a side has one."""
+    """The source of the format, and the state of scales if a side has them."""
     text = _both(layer, lambda choice: f"{choice.source.value}: {choice.because}")
     states = _both(layer, lambda choice: choice.scale.state.value)
     return text if states == ScaleState.NONE.value else f"{text}; scales {states}"
 
 
 def _both(layer: LayerSpec, say: Callable[[Choice], str]) -> str:
-    """What holds for K and V alike once, else each with its side."""
+    """One text if K and V agree, else one for each side."""
     assert layer.k is not None
     k = say(layer.k)
     if layer.v is None or say(layer.v) == k:

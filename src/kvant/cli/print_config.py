@@ -1,4 +1,4 @@
-"""What `--print-config` shows: a YAML file that --config takes, with who said each value beside it."""
+"""`--print-config`: a YAML file for --config, with the source of each value as a comment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvant.plan.settings import Said, Settings
 
 
 def config_lines(options: Iterable[Option], settings: Settings) -> list[str]:
-    """One line an option. Secrets are counted, not shown, and stand in a comment."""
+    """One line for each option. Secrets are counted in a comment, not shown."""
     shown = [
         (_entry(option, settings), _who(option, settings))
         for option in options

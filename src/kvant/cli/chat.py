@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,21 +35,18 @@ COMMANDS = {
 }
 
 
-@configured(EngineOptions, without=("seed", "max_num_seqs"))
+@configured(
+    EngineOptions,
+    without=("seed", "max_num_seqs"),
+    sampling=model_options.sampling_parameters(without=("n", "stop", "ignore_eos")),
+)
 def chat(
     settings: Settings,
+    sampling: dict[str, Any],
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="Maximum number of tokens per answer.")
     ] = 512,
-    temperature: model_options.Temperature = None,
-    top_k: model_options.TopK = None,
-    top_p: model_options.TopP = None,
-    min_p: model_options.MinP = None,
-    presence_penalty: model_options.PresencePenalty = 0.0,
-    frequency_penalty: model_options.FrequencyPenalty = 0.0,
-    repetition_penalty: model_options.RepetitionPenalty = None,
-    seed: model_options.Seed = None,
 ) -> None:
     """Talk with a model.
 
@@ -60,17 +57,7 @@ def chat(
 
     from kvant.sampling.sampling_params import SamplingParams
 
-    sampling = model_options.SamplingFlags(
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        max_tokens,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-    )
+    sampling["max_tokens"] = max_tokens
     # Wrong flags are refused before the model loads.
     model_options.sampling_from(sampling, SamplingParams())
     console = Console()

@@ -52,11 +52,13 @@ def configured(
     model: str = "argument",
     needs_model: bool = False,
     without: Sequence[str] = (),
+    sampling: Sequence[inspect.Parameter] = (),
     check: Callable[[Settings], object] = engine_config,
 ) -> Callable[[Command], Command]:
     """model: "argument", or the flags that name it. needs_model: the user must name one, there is no
     default. without: options the command gives no flag. check: raises what a start would raise for the
-    settings alone.
+    settings alone. sampling: flags of sampling parameters; the command gets their values by name, as
+    `sampling`.
     """
     options = tuple(o for o in options_of(*tables) if o.name not in without)
 
@@ -75,13 +77,19 @@ def configured(
                 for line in config_lines(options_of(*tables), settings):
                     sys.stdout.write(line + "\n")
                 return
+            if sampling:
+                arguments["sampling"] = {flag.name: arguments.pop(flag.name) for flag in sampling}
             command(settings, **arguments)
 
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        own = [
+            parameter
+            for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+            if name not in ("settings", "sampling")
+        ]
         parameters = [_parameter(o, model, needed=needs_model) for o in options]
         parameters += [_CONFIG, _PRINT_CONFIG]
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *parameters)]
+            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *sampling, *parameters)]
         )
         run.__name__ = command.__name__
         run.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{_ENDING}"

@@ -6,7 +6,7 @@ import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,9 +33,15 @@ class Output(Enum):
     JSON = "json"
 
 
-@configured(EngineOptions, model="--model -m", without=("seed",))
+@configured(
+    EngineOptions,
+    model="--model -m",
+    without=("seed",),
+    sampling=model_options.sampling_parameters(),
+)
 def generate(
     settings: Settings,
+    sampling: dict[str, Any],
     prompts: Annotated[
         list[str],
         typer.Argument(
@@ -60,38 +66,6 @@ def generate(
             "--format", help="text, or json: one object per line, in the order of the prompts."
         ),
     ] = Output.TEXT,
-    temperature: model_options.Temperature = None,
-    top_k: model_options.TopK = None,
-    top_p: model_options.TopP = None,
-    min_p: model_options.MinP = None,
-    presence_penalty: model_options.PresencePenalty = 0.0,
-    frequency_penalty: model_options.FrequencyPenalty = 0.0,
-    repetition_penalty: model_options.RepetitionPenalty = None,
-    seed: model_options.Seed = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop",
-            help="End the answer before this text; may be repeated.",
-            rich_help_panel=model_options.SAMPLING_PANEL,
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos",
-            help="Continue after an end-of-sequence token.",
-            rich_help_panel=model_options.SAMPLING_PANEL,
-        ),
-    ] = False,
-    n: Annotated[
-        int,
-        typer.Option(
-            "--n",
-            help="Number of answers per prompt; with --seed, answer i uses SEED + i.",
-            rich_help_panel=model_options.SAMPLING_PANEL,
-        ),
-    ] = 1,
     json_schema: Annotated[
         str | None,
         typer.Option(
@@ -144,26 +118,17 @@ def generate(
 
     from kvant.sampling.sampling_params import SamplingParams
 
-    sampling = model_options.SamplingFlags(
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        max_tokens,
-        stop,
-        ignore_eos,
-        presence_penalty,
-        frequency_penalty,
-        repetition_penalty,
-        n,
-        _form(json_schema, json_object, regex, choice, grammar),
-    )
+    sampling |= {
+        "max_tokens": max_tokens,
+        "structured_outputs": _form(json_schema, json_object, regex, choice, grammar),
+    }
     # Wrong flags are refused before the model loads.
-    model_options.sampling_from(sampling, SamplingParams())
+    params = model_options.sampling_from(sampling, SamplingParams())
     texts = [sys.stdin.read() if text == "-" else text for text in prompts]
     try:
-        llm = model_options.open_llm(settings, Console(stderr=True), num_requests=len(texts) * n)
+        llm = model_options.open_llm(
+            settings, Console(stderr=True), num_requests=len(texts) * params.n
+        )
         params = model_options.sampling_from(sampling, llm.default_params)
         with model_options.mendable():
             _answer(llm, texts, params, chat=chat, output=output)

@@ -2,86 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvant.errors import BadValue, NotServable, RequestError, WayOut
 from kvant.plan.config import engine_config
 from kvant.plan.settings import Settings
+from kvant.sampling.sampling_params import PARAMS, SamplingParams, scalar_type
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvant.engine.llm import LLM
-    from kvant.sampling.sampling_params import SamplingParams
-    from kvant.sampling.structured_outputs import StructuredOutputs
 
-SAMPLING_PANEL = "Sampling"
 
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        help="0 takes the most likely token.",
-        rich_help_panel=SAMPLING_PANEL,
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option("--top-k", help="Only the k most likely tokens.", rich_help_panel=SAMPLING_PANEL),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        help="Only the most likely tokens that reach this probability together.",
-        rich_help_panel=SAMPLING_PANEL,
-    ),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p",
-        help="Only tokens at least this fraction as likely as the most likely one.",
-        rich_help_panel=SAMPLING_PANEL,
-    ),
-]
-PresencePenalty = Annotated[
-    float,
-    typer.Option(
-        "--presence-penalty",
-        help="Subtracted from logits of tokens in the answer, -2 to 2.",
-        rich_help_panel=SAMPLING_PANEL,
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    typer.Option(
-        "--frequency-penalty",
-        help="The same, times the count of the token in the answer.",
-        rich_help_panel=SAMPLING_PANEL,
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--repetition-penalty",
-        help="Above 1 makes tokens of prompt and answer less likely.",
-        rich_help_panel=SAMPLING_PANEL,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        help="The same seed gives the same answer.",
-        rich_help_panel=SAMPLING_PANEL,
-    ),
-]
+def sampling_parameters(without: Collection[str] = ()) -> list[inspect.Parameter]:
+    """The flags of sampling parameters, which follow from `SamplingParams`. None: not given."""
+    names = (name for name, param in PARAMS.items() if param.has_flag and name not in without)
+    return [_parameter(name) for name in names]
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    kind: Any = scalar_type(name) or list[str]  # all flags but `stop` are scalars
+    option = typer.Option(
+        "--" + name.replace("_", "-"),
+        help=PARAMS[name].help,
+        metavar={int: "INT", float: "NUMBER", bool: None}.get(kind, "TEXT"),
+        rich_help_panel="Sampling",
+        show_default=False,
+    )
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(
+        name, keyword_only, default=None, annotation=Annotated[kind | None, option]
+    )
 
 
 def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
@@ -117,30 +75,10 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
     return llm
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingFlags:
-    """Values of sampling flags; None if a flag was not given."""
-
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
-    max_tokens: int
-    stop: Sequence[str] | None = None
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    n: int = 1
-    structured_outputs: StructuredOutputs | None = None
-
-
-def sampling_from(flags: SamplingFlags, otherwise: SamplingParams) -> SamplingParams:
-    """Return the flags' values, and `otherwise`'s for flags that are not given."""
-    said = {field.name: getattr(flags, field.name) for field in fields(flags)}
+def sampling_from(said: Mapping[str, Any], otherwise: SamplingParams) -> SamplingParams:
+    """Returns `otherwise` with what the flags said. None and empty lists are flags that were not given."""
     with mendable():
-        return replace(otherwise, **{k: value for k, value in said.items() if value is not None})
+        return replace(otherwise, **{k: v for k, v in said.items() if v is not None and v != []})
 
 
 @contextmanager

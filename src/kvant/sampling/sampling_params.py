@@ -96,7 +96,7 @@ class SamplingParams:
     )
     temperature: float = _param(
         1.0,
-        "0 takes the likeliest token.",
+        "0 takes the most likely token.",
         low=0.0,
         client_high=2.0,
         from_model=True,
@@ -104,7 +104,7 @@ class SamplingParams:
     )
     top_k: int = _param(
         0,
-        "Keep the k likeliest tokens.",
+        "Only the k most likely tokens.",
         low=-1,
         high=INT64 - 1,
         from_model=True,
@@ -112,7 +112,7 @@ class SamplingParams:
     )
     top_p: float = _param(
         1.0,
-        "Keep the likeliest tokens that reach this probability.",
+        "Only the most likely tokens that reach this probability together.",
         low=0.0,
         high=1.0,
         above_low=True,
@@ -121,7 +121,7 @@ class SamplingParams:
     )
     min_p: float = _param(
         0.0,
-        "Keep tokens at least this fraction as likely as the likeliest.",
+        "Only tokens at least this fraction as likely as the most likely one.",
         low=0.0,
         high=1.0,
         from_model=True,
@@ -129,21 +129,21 @@ class SamplingParams:
     )
     presence_penalty: float = _param(
         0.0,
-        "Subtracted from the logits of tokens in the answer, -2 to 2.",
+        "Subtracted from logits of tokens in the answer, -2 to 2.",
         low=-2.0,
         high=2.0,
         has_flag=True,
     )
     frequency_penalty: float = _param(
         0.0,
-        "The same, times the number of occurrences.",
+        "The same, times the count of the token in the answer.",
         low=-2.0,
         high=2.0,
         has_flag=True,
     )
     repetition_penalty: float = _param(
         1.0,
-        "Above 1: tokens of the prompt and the answer become less likely.",
+        "Above 1 makes tokens of prompt and answer less likely.",
         low=0.01,
         high=100.0,
         from_model=True,

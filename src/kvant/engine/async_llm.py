@@ -34,7 +34,7 @@ class AsyncStream(AsyncIterator[Progress]):
     """
 
     def __init__(self, llm: AsyncLLM, worker: Worker, mailbox: Mailbox) -> None:
-        self._llm = llm  # which must not stop before its streams
+        self._llm = llm  # must outlive its streams
         self._worker = worker
         self._mailbox = mailbox
         self._ended = False
@@ -144,14 +144,14 @@ class AsyncLLM:
     def _start(self, load: Callable[[], LLM]) -> None:
         loaded: list[LLM] = []
 
-        def make() -> Engine:  # holds no AsyncLLM, which could not end then
+        def make() -> Engine:  # holds no AsyncLLM, which would keep it alive
             loaded.append(load())
             return loaded[0].engine
 
         self._worker = Worker()
         self._worker.start(make)
         self._llm = loaded.pop()
-        # Also at the end of the program: the thread must not be in a step when Python goes away.
+        # Also at exit: the thread must not be in a step when Python shuts down.
         self._stop = weakref.finalize(self, self._worker.stop)
 
     @property
@@ -161,7 +161,7 @@ class AsyncLLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What holds for requests without parameters: see `LLM.default_params`."""
+        """Parameters of requests that bring none: see `LLM.default_params`."""
         return self._llm.default_params
 
     def generate(
@@ -169,7 +169,7 @@ class AsyncLLM:
     ) -> AsyncStream:
         """Complete one prompt, a text or token ids. One answer: n is 1. Needs a running event loop.
 
-        It runs from now on, read or not. A wrong request raises RequestError where it is read.
+        It starts at once, read or not. Reading a wrong request raises RequestError.
         """
         return self._open(lambda: self._llm.encode(prompt), sampling_params, salt)
 

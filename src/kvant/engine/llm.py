@@ -29,17 +29,17 @@ _log = logging.getLogger(__name__)
 
 
 class LLM:
-    """A model that answers, with a KV cache in the formats that were asked for.
+    """A model that answers, with a KV cache in the requested formats.
 
         llm = LLM("smollm2", kv_cache_dtype="fp8_per_token_head")
         for result in llm.generate(["Once upon a time", "The sea"], SamplingParams(temperature=0)):
             print(result.text)
 
-    model: a directory, a .gguf file, a hub id, or "smollm2", the default. Options mean what the flags of
-    the same names mean (docs/configuration.md); what is not given comes from KVANT_ variables, else is
-    the default. Sizes are bytes or texts such as "2GiB". Not thread-safe; `kvant.AsyncLLM` is for
-    programs that serve many. Raises ConfigError, before weights are read, for everything that cannot be
-    as asked.
+    model: a directory, a .gguf file, a hub id, or "smollm2", the default. Options mean
+    the same as the flags of the same names (docs/configuration.md). Missing ones come from KVANT_
+    variables, else from the defaults. Sizes are bytes or texts such as "2GiB". Not thread-safe;
+    `kvant.AsyncLLM` is for programs that serve many. Raises ConfigError, before weights are read,
+    for everything that cannot be done as asked.
     """
 
     def __init__(
@@ -100,19 +100,19 @@ class LLM:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines about what was chosen where nothing was asked."""
+        """Lines about choices that the user did not make."""
         return self._built.notes
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Lines about what is not as one would wish: a downgrade, a slow backend. They are logged, too."""
+        """Warnings, such as a downgrade or a slow backend. They are logged too."""
         return self._built.warnings
 
     @cached_property
     def default_params(self) -> SamplingParams:
-        """What holds for requests without parameters: what the model's generation_config.json recommends,
-        and `SamplingParams`' own values for what it does not say. Parameters that are given are whole: for
-        some of one's own beside the model's, `dataclasses.replace(llm.default_params, max_tokens=64)`.
+        """Parameters of requests that bring none: the model's generation_config.json, else `SamplingParams`'
+        defaults. Given parameters replace all of them. To change some, use
+        `dataclasses.replace(llm.default_params, max_tokens=64)`.
         """
         return recommended_params(self.model_path)
 
@@ -127,7 +127,7 @@ class LLM:
 
         A prompt is a text or a list of token ids. sampling_params: one for all, one for each, or None for
         `default_params`; with its n, n results for each prompt, one after another. If any request is
-        wrong, RequestError, and none is run; a form that does not compile is found out while others
+        wrong, RequestError is raised and none runs. A grammar that does not compile is found while others
         run, and ends them all. salt: see `Engine.submit`.
         """
         chosen = self.default_params if sampling_params is None else sampling_params
@@ -193,7 +193,7 @@ class LLM:
             _log.warning("%s", line)
 
     def refit(self, model: str | Path) -> None:
-        """Go on with weights and KV scales of another checkpoint of this model: `kvant.engine.refit`."""
+        """Switch to weights and KV scales of another checkpoint of this model: `kvant.engine.refit`."""
         from kvant.engine.refit import refit
 
         self._built = refit(self._built, str(model))

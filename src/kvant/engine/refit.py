@@ -40,7 +40,7 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
         raise RequestError("weights cannot change while requests run: let them end, or cancel them")
     request = replace(planned.request, model=model, revision=None)
     facts = read_facts(request)
-    reason = _why_not(planned, make_plan(request, facts))  # a refusal comes before a download
+    reason = _why_not(planned, make_plan(request, facts))  # refuse before a download
     if reason is not None:
         raise NotServable(
             f"{model} cannot take the place of {planned.target.kv.model} in a running engine",
@@ -58,8 +58,8 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
         target.local.path,
         target.kv,
         target.geometry,
-        ForwardChoice(MODULES),  # whose parameters lie as they are; it never runs
-        device=torch.device("cpu"),  # beside the pages a GPU has no room for a second model
+        ForwardChoice(MODULES),  # keeps the parameters' layout; it never runs
+        device=torch.device("cpu"),  # a GPU has no room for a second model beside the pages
         rotary_length=found.rotary_length,
     )
     assert isinstance(engine.runner, ModelRunner)

@@ -1,4 +1,4 @@
-"""What no engine runs, found out before a request is queued."""
+"""Check a request before it is queued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_request(
     has_tokenizer: bool,
     has_forms: bool,
 ) -> None:
-    """RequestError, with the numbers and the client's name of the field, for what cannot be served."""
+    """Raise RequestError, with numbers and the client's field name, if a request cannot be served."""
     if not prompt:
         raise RequestError("the prompt is empty: there is nothing to go on from", param="prompt")
     new = 0 if params.max_tokens == 0 else 1

@@ -1,4 +1,4 @@
-"""What users are told of values that a layer could not hold."""
+"""The warning about values beyond a layer's range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvant.kv.spec import Choice
 
 
 def saturation_warning(found: Sequence[Saturated]) -> str:
-    """One line for layers that were not told of before."""
+    """Return one line for layers that were not reported before."""
     shown = ", ".join(_layer(one) for one in found[:4])
     more = f" and {len(found) - 4} more layers" if len(found) > 4 else ""
     return (

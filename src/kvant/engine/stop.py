@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the stop string that is complete first, and holds back what may be the beginning of one.
+    """Finds the first complete stop string, and holds back text that may begin one.
 
     The cut of the text into pieces does not change the result. If two are complete at the same
     character, the one that begins earlier counts.
@@ -19,7 +19,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """What may be shown now. After a find: everything up to it, and nothing ever again."""
+        """Return the text that can be shown now: after a match, everything up to it, then nothing."""
         if self.found is not None:
             return ""
         text = self._held + text
@@ -36,7 +36,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def release(self) -> str:
-        """The end of the text: what was held back was no stop string."""
+        """End the text; return what was held back."""
         text, self._held = self._held, ""
         return text
 

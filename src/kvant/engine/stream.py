@@ -23,7 +23,7 @@ class TokenStream(Iterator[Progress]):
         self._ended = False
 
     def put(self, piece: Progress) -> None:
-        """For the engine."""
+        """Add a piece; the engine calls this."""
         self._pieces.append(piece)
 
     def __next__(self) -> Progress:

@@ -1,4 +1,4 @@
-"""From token ids to text, as they come: whole characters only, stop strings cut off."""
+"""Incremental text from token ids: whole characters only, stop strings removed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """One answer's text. Its pieces joined are the text of all its tokens, up to a stop string.
 
-    prompt_token_ids: decoders that write a space before every word but the first need to know that
-    something stands before the answer. may_end: whether there are stop strings to be found.
+    prompt_token_ids: decoders that write a space before every word but the first must know that text
+    precedes the answer. may_end: stop strings are to be found.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TextStream:
         self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._before = self._decode(self._context)
         if self._before.endswith(_BROKEN):
-            # Half a character: the stream would repeat what was not finished, prompt and all.
+            # Half a character: the stream would repeat unfinished text, including the prompt.
             self._context, self._before = [], ""
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
@@ -50,7 +50,7 @@ class TextStream:
         return self._stops.found
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """The text that this token makes visible, often none. may_stop: look for stop strings."""
+        """Return the text that this token makes visible, often none. may_stop: look for stop strings."""
         self._token_ids.append(token_id)
         piece = self._stream.step(self._tokenizer, token_id)
         self._waits = piece is None
@@ -63,7 +63,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """The end: what was held back, and U+FFFD for a character that stayed incomplete."""
+        """End the text; return what was held back, and U+FFFD for an incomplete character."""
         if self.stopped_by is not None:
             return ""
         rest = ""

@@ -1,4 +1,4 @@
-"""From text and conversations to token ids; the other way is `kvant.engine.text`."""
+"""Text and conversations to token ids; `kvant.engine.text` does the reverse."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILES = (
 
 
 class TooManyTokens(RequestError):
-    """A text has more tokens than were to be read; `count` of them."""
+    """A text has more tokens than allowed; `count` is their number."""
 
     def __init__(self, count: int, most: int, param: str) -> None:
         self.count = count
@@ -54,26 +54,26 @@ class Tokenizing:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Token ids of a text, with what the model puts before every text (such as a BOS token).
+        """Return token ids of a text, with the model's prefix (such as a BOS token).
 
-        TooManyTokens where they are more than `most`.
+        Raises TooManyTokens above `most`.
         """
         return self._ids(text, add_special_tokens, most, "prompt")
 
     def _ids(self, text: str, add_special_tokens: bool, most: int | None, param: str) -> list[int]:
-        # As a batch of one: only then the library lets other threads run while it works.
+        # As a batch of one: only then the library releases the interpreter.
         try:
             (found,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:  # tokenizers takes no lone surrogates
             raise RequestError("the text is no valid Unicode", param=param) from None
         if most is not None and len(found) > most:
-            # Before a list of millions is made, in which time no other thread would run.
+            # Before building a list of millions, which would block other threads.
             raise TooManyTokens(len(found), most, param)
         ids: list[int] = found.ids
         return ids
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation in the model's template, up to where the assistant speaks."""
+        """Return token ids of a conversation in the model's template, up to the assistant's turn."""
         self.require_chat_template()
         try:
             text = self.tokenizer.apply_chat_template(
@@ -107,12 +107,12 @@ class Tokenizing:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether any tokenizer file is in the model directory `path`."""
+    """True if the model directory `path` has a tokenizer file."""
     return any((path / name).is_file() for name in _FILES)
 
 
 def open_tokenizer(path: Path) -> Tokenizing | None:
-    """The tokenizer of the model directory `path`; None where it has no tokenizer files at all."""
+    """Open the tokenizer of the model directory `path`; None if it has no tokenizer files."""
     if not has_tokenizer(path):
         return None
     from kvant.models.tokenizer import load_tokenizer
@@ -124,7 +124,7 @@ def open_tokenizer(path: Path) -> Tokenizing | None:
             f"{path} has a tokenizer that Kvant cannot stream",
             why=f"{type(tokenizer).__name__} is not built on the tokenizers library",
         )
-    # Files often keep what they were trained with. transformers sets both anew at every call.
+    # Files often keep the values of their training. transformers sets both at every call.
     backend.no_truncation()
     backend.no_padding()
     return Tokenizing(tokenizer, backend)

@@ -1,6 +1,6 @@
 """What a KV format *is*: its identity and its byte arithmetic, without torch.
 
-A torch dtype is not a format: e4m3, e5m2, int8 and packed 4-bit codes all lie in bytes. A format is
+A torch dtype is not a format: e4m3, e5m2, int8 and packed 4-bit codes are all stored in bytes. A format is
 the whole rule by which one row (the key or the value of one token and one KV head, `head_dim`
 numbers) becomes bytes and comes back. The bytes are laid out in *planes*, arrays with the same
 leading shape [num_pages, page_size, num_kv_heads] and a width of their own:
@@ -9,9 +9,9 @@ leading shape [num_pages, page_size, num_kv_heads] and a width of their own:
     scales  [.., n]                        formats that carry scales beside the codes
 
 Scales that belong to a whole tensor or a KV head (`ScalePlace.PARAMETER`) are not in the pages: they
-come from the checkpoint and stand in the layer's spec. Convention everywhere: stored * scale = value.
+come from the checkpoint, and the layer's spec holds them. Everywhere, stored * scale = value.
 
-The torch definition of each format, which is what its name means, is in `kvant.kv.codecs`.
+`kvant.kv.codecs` defines each format in torch.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class Rotation(Enum):
 
 
 class CheckpointScales(Enum):
-    """What the format does with scales that a checkpoint brings."""
+    """How the format uses scales from a checkpoint."""
 
-    NEVER = "never"  # makes its own, row by row
-    OPTIONAL = "optional"  # uses them; without them 1.0 or a fixed value, said in the plan
+    NEVER = "never"  # the format computes a scale per row
+    OPTIONAL = "optional"  # uses them; without them 1.0 or a fixed value, shown in the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +173,15 @@ class KVFormat:
 
     @property
     def takes_outside_scale(self) -> bool:
-        """Whether encode and decode need a scale that is not in the pages."""
+        """True if encode and decode need a scale that is not in the pages."""
         return self.scale_place is ScalePlace.PARAMETER or bool(self.global_scale)
 
     @property
     def largest(self) -> float | None:
         """The largest magnitude that can be stored, in units of the scale from outside the pages.
 
-        None where no number is too large: the encoding has float32's range, or every row makes a scale
-        of its own. (turboquant's float16 row scales end at 65504, which 16-bit models do not reach.)
+        None if no number is too large: the encoding has float32's range, or every row computes its own
+        scale. (turboquant's float16 row scales end at 65504, which 16-bit models do not reach.)
         """
         if self.granularity is Granularity.TOKEN_HEAD:
             return None
@@ -192,7 +192,7 @@ class KVFormat:
         return None if math.isinf(largest) else largest
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
-        """Why rows of this length cannot be stored, or None."""
+        """Return why rows of this length cannot be stored, or None."""
         if head_dim % self.head_dim_multiple:
             return f"{self.name} needs a head size divisible by {self.head_dim_multiple}, not {head_dim}"
         return None

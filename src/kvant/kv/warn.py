@@ -1,4 +1,4 @@
-"""What a reader of a plan must be told, gathered over its layers."""
+"""Warnings of a plan, collected over its layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvant.kv.spec import Choice, KVPlan, ScaleState, Source
 
 
 def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
-    """One line per matter, with the layers it concerns."""
+    """Return one line per warning, with the layers that it concerns."""
     found: dict[str, list[int]] = {}
 
     def note(text: str, layer: int) -> None:
@@ -41,7 +41,7 @@ def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
 
 
 def _stored_nowhere(plan: KVPlan) -> list[str]:
-    """Formats that were asked for and leave every layer of a small model wide."""
+    """Formats that were asked for but that no layer of a small model stores."""
     sides = {
         "keys": [layer.k for layer in plan.layers if layer.k is not None],
         "values": [layer.v for layer in plan.layers if layer.v is not None],

@@ -1,1 +1,1 @@
-"""What a request asks of its logits, and how a token is chosen from them."""
+"""Sampling: parameters of a request, logit rules, grammars, and the choice of a token."""

@@ -36,9 +36,9 @@ _MAX_MESSAGE = 300
 
 
 def grammar_text(form: StructuredOutputs) -> str:
-    """The form as llguidance reads it. A grammar stays as it is: see `Checked`."""
+    """The grammar in llguidance's syntax. A grammar stays as it is: see `Checked`."""
     if form.schema is not None:
-        # Few blanks: a model that likes them would never come to an end.
+        # Few blanks: otherwise a model could write blanks forever.
         return str(
             LLMatcher.grammar_from_json_schema(
                 form.schema, overrides={"whitespace_pattern": r"[ \n\t\r]{0,20}"}
@@ -54,7 +54,7 @@ def grammar_text(form: StructuredOutputs) -> str:
 
 
 class Grammar:
-    """Where one answer stands in its form. asked_as: the client's name for it."""
+    """The state of one answer in its grammar. asked_as: the client's field name."""
 
     def __init__(self, matcher: LLMatcher, asked_as: str) -> None:
         self._matcher = matcher
@@ -122,7 +122,7 @@ class GrammarCompiler:
         return self._pool.submit(self._compile, form)
 
     def prepare(self) -> LLTokenizer:
-        """Read the tokenizer now; else the first form does, and holds other threads up meanwhile."""
+        """Read the tokenizer now; otherwise the first grammar does, and delays other threads."""
         if self._matching is None:
             # A tokenizer may have tokens beyond the logits (Gemma 3's image token): they are never drawn.
             largest = max(self._tokenizer.get_vocab().values(), default=0)
@@ -209,7 +209,7 @@ class _Worker:
             self._process.stdin.write(json.dumps(grammar) + "\n")
             self._process.stdin.flush()
             answer = self._answer(seconds)
-        except (OSError, ValueError):  # it ended, and the pipe is broken, or closed already
+        except (OSError, ValueError):  # the process ended: the pipe is broken or closed
             answer = ""
         if answer is None:
             self.close()
@@ -226,7 +226,7 @@ class _Worker:
             self._process.wait()
 
     def _answer(self, seconds: float) -> str | None:
-        """A line; "" once the process has ended; None if nothing came in time."""
+        """Return a line; "" after the process has ended; None on a timeout."""
         try:
             return self._answers.get(timeout=seconds)
         except Empty:
@@ -246,6 +246,6 @@ def _refused(form: StructuredOutputs, why: str) -> RequestError:
 
 
 def _shown(message: str) -> str:
-    """llguidance repeats the grammar in its messages: the beginning says what is wrong."""
+    """Cut llguidance's message, which repeats the grammar: its beginning says what is wrong."""
     line = " ".join(message.split())
     return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + ".."

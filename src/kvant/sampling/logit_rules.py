@@ -1,12 +1,12 @@
-"""What one request changes in its logits before a token is chosen. One object for each request.
+"""Changes that one request makes to its logits before a token is chosen. One object per request.
 
 A rule sees one row and the request's own tokens, never a batch:
 
     edits = rules.edits(vocab_size)    what every rule changes in the next row
     rules.advance(token)               the answer has one more token
 
-A row behind drafts has its turn when they stand, so rules only ever go on. What they change is a list of
-numbers (`Edits`), so that many rows are changed at once (`edited`).
+A row behind drafts is judged once they are accepted, so rules never go back. Their changes are numbers
+(`Edits`), so that many rows are changed at once (`edited`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What the rules change in one row, as numbers, in the order in which it happens.
+    """Changes of one row as numbers, in the order of application.
 
-    allowed: [vocab] bool, nothing else is left; None for all. banned: tokens that cannot follow.
-    bias: what is added to some tokens. seen: tokens that are penalised; factors and amounts: the
-    repetition penalty of each (1 for none), and what is taken from it after that.
+    allowed: [vocab] bool, the only tokens left; None for all. banned: tokens that cannot follow.
+    bias: values added to some tokens. seen: penalised tokens. factors, amounts: the repetition penalty
+    of each (1 for none), and the amount subtracted after that.
     """
 
     allowed: Tensor | None
@@ -75,11 +75,11 @@ class LogitRules:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow but the end: the answer has the form that was asked for."""
+        """True if only the end may follow: the answer is complete in its grammar."""
         return self._grammar is not None and self._grammar.is_complete
 
     def advance(self, token: int) -> None:
-        """The answer has one more token, which its row must have allowed. RequestError if it did not."""
+        """Append one token, which its row must have allowed; otherwise RequestError."""
         if self._grammar is not None:
             self._grammar.advance(token)
         self._output.append(token)
@@ -87,7 +87,7 @@ class LogitRules:
             self._seen.add(token, 1)
 
     def edits(self, vocab_size: int) -> Edits:
-        """What they change in the next row."""
+        """Return the changes of the next row."""
         params = self._params
         # A tokenizer may have tokens beyond the logits: words with them are never written.
         banned = [token for token in self._banned() if token < vocab_size]
@@ -107,7 +107,7 @@ class LogitRules:
         )
 
     def _allowed(self, vocab_size: int) -> Tensor | None:
-        """What the grammar and allowed_token_ids allow."""
+        """Return the tokens that the grammar and allowed_token_ids allow."""
         found: Tensor | None = None
         if self._params.allowed_token_ids is not None:
             found = torch.zeros(vocab_size, dtype=torch.bool)
@@ -118,7 +118,7 @@ class LogitRules:
         return found
 
     def _banned(self) -> list[int]:
-        """The last tokens of bad words whose other tokens stand at the answer's end."""
+        """Return the last tokens of bad words whose other tokens end the answer."""
         found = []
         for word in self._bad_words:
             *before, last = word
@@ -128,7 +128,7 @@ class LogitRules:
 
 
 class SeenTokens:
-    """Tokens of a prompt and an answer, and how often each stands in the answer. Grows by one at a time."""
+    """Tokens of a prompt and an answer, with their counts in the answer. Grows by one token at a time."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         count = len(prompt)
@@ -150,13 +150,13 @@ class SeenTokens:
 
     @property
     def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Tokens, how often each stands in the answer, and whether it stands in the prompt."""
+        """Return tokens, their counts in the answer, and whether the prompt contains them."""
         count = len(self._places)
         return self._tokens[:count], self._times[:count], np.arange(count) < self._num_prompt
 
 
 def edited(rows: Tensor, edits: Sequence[Edits]) -> Tensor:
-    """A copy of rows of logits [n, vocab], each as its own rules leave it, all of them at once."""
+    """Return a copy of rows of logits [n, vocab] with each row's own edits applied."""
     rows = rows.clone()
     masked = [(place, one.allowed) for place, one in enumerate(edits) if one.allowed is not None]
     if masked:
@@ -207,9 +207,9 @@ def make_rules(
     tokenizer: Tokenizer | None,
     grammar: Grammar | None = None,
 ) -> LogitRules | None:
-    """The rules that a request needs; None where its logits stay as they are.
+    """Build the rules that a request needs; None if its logits stay unchanged.
 
-    RequestError for bad_words without a tokenizer to read them with.
+    RequestError for bad_words without a tokenizer.
     """
     needed = (
         params.min_tokens > 0
@@ -229,7 +229,7 @@ def make_rules(
 
 
 def _spellings(text: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """A bad word's tokens as the beginning of a text, and behind a space."""
+    """Return a bad word's tokens at the start of a text, and after a space."""
     if tokenizer is None:
         raise RequestError("bad_words need a tokenizer, and this model has none", param="bad_words")
     bare = text.lstrip(" ") or text

@@ -67,7 +67,7 @@ class SamplingParams:
     frequency_penalty: the same, multiplied by the number of occurrences in the answer.
     repetition_penalty: divides positive logits and multiplies negative logits of tokens that the prompt
         or the answer contains; 1 changes nothing.
-    seed: makes the same request return the same tokens, whatever runs beside it. None draws a seed.
+    seed: makes the same request return the same tokens in any batch. None draws a seed.
     max_tokens: maximum number of new tokens. None continues to the end of the context. 0 only computes
         the prompt and needs prompt_logprobs.
     min_tokens: minimum number of new tokens before the answer may end.

@@ -1,6 +1,6 @@
-"""What form an answer must have: a JSON schema, any JSON object, a regex, a choice, or a grammar.
+"""The required form of an answer: a JSON schema, any JSON object, a regex, a choice, or a grammar.
 
-Pure data, checked for size where it is made; whether it compiles is found out by `kvant.sampling.grammar`.
+Pure data, checked for size on construction; `kvant.sampling.grammar` finds out whether it compiles.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _BRANCHING = ("anyOf", "oneOf", "allOf")
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """seconds: for one form, its wait for others not counted. cached_bytes: of the texts of forms that are
-    kept compiled.
+    """seconds: compile time of one form, without waiting for others. cached_bytes: bytes of the texts of
+    cached compiled forms.
     """
 
     seconds: float = 5.0
@@ -26,8 +26,8 @@ class CompileLimits:
 
 @dataclass(frozen=True, slots=True)
 class FormLimits:
-    """text_bytes: of a schema, regex or grammar, or of all choices. depth, nodes: of a schema. enum: values
-    of an enum, or choices. branches: of one anyOf, oneOf or allOf.
+    """text_bytes: bytes of a schema, regex or grammar, or of all choices. depth, nodes: of a schema.
+    enum: number of values of an enum, or of choices. branches: of one anyOf, oneOf or allOf.
     """
 
     text_bytes: int = 64 * 2**10
@@ -38,7 +38,7 @@ class FormLimits:
 
 
 MOST = FormLimits()
-"""What no form exceeds, whoever asks."""
+"""Limits of every grammar, from any source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class StructuredOutputs:
     the syntax of Rust's regex crate, matching the whole answer. choice: one of these texts. grammar:
     Lark as llguidance reads it, or GBNF. asked_as: the name under which the client asked, for messages.
 
-    None exceeds `MOST`; a schema has references only within itself. Between the tokens of JSON up to 20
-    blanks or newlines may stand, so that an answer cannot go on for ever in them.
+    None exceeds `MOST`; a schema has references only within itself. JSON allows up to 20 blanks or newlines
+    between tokens, so that an answer cannot consist of them forever.
     """
 
     json: str | Mapping[str, object] | None = None
@@ -77,7 +77,7 @@ class StructuredOutputs:
                 self._check_text(text, MOST)
 
     def require_within(self, limits: FormLimits) -> None:
-        """RequestError where it is larger than these limits, which are narrower than `MOST`."""
+        """Raise RequestError if it exceeds these limits, which are narrower than `MOST`."""
         if limits == MOST:
             return
         if self.json is not None:
@@ -96,7 +96,7 @@ class StructuredOutputs:
 
     @property
     def num_bytes(self) -> int:
-        """Of everything that has to be compiled."""
+        """Bytes of all texts to compile."""
         texts = (self.schema, self.regex, self.grammar, *(self.choice or ()))
         return sum(len(text.encode()) for text in texts if text is not None)
 
@@ -178,7 +178,7 @@ class StructuredOutputs:
 
 def _nodes(schema: object, most_levels: int) -> Iterator[tuple[object, int]]:
     """Objects, and their members' values, with their depth. Plain values of an enum are not counted:
-    they have a limit of their own. Stops one level below what is allowed.
+    they have their own limit. Stops one level below the allowed depth.
     """
     waiting = [(schema, 0)]
     while waiting:

@@ -1,4 +1,4 @@
-"""Who may use a server, and under which names: checked before anything is started."""
+"""Check access to a server (host, keys, origins, model names) before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ORIGIN = re.compile(r"https?://[^/\s]+")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Names other than localhost count as reachable."""
+    """True if only this machine can reach `host`. Names other than localhost count as reachable."""
     if host == "localhost":
         return True
     try:
@@ -24,21 +24,21 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, *, has_key: bool, insecure: bool) -> None:
-    """BadValue where everybody on the network could use the server without a key."""
+    """BadValue if anyone on the network could use the server without a key."""
     if not is_loopback(host) and not has_key and not insecure:
         raise BadValue(
-            f"--host {host} would let everybody who reaches it use this server",
+            f"--host {host} would let anyone who reaches it use this server",
             why="it is not a loopback address, and there is no --api-key",
             ways_out=(
                 WayOut("ask for a key", ("--api-key", "SECRET")),
                 WayOut("stay on this machine", ("--host", "127.0.0.1")),
-                WayOut("really let everybody in", ("--insecure-no-auth",)),
+                WayOut("allow access without a key", ("--insecure-no-auth",)),
             ),
         )
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """BadValue for a name of the model that is none."""
+    """BadValue for an invalid name of the model."""
     if not all(name.strip() for name in names):
         raise BadValue(
             "--served-model-name is empty",
@@ -47,7 +47,7 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line; empty lines and lines that begin with # are left out."""
+    """Read keys from a file, one per line; empty lines and lines that begin with # are skipped."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
@@ -55,12 +55,14 @@ def read_keys(path: Path) -> tuple[str, ...]:
     lines = (line.strip() for line in text.splitlines())
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise BadValue(f"--api-key-file {path} holds no key", why="everybody would be let in")
+        raise BadValue(
+            f"--api-key-file {path} holds no key", why="the server would accept every request"
+        )
     return keys
 
 
 def check_keys(keys: tuple[str, ...]) -> None:
-    """BadValue for a key that no client could send, or that everybody has."""
+    """BadValue for a key that is empty or that no HTTP header can carry."""
     for key in keys:
         if not _KEY.fullmatch(key):  # the key itself is a secret and is not shown
             raise BadValue(

@@ -1,6 +1,6 @@
-"""How much the server holds at once: sequences, running and waiting, and prompt tokens that wait.
+"""Limits on what the server holds at once: running and waiting sequences, and waiting prompt tokens.
 
-Places are counted before anything is tokenised, or even read.
+Places are counted before a body is tokenised or even read.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import time
 from kvant.server.api_error import ApiError, bad_request, overloaded
 
 QUEUE_SECONDS = 10.0
-"""Without a limit of tokens, prompts may wait that take so long at the speed that was measured."""
+"""Without a token limit, waiting prompts may take this long at the measured speed."""
 _MOST_RETRY_SECONDS = 60
 
 
 class Admission:
-    """capacity: sequences, set once the engine has said how many it runs. most_tokens: of prompts
-    without a first token yet; None for QUEUE_SECONDS of them.
+    """capacity: sequences; set when the engine reports how many it runs. most_tokens: tokens of prompts
+    without a first token; None allows QUEUE_SECONDS of them.
     """
 
     def __init__(self, most_tokens: int | None = None) -> None:
         self.capacity = 0
         self.held = 0
         self.queued_tokens = 0
-        self.tokens_per_second = 0.0  # of prompts, as the engine measures it; 0: not yet
+        self.tokens_per_second = 0.0  # prompt tokens per second, from the engine; 0 if unknown
         self._most_tokens = most_tokens
         self._seconds_each = 0.0  # between two sequences that ended, smoothed
         self._last_end = 0.0
@@ -37,7 +37,7 @@ class Admission:
         return self.tokens_per_second * QUEUE_SECONDS or math.inf
 
     def full(self) -> ApiError | None:
-        """429 where not even one sequence of one token could be taken."""
+        """Return a 429 if not even one sequence of one token fits, else None."""
         if self.capacity and self.held >= self.capacity:
             return self._too_many()
         if self.queued_tokens and self.queued_tokens >= self.most_tokens:
@@ -45,7 +45,7 @@ class Admission:
         return None
 
     def take(self, count: int) -> None:
-        """Reserve places; ApiError 429 if the server is full, 400 if it can never hold so many."""
+        """Reserve `count` places; ApiError 429 if the server is full, 400 if it can never hold them."""
         if count > self.capacity:
             raise bad_request(
                 f"the request asks for {count} sequences at once; this server holds at most "
@@ -57,7 +57,7 @@ class Admission:
         self.held += count
 
     def take_tokens(self, count: int) -> None:
-        """Reserve for prompts; ApiError 429. Where none waits, every prompt is let in."""
+        """Reserve prompt tokens; ApiError 429 if too many wait. If none waits, any prompt is accepted."""
         if self.queued_tokens and self.queued_tokens + count > self.most_tokens:
             raise self._too_long(count)
         self.queued_tokens += count
@@ -75,7 +75,7 @@ class Admission:
 
     @property
     def retry_after(self) -> int:
-        """Seconds until half of what is held now should have ended."""
+        """Estimated seconds until half of the held sequences have ended."""
         return _bounded(self._seconds_each * self.held / 2)
 
     def _too_many(self) -> ApiError:

@@ -1,4 +1,4 @@
-"""Every failure a client can see: OpenAI's shape, all four keys."""
+"""Every failure that a client can see, in OpenAI's format with all four keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvant.server.messages import Failure
 
 
 class ApiError(Exception):
-    """One answer that is no success. retry_after: whole seconds, where trying again makes sense."""
+    """One error response. retry_after: whole seconds, if a retry makes sense."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 class Disconnected(Exception):
-    """The client has left; there is nobody to answer."""
+    """The client has left; there is no one to answer."""
 
 
 def bad_request(message: str, param: str | None, *, code: str | None = None) -> ApiError:
@@ -69,12 +69,12 @@ def overloaded(message: str, *, retry_after: int) -> ApiError:
 
 
 def internal() -> ApiError:
-    """Our own bug. What happened is in the log and nowhere else."""
+    """The response for a bug in Kvant. Only the log has the details."""
     return ApiError(500, "the server failed on this request", type="server_error", code="internal")
 
 
 def of_failure(failure: Failure) -> ApiError:
-    """What the engine said of a sequence that ended without a result."""
+    """The response for a sequence that ended without a result."""
     if failure.kind == "refused":
         return bad_request(failure.message, failure.param)
     if failure.kind in ("engine_died", "shutting_down"):

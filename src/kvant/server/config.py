@@ -1,4 +1,4 @@
-"""What a server is asked to be, and every limit it keeps: options, made once at the edge, frozen."""
+"""The configuration and limits of a server: options, built once at the edge, frozen."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Limits:
         2**20,
         "Bytes of text that wait for a client that reads slowly; more ends its request.",
         name="max_stream_buffer_bytes",
-        low=2**12,  # with less a single piece could be too much
+        low=2**12,  # with less, one piece could exceed it
     )
     template_seconds: float = _limit(
         2.0,
@@ -132,7 +132,7 @@ class Limits:
 
     @property
     def form(self) -> FormLimits:
-        """Of structured output."""
+        """Limits of structured output."""
         return FormLimits(
             self.form_bytes,
             self.schema_depth,
@@ -179,10 +179,10 @@ class Restarts:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """host and port to bind. served_names: the model's names for clients; the first is the one it
-    answers with. api_keys: empty lets everybody in. max_queued: sequences that may wait beside those
-    that run; None is four times max_num_seqs. max_queued_tokens: of prompts that wait; None is what is
-    computed in ten seconds. allowed_origins: of pages in browsers, beside this machine's own; "*" is
-    every page.
+    answers with. api_keys: empty accepts every request. max_queued: sequences that may wait beside the
+    running ones; None is four times max_num_seqs. max_queued_tokens: tokens of waiting prompts; None is
+    what the engine computes in ten seconds. allowed_origins: origins of browser pages beside this machine's
+    own; "*" is every page.
     """
 
     host: str = option("127.0.0.1", "Address to listen on.", panel=_SERVER)

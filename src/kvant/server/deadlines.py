@@ -1,7 +1,7 @@
 """uvicorn's h11 protocol with deadlines: a request that does not arrive in time ends its connection.
 
-uvicorn itself waits for ever for the rest of a header or of a body. What is refused here, before there
-is a request, is refused in the common shape too.
+uvicorn itself waits forever for the rest of a header or of a body. Refusals here, before there is a
+request, have the common format too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def protocol_with(limits: Limits) -> type[asyncio.Protocol]:
     """The protocol class for `uvicorn.Config(http=...)`."""
 
     class DeadlineProtocol(H11Protocol):
-        """For headers from their first byte, or from the connection; for a body from its headers."""
+        """Deadlines start at the connection or a header's first byte, and for a body at its headers."""
 
         _timer: asyncio.TimerHandle | None = None
         _awaited: type | None = None
@@ -77,13 +77,13 @@ def protocol_with(limits: Limits) -> type[asyncio.Protocol]:
             self._timer = None
             if self.transport.is_closing():
                 return
-            if self._awaited is h11.IDLE:  # nothing of an answer is on the wire yet
+            if self._awaited is h11.IDLE:  # no byte of an answer was sent yet
                 self._refuse(_TOO_LATE)
             else:
                 self.transport.close()
 
         def send_400_response(self, msg: str) -> None:
-            """Called while a h11.RemoteProtocolError is handled: what came is no HTTP, or too large."""
+            """Called while a h11.RemoteProtocolError is handled: the input is not HTTP, or too large."""
             fault = sys.exception()
             status = fault.error_status_hint if isinstance(fault, h11.RemoteProtocolError) else 400
             if self.conn.our_state is h11.IDLE:

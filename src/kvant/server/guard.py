@@ -57,7 +57,7 @@ class Guard:
             self._refuse_foreign_pages(headers)
         elif not is_open:
             given = _given_key(headers)
-            # All are compared, so that the time tells nothing.
+            # All keys are compared, so that the time reveals nothing.
             if not any([hmac.compare_digest(given, key) for key in self._keys]):
                 raise ApiError(
                     401, "no valid API key was given", type="authentication_error",
@@ -83,7 +83,7 @@ class Guard:
             raise ApiError(
                 403,
                 "this server has no API key and refuses web pages of other origins "
-                "(--allowed-origins names those that may use it)",
+                "(--allowed-origins names the allowed ones)",
                 code="foreign_origin",
             )
         if self._hosts is None:

@@ -66,7 +66,7 @@ class Metrics:
         self._aborted = counter("kvant:requests_aborted", "Sequences that clients left.")
         self._failed = counter("kvant:requests_failed", "Sequences that failed.", "kind")
         self._corrupted = counter("vllm:corrupted_requests", "Sequences that met NaN or Inf.")
-        self._unknown = counter("kvant:unknown_fields", "Request fields that nobody knows.")
+        self._unknown = counter("kvant:unknown_fields", "Unknown request fields.")
         self._http = counter(
             "kvant:http_requests", "Answers by route and status.", "route", "status"
         )
@@ -99,7 +99,7 @@ class Metrics:
             "kvant:scale_audits", "Looks of an idle engine at the scales of cached pages."
         )
         self._scale_faults = counter(
-            "kvant:scale_audit_faults", "Scales that changed though nobody wrote them."
+            "kvant:scale_audit_faults", "Scales that changed without a write."
         )
         self._preemptions = [counter(f"{p}:num_preemptions", "Preemptions.") for p in both]
         self._n = histogram("vllm:request_params_n", "n of a request.", _TOKENS[:8])
@@ -118,7 +118,7 @@ class Metrics:
             self._failed.labels(model, kind)
 
     def watch(self, supervisor: Supervisor, admission: Admission) -> None:
-        """Show the engine's own numbers, as they are when somebody asks."""
+        """Show the engine's own numbers as they are at the time of a scrape."""
         self._registry.register(_EngineGauges(self._model, supervisor, admission))
 
     def text(self) -> bytes:
@@ -166,7 +166,7 @@ class Metrics:
             self._each.observe(times.decode / (tokens - 1))
 
     def answered_whole(self, longest: int) -> None:
-        """All answers of one request have ended, the longest with so many tokens."""
+        """Count a request whose answers have ended; longest: tokens of the longest."""
         self._longest.observe(longest)
 
     def finished(
@@ -221,7 +221,9 @@ class _EngineGauges(Collector):
         yield self._gauge("kvant:sequences_held", "Places in use.", admission.held)
         yield self._gauge("kvant:sequences_most", "Places in all.", admission.capacity)
         yield self._gauge(
-            "kvant:queued_prompt_tokens", "Of prompts without a token.", admission.queued_tokens
+            "kvant:queued_prompt_tokens",
+            "Tokens of prompts without an answer token.",
+            admission.queued_tokens,
         )
         yield self._gauge(
             "kvant:queued_prompt_tokens_most", "As many may wait.", admission.most_tokens

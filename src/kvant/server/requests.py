@@ -87,8 +87,8 @@ class Generation:
     """A request as the server runs it: every prompt `n` times.
 
     conversation: instead of prompts, for the chat template. max_tokens: as the client set it, so never
-    cut. echo: answers begin with their prompts. prompt_logprobs: as the client asked, without those that
-    echo needs. special_tokens: whether the tokenizer adds special tokens; None is the endpoint's default.
+    cut. echo: answers begin with their prompts. prompt_logprobs: as the client asked, not counting
+    echo's. special_tokens: whether the tokenizer adds special tokens; None is the endpoint's default.
     token_ids: answers carry token ids. tokens_as_ids: log-probabilities name tokens as "token_id:N".
     request_id: the client's name for the request. unknown: fields without a meaning here.
     """

@@ -1,4 +1,4 @@
-"""The API process: binds, starts the engine, answers, drains, and ends with an exit code that is true.
+"""The API process: bind, start the engine, answer, drain, and exit with a correct exit code.
 
 Nothing in this process imports torch.
 """
@@ -37,9 +37,9 @@ _REQUEST_LINE = 8 * 2**10
 
 
 def serve(settings: Settings, config: ServerConfig, *, say: Callable[[str], None]) -> int:
-    """Serve until a signal; the exit code. say: prints a line for the user.
+    """Serve until a signal; return the exit code. say: prints a line for the user.
 
-    Raises KvantError for what the user can mend, before or instead of serving.
+    Raises KvantError for errors that the user can fix, before or instead of serving.
     """
     bound = bind(config.host, config.port)
     try:
@@ -49,10 +49,10 @@ def serve(settings: Settings, config: ServerConfig, *, say: Callable[[str], None
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a port in use is told before a model is loaded."""
+    """Bind a socket before a model is loaded, so that a port in use is reported early."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named: without it the second write
-    # of an answer waits 40 ms for the first one's acknowledgement.
+    # asyncio disables Nagle's algorithm only if the protocol is named. Otherwise the second write of an
+    # answer waits 40 ms for the first one's acknowledgement.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -70,7 +70,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without signal handlers of its own: draining is decided here."""
+    """A uvicorn server without signal handlers, because this module decides when to drain."""
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
@@ -124,7 +124,7 @@ class _Server:
         serving: asyncio.Task[None],
         signals: asyncio.Queue[int],
     ) -> int:
-        """New requests are refused, running ones may end; a second signal ends them at once."""
+        """Refuse new requests and let running ones end; a second signal ends them at once."""
         service.draining = True
         held = service.admission.held
         if held:
@@ -170,8 +170,8 @@ class _Server:
         if not first:
             _log.warning("the engine serves again")
             return
-        # What has been imported stays: a collection that looked through it would stop every answer
-        # for 50 ms, again and again. What requests leave is searched as usual: in cycles, it adds up.
+        # Imported objects stay alive: a collection that searches them would stop every answer for 50 ms,
+        # repeatedly. Garbage of requests is collected as usual.
         gc.collect()
         gc.freeze()
         host, port = self.bound.getsockname()[:2]
@@ -211,5 +211,5 @@ class _Loading:
 
 
 def log_to_stderr() -> None:
-    """Warnings and errors as plain lines; a traceback only for our own bugs."""
+    """Log warnings and errors as plain lines; tracebacks only for bugs in Kvant."""
     logging.basicConfig(stream=sys.stderr, format="kvant: %(message)s", level=logging.WARNING)

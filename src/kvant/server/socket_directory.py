@@ -16,7 +16,7 @@ _LOCK = "lock"
 class SocketDirectory:
     """A new directory below the system's temporary one, locked while this process lives.
 
-    What killed servers have left there is removed first: directories of this user whose lock is free.
+    First removes what killed servers left: directories of this user whose lock is free.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class SocketDirectory:
 
 def _sweep() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        # Somebody else's, or gone meanwhile, or in use: not ours to remove.
+        # Another user's, or gone meanwhile, or in use: not ours to remove.
         with contextlib.suppress(OSError):
             if path.parent.is_symlink() or path.parent.stat().st_uid != os.getuid():
                 continue

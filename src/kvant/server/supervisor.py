@@ -111,7 +111,7 @@ def _size(event: Event) -> int:
         return 0
     size = _PIECE_BYTES + _CHAR_BYTES * len(event.text)
     if event.logprobs:
-        # Not those of the prompt: they come once, and have a limit of their own.
+        # Excludes the prompt's log-probabilities: they come once and have their own limit.
         size += _LOGPROB_BYTES * sum(1 + len(one.top) for one in event.logprobs)
     return size
 
@@ -124,7 +124,7 @@ class State(Enum):
 
 
 class StartFault(KvantError):
-    """The engine could not start; the message is for the user as it stands."""
+    """The engine could not start; the message is for the user."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -169,7 +169,7 @@ class Supervisor:
 
     @property
     def stats(self) -> Stats:
-        """The engine's numbers as it reported them last."""
+        """The engine's last reported numbers."""
         return self._report.stats
 
     @property
@@ -181,7 +181,7 @@ class Supervisor:
     def submit(
         self, work: Iterable[tuple[tuple[int, ...], SamplingParams]], salt: str, channel: Channel
     ) -> list[int]:
-        """Hand sequences to the engine; their ids. Events come through the channel, the end included."""
+        """Send sequences to the engine; return their ids. The channel gets all events, the end included."""
         ids = []
         for prompt, sampling in work:
             id = next(self._ids)
@@ -191,21 +191,21 @@ class Supervisor:
         return ids
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """End these; nothing more comes for them. Those that have ended are left alone."""
+        """Cancel these sequences; no more events follow. Ended sequences are ignored."""
         open_ids = tuple(id for id in ids if self._channels.pop(id, None) is not None)
         if open_ids:
             self._send(Cancel(open_ids))
 
     def _send(self, message: ToEngine) -> None:
         if self._socket is not None and self.state is State.READY:
-            # Without a high-water mark nothing waits and nothing is dropped; order is kept, and the
-            # socket itself remembers what it could not send at once.
+            # Without a high-water mark, sending never blocks or drops; order is kept, and the socket queues
+            # what it cannot send at once.
             self._socket.send(encode(message))
 
     # -- life ----------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Keep an engine alive; the process's exit code. StartFault where it cannot even start once."""
+        """Keep an engine alive; return the process's exit code. StartFault if it never starts."""
         deaths: deque[float] = deque()
         directory = SocketDirectory()
         try:
@@ -243,7 +243,7 @@ class Supervisor:
         self._kill()
 
     async def _live(self, path: Path) -> bool:
-        """One engine, from start to end; whether it ever took requests."""
+        """Run one engine from start to end; return True if it ever took requests."""
         self._fault = None
         context = zmq.asyncio.Context.instance()
         socket = context.socket(zmq.PAIR)
@@ -266,7 +266,7 @@ class Supervisor:
             await process.wait()
             served = self.state is State.READY
             if not served:
-                # Its last words may still be on the way.
+                # Its last messages may still be in transit.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.shield(reader), 0.5)
             return served
@@ -286,7 +286,7 @@ class Supervisor:
             process.stdin.close()
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        """Messages until the engine reports a fault. One that is none ends the engine, not this process."""
+        """Read messages until the engine reports a fault. An invalid one ends only the engine."""
         try:
             await self._take_messages(socket)
         except Exception:
@@ -318,10 +318,10 @@ class Supervisor:
 
     def _route(self, id: int, event: Event, *, ended: bool) -> None:
         channel = self._channels.pop(id, None) if ended else self._channels.get(id)
-        if channel is not None:  # else it was cancelled, and this is late
+        if channel is not None:  # else the sequence was cancelled before
             channel.put(event)
             if channel.overflowed and not ended:
-                self.cancel((id,))  # nobody reads what it computes
+                self.cancel((id,))  # its results have no reader
 
     async def _watch(self) -> None:
         """Kills an engine that has stopped reporting.

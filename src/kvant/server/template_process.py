@@ -51,7 +51,7 @@ def main(seconds: float) -> int:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     send(sink, b"")  # ready
     while (data := receive(source)) is not None:
-        # No handler: the signal ends the process, whatever it is doing.
+        # No handler: the signal ends the process at any point.
         signal.setitimer(signal.ITIMER_REAL, seconds)
         answer = msgspec.msgpack.encode(_render(_requests.decode(data), render_jinja_template))
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,4 +1,4 @@
-"""The tokenizer in the API process, where torch is not to be."""
+"""The tokenizer in the API process, which must not import torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvant.engine import tokenizing
 
 
 def open_tokenizer(path: Path) -> tokenizing.Tokenizing | None:
-    """As `kvant.engine.tokenizing.open_tokenizer`.
+    """Like `kvant.engine.tokenizing.open_tokenizer`, without torch.
 
-    transformers imports torch wherever it finds it, though tokenizers need none of it: while it is
-    imported here torch cannot be found.
+    transformers imports torch if it finds it, though tokenizers do not need it. So torch is hidden while
+    transformers is imported here.
     """
     if not tokenizing.has_tokenizer(path):
         return None
@@ -24,7 +24,7 @@ def open_tokenizer(path: Path) -> tokenizing.Tokenizing | None:
 def _import_transformers() -> None:
     if "transformers" in sys.modules or "torch" in sys.modules:
         return
-    # Threads of its own would have to survive the fork that starts the next engine.
+    # Its threads would not survive the fork that starts the next engine.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     sys.modules["torch"] = None  # type: ignore[assignment]

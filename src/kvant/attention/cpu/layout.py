@@ -1,4 +1,4 @@
-"""What kernels hand each other, in blocks of fields."""
+"""Blocks of fields: arguments that kernels pass to each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tile(Fields):
 
 
 class Scaling(IntEnum):
-    """How a row's scale and offset are found: number = scale * code + offset."""
+    """Where a row's scale and offset are: number = scale * code + offset."""
 
     NONE = 0
     ROW = 1  # float32 scale
@@ -49,7 +49,7 @@ class Real(IntEnum):
 class Call(Fields):
     """One call of `attend`. Addresses, counts, and float32 values as their bits."""
 
-    # dealt out while running, on cache lines of their own
+    # distributed while running, each on its own cache line
     NEXT = auto()
     TEAM = auto()  # of threads, where this runs inside of one: see `kvant.models.cpu.team`
     _2 = auto()

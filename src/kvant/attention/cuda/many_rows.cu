@@ -81,7 +81,7 @@ __device__ __forceinline__ float write_queries(u8* to, Shared& shared, const Wor
     int lo, hi;
     bounds_of(w.bounds, row, lo, hi);
     shared.seen[row] = make_int2(max(lo, w.visible), min(hi, w.end));
-    shared.level[row] = there ? LOWEST : 0.0f;  // a row of nobody scores 0: no reason to renew maxima
+    shared.level[row] = there ? LOWEST : 0.0f;  // a padding row scores 0: no reason to renew maxima
   }
   if (ROTATE_K) { hadamard<ROTATE_K ? ROTATE_K : 2>(x, half); factor *= 1.0f / (ROTATE_K ? ROTATE_K : 1); }
   float most = 0.0f;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void score_tiles(Shared& shared, u32 control, const W
     const u32 after = tiles + turn.index * STAGE;
     if (i + 1 < w.num_tiles) wait_for(control + ARRIVED + 8 * turn.index, turn.parity);
     mma_wait<1>();
-    KeyFormat::read_keys<0>(first, after, at_k, mine, t);  // behind the last tile: of what lies there, for nobody
+    KeyFormat::read_keys<0>(first, after, at_k, mine, t);  // behind the last tile the result is not used
     here(first);
     const u32 odd = i & 1;
     meet(FREE + odd, THREADS);

@@ -29,7 +29,7 @@ ROWS = 64
 TILE = 64
 WARPS = 8
 PROGRAMS = 2
-"""Of a multiprocessor: four warpgroups of 128 registers a thread."""
+"""Programs per multiprocessor: four warpgroups of 128 registers per thread."""
 FEWEST = 33
 """Rows from which this kernel is the faster one."""
 

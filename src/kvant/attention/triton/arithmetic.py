@@ -63,7 +63,7 @@ def bfloat16(x):
 
 @triton.jit
 def has_nan(x):
-    """Whether a row [rows, columns] holds NaN."""
+    """True where a row [rows, columns] holds NaN."""
     return tl.max((x != x).to(tl.int32), 1) > 0
 
 

@@ -293,7 +293,7 @@ def paged_attention(
     partial_lse: [items, HEADS, ROWS] float32, base 2. shifts: see `load_24_bit_words`.
     K_OUTER, V_OUTER: 0 where there is no scale outside the
     pages, 1 for one float32, 2 for [HEADS]. FIXED: items are stretches of `least`
-    tiles counted from token 0, whatever the batch. LISTED: items as `list_items` wrote them.
+    tiles counted from token 0, in any batch. LISTED: items as `list_items` wrote them.
     JOIN: the last program of a row's items, JOIN
     valid rows at most, puts their partials together, AT_ONCE items at a time and in order; arrived:
     int32 [items, HEADS], zeros, and zeros again afterwards. Outputs that are written here are rotated

@@ -6,9 +6,9 @@ to the queries' dtype, never the keys and values that have not been through thei
 
 cuDNN prepares a plan for every new shape, which takes 27 ms, and knows causal attention only where
 queries and keys start together. So everything is made of few shapes: a square at the end, padded at
-its end (nobody sees the padding), and before it blocks of keys that every query sees; the parts are
+its end (no query sees the padding), and before it blocks of keys that every query sees; the parts are
 joined by their log-sum-exp. Sequences that begin in this step and fill squares of one size are
-multiplied together, so many at once as is a power of two.
+multiplied together, a power of two at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _serves(g: LayerGeometry, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def square_size(num_tokens: int) -> int:
-    """Tokens of the square that holds so many: few sizes."""
+    """Round `num_tokens` up to the size of a square; there are few sizes."""
     step = 256 if num_tokens <= 2048 else 1024
     return -(-num_tokens // step) * step
 
@@ -71,7 +71,7 @@ def _fewest(size: int) -> int:
 
 
 def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, int, bool]]:
-    """(sequences, queries, keys, causal) of every product that steps of so many tokens can need."""
+    """(sequences, queries, keys, causal) of every product that steps of up to max_num_tokens can need."""
     squares = {square_size(n) for n in range(LONG, max_num_tokens + _BLOCKS[-1] + 1, 256)}
     for size in sorted(squares):
         yield 1, size, size, True
@@ -165,7 +165,7 @@ def _attend_one(
     params: AttentionParams,
     long: LongQuery,
 ) -> None:
-    """One sequence, whatever is stored of it before this step."""
+    """One sequence, with any number of stored tokens before this step."""
     prefix = long.length - long.num_tokens
     spare = prefix % _BLOCKS[-1]
     before = prefix - spare
@@ -174,7 +174,7 @@ def _attend_one(
     v = decoded(cache, 1, step, long, before + size, q.dtype)
     n = long.num_tokens
     rows = slice(long.first_token, long.first_token + n)
-    # The square's first `spare` queries are nobody's: they only put the others in their places.
+    # The square's first `spare` queries are padding: they align the others.
     whole = not spare and size == n and q.is_contiguous()
     square = q[rows][None] if whole else _packed(q, step, long, size, spare)
     squared, squared_lse = _product(

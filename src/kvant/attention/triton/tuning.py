@@ -43,7 +43,7 @@ def shape_for(
             return _native_row(crowd, single=single)
         if codes == (Encoding.E4M3FN, Encoding.E4M3FN) and crowd <= 1 / 16:
             return Shape(16, 128, 4, 2, 3)
-        # Of a byte each: what else six lose is more than a little of their advantage.
+        # One byte each: six programs lose most of their advantage elsewhere.
         programs = _six_or_eight(crowd, 1.2) if a.elements == b.elements == 2 else 8
         if a.elements == b.elements == 4 or Encoding.E4M3FN in codes:
             return Shape(16, 64, 1, 2, programs)
@@ -88,7 +88,7 @@ def _six_or_eight(crowd: float, gain: float) -> int:
 
 
 def dense_shape(head_dim: int, *, causal: bool) -> Shape:
-    """Of `dense_attention`. programs and least: without meaning there."""
+    """The shape of `dense_attention`, which ignores programs and least."""
     if head_dim > 128:
         return Shape(128, 64, 8, 2, 1)
     if head_dim < 128:

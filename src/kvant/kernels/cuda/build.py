@@ -1,7 +1,7 @@
 """CUDA C++ compiled when it is first needed, by the compiler library that torch's own wheels bring.
 
 No toolkit is asked for: torch for CUDA depends on `cuda-bindings` and on NVRTC. Where either is
-missing, `unavailable` says so, and whoever wanted the kernel takes another way, once for all.
+missing, `unavailable` says so, and callers use another kernel from then on.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def decode3(x, PTX: tl.constexpr):
 
 @triton.jit
 def _square(x, PTX: tl.constexpr):
-    """x * x, rounded by itself: an addition that follows does not become a fused one."""
+    """x * x, rounded separately, so that a following addition is not fused."""
     if PTX:
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

@@ -1,8 +1,8 @@
-"""What a model says at every position of a given text, read through the paged cache.
+"""The logits of a model at every position of given texts, read through the paged cache.
 
-The text goes in by chunks, so that most positions attend over keys and values that were stored by
-an earlier step: exactly what generation does. Attention reads stored bytes in every case. Chunks of
-`kvant.attention.need.LONG` tokens are long queries, as in the engine.
+A text goes in by pieces, so that most positions attend over keys and values that an earlier step stored, as
+generation does. Attention reads stored bytes in every case, also for the tokens of its own step. Pieces of
+one token are decode steps; pieces of `kvant.attention.need.LONG` tokens are long queries, as in the engine.
 """
 
 from __future__ import annotations
@@ -23,6 +23,67 @@ from kvant.models.loaded import LoadedModel
 CHUNK = 128
 
 
+class TextReader:
+    """Reads texts side by side with the KV cache stored as in `plan`, in a pool of its own.
+
+    model: the loaded model. plan: may differ from the model's plan in formats and backends only; scales are
+    the model's. num_texts, length: how many texts, and the most tokens of each. backend: reads and writes
+    every layer instead of the plan's backends.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        plan: KVPlan,
+        num_texts: int,
+        length: int,
+        *,
+        backend: AttentionBackend | None = None,
+    ) -> None:
+        self.position = 0
+        self._model = model
+        self._num_texts = num_texts
+        self._page_size = plan.page_size
+        self._pages = -(-length // plan.page_size)
+        device = model.device
+        num_pages = SCRATCH_PAGE + 1 + num_texts * self._pages
+        self._pool = KVPool(plan, num_pages, device=device, scales=model.scales)
+        if backend is None:
+            self._backends = load_backends(plan, batch_invariant=model.batch_invariant)
+        else:
+            self._backends = (backend,) * len(plan.layers)
+        pages = torch.arange(SCRATCH_PAGE + 1, num_pages, dtype=torch.int32, device=device)
+        self._table = pages.view(num_texts, self._pages)
+
+    def read(self, token_ids: Tensor) -> Tensor:
+        """Append tokens to every text; the logits after each of them, [num_texts, n, vocab_size].
+
+        token_ids: [num_texts, n], int64, on the model's device. Stores the keys and values of these tokens
+        and moves `position` behind them.
+        """
+        count, texts = token_ids.shape[1], self._num_texts
+        start, end = self.position, self.position + count
+        device = token_ids.device
+        positions = torch.arange(start, end, device=device)
+        pages = self._table[:, positions // self._page_size].long()
+        slots = pages * self._page_size + positions % self._page_size
+        step = Step(
+            cu_seqlens_q=torch.arange(texts + 1, dtype=torch.int32, device=device) * count,
+            seqlens_kv=torch.full((texts,), end, dtype=torch.int32, device=device),
+            page_table=self._table,
+            slot_mapping=slots.reshape(-1),
+            positions=positions.repeat(texts),
+            max_seqlen_q=count,
+            max_seqlen_kv=end,
+        )
+        step = list_long(step, np.full(texts, count), np.full(texts, end))
+        call = StepCall(step, self._pool, self._backends)
+        index = torch.arange(texts * count, device=device)
+        logits = self._model.forward(token_ids.reshape(-1), call, index)
+        self.position = end
+        return logits.view(texts, count, -1)
+
+
 def text_logits(
     model: LoadedModel,
     plan: KVPlan,
@@ -31,35 +92,7 @@ def text_logits(
     chunk: int = CHUNK,
     backend: AttentionBackend | None = None,
 ) -> Tensor:
-    """Logits after each token, [len(token_ids), vocab_size], with the KV cache stored as in `plan`.
-
-    plan may differ from the one the model was loaded with in formats and backends only; scales are the
-    model's. backend: reads and writes every layer instead of the plan's.
-    """
-    pages = -(-len(token_ids) // plan.page_size)
-    device = model.device
-    pool = KVPool(plan, SCRATCH_PAGE + 1 + pages, device=device, scales=model.scales)
-    if backend is None:
-        backends = load_backends(plan, batch_invariant=model.batch_invariant)
-    else:
-        backends = (backend,) * len(plan.layers)
-    first = SCRATCH_PAGE + 1
-    table = torch.arange(first, first + pages, dtype=torch.int32, device=device)[None]
-    ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
-    parts = []
-    for start in range(0, len(token_ids), chunk):
-        end = min(start + chunk, len(token_ids))
-        positions = torch.arange(start, end, device=device)
-        step = Step(
-            cu_seqlens_q=torch.tensor([0, end - start], dtype=torch.int32, device=device),
-            seqlens_kv=torch.tensor([end], dtype=torch.int32, device=device),
-            page_table=table,
-            slot_mapping=positions + first * plan.page_size,
-            positions=positions,
-            max_seqlen_q=end - start,
-            max_seqlen_kv=end,
-        )
-        step = list_long(step, np.array([end - start]), np.array([end]))
-        call = StepCall(step, pool, backends)
-        parts.append(model.forward(ids[start:end], call, torch.arange(end - start, device=device)))
-    return torch.cat(parts)
+    """Logits after each token of one text, [len(token_ids), vocab_size]; see `TextReader`."""
+    reader = TextReader(model, plan, 1, len(token_ids), backend=backend)
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=model.device)[None]
+    return torch.cat([reader.read(part)[0] for part in ids.split(chunk, dim=1)])

@@ -27,8 +27,10 @@ def test_format_is_how_a_command_prints_and_kv_format_what_a_benchmark_stores() 
     found: dict[str, set[str]] = {}
     for option, path in options(typer.main.get_command(app)):
         found.setdefault(option, set()).add(path)
-    assert found["--format"] == {"kvant generate", "kvant plan", "kvant verify"}
-    assert all(path.startswith("kvant bench ") for path in found["--kv-format"])
+    printing = {"kvant eval", "kvant generate", "kvant plan", "kvant verify"}
+    assert found["--format"] == printing
+    measuring = ("kvant bench ", "kvant eval")
+    assert all(path.startswith(measuring) for path in found["--kv-format"])
     assert not found["--kv-format"] & found["--kv-cache-dtype"], "two flags for one thing"
 
 

@@ -15,16 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from kvant.engine.llm import LLM
-from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
-from kvant.kv.pages import SCRATCH
-from kvant.measure.own_engine import engine_over, plan_storing
+from kvant.measure.own_engine import engine_storing, plan_storing
 from kvant.models.quiet import quiet_transformers
 from kvant.sampling.sampling_params import SamplingParams
 
 WARM_UP_STEPS = 3
-_STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +86,10 @@ def _own_decode(
     llm: LLM, batch: int, context: int, steps: int
 ) -> Callable[[list[list[int]], int], list[float]]:
     """Return a function that times decode steps of a new engine over the weights of `llm`."""
-    inner = llm.engine.runner
-    assert isinstance(inner, ModelRunner)
     plan = plan_storing(llm, FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32))
     # A sequence that starts first decodes while the prompts of the others are computed.
     most = context + WARM_UP_STEPS + steps + 2 * batch
-    pages = -(-most // plan.page_size)
-    num_pages = SCRATCH + 1 + batch * pages
-    engine = engine_over(
-        llm,
-        ModelRunner(inner.model, num_pages, plan),
-        plan,
-        num_pages,
-        max_num_seqs=batch,
-        max_num_batched_tokens=_STEP_TOKENS,
-        max_model_len=pages * plan.page_size,
-    )
+    engine = engine_storing(llm, plan, num_seqs=batch, max_model_len=most)
 
     def decode(prompts: list[list[int]], repeats: int) -> list[float]:
         params = SamplingParams(temperature=0.0, max_tokens=most - context, ignore_eos=True)

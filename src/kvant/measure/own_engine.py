@@ -7,13 +7,15 @@ from dataclasses import replace
 from kvant.attention.need import BackendInfo
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
-from kvant.execution.runner import Runner
+from kvant.execution.runner import ModelRunner, Runner
 from kvant.kv.names import FormatRequest
-from kvant.kv.pages import CacheIdentity
+from kvant.kv.pages import SCRATCH, CacheIdentity
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.spec import KVPlan
 from kvant.plan.limits import Limits
 from kvant.plan.resolution import resolve_again
+
+_STEP_TOKENS = 2048
 
 
 def plan_storing(llm: LLM, stored: FormatRequest, backend: BackendInfo | None = None) -> KVPlan:
@@ -57,4 +59,24 @@ def engine_over(
         vocab_size=own.vocab_size,
         eos_token_ids=sorted(own.eos_token_ids) if answers else (),
         tokenizer=own.tokenizer if answers else None,
+    )
+
+
+def engine_storing(llm: LLM, plan: KVPlan, *, num_seqs: int, max_model_len: int) -> Engine:
+    """An engine over the weights of `llm`, with a pool of its own for `num_seqs` sequences as in `plan`.
+
+    max_model_len: tokens of each sequence; rounded up to whole pages. No prefix cache.
+    """
+    inner = llm.engine.runner
+    assert isinstance(inner, ModelRunner)
+    pages = -(-max_model_len // plan.page_size)
+    num_pages = SCRATCH + 1 + num_seqs * pages
+    return engine_over(
+        llm,
+        ModelRunner(inner.model, num_pages, plan),
+        plan,
+        num_pages,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=_STEP_TOKENS,
+        max_model_len=pages * plan.page_size,
     )

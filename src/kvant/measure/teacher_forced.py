@@ -95,4 +95,4 @@ def text_logits(
     """Logits after each token of one text, [len(token_ids), vocab_size]; see `TextReader`."""
     reader = TextReader(model, plan, 1, len(token_ids), backend=backend)
     ids = torch.tensor(token_ids, dtype=torch.int64, device=model.device)[None]
-    return torch.cat([reader.read(part)[0] for part in ids.split(chunk, dim=1)])
+    return torch.cat([reader.read(part)[0] for part in torch.split(ids, chunk, dim=1)])

@@ -60,11 +60,14 @@ class Baseline:
     def distances(self, logits: Tensor) -> Distances:
         """logits: [positions, vocab_size], any floating dtype."""
         logits = logits.float()
-        log_sum = torch.cat([_softmax(rows)[1] for rows in logits.split(_ROWS)])
+        log_sum = torch.cat([_softmax(rows)[1] for rows in torch.split(logits, _ROWS)])
         nll = log_sum - logits.gather(1, self._place)[:, 0].double()
         off = []
         for p, base, other in zip(
-            self._probabilities.split(_ROWS), self._logits.split(_ROWS), logits.split(_ROWS), strict=True
+            torch.split(self._probabilities, _ROWS),
+            torch.split(self._logits, _ROWS),
+            torch.split(logits, _ROWS),
+            strict=True,
         ):
             off.append((base - other).mul_(p).sum(-1, dtype=torch.float64))
         kl = (torch.cat(off) - self._log_sum + log_sum).clamp(min=0)  # rounding can make it -1e-9
@@ -87,12 +90,13 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(parts: Sequence[Distances]) -> Distances:
-    """All positions of all parts."""
+    """All positions of all parts; of no parts, none."""
+    none = np.zeros(0)
     return Distances(
-        np.concatenate([part.kl for part in parts]),
-        np.concatenate([part.nll for part in parts]),
-        np.concatenate([part.baseline_nll for part in parts]),
-        np.concatenate([part.same_top for part in parts]),
+        np.concatenate([none, *(part.kl for part in parts)]),
+        np.concatenate([none, *(part.nll for part in parts)]),
+        np.concatenate([none, *(part.baseline_nll for part in parts)]),
+        np.concatenate([none.astype(bool), *(part.same_top for part in parts)]),
     )
 
 

@@ -1,0 +1,279 @@
+"""`kvant eval`: what each format of the KV cache costs in quality on a model, against the widest one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvant.cli.out_file import OutFile, writable, write_json
+from kvant.errors import BadValue, WayOut
+from kvant.plan.config import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvant.engine.llm import LLM
+    from kvant.measure.quality.evaluate import Extent
+
+CONTEXTS = (512, 2048, 8192, 32768)
+QUICK_CONTEXTS = (512, 2048)
+
+
+class Format(Enum):
+    TABLE = "table"
+    JSON = "json"
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")
+    ] = DEFAULT_MODEL,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-format",
+            metavar="F",
+            help="KV cache format; may be repeated. All that this machine serves if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    baseline: Annotated[
+        str, typer.Option("--baseline", metavar="F", help="What formats are compared with.")
+    ] = "model",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text in UTF-8 or JSON lines. Python's manual if not given.",
+        ),
+    ] = None,
+    contexts: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--context",
+            min=64,
+            help="Tokens of a window; may be repeated. 512, 2048, 8192 and 32768 if not given, as far as "
+            "the model reaches.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=64, help="Tokens of text for each context.")
+    ] = 8192,
+    layer_format: Annotated[
+        str | None,
+        typer.Option(
+            "--layer-format",
+            metavar="F",
+            help="What each layer stores alone. The narrowest format if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Less text: some minutes on two cores for a small model."),
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="D", help="The model computes in it.")
+    ] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    attention_backend: Annotated[
+        str, typer.Option("--attention-backend", metavar="B", help="auto, or one by name.")
+    ] = "auto",
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Do not go on with an interrupted evaluation.")
+    ] = False,
+    output: Annotated[Format, typer.Option("--format", help="What is printed.")] = Format.TABLE,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Write one page with tables and plots.",
+            callback=writable,
+        ),
+    ] = None,
+    out: OutFile = None,
+) -> None:
+    """Measure what KV cache formats cost in quality, against the model's own dtype.
+
+    The model reads a text through its paged cache in every format. Each position's distribution is compared
+    with the baseline's: KL divergence, most likely token, perplexity. Definitions are those of llama.cpp's
+    --kl-divergence. An interrupted evaluation goes on where it ended when the same command is given again.
+    """
+    from kvant.engine.llm import LLM
+    from kvant.kv.names import parse_format, whole_formats
+    from kvant.measure.facts import command_line, measurement_facts
+    from kvant.measure.quality.evaluate import Evaluation, choose_contenders, run_parts
+    from kvant.measure.quality.kept import Kept
+    from kvant.measure.quality.page import page as render
+    from kvant.measure.quality.report import report
+    from kvant.measure.quality.texts import check_length, read_text
+    from kvant.models.import_cache import cache_root
+
+    named = [parse_format(name, asked_by="--kv-format") for name in formats or ()]
+    wide = parse_format(baseline, asked_by="--baseline")
+    layered = (
+        None if layer_format is None else parse_format(layer_format, asked_by="--layer-format")
+    )
+    llm = LLM(
+        model,
+        dtype=dtype,
+        device=device,
+        kv_cache_dtype="model",
+        kv_cache_memory="32MiB",
+        max_model_len=256,
+        max_num_seqs=1,
+        attention_backend=attention_backend,
+    )
+    extent = _extent(llm, contexts, tokens, quick=quick)
+    read = read_text(text, llm)
+    check_length(read, extent.contexts, extent.tokens)
+    chosen = choose_contenders(llm, wide, named or whole_formats(), layered, named=bool(named))
+    evaluation = Evaluation(llm, chosen, read, extent)
+    kept = Kept(cache_root() / "eval", evaluation.inputs())
+    if restart:
+        kept.forget()
+        kept = Kept(cache_root() / "eval", evaluation.inputs())
+    elif len(kept):
+        sys.stderr.write(f"goes on with {len(kept)} parts that were measured before: {kept.path}\n")
+    progress = _Progress()
+    parts = run_parts(evaluation.parts(), kept, progress.tell)
+    progress.end()
+    if kept.note:
+        sys.stderr.write(f"{kept.note}\n")
+    facts = measurement_facts(command_line("kvant"), ("torch", "transformers", "numpy"))
+    found = {**report(evaluation, parts), **facts}
+    if out is not None:
+        write_json(out, found)
+    if page is not None:
+        page.write_text(render(found), encoding="utf-8")
+    if output is Format.TABLE:
+        _print(found)
+    else:
+        sys.stdout.write(json.dumps(found) + "\n")
+    kept.forget()
+
+
+def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -> Extent:
+    """How much is measured. BadValue for a context beyond the model's positions."""
+    from kvant.measure.quality.evaluate import Extent
+
+    longest = llm.planned.target.geometry.max_model_len
+    usual = QUICK_CONTEXTS if quick else CONTEXTS
+    fitting = [c for c in usual if longest is None or c <= longest]
+    wanted = tuple(sorted(set(contexts or fitting or [longest or usual[0]])))
+    if longest is not None and wanted[-1] > longest:
+        raise BadValue(
+            f"--context {wanted[-1]} is longer than the model's positions reach",
+            why=f"they end at {longest}",
+            ways_out=(WayOut("take the longest context", ("--context", str(longest))),),
+        )
+    short = wanted[0]
+    if quick:
+        return Extent(wanted, 1024, 16, min(512, short), min(256, short), 2, 64, ())
+    return Extent(wanted, tokens, 64, short, short, 8, 256, wanted)
+
+
+class _Progress:
+    """Share and time left, on stderr: one line that changes on a terminal, else a line every 10 %."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._shown = -1.0
+        self._terminal = sys.stderr.isatty()
+
+    def tell(self, done: int, total: int) -> None:
+        share = done / max(total, 1)
+        if share < self._shown + (0.001 if self._terminal else 0.1):
+            return
+        self._shown = share
+        spent = time.monotonic() - self._begin
+        left = spent / share - spent if share else 0.0
+        line = f"{share:4.0%} of {total:,} tokens, {left:.0f} s left"
+        sys.stderr.write(f"\r{line}\033[K" if self._terminal else f"{line}\n")
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._terminal:
+            sys.stderr.write("\r\033[K")
+
+
+def _print(found: dict[str, Any]) -> None:
+    """Tables of at most 80 columns."""
+    from rich.console import Console
+
+    console = Console()
+    formats = found["formats"]
+    quality = {
+        name: (
+            f"{one['bytes_per_token']:,}",
+            f"{one['kld_mean']:.5f}±{one['kld_mean_error']:.5f}",
+            f"{one['same_top']:.1%}",
+            f"{one['ppl_ratio']:.4f}±{one['ppl_ratio_error']:.4f}",
+        )
+        for name, one in formats.items()
+    }
+    _table(console, ("B/token", "mean KL", "same top", "PPL ratio"), quality)
+    floor, longest = found["noise_floor"]["kld_mean"], found["contexts"][-1]
+    console.print(
+        f"[dim]against {found['baseline']}, windows of {longest} tokens, second half of each; KL in nats; "
+        f"±: standard error; noise floor {floor:.1e}\n"
+        f"best for their bytes: {', '.join(found['pareto'])}[/]\n"
+    )
+    keys = ("kld_median", "kld_p99", "kld_p999", "kld_max")
+    tails = {name: [f"{one[key]:.5f}" for key in keys] for name, one in formats.items()}
+    _table(console, ("median KL", "99 %", "99.9 %", "max"), tails)
+    if len(found["contexts"]) > 1:
+        by_context = {
+            name: [f"{one['contexts'][str(c)]['kld_mean']:.5f}" for c in found["contexts"]]
+            for name, one in formats.items()
+        }
+        _table(console, [f"KL at {context:,}" for context in found["contexts"]], by_context)
+    paths = {
+        name: (
+            f"{one['decode']['kld_mean']:.5f}",
+            _cell(one, "k_alone"),
+            _cell(one, "v_alone"),
+            f"{one['generation']['same']:.0%}" if "generation" in one else "-",
+            f"{one['decode']['tokens_per_second']:.1f}",
+        )
+        for name, one in formats.items()
+    }
+    _table(console, ("decode KL", "K alone", "V alone", "same text", "tokens/s"), paths)
+    if "baseline_needles" in found:
+        needles = {
+            name: [f"{n['found']} of {n['of']}" for n in one.values()]
+            for name, one in {
+                found["baseline"]: found["baseline_needles"],
+                **{name: one["needles"] for name, one in formats.items()},
+            }.items()
+        }
+        _table(console, [f"needles at {c}" for c in found["baseline_needles"]], needles)
+    for name, why in found["refused"].items():
+        console.print(f"[dim]not measured: {name}: {why}[/]")
+
+
+def _table(console: Console, titles: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("format", no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print()
+
+
+def _cell(one: dict[str, Any], key: str) -> str:
+    return f"{one[key]:.5f}" if key in one else "-"

@@ -1,0 +1,158 @@
+"""Formats read the same windows of text, and every position is compared with the widest format's.
+
+All formats of a group go through a window together, piece by piece, so that no logits of a whole window are
+kept. The last positions are read again one token at a time: the decode path, compared with the baseline's
+decode path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvant.kv.spec import KVPlan
+from kvant.measure.quality.kl_statistics import Baseline, Distances, join
+from kvant.measure.teacher_forced import TextReader
+from kvant.models.loaded import LoadedModel
+
+POOL_BYTES = 1 << 30
+LOGITS_BYTES = 64 << 20
+MOST_CHUNK = 256
+
+Told = Callable[[int], None]
+"""Called with the number of tokens that were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One format over a batch of windows.
+
+    prefill: one value for every position but the last of each window; positions: which these are, [values].
+    decode: the last positions, read one token at a time. step_ms: milliseconds of these decode steps, each of
+    one token of every window.
+    """
+
+    prefill: Distances
+    positions: npt.NDArray[np.int64]
+    decode: Distances
+    step_ms: npt.NDArray[np.float64]
+
+
+def compare_windows(
+    model: LoadedModel,
+    baseline: KVPlan,
+    plans: Mapping[str, KVPlan],
+    windows: Tensor,
+    *,
+    vocab_size: int,
+    decode: int,
+    told: Told,
+) -> dict[str, Compared]:
+    """Compare every plan with `baseline` over windows [count, context], int64.
+
+    decode: how many of the last positions are read again one token at a time. The result has one more entry,
+    "": the baseline's decode path against its own prefill, which is the noise floor.
+    """
+    windows = windows.to(model.device)
+    found: dict[str, Compared] = {}
+    for group in _groups(baseline, plans, windows.numel()):
+        found |= _compare(model, baseline, group, windows, vocab_size, decode, told)
+    return found
+
+
+def _groups(
+    baseline: KVPlan, plans: Mapping[str, KVPlan], tokens: int
+) -> Iterator[dict[str, KVPlan]]:
+    """As many plans at a time as their pools have room; one at least."""
+    group: dict[str, KVPlan] = {}
+    used = first = baseline.bytes_per_token * tokens
+    for name, plan in plans.items():
+        size = plan.bytes_per_token * tokens
+        if group and used + size > POOL_BYTES:
+            yield group
+            group, used = {}, first
+        group[name] = plan
+        used += size
+    yield group
+
+
+def _compare(
+    model: LoadedModel,
+    baseline: KVPlan,
+    plans: Mapping[str, KVPlan],
+    windows: Tensor,
+    vocab_size: int,
+    decode: int,
+    told: Told,
+) -> dict[str, Compared]:
+    count, context = windows.shape
+    own = TextReader(model, baseline, count, context)
+    readers = {name: TextReader(model, plan, count, context) for name, plan in plans.items()}
+    chunk = max(1, min(MOST_CHUNK, LOGITS_BYTES // 4 // vocab_size // count))
+    parts: dict[str, list[Distances]] = {name: [] for name in plans}
+    positions = []
+    first = context - 1 - decode  # of the positions that are decoded
+    tail: list[Tensor] = []
+    for start in range(0, context, chunk):
+        ids = windows[:, start : start + chunk]
+        num = min(ids.shape[1], context - 1 - start)
+        following = windows[:, start + 1 : start + 1 + num].reshape(-1)
+        logits = own.read(ids)[:, :num]
+        judge = Baseline(logits.reshape(-1, vocab_size), following)
+        tail.append(logits[:, max(0, first - start) :].clone())
+        told(ids.numel())
+        for name, reader in readers.items():
+            read = reader.read(ids)[:, :num].reshape(-1, vocab_size)
+            parts[name].append(judge.distances(read))
+            told(ids.numel())
+        positions.append(np.tile(np.arange(start, start + num), count))
+    prefilled = torch.cat(tail, dim=1)
+    decoded: dict[str, list[Distances]] = {name: [] for name in ("", *plans)}
+    times: dict[str, list[float]] = {name: [] for name in ("", *plans)}
+    for reader in (own, *readers.values()):
+        reader.position = first
+    for place in range(decode):
+        at = first + place
+        ids, following = windows[:, at : at + 1], windows[:, at + 1]
+        logits = _timed(own, ids, times[""])
+        judge = Baseline(logits, following)
+        decoded[""].append(Baseline(prefilled[:, place], following).distances(logits))
+        for name, reader in readers.items():
+            decoded[name].append(judge.distances(_timed(reader, ids, times[name])))
+        told(ids.numel() * (1 + len(readers)))
+    where = np.concatenate(positions)
+    floor = join(decoded[""])
+    found = {"": Compared(floor, where[:0], floor, np.array(times[""]))}
+    for name in plans:
+        found[name] = Compared(join(parts[name]), where, join(decoded[name]), np.array(times[name]))
+    return found
+
+
+def _timed(reader: TextReader, ids: Tensor, times: list[float]) -> Tensor:
+    """Logits of one token of each window, [windows, vocab_size]."""
+    begin = time.perf_counter()
+    logits = reader.read(ids)[:, 0]
+    if logits.device.type == "cuda":
+        torch.cuda.synchronize()
+    times.append(1000 * (time.perf_counter() - begin))
+    return logits
+
+
+def contender_tokens(num_plans: int, windows: Tensor, decode: int) -> int:
+    """How many tokens `compare_windows` reads, if all plans fit into one group."""
+    return (num_plans + 1) * (windows.numel() + decode * windows.shape[0])
+
+
+def mean_by_position(found: Sequence[Compared], context: int, buckets: int = 32) -> list[float]:
+    """Mean KL divergence in equal stretches of a window, from its first position to its last."""
+    kl = np.concatenate([one.prefill.kl for one in found])
+    where = np.concatenate([one.positions for one in found]) * buckets // context
+    sums = np.bincount(where, weights=kl, minlength=buckets)
+    counts = np.bincount(where, minlength=buckets)
+    return [float(total / max(count, 1)) for total, count in zip(sums, counts, strict=True)]

@@ -1,0 +1,286 @@
+"""One evaluation: which parts are measured, in what order, and what comes of them.
+
+Parts are independent and kept on disk when they are done (`kept.py`). Each compares formats over a batch of
+windows (`compare.py`) or generates text (`generation.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvant.engine.llm import LLM
+from kvant.errors import ConfigError
+from kvant.execution.runner import ModelRunner
+from kvant.kv.names import FormatRequest
+from kvant.kv.request import Asked, KVRequest, parse_rule
+from kvant.kv.spec import KVPlan
+from kvant.measure.own_engine import plan_storing
+from kvant.measure.quality import generation
+from kvant.measure.quality.compare import Compared, Told, compare_windows, contender_tokens
+from kvant.measure.quality.kept import Arrays, Kept
+from kvant.measure.quality.kl_statistics import Distances
+from kvant.measure.quality.texts import Text, windows
+from kvant.models.loaded import LoadedModel
+from kvant.plan.resolution import resolve_again
+
+MOST_WINDOWS = 4
+"""Windows that are read side by side."""
+_DECODE_COST = 3  # a generated token takes about as long as so many tokens of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is measured.
+
+    contexts: lengths of windows, increasing. tokens: of text for each context, one window at least. decode:
+    positions of each window that are read again one token at a time. side_tokens, layer_tokens: length of the
+    window for K and V apart and for each layer alone; 0 for neither. answers, answer_tokens: greedy answers
+    that are compared, 0 for none. needle_contexts: lengths of prompts with a hidden number.
+    """
+
+    contexts: tuple[int, ...]
+    tokens: int
+    decode: int
+    side_tokens: int
+    layer_tokens: int
+    answers: int
+    answer_tokens: int
+    needle_contexts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """tokens: how many are read, about. run: measures it."""
+
+    name: str
+    tokens: int
+    run: Callable[[Told], Arrays]
+
+
+@dataclass(frozen=True, slots=True)
+class Contenders:
+    """Plans by the names of their formats, without those that need as many bytes as the baseline.
+
+    refused: why a format cannot be measured here, by its name. layered: the format that each layer stores
+    alone, in `layers`. k_only, v_only: the other side is stored as in the baseline.
+    """
+
+    baseline: KVPlan
+    formats: Mapping[str, KVPlan]
+    k_only: Mapping[str, KVPlan]
+    v_only: Mapping[str, KVPlan]
+    layered: str
+    layers: tuple[KVPlan, ...]
+    refused: Mapping[str, str]
+
+
+def choose_contenders(
+    llm: LLM,
+    baseline: FormatRequest,
+    formats: Sequence[FormatRequest],
+    layered: FormatRequest | None,
+    *,
+    named: bool,
+) -> Contenders:
+    """Plans of all formats. named: the user named them, so a refusal is an error (ConfigError).
+
+    layered None: the format with the fewest bytes.
+    """
+    wide = plan_storing(llm, baseline)
+    plans: dict[str, KVPlan] = {}
+    k_only: dict[str, KVPlan] = {}
+    v_only: dict[str, KVPlan] = {}
+    refused: dict[str, str] = {}
+    by_name = {str(one): one for one in formats}
+    for name, one in by_name.items():
+        try:
+            plan = plan_storing(llm, one)
+            if plan.bytes_per_token >= wide.bytes_per_token and not named:
+                continue
+            k_plan = plan_storing(llm, FormatRequest(one.k, baseline.v))
+            v_plan = plan_storing(llm, FormatRequest(baseline.k, one.v))
+        except ConfigError as fault:
+            if named:
+                raise
+            refused[name] = fault.why or fault.what
+            continue
+        plans[name], k_only[name], v_only[name] = plan, k_plan, v_plan
+    least = min(plans, key=lambda name: plans[name].bytes_per_token)
+    chosen = least if layered is None else str(layered)
+    return Contenders(
+        wide, plans, k_only, v_only, chosen, tuple(_layers(llm, baseline, chosen)), refused
+    )
+
+
+def _layers(llm: LLM, baseline: FormatRequest, name: str) -> Iterator[KVPlan]:
+    """The plan in which only one layer stores the format, for each layer in turn."""
+    asked = Asked(baseline, f"--baseline {baseline}")
+    for layer in llm.plan.layers:
+        rule = parse_rule(f"{layer.geometry.index}:{name}", asked_by="kvant eval")
+        request = KVRequest(explicit=(asked,), format_defaults=False).merged(rule.target)
+        yield resolve_again(llm.planned, request)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What is measured, and on what."""
+
+    llm: LLM
+    contenders: Contenders
+    text: Text
+    extent: Extent
+
+    @property
+    def model(self) -> LoadedModel:
+        runner = self.llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        return runner.model
+
+    def inputs(self) -> dict[str, object]:
+        """Everything that the figures depend on but the machine's speed."""
+        from dataclasses import asdict
+
+        from kvant import __version__
+
+        who, path = self.contenders, self.llm.model_path
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        plans = {name: plan.fingerprint for name, plan in who.formats.items()}
+        return {
+            "kvant": __version__,
+            "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+            "device": str(self.model.device),
+            "baseline": who.baseline.fingerprint,
+            "plans": plans,
+            "backends": {n: [s.backend for s in p.layers] for n, p in who.formats.items()},
+            "layered": who.layered,
+            "text": self.text.sha256,
+            "extent": asdict(self.extent),
+        }
+
+    def parts(self) -> list[Part]:
+        """Everything that is to be measured, the most telling first."""
+        who, extent = self.contenders, self.extent
+        found = []
+        for context in extent.contexts:
+            texts = windows(self.text, self.llm, context, extent.tokens)
+            batches = torch.split(texts, MOST_WINDOWS)
+            for number, batch in enumerate(batches):
+                name = f"formats-{context}-{number}"
+                found.append(self._comparison(name, who.formats, batch, extent.decode))
+        if extent.side_tokens:
+            batch = windows(self.text, self.llm, extent.side_tokens, 0)[:1]
+            sides = {f"k {name}": plan for name, plan in who.k_only.items()}
+            sides |= {f"v {name}": plan for name, plan in who.v_only.items()}
+            found.append(self._comparison("sides", sides, batch, 0))
+        if extent.layer_tokens:
+            batch = windows(self.text, self.llm, extent.layer_tokens, 0)[:1]
+            layers = {str(i): plan for i, plan in enumerate(who.layers)}
+            found.append(self._comparison("layers", layers, batch, 0))
+        plans = {"": who.baseline, **who.formats}
+        if extent.answers:
+            each = generation.PROMPT_TOKENS + _DECODE_COST * extent.answer_tokens
+            tokens = extent.answers * each * len(plans)
+            found.append(Part("answers", tokens, partial(self._answers, plans)))
+        for length in extent.needle_contexts:
+            tokens = len(generation.DEPTHS) * length * len(plans)
+            found.append(Part(f"needles-{length}", tokens, partial(self._needles, plans, length)))
+        return found
+
+    def _comparison(
+        self, name: str, plans: Mapping[str, KVPlan], batch: Tensor, decode: int
+    ) -> Part:
+        def run(told: Told) -> Arrays:
+            found = compare_windows(
+                self.model,
+                self.contenders.baseline,
+                plans,
+                batch,
+                vocab_size=self.llm.engine.vocab_size,
+                decode=decode,
+                told=told,
+            )
+            return pack(found)
+
+        return Part(name, contender_tokens(len(plans), batch, decode), run)
+
+    def _answers(self, plans: Mapping[str, KVPlan], told: Told) -> Arrays:
+        extent = self.extent
+        prompts = generation.prompts_of(self.text.token_ids, extent.answers)
+        found = {}
+        for name, plan in plans.items():
+            answers = generation.answers_of(self.llm, plan, prompts, extent.answer_tokens)
+            found[name] = np.array(answers)
+            told(len(prompts) * (generation.PROMPT_TOKENS + _DECODE_COST * extent.answer_tokens))
+        return found
+
+    def _needles(self, plans: Mapping[str, KVPlan], length: int, told: Told) -> Arrays:
+        wanted = generation.needles(self.llm, self.text.token_ids, length)
+        found = {}
+        for name, plan in plans.items():
+            found[name] = np.array(generation.found_needles(self.llm, plan, wanted))
+            told(len(wanted) * length)
+        return found
+
+
+def run_parts(
+    parts: Sequence[Part], kept: Kept, told: Callable[[int, int], None]
+) -> dict[str, dict[str, npt.NDArray[Any]]]:
+    """All parts by name; those that are kept already are not measured again.
+
+    told: called with the number of tokens that are done, and of all that this call reads.
+    """
+    found = {part.name: kept.read(part.name) for part in parts}
+    total = sum(part.tokens for part in parts if found[part.name] is None)
+    done = 0
+    results: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    for part in parts:
+        arrays = found[part.name]
+        if arrays is None:
+            begin = done
+
+            def more(tokens: int) -> None:
+                nonlocal done
+                done += tokens
+                told(done, total)
+
+            arrays = dict(part.run(more))
+            kept.write(part.name, arrays)
+            done = begin + part.tokens
+            told(done, total)
+        results[part.name] = arrays
+    return results
+
+
+_FIELDS = ("kl", "nll", "baseline_nll", "same_top")
+
+
+def pack(found: Mapping[str, Compared]) -> dict[str, npt.NDArray[Any]]:
+    """As arrays for `Kept`."""
+    arrays: dict[str, npt.NDArray[Any]] = {"names": np.array(list(found))}
+    for index, one in enumerate(found.values()):
+        for path, distances in (("prefill", one.prefill), ("decode", one.decode)):
+            for field in _FIELDS:
+                arrays[f"{index}.{path}.{field}"] = getattr(distances, field)
+        arrays[f"{index}.positions"] = one.positions
+        arrays[f"{index}.step_ms"] = one.step_ms
+    return arrays
+
+
+def unpack(arrays: Arrays) -> dict[str, Compared]:
+    found = {}
+    for index, name in enumerate(arrays["names"].tolist()):
+        prefill, decode = (
+            Distances(*(arrays[f"{index}.{path}.{field}"] for field in _FIELDS))
+            for path in ("prefill", "decode")
+        )
+        where, step_ms = arrays[f"{index}.positions"], arrays[f"{index}.step_ms"]
+        found[name] = Compared(prefill, where, decode, step_ms)
+    return found

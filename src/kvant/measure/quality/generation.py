@@ -1,0 +1,102 @@
+"""What formats do to generated text: greedy answers beside the widest format's, and needles in long texts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvant.engine.llm import LLM
+from kvant.kv.spec import KVPlan
+from kvant.measure.own_engine import engine_storing
+from kvant.sampling.sampling_params import SamplingParams
+
+PROMPT_TOKENS = 128
+DEPTHS = (0.1, 0.5, 0.9)
+_QUESTION = "\n\nWhat is the secret number? The secret number is"
+_ANSWER_TOKENS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Greedy answers of a format beside the baseline's to the same prompts.
+
+    same: share of all tokens that are equal at the same place. common: tokens before the first difference,
+    mean over answers. answers, tokens: how many answers, and the tokens of each.
+    """
+
+    answers: int
+    tokens: int
+    same: float
+    common: float
+
+
+def answers_of(
+    llm: LLM, plan: KVPlan, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[list[int]]:
+    """Greedy answers of `tokens` tokens each, all prompts at once, with K and V stored as in `plan`."""
+    longest = max(len(prompt) for prompt in prompts) + tokens
+    engine = engine_storing(llm, plan, num_seqs=len(prompts), max_model_len=longest)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    numbers = [engine.submit(prompt, params) for prompt in prompts]
+    found: dict[int, list[int]] = {}
+    while engine.has_work:
+        for piece in engine.step():
+            if piece.result is not None:
+                found[piece.number] = list(piece.result.token_ids)
+    return [found[number] for number in numbers]
+
+
+def agreement(baseline: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Agreement:
+    """Compare answers token by token; all have the same length."""
+    same = common = 0
+    for expected, given in zip(baseline, answers, strict=True):
+        equal = [a == b for a, b in zip(expected, given, strict=True)]
+        same += sum(equal)
+        common += equal.index(False) if False in equal else len(equal)
+    tokens = len(baseline[0])
+    return Agreement(len(answers), tokens, same / (tokens * len(answers)), common / len(answers))
+
+
+def prompts_of(token_ids: Sequence[int], count: int) -> list[list[int]]:
+    """Pieces of PROMPT_TOKENS tokens from the whole length of a text."""
+    stride = max(1, (len(token_ids) - PROMPT_TOKENS) // max(1, count))
+    return [list(token_ids[i * stride : i * stride + PROMPT_TOKENS]) for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    """A prompt of a number hidden in text, and the tokens of the number."""
+
+    prompt: list[int]
+    number: str
+
+
+def needles(llm: LLM, token_ids: Sequence[int], length: int) -> list[Needle]:
+    """One needle at each of DEPTHS in prompts of `length` tokens."""
+    found = []
+    for index, depth in enumerate(DEPTHS):
+        number = str(random.Random(f"{length} {index}").randrange(10_000, 100_000))
+        hidden = list(_plain(llm, f"\n\nThe secret number is {number}.\n\n"))
+        question = list(_plain(llm, _QUESTION))
+        room = length - len(hidden) - len(question)
+        start = index * room % max(1, len(token_ids) - room)
+        text = list(token_ids[start : start + room])
+        place = int(depth * len(text))
+        found.append(Needle([*text[:place], *hidden, *text[place:], *question], number))
+    return found
+
+
+def found_needles(llm: LLM, plan: KVPlan, wanted: Sequence[Needle]) -> int:
+    """How many numbers are in the answers."""
+    tokenizing = llm.tokenizing
+    assert tokenizing is not None
+    answers = answers_of(llm, plan, [needle.prompt for needle in wanted], _ANSWER_TOKENS)
+    texts = [tokenizing.backend.decode(answer) for answer in answers]
+    return sum(needle.number in text for needle, text in zip(wanted, texts, strict=True))
+
+
+def _plain(llm: LLM, text: str) -> Sequence[int]:
+    tokenizing = llm.tokenizing
+    assert tokenizing is not None
+    return tokenizing.encode(text, add_special_tokens=False)

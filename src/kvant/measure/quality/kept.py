@@ -1,0 +1,66 @@
+"""Parts of a measurement on disk, so that an interrupted one goes on where it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvant.errors import BadValue
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+class Kept:
+    """A directory of parts that belong to one set of inputs.
+
+    inputs: everything that the figures depend on; another model, text, format or option has another
+    directory. note: why a part that is there could not be used, else empty.
+    """
+
+    def __init__(self, root: Path, inputs: Mapping[str, object]) -> None:
+        text = json.dumps(inputs, sort_keys=True, default=str)
+        self.path = root / hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.note = ""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "inputs.json").write_text(text, encoding="utf-8")
+        except OSError as fault:
+            raise BadValue(
+                f"{self.path} cannot be written, where parts of the measurement are kept",
+                why=fault.strerror or "",
+            ) from None
+
+    def __len__(self) -> int:
+        """How many parts are there."""
+        return len(list(self.path.glob("*.npz")))
+
+    def read(self, name: str) -> dict[str, npt.NDArray[Any]] | None:
+        """A part; None if it is not there, or is damaged."""
+        path = self.path / f"{name}.npz"
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
+                return dict(found)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as fault:
+            self.note = f"{path} is damaged and is measured again: {fault}"
+            return None
+
+    def write(self, name: str, arrays: Arrays) -> None:
+        """Keep a part; an interruption leaves all of it or nothing."""
+        partial = self.path / f".{name}.{os.getpid()}.npz"
+        np.savez(partial, **arrays)  # type: ignore[arg-type]
+        partial.replace(self.path / f"{name}.npz")
+
+    def forget(self) -> None:
+        """Remove all parts."""
+        shutil.rmtree(self.path, ignore_errors=True)

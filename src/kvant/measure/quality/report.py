@@ -1,0 +1,163 @@
+"""What an evaluation found, as plain data: schema 1 of `kvant eval --format json`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvant.measure.quality import generation
+from kvant.measure.quality.compare import Compared, mean_by_position
+from kvant.measure.quality.evaluate import Evaluation, unpack
+from kvant.measure.quality.kept import Arrays
+from kvant.measure.quality.kl_statistics import Distances, join, statistics_of
+from kvant.measure.quality.texts import evaluated
+
+SCHEMA = 1
+
+
+def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any]:
+    """Everything that was measured; key order is part of the promise.
+
+    The figures of a format stand for the longest context; those of each context are under `contexts`.
+    """
+    who, extent, text = evaluation.contenders, evaluation.extent, evaluation.text
+    formats: dict[str, dict[str, Any]] = {}
+    by_context = {context: _of_context(parts, context) for context in extent.contexts}
+    longest = by_context[extent.contexts[-1]]
+    answers = parts.get("answers")
+    sides = {} if "sides" not in parts else unpack(parts["sides"])
+    for name, plan in who.formats.items():
+        head = _statistics(longest[name], extent.contexts[-1])
+        entry: dict[str, Any] = {
+            **head,
+            "bytes_per_token": plan.bytes_per_token,
+            "bits_per_value": round(16 * plan.bytes_per_token / plan.bytes_per_token_16bit, 4),
+            "backends": sorted({s.backend for s in plan.layers if s.backend is not None}),
+            "contexts": {
+                str(context): {
+                    **_statistics(found[name], context),
+                    "by_position": mean_by_position(found[name], context),
+                }
+                for context, found in by_context.items()
+            },
+            "decode": _decode(longest[name]),
+        }
+        if sides:
+            entry["k_alone"] = _mean_kl(sides[f"k {name}"])
+            entry["v_alone"] = _mean_kl(sides[f"v {name}"])
+        if answers is not None:
+            same = generation.agreement(answers[""].tolist(), answers[name].tolist())
+            entry["generation"] = asdict(same)
+        if extent.needle_contexts:
+            entry["needles"] = _needles(parts, name, extent.needle_contexts)
+        formats[name] = entry
+    noise = join([one.decode for one in longest[""]])
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": evaluation.llm.planned.target.local.name,
+        "baseline": ", ".join(who.baseline.formats),
+        "baseline_bytes_per_token": who.baseline.bytes_per_token,
+        "compute_dtype": who.baseline.compute_dtype.value,
+        "text": {"name": text.name, "sha256": text.sha256, "tokens": len(text.token_ids)},
+        "contexts": list(extent.contexts),
+        "noise_floor": _brief(noise),
+        "baseline_decode": _speed(longest[""]),
+        "formats": formats,
+        "pareto": pareto(formats),
+        "refused": dict(who.refused),
+    }
+    if extent.needle_contexts:
+        found["baseline_needles"] = _needles(parts, "", extent.needle_contexts)
+    if "layers" in parts:
+        alone = unpack(parts["layers"])
+        found["layers"] = {
+            "format": who.layered,
+            "kld_mean": [_mean_kl(alone[str(i)]) for i in range(len(who.layers))],
+        }
+    return found
+
+
+def pareto(formats: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Formats that no other beats in bytes without a greater mean KL divergence, by bytes."""
+    best = float("inf")
+    found = []
+    for name in sorted(
+        formats, key=lambda n: (formats[n]["bytes_per_token"], formats[n]["kld_mean"])
+    ):
+        if formats[name]["kld_mean"] < best:
+            best = formats[name]["kld_mean"]
+            found.append(name)
+    return found
+
+
+def _of_context(parts: Mapping[str, Arrays], context: int) -> dict[str, list[Compared]]:
+    """Every format's batches."""
+    found: dict[str, list[Compared]] = {}
+    number = 0
+    while (arrays := parts.get(f"formats-{context}-{number}")) is not None:
+        for name, one in unpack(arrays).items():
+            found.setdefault(name, []).append(one)
+        number += 1
+    return found
+
+
+def _statistics(batches: Sequence[Compared], context: int) -> dict[str, Any]:
+    """Of the positions that count, as in llama.cpp."""
+    first = evaluated(context)[0]
+    chosen = [_where(one.prefill, one.positions >= first) for one in batches]
+    return asdict(statistics_of(join(chosen)))
+
+
+def _where(found: Distances, chosen: Any) -> Distances:
+    return Distances(
+        found.kl[chosen], found.nll[chosen], found.baseline_nll[chosen], found.same_top[chosen]
+    )
+
+
+def _decode(batches: Sequence[Compared]) -> dict[str, Any]:
+    """The decode path beside the prefill path, at the same positions."""
+    decode = join([one.decode for one in batches])
+    first = min(one.positions.max() for one in batches) + 1 - len(batches[0].step_ms)
+    prefill = join([_where(one.prefill, one.positions >= first) for one in batches])
+    return {
+        **_brief(decode),
+        "prefill_kld_mean": float(prefill.kl.mean()),
+        **_speed(batches),
+    }
+
+
+def _brief(found: Distances) -> dict[str, Any]:
+    whole = statistics_of(found)
+    return {
+        "positions": whole.positions,
+        "kld_mean": whole.kld_mean,
+        "kld_max": whole.kld_max,
+        "same_top": whole.same_top,
+    }
+
+
+def _speed(batches: Sequence[Compared]) -> dict[str, Any]:
+    """At the median of all decode steps; the model and its attention alone, without sampling."""
+    sequences = len(batches[0].decode) // len(batches[0].step_ms)
+    same = [one for one in batches if len(one.decode) == len(batches[0].decode)]
+    steps = [ms for one in same for ms in one.step_ms.tolist()]
+    return {
+        "sequences": sequences,
+        "tokens_per_second": round(1000 * sequences / statistics.median(steps), 2),
+    }
+
+
+def _mean_kl(found: Compared) -> float:
+    return float(found.prefill.kl.mean())
+
+
+def _needles(parts: Mapping[str, Arrays], name: str, contexts: Sequence[int]) -> dict[str, Any]:
+    return {
+        str(length): {
+            "found": int(parts[f"needles-{length}"][name]),
+            "of": len(generation.DEPTHS),
+        }
+        for length in contexts
+    }

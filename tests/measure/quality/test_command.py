@@ -1,0 +1,118 @@
+"""`kvant eval` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from kvant.measure.quality.page import page
+from kvant.measure.quality.report import pareto
+from tests.cli.command import kvant
+from tests.engine import tiny_chat
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chat.build(tmp_path_factory.mktemp("eval"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(f"{i}: the sea, the open sea, measured twice." for i in range(400)))
+    return path
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, int] = {}
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_formats_are_compared_and_the_last_line_is_json(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    shown, out = tmp_path / "eval.html", tmp_path / "eval.json"
+    cache = tmp_path / "cache"
+    ran = kvant(
+        "eval", model, "--dtype", "float32", "--device", "cpu", "--text", text, "--quick", "--context",
+        "64", "--context", "128", "--kv-format", "bfloat16", "--kv-format", "int4_per_token_head",
+        "--format", "json", "--html", shown, "--out", out,
+        env={"KVANT_CACHE": str(cache)},
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out.splitlines()[-1])
+    assert found["schema"] == 1
+    assert list(found["formats"]) == ["bfloat16", "int4_per_token_head"]
+    half, narrow = found["formats"].values()
+    for one in (half, narrow):
+        assert {"kld_mean", "kld_p99", "same_top", "ppl_ratio", "bytes_per_token"} <= one.keys()
+        assert list(one["contexts"]) == ["64", "128"]
+        assert one["kld_mean"] == one["contexts"]["128"]["kld_mean"]
+        assert one["kld_median"] <= one["kld_p99"] <= one["kld_p999"] <= one["kld_max"]
+        assert one["decode"]["tokens_per_second"] > 0
+        assert one["decode"]["kld_mean"] == pytest.approx(
+            one["decode"]["prefill_kld_mean"], rel=0.05
+        )
+        assert len(one["contexts"]["128"]["by_position"]) == 32
+    assert half["bytes_per_token"] > narrow["bytes_per_token"]
+    assert 0 < half["kld_mean"] < narrow["kld_mean"]
+    assert 0 < narrow["k_alone"] < 2 * narrow["kld_mean"]
+    assert found["pareto"] == ["int4_per_token_head", "bfloat16"]
+    assert found["layers"]["format"] == "int4_per_token_head"
+    assert all(kl > 0 for kl in found["layers"]["kld_mean"])
+    assert found["noise_floor"]["kld_mean"] < half["kld_mean"]
+    assert json.loads(out.read_text()) == found
+    assert not list(cache.glob("eval/*")), "parts are not kept once all is written"
+
+    html = shown.read_text()
+    assert html == page(found)
+    tags = Tags()
+    tags.feed(html)
+    assert tags.seen["svg"] == 4
+    assert "script" not in tags.seen
+    assert tags.addresses == []
+    for drawn in html.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + drawn.partition("</svg>")[0] + "</svg>")
+
+
+def test_the_tables_fit_a_terminal_of_80_columns(model: Path, text: Path, tmp_path: Path) -> None:
+    ran = kvant(
+        "eval", model, "--dtype", "float32", "--device", "cpu", "--text", text, "--quick", "--context",
+        "64", "--kv-format", "turboquant_k8v4", "--kv-format", "fp8_per_token_head",
+        env={"KVANT_CACHE": str(tmp_path), "COLUMNS": "80"},
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "…" not in ran.out
+    assert "noise floor" in ran.out
+
+
+def test_a_context_beyond_the_models_positions_has_a_way_out(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    ran = kvant(
+        "eval", model, "--text", text, "--context", "1000000", env={"KVANT_CACHE": str(tmp_path)}
+    )
+    assert ran.code == 2
+    assert "longer than the model's positions reach" in ran.err
+    assert "way out: take the longest context: --context" in ran.err
+
+
+def test_the_front_holds_what_nothing_else_beats() -> None:
+    formats = {
+        "a": {"bytes_per_token": 10, "kld_mean": 0.5},
+        "b": {"bytes_per_token": 20, "kld_mean": 0.6},
+        "c": {"bytes_per_token": 20, "kld_mean": 0.1},
+        "d": {"bytes_per_token": 30, "kld_mean": 0.1},
+        "e": {"bytes_per_token": 40, "kld_mean": 0.0},
+    }
+    assert pareto(formats) == ["a", "c", "e"]

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.memory_reading import read_everything
 from kvant.attention.base import AttentionBackend, AttentionParams
 from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.cpu.formats import SERVED
-from kvant.attention.cpu.reading import read_everything
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype

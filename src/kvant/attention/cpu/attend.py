@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.inner import (
     TILE,
     blend_rows,
@@ -595,7 +594,7 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
 
 def worker_address() -> int:
     """The compiled function that every thread runs."""
-    return compiled_worker(_work, SIGNATURE)
+    return compiled_worker(_work)
 
 
 def attend_function() -> Entry:

@@ -228,6 +228,19 @@ def backend(*, batch_invariant: bool = False) -> AttentionBackend:
     return CpuBackend()
 
 
+def entries() -> tuple[int, int, int, int]:
+    """Addresses of the compiled writer, its worker, the compiled reader and its worker.
+
+    Writer and reader are called as int64(block, worker, parallel, threads); see `Recorded`.
+    """
+    return (
+        write.write_function().address,
+        write.worker_address(),
+        attend.attend_function().address,
+        attend.worker_address(),
+    )
+
+
 def scratch_bytes(cache: LayerCache) -> int:
     """What one thread needs for this layer, with room to begin on a cache line."""
     g = cache.spec.geometry

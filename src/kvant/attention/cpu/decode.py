@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from numba import types
-
 from kvant.attention.cpu.format import codes_of
 from kvant.attention.cpu.inner import (
     TILE,
@@ -38,13 +36,12 @@ _IN, _IN_PITCH, _OUT, _OUT_PITCH, _WORDS, _EXPANDED, _BLOCK_SCALES, _NANS = (
         Tile.BLOCK_SCALES, Tile.NANS,
     )
 )  # fmt: skip
-SIGNATURE = types.void(types.int64, types.int64)
 
 
 @cache
 def row_kernel(write: Callable[[int, int], None]) -> Any:
     """void(row, _): stores one row; see `format.Kernels.write`."""
-    return compiled(write, SIGNATURE)
+    return compiled(write)
 
 
 @cache
@@ -111,7 +108,7 @@ def key_kernel(number: int) -> Any:
                 score_keys(number, 1, a, pitch, words, groups, scales, c)
                 row += 1
 
-    return compiled(keys, SIGNATURE)
+    return compiled(keys)
 
 
 @cache
@@ -208,4 +205,4 @@ def value_kernel(number: int) -> Any:
                     row += 1
             start += 16 * vectors
 
-    return compiled(values, SIGNATURE)
+    return compiled(values)

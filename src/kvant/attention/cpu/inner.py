@@ -31,6 +31,7 @@ from kvant.kernels.cpu.vector import (
     WORDS,
     call,
     every,
+    exp_lanes,
     fma,
     i64,
     load,
@@ -39,7 +40,6 @@ from kvant.kernels.cpu.vector import (
     splat,
     store,
     transpose,
-    words,
 )  # fmt: skip
 
 TILE = 64
@@ -288,32 +288,9 @@ def multiply(
 
 # -- softmax -----------------------------------------------------------------------------------
 
-_LOG2_E = 1.4426950408889634
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-_SMALLEST = -87.0
-# e^r for |r| <= ln(2) / 2, as in Cephes' expf (S. Moshier); off by about 1 unit in the last place.
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
-
 
 def _const(value: float) -> Any:
     return every(FLOATS, value)
-
-
-def exp_lanes(b: Any, x: Any) -> Any:
-    """e^x for x <= 0: 0 below -87, 1 for 0, NaN for NaN."""
-    is_small = b.fcmp_ordered("<", x, _const(_SMALLEST))
-    x = b.select(is_small, _const(_SMALLEST), x)
-    n = call(b, "llvm.rint.v16f32", FLOATS, b.fmul(x, _const(_LOG2_E)))
-    r = fma(b, n, _const(-_LN2_HIGH), x)
-    r = fma(b, n, _const(-_LN2_LOW), r)
-    y = _const(_EXP[0])
-    for coefficient in _EXP[1:]:
-        y = fma(b, y, r, _const(coefficient))
-    y = b.fadd(fma(b, y, b.fmul(r, r), r), _const(1.0))
-    power = b.shl(b.add(b.fptosi(n, WORDS), words(127)), words(23))
-    y = b.fmul(y, b.bitcast(power, FLOATS))
-    y = b.select(is_small, _ZERO, y)
-    return b.select(b.fcmp_unordered("uno", x, x), x, y)
 
 
 def _tanh(b: Any, x: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvant.attention.cpu.decode import SIGNATURE
 from kvant.attention.cpu.layout import Real, Row, Write
 from kvant.kernels.cpu.compiled import Entry, compiled_entry, compiled_worker
 from kvant.kernels.cpu.vector import (
@@ -109,7 +108,7 @@ def _write(task: int, worker: int, parallel: int, threads: int) -> int:
 
 def worker_address() -> int:
     """The compiled function that every thread runs."""
-    return compiled_worker(_work, SIGNATURE)
+    return compiled_worker(_work)
 
 
 def write_function() -> Entry:

@@ -23,7 +23,7 @@ from typing import Any
 import llvmlite
 import numba
 import numba.core.config
-from numba import cfunc
+from numba import cfunc, types
 
 import kvant
 
@@ -80,7 +80,11 @@ def kept_on_disk() -> Iterator[bool]:
         config.CACHE_DIR = before
 
 
-def compiled(function: Callable[..., Any], signature: Any) -> Any:
+WORKER = types.void(types.int64, types.int64)
+"""Signature of what a thread runs: the address of a block of fields, and a number that may be unused."""
+
+
+def compiled(function: Callable[..., Any], signature: Any = WORKER) -> Any:
     """numba's cfunc of `function`, out of `kernel_cache` or from now on in it.
 
     numba fails where a file in there is cut short, as by a machine that stopped, and where the disk is
@@ -109,7 +113,7 @@ def _tell_once(place: str, why: str) -> None:
 
 
 @cache
-def compiled_worker(work: Callable[..., None], signature: Any) -> int:
+def compiled_worker(work: Callable[..., None], signature: Any = WORKER) -> int:
     """Address of `work`, compiled: what every thread runs."""
     return int(compiled(work, signature).address)
 

@@ -35,6 +35,10 @@ def every(type_: Any, value: float) -> Any:
     return ir.Constant(type_, [value] * type_.count)
 
 
+def _floats(value: float) -> Any:
+    return every(FLOATS, value)
+
+
 def words(value: int) -> Any:
     return every(WORDS, value - (1 << 32) if value >= 1 << 31 else value)
 
@@ -132,6 +136,32 @@ def transpose(b: Any, rows: list[Any], n: int) -> list[Any]:
                 found[i], found[i + step] = shuffle(b, x, y, low), shuffle(b, x, y, high)
         step *= 2
     return found
+
+
+# -- functions of lanes ------------------------------------------------------------------------
+
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_SMALLEST = -87.0
+# e^r for |r| <= ln(2) / 2, as in Cephes' expf (S. Moshier); off by about 1 unit in the last place.
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+
+
+def exp_lanes(b: Any, x: Any) -> Any:
+    """e^x for x <= 0: 0 below -87, 1 for 0, NaN for NaN."""
+    is_small = b.fcmp_ordered("<", x, _floats(_SMALLEST))
+    x = b.select(is_small, _floats(_SMALLEST), x)
+    n = call(b, "llvm.rint.v16f32", FLOATS, b.fmul(x, _floats(_LOG2_E)))
+    r = fma(b, n, _floats(-_LN2_HIGH), x)
+    r = fma(b, n, _floats(-_LN2_LOW), r)
+    y = _floats(_EXP[0])
+    for coefficient in _EXP[1:]:
+        y = fma(b, y, r, _floats(coefficient))
+    y = b.fadd(fma(b, y, b.fmul(r, r), r), _floats(1.0))
+    power = b.shl(b.add(b.fptosi(n, WORDS), words(127)), words(23))
+    y = b.fmul(y, b.bitcast(power, FLOATS))
+    y = b.select(is_small, _floats(0.0), y)
+    return b.select(b.fcmp_unordered("uno", x, x), x, y)
 
 
 # -- scalars -----------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvant.attention.base import AttentionParams, StepCall
-from kvant.attention.cpu import attend, write
-from kvant.attention.cpu.backend import CpuBackend, Recorded, scratch_bytes
+from kvant.attention.cpu.backend import CpuBackend, Recorded, entries, scratch_bytes
 from kvant.errors import EngineFault
 from kvant.kernels.cpu.block import Block, address, block_of, float_bits
 from kvant.kv.pool import KVPool
@@ -175,10 +174,9 @@ class CpuDecoder:
         self._compiled_seconds = 0.0
         self._step, self._team = new_step()
         step = self._step
-        step[StepFields.WRITE // 8] = write.write_function().address
-        step[StepFields.WRITE_WORKER // 8] = write.worker_address()
-        step[StepFields.ATTEND // 8] = attend.attend_function().address
-        step[StepFields.ATTEND_WORKER // 8] = attend.worker_address()
+        write, write_worker, attend, attend_worker = entries()
+        step[StepFields.WRITE // 8], step[StepFields.WRITE_WORKER // 8] = write, write_worker
+        step[StepFields.ATTEND // 8], step[StepFields.ATTEND_WORKER // 8] = attend, attend_worker
 
     @property
     def extra_bytes(self) -> int:

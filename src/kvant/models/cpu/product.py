@@ -43,7 +43,6 @@ from kvant.kernels.cpu.vector import (
 from kvant.models.cpu.layout import Product
 from kvant.models.cpu.weights import Code
 
-SIGNATURE = types.void(types.int64, types.int64)
 _HAS_AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
 OUTPUTS, ROWS = (4, 6) if _HAS_AVX512 else (2, 3)
 """Rows of the weight and of x whose sums are in registers at once: 24 of 32, with AVX2 12 of 16."""
@@ -298,4 +297,4 @@ def product_worker(code: Code) -> int:
                                       a, x_stride, pairs, c, out_stride)  # fmt: skip
                     output += at_once
 
-    return compiled_worker(work, SIGNATURE)
+    return compiled_worker(work)

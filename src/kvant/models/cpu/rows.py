@@ -14,13 +14,13 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvant.attention.cpu.inner import exp_lanes
 from kvant.kernels.cpu.compiled import compiled_worker
 from kvant.kernels.cpu.vector import (
     FLOATS,
     LANES,
     call,
     every,
+    exp_lanes,
     fetch_add,
     float_of,
     fma,
@@ -37,7 +37,6 @@ from kvant.kernels.cpu.vector import (
 )
 from kvant.models.cpu.layout import Gate, Norm, Rotate
 
-SIGNATURE = types.void(types.int64, types.int64)
 ROWS_AT_ONCE = 4
 N_NEXT, N_ROWS, N_X, N_RESIDUAL, N_WEIGHT, N_OUT, N_INDEX, N_WIDTH, N_EPS = (
     int(f) for f in (
@@ -215,14 +214,14 @@ def _gate(task: int, _: int) -> None:
 
 @cache
 def norm_worker() -> int:
-    return compiled_worker(_norm, SIGNATURE)
+    return compiled_worker(_norm)
 
 
 @cache
 def rotate_worker() -> int:
-    return compiled_worker(_rotate, SIGNATURE)
+    return compiled_worker(_rotate)
 
 
 @cache
 def gate_worker() -> int:
-    return compiled_worker(_gate, SIGNATURE)
+    return compiled_worker(_gate)

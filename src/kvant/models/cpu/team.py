@@ -31,7 +31,6 @@ from kvant.models.cpu.program import operate
     )
 )  # fmt: skip
 T_TEAM = int(Task.TEAM)
-SIGNATURE = types.void(types.int64, types.int64)
 _SPINS = 2000
 
 
@@ -123,7 +122,7 @@ def share_address() -> int:
 
 
 def take_part_address() -> int:
-    return compiled_worker(_take_part, SIGNATURE)
+    return compiled_worker(_take_part)
 
 
 @cache

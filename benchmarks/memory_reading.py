@@ -12,8 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kvant.attention.cpu.decode import SIGNATURE
-from kvant.kernels.cpu.compiled import kept_on_disk
+from kvant.kernels.cpu.compiled import WORKER, kept_on_disk
 from kvant.kernels.cpu.threads import parallel_address
 from kvant.kernels.cpu.vector import (
     I32,
@@ -80,7 +79,7 @@ def _run(task: int, worker: int, parallel: int, threads: int) -> int:
 @cache
 def _functions() -> tuple[Any, Any]:
     with kept_on_disk() as is_kept:
-        worker = cfunc(SIGNATURE, cache=is_kept, error_model="numpy")(_work)
+        worker = cfunc(WORKER, cache=is_kept, error_model="numpy")(_work)
         run = njit("int64(int64, int64, int64, int64)", cache=is_kept, nogil=True)(_run)
     return worker, run
 

@@ -1,7 +1,7 @@
-"""What a step of the engine's whole loop costs the host, over a device that costs nothing.
+"""Host time of the engine's whole loop, over a device that takes no time.
 
-Every sequence answers a token a step through recorded steps, the next one launched ahead: from `step`
-being called until it has handed on what every request got. There is no text.
+Every sequence gets a token per step through recorded steps, with one step in flight: from the call of
+`step` until it returns what every request got. There is no text.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from benchmarks.scheduler_steps import MODEL_LEN, PAGE_SIZE, PROMPT_TOKENS, STEP
 from kvant.attention.base import Step
 from kvant.engine.engine import Engine
 from kvant.engine.garbage import search_rarely
-from kvant.execution.batch import Batch
-from kvant.execution.decodes import Decodes
+from kvant.execution.batch import Drafts
 from kvant.execution.graphs import StepGraphs
-from kvant.execution.launched import Answered
-from kvant.execution.runner import ReadFirst
+from kvant.execution.launched import Launched
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
 from kvant.plan.limits import Limits
 from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.schedule import Schedule
 
 _VOCAB = 64
 
@@ -51,18 +51,18 @@ class _Mark:
 
 
 class _Nothing:
-    """A device that says of every step at once that token 0 follows, and what recording needs of it."""
+    """A device that finds token 0 in every step at once, and what recording needs of it."""
 
     def forward(self, ids: Tensor, step: Step, index: Tensor) -> Tensor:
-        self._starts = step.positions  # where the graphs read them
         return torch.zeros(len(index), _VOCAB)
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         made = run()
-        if not made:  # what draws
-            return (lambda: None), made
-        starts, places = self._starts, made[1].view(6, -1)[4]
-        return lambda: (torch.add(starts, 1, out=places), None)[1], made
+        if made and made[-1].dtype == torch.int64:  # what a step found: every row is sound, token 0
+            sound, tokens = made[-1].view(2, -1)
+            sound.fill_(1)
+            tokens.zero_()
+        return (lambda: None), made
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)
@@ -71,21 +71,22 @@ class _Nothing:
         return _Mark()
 
 
-class _Runner(ReadFirst):
+class _Runner:
     """A `Runner` of that device."""
 
     device = torch.device("cpu")
-    looks_ahead = True
 
     def __init__(self, sequences: int) -> None:
         nothing = _Nothing()
         self._graphs = StepGraphs(
             nothing.forward,
             sequences,
+            max_num_batched_tokens=0,
             page_size=PAGE_SIZE,
             max_model_len=MODEL_LEN,
             device=self.device,
             recorder=nothing,
+            run=lambda batch, ids: torch.zeros(len(batch.logits_index), _VOCAB),
         )
         self._graphs.capture()
 
@@ -94,23 +95,16 @@ class _Runner(ReadFirst):
     def saturated(self) -> tuple[Saturated, ...]:
         return ()
 
-    def recorded(self, num_sequences: int) -> Sequence[int]:
+    def num_drafts(self, num_sequences: int) -> Sequence[int]:
         return self._graphs.num_drafts(num_sequences)
 
-    def run_decodes(self, step: Decodes) -> Tensor:
-        return self._graphs.run(step)
-
-    def read_decodes(self) -> Answered:
-        return self._graphs.read()
-
-    def run(self, batch: Batch) -> Tensor:
-        self._graphs.forget()
-        return torch.zeros(len(batch.sampled), _VOCAB)
+    def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
+        return self._graphs.launch(schedule, table, drafts)
 
 
 def full_engine(sequences: int) -> Engine:
-    """So many sequences that are answering, with contexts of the scheduler's loads."""
-    limits = Limits(sequences, STEP_TOKENS + sequences, MODEL_LEN, PAGE_SIZE, pages_ahead=True)
+    """An engine with this many answering sequences, with contexts of the scheduler's loads."""
+    limits = Limits(sequences, STEP_TOKENS + sequences, MODEL_LEN, PAGE_SIZE)
     pages = sequences * (MODEL_LEN // PAGE_SIZE) + 1
     identity = CacheIdentity("bench", None, "plan")
     engine = Engine(_Runner(sequences), limits, pages, identity=identity, vocab_size=_VOCAB)
@@ -125,7 +119,7 @@ def full_engine(sequences: int) -> Engine:
 
 
 def measure_whole(sequences: int, steps: int) -> Whole:
-    """Garbage is searched as in a server's engine process."""
+    """Time steps; the cycle collector is set as in a server's engine process."""
     engine = full_engine(sequences)
     usual = gc.get_threshold()
     search_rarely()

@@ -68,15 +68,20 @@ class Load:
         begin = clock()
         schedule = self.scheduler.schedule()
         scheduled = clock()
-        batch = build_batch(schedule.chunks, self.scheduler.page_table, PAGE_SIZE)
+        assert schedule is not None
+        batch = build_batch(schedule, self.scheduler.table, PAGE_SIZE)
         built = clock()
-        for chunk in schedule.chunks:
-            known = chunk.start + chunk.num_tokens
-            self.scheduler.advance(chunk.sequence, known, followed=chunk.samples)
+        sampling = [
+            s for s, samples in zip(schedule.sequences, schedule.samples, strict=True) if samples
+        ]
+        tokens = [self._random.randrange(_TOKENS) for _ in sampling]
+        began = clock()
+        for sequence, token in zip(sampling, tokens, strict=True):
+            self.scheduler.follow(sequence)
+            self.scheduler.append(sequence, token)
+        self.scheduler.commit(schedule)
         ended = clock()
-        for sequence in batch.sampled:
-            sequence.token_ids.append(self._random.randrange(_TOKENS))
-        return scheduled - begin, built - scheduled, ended - built, len(batch.input_ids)
+        return scheduled - begin, built - scheduled, ended - began, len(batch.input_ids)
 
     def turn_over(self) -> float:
         """End some sequences at random places, as many arrive; seconds that it took to end them."""

@@ -10,26 +10,26 @@ import random
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
-from kvant.execution.batch import Batch
-from kvant.execution.decodes import Decodes
-from kvant.execution.launched import Answered
-from kvant.execution.runner import ModelRunner, ReadFirst
+from kvant.execution.batch import Drafts, build_batch
+from kvant.execution.launched import Launched, on_host
+from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import SCRATCH
 from kvant.kv.saturation import Saturated
 from kvant.measure.own_engine import engine_over, plan_storing
 from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.schedule import Schedule
 
 SAMPLE_TOKENS = 512
 _STEP_TOKENS = 2048
 _MARGIN_TOKENS = 128  # for the tokens that are decoded
 
 
-class FilledRunner(ReadFirst):
+class FilledRunner:
     """A runner that computes prompts until it is filled, and from then on only single tokens."""
 
     def __init__(self, inner: ModelRunner, vocab_size: int) -> None:
@@ -41,10 +41,6 @@ class FilledRunner(ReadFirst):
     @property
     def device(self) -> torch.device:
         return self._inner.device
-
-    @property
-    def looks_ahead(self) -> bool:
-        return self._inner.looks_ahead
 
     def fill(self) -> None:
         """Copy the pages that were computed so far over all others, byte for byte."""
@@ -61,23 +57,18 @@ class FilledRunner(ReadFirst):
             self._computed.update(pages)
             self._inner.zero(pages)
 
-    def run(self, batch: Batch) -> Tensor:
-        is_prompt = batch.input_ids.shape[0] > len(batch.sampled)
-        if self._filled and is_prompt:
-            return torch.zeros(len(batch.logits_index), self._vocab_size)
-        return self._inner.run(batch)
+    def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
+        if not self._filled or not schedule.num_prefills:
+            return self._inner.launch(schedule, table, drafts)
+        batch = build_batch(schedule, table, self._inner.model.plan.page_size, drafts)
+        logits = torch.zeros(len(batch.logits_index), self._vocab_size)
+        return on_host(schedule, batch, drafts, logits)
 
-    def recorded(self, num_sequences: int) -> Sequence[int]:
-        return self._inner.recorded(num_sequences)
+    def num_drafts(self, num_sequences: int) -> Sequence[int]:
+        return self._inner.num_drafts(num_sequences)
 
     def saturated(self) -> tuple[Saturated, ...]:
         return self._inner.saturated()
-
-    def run_decodes(self, step: Decodes) -> Tensor:
-        return self._inner.run_decodes(step)
-
-    def read_decodes(self) -> Answered:
-        return self._inner.read_decodes()
 
 
 def engine_with(

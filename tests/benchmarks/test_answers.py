@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from benchmarks import answers
 from benchmarks.answers import Answers, Way, answer, compare, compare_all, read_answers
+from kvant.execution.decodes import Decodes
 
 from kvant import LLM
 from kvant.errors import ConfigError
-from kvant.execution.decodes import Decodes
 from kvant.execution.graphs import StepGraphs
 from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype

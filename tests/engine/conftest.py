@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvant.execution.batch_graphs import BatchGraphs
+from kvant.execution.graphs import MixedGraphs
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,12 +18,12 @@ def one_thread() -> None:
 def held(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether a graph held it, for every step that came to be one."""
     found: list[bool] = []
-    run = BatchGraphs.run
+    run = MixedGraphs.run
 
-    def watched(graphs: BatchGraphs, *given: object) -> object:
-        logits = run(graphs, *given)  # type: ignore[arg-type]
-        found.append(logits is not None)
-        return logits
+    def watched(graphs: MixedGraphs, *given: object) -> object:
+        is_held = run(graphs, *given)  # type: ignore[arg-type]
+        found.append(bool(is_held))
+        return is_held
 
-    monkeypatch.setattr(BatchGraphs, "run", watched)
+    monkeypatch.setattr(MixedGraphs, "run", watched)
     return found

@@ -67,7 +67,6 @@ class Bench:
                 max_model_len=longest,
                 page_size=page_size,
                 prefix_caching=caching,
-                pages_ahead=runner.looks_ahead,
             ),
             num_pages,
             identity=CacheIdentity("test", None, self.plan.fingerprint),

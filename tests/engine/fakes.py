@@ -17,20 +17,21 @@ from torch import Tensor
 
 from kvant.engine.engine import Engine
 from kvant.engine.result import Result
-from kvant.execution.batch import Batch
-from kvant.execution.decodes import Decodes
-from kvant.execution.launched import Answered
-from kvant.execution.runner import ReadFirst
+from kvant.execution.batch import Batch, Drafts, build_batch
+from kvant.execution.launched import Launched, on_host
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
 from kvant.plan.limits import Limits
+from kvant.scheduling import request
+from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.schedule import Schedule
 
 VOCAB = 97
 EOS = 3
 UNWRITTEN = -1
 
 
-class RememberingRunner(ReadFirst):
+class RememberingRunner:
     """A `Runner` whose K and V are the tokens themselves.
 
     poison: called with a context; True makes its logits NaN. fail_at: the run that raises.
@@ -48,21 +49,15 @@ class RememberingRunner(ReadFirst):
         assert 0 not in pages
         self.stored[list(pages)] = UNWRITTEN
 
-    @property
-    def looks_ahead(self) -> bool:
-        return False
-
     def saturated(self) -> tuple[Saturated, ...]:
         return ()
 
-    def recorded(self, num_sequences: int) -> Sequence[int]:
+    def num_drafts(self, num_sequences: int) -> Sequence[int]:
         return ()
 
-    def run_decodes(self, step: Decodes) -> Tensor:
-        raise AssertionError("nothing is recorded")
-
-    def read_decodes(self) -> Answered:
-        raise AssertionError("nothing is recorded")
+    def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
+        batch = build_batch(schedule, table, self.stored.shape[1], drafts)
+        return on_host(schedule, batch, drafts, self.run(batch))
 
     def run(self, batch: Batch) -> Tensor:
         if self.fail_at == len(self.steps):
@@ -144,6 +139,11 @@ def make_engine(
         seed=seed,
     )
     return engine, runner
+
+
+def num_computed(engine: Engine, sequence: request.Sequence) -> int:
+    """Tokens of a sequence whose K and V are in its pages."""
+    return 0 if sequence.row < 0 else int(engine.scheduler.table.num_computed[sequence.row])
 
 
 def finish(engine: Engine, after_step: Callable[[], None] = lambda: None) -> dict[int, Result]:

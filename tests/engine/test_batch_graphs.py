@@ -10,7 +10,7 @@ import torch
 
 from kvant import LLM, SamplingParams
 from kvant.engine.result import Result
-from kvant.execution import batch_graphs
+from kvant.execution import graphs
 from kvant.execution.runner import ModelRunner
 from kvant.plan.graph_sizes import MOST_PIECES, piece_sizes
 from tests.models import tiny
@@ -72,7 +72,7 @@ def test_log_probabilities_of_prompts_are_the_same(path: Path) -> None:
 def test_long_contexts_are_left_to_steps_that_know_their_cut(
     path: Path, bound: str, held: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_graphs, bound, 100)
+    monkeypatch.setattr(graphs, bound, 100)
     (plain, _), (fast, _) = opened(path), recorded(path)
     assert told(fast.generate(PROMPTS, PARAMS)) == told(plain.generate(PROMPTS, PARAMS))
     assert held.count(True) >= 1

@@ -18,7 +18,7 @@ from kvant import LLM, SamplingParams
 from kvant.attention.backends import load_backends
 from kvant.attention.base import AttentionBackend, Step, StepCall
 from kvant.execution.batch import build_batch
-from kvant.execution.runner import ModelRunner, _there
+from kvant.execution.runner import ModelRunner, _moved
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
@@ -167,10 +167,13 @@ def test_the_last_layer_runs_only_rows_whose_logits_are_wanted(device: str, tmp_
     params = SamplingParams(temperature=0, max_tokens=4)
     for prompt in (TOKENS[:40], TOKENS[::-1]):  # the second one is cut
         engine.submit(prompt, params)
-    chunks = engine.scheduler.schedule().chunks
-    assert [(chunk.num_tokens, chunk.samples) for chunk in chunks] == [(40, True), (60, False)]
-    batch = build_batch(chunks, engine.scheduler.page_table, model.plan.page_size)
-    ids, step, index = _there(batch, model.device)
+    schedule = engine.scheduler.schedule()
+    assert schedule is not None
+    assert schedule.counts.tolist() == [40, 60]
+    assert schedule.samples.tolist() == [True, False]
+    batch = build_batch(schedule, engine.scheduler.table, model.plan.page_size)
+    step = _moved(batch.step, model.device)
+    ids, index = batch.input_ids.to(model.device), batch.logits_index.to(model.device)
     decoder = fuse(model._module, model.plan)
     found = {}
     for name, one in {"all": replace(step, wanted=None), "wanted": step}.items():

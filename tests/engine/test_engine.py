@@ -16,7 +16,7 @@ from kvant.errors import EngineFault, RequestError
 from kvant.execution.batch import Batch
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason
-from tests.engine.fakes import EOS, VOCAB, answer, make_engine
+from tests.engine.fakes import EOS, VOCAB, answer, make_engine, num_computed
 
 
 def greedy(max_tokens: int = 8, *, ignore_eos: bool = True) -> SamplingParams:
@@ -188,7 +188,7 @@ def test_whoever_is_preempted_finds_the_pages_of_its_own_answer_again() -> None:
         engine.step()
     (waiting,) = [s for s in engine.scheduler.sequences() if s.number == younger]
     known, begun = waiting.num_tokens, len(runner.steps)
-    assert waiting.num_computed_tokens == 0
+    assert waiting.row == -1
     assert known >= 20
     results = run(engine)
     assert max(map(max, runner.steps[begun:])) <= known - 8, "its answer was computed again"
@@ -206,7 +206,7 @@ def test_whoever_is_preempted_within_its_prompt_leaves_nothing_to_find() -> None
     younger = engine.submit(prompt_of(16, 1), greedy(4))
     computed = 0
     while not engine.stats.num_preemptions:
-        computed = engine.scheduler.sequences()[-1].num_computed_tokens
+        computed = num_computed(engine, engine.scheduler.sequences()[-1])
         engine.step()
     assert 8 <= computed < 16
     assert engine.stats.num_idle_pages == 0
@@ -457,7 +457,7 @@ def test_a_broken_ownership_is_found_by_the_audit() -> None:
     engine, _ = make_engine()
     number = engine.submit(prompt_of(9), greedy())
     engine.step()
-    engine.scheduler.page_table.write(0, 1, [7])
+    engine.scheduler.table.write(0, 1, [7])
     with pytest.raises(EngineFault, match="row differs"):
         engine.audit()
     engine.cancel(number)

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from kvant.execution.sampler import Rows
 from kvant.sampling.logit_rules import LogitRules, make_rules
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import Request, Sequence
 from tests.engine.fakes import EOS, VOCAB, finish, logits, make_engine
-from tests.engine.sampling import ruled, sample
+from tests.engine.sampling import ruled, sample, sampler_of
 
 _SIZE = 12
 _TOKENS = st.lists(st.integers(0, _SIZE - 1), max_size=12)
@@ -173,12 +172,12 @@ def test_a_row_beyond_a_draft_gets_the_token_it_gets_when_it_is_reached_one_by_o
     )
     row = logits([*output, *ahead])
     here, there = _sequence(params, output), _sequence(params, output + ahead)
-    rows = Rows(row[None], [(0, here, len(ahead))])
+    rows = sampler_of(row[None], [(0, here, len(ahead))])
     for token in ahead:  # the drafts stand
         here.token_ids.append(token)
         assert here.rules is not None
         here.rules.advance(token)
-    assert rows.sample(0, here) == sample(row[None], [there])[0]
+    assert rows.sample(0) == sample(row[None], [there])[0]
 
 
 def test_a_request_whose_rules_leave_nothing_is_refused_and_its_neighbours_go_on() -> None:

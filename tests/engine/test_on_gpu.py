@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kvant import LLM, SamplingParams
-from kvant.execution.decodes import Decodes
+from kvant.execution.launched import Launched
+from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.schedule import Schedule
 from tests.gpu import waiting_is_an_error
 from tests.models import tiny
 
@@ -48,16 +50,16 @@ def test_a_gpu_gives_the_tokens_of_a_cpu(path: Path, expected: list[tuple[int, .
 def test_what_is_launched_ahead_is_used_and_forgotten_where_it_must_be(
     path: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvant.execution import graphs
+    from kvant.execution.graphs import StepGraphs
 
     launched: list[bool] = []
-    launch = graphs.StepGraphs._launch
+    launch = StepGraphs.launch
 
-    def count(self: graphs.StepGraphs, step: Decodes, after: Any) -> object:
-        launched.append(after is not None)
-        return launch(self, step, after)
+    def count(self: StepGraphs, schedule: Schedule, *given: Any) -> Launched:
+        launched.append(bool(schedule.is_pending.any()))
+        return launch(self, schedule, *given)
 
-    monkeypatch.setattr(graphs.StepGraphs, "_launch", count)
+    monkeypatch.setattr(StepGraphs, "launch", count)
     assert answers(path, "cuda", kv_cache_memory="2MiB", max_num_seqs=4) == expected
     assert launched.count(True) > 50
     assert launched.count(False) > 1
@@ -89,9 +91,9 @@ WISHES: tuple[dict[str, float], ...] = (
 def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
     path: Path, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And while steps are launched, nobody waits for the device."""
-    from kvant.execution import stepping
+    """And no launch waits for the device."""
     from kvant.execution.graphs import StepGraphs
+    from kvant.scheduling.request import Sequence
 
     params = [
         SamplingParams(seed=i, max_tokens=20 + 7 * i, ignore_eos=True, **WISHES[i % 5])  # type: ignore[arg-type]
@@ -99,18 +101,19 @@ def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
     ]
     llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=16,
               batch_invariant=invariant, enable_prefix_caching=False)  # fmt: skip
-    drawn, launch = [], StepGraphs._launch
+    drawn, launch = [], StepGraphs.launch
 
-    def watched(self: StepGraphs, step: Decodes, after: Any) -> object:
-        drawn.append(step.draws is not None and after is not None)
+    def watched(self: StepGraphs, schedule: Schedule, table: RowTable, drafts: None) -> Launched:
+        is_ahead = bool(schedule.is_pending.any())
+        drawn.append(is_ahead and not table.is_greedy[schedule.rows].all())
         with waiting_is_an_error():
-            return launch(self, step, after)
+            return launch(self, schedule, table, drafts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepGraphs, "_launch", watched)
+        patch.setattr(StepGraphs, "launch", watched)
         found = [r.token_ids for r in llm.generate(PROMPTS, params)]
     assert drawn.count(True) > 50
-    monkeypatch.setattr(stepping, "_are_found_there", lambda *_: False)
+    monkeypatch.setattr(Sequence, "needs_host", True)
     assert [r.token_ids for r in llm.generate(PROMPTS, params)] == found
     if invariant:
         alone = [llm.generate([p], [one])[0] for p, one in zip(PROMPTS, params, strict=True)]
@@ -129,29 +132,30 @@ def test_requests_that_arrive_are_answered_by_steps_that_are_launched_ahead(
     recorded: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Greedy ones beside drawn ones, prompts in pieces; while they are launched, nobody waits."""
-    from kvant.execution import batch_graphs, stepping
+    """Greedy ones beside drawn ones, prompts in pieces; no launch of a recorded step waits."""
+    from kvant.execution import graphs
     from kvant.execution.graphs import StepGraphs
+    from kvant.scheduling.request import Sequence
 
     params = list(PARAMS)
     for i in range(1, len(PROMPTS), 2):
         wish: dict[str, Any] = {"temperature": 1.0, **WISHES[i % 5]}
         params[i] = SamplingParams(seed=i, max_tokens=20 + 7 * i, ignore_eos=True, **wish)
     if not recorded:
-        monkeypatch.setattr(batch_graphs, "MOST_READ", 0)
+        monkeypatch.setattr(graphs, "MOST_READ", 0)
     llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=8,
               max_num_batched_tokens=150, kv_cache_memory=memory, enable_prefix_caching=False)  # fmt: skip
     with monkeypatch.context() as patch:
-        patch.setattr(stepping, "_are_found_there", lambda *_: False)
+        patch.setattr(Sequence, "needs_host", True)
         drawn = [llm.generate([p], [one])[0] for p, one in zip(PROMPTS, params, strict=True)]
-    ahead, launch = [], StepGraphs._launch_pieces
+    ahead, launch = [], StepGraphs.launch
 
-    def watched(self: StepGraphs, step: Any, after: Any) -> object:
-        ahead.append(after is not None)
+    def watched(self: StepGraphs, schedule: Schedule, table: RowTable, drafts: None) -> Launched:
+        ahead.append(bool(schedule.num_prefills and schedule.is_pending.any()))
         with waiting_is_an_error() if recorded else nullcontext():
-            return launch(self, step, after)
+            return launch(self, schedule, table, drafts)
 
-    monkeypatch.setattr(StepGraphs, "_launch_pieces", watched)
+    monkeypatch.setattr(StepGraphs, "launch", watched)
     engine, found, count = llm.engine, {}, 0
     for turn in range(3):
         numbers: list[int] = []
@@ -237,7 +241,7 @@ def test_warm_up_graphs_and_the_check_at_start_leave_every_page_zero(path: Path)
               kv_missing_scales="one")  # fmt: skip
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
-    assert runner.looks_ahead
+    assert runner.is_recorded
     assert all(not plane.view(torch.uint8).any() for plane in runner.pool.planes())
     llm.engine.audit()
     assert llm.engine.stats.num_held_pages == 0
@@ -256,7 +260,7 @@ def test_recorded_steps_read_scales_where_they_lie_on_the_device(
                   kv_missing_scales="one", batch_invariant=True, enable_prefix_caching=False)  # fmt: skip
         runner = llm.engine.runner
         assert isinstance(runner, ModelRunner)
-        assert runner.looks_ahead is recorded
+        assert runner.is_recorded is recorded
         found: list[object] = [llm.generate([PROMPTS[1]], params)[0].logprobs]
         for layer in range(len(runner.pool.plan.layers)):
             scale = runner.pool[layer].v_scale

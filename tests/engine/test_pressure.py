@@ -30,6 +30,7 @@ from kvant.scheduling import held_pages
 from kvant.scheduling.request import FinishReason
 from tests.engine import tiny_chat
 from tests.engine.equality import Bench
+from tests.engine.fakes import num_computed
 from tests.speculative.recorded import record_here
 
 FORMATS = whole_formats()
@@ -95,7 +96,7 @@ class Seen:
         stats = engine.stats
         self.fullest = max(self.fullest, stats.num_held_pages + stats.num_idle_pages)
         self.had_chunks |= any(
-            0 < s.num_computed_tokens < s.num_prompt_tokens for s in engine.scheduler.sequences()
+            0 < num_computed(engine, s) < s.num_prompt_tokens for s in engine.scheduler.sequences()
         )
 
 
@@ -167,7 +168,7 @@ class Answerer:
             answering=True,
             recorded=recorded,
         )
-        assert engine.runner.looks_ahead == recorded
+        assert engine.runner.is_recorded == recorded
         asked, seen = self.asked[:count] * 2, Seen()
         results = self.run(engine, asked, seen)
         expected = self.alone(wanted, count) * 2

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvant.engine.llm import LLM
 from kvant.engine.result import Result
 from kvant.errors import RequestError
-from kvant.execution.sampler import max_prompt_logprobs, token_logprobs
+from kvant.sampling.logprobs import TokenLogprobs
+from kvant.sampling.sampler import max_prompt_logprobs, token_logprobs
 from kvant.sampling.sampling_params import SamplingParams
-from kvant.scheduling.request import TokenLogprobs
 from tests.engine.fakes import RememberingRunner, logits, make_engine
 from tests.models import tiny
 
@@ -99,7 +99,7 @@ def test_no_step_holds_more_rows_of_logits_than_were_allowed(
 
     def watched(self: RememberingRunner, batch: object) -> torch.Tensor:
         found = run(self, batch)  # type: ignore[arg-type]
-        shapes.append(found.shape[0] - len(batch.sampled))  # type: ignore[attr-defined]
+        shapes.append(found.shape[0] - batch.num_sampled)  # type: ignore[attr-defined]
         return found
 
     monkeypatch.setattr(RememberingRunner, "run", watched)

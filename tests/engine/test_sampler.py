@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvant.execution.sampler import Sampled
-from kvant.sampling.drawing import FEW, Draw, parts_for, uniform, uniforms
+from kvant.sampling.drawing import FEW, Draw, parts_for
 from kvant.sampling.logit_rules import make_rules
+from kvant.sampling.random_numbers import uniform, uniforms
+from kvant.sampling.sampler import Sampled
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import Request, Sequence
 from tests.engine.fakes import make_engine

@@ -18,14 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from kvant.engine.engine import Engine
 from kvant.engine.result import Result
 from kvant.errors import RequestError
-from kvant.execution.sampler import Rows
 from kvant.sampling.grammar import Grammar, GrammarCompiler
 from kvant.sampling.logit_rules import make_rules
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.structured_outputs import CompileLimits, FormLimits, StructuredOutputs
 from kvant.scheduling.request import Request, Sequence
 from tests.engine.fakes import EOS, VOCAB, logits, make_engine
-from tests.engine.sampling import sample
+from tests.engine.sampling import sample, sampler_of
 
 
 def characters() -> Tokenizer:
@@ -246,10 +245,11 @@ def test_a_row_behind_drafts_is_read_where_its_form_stands_then(compiler: Gramma
     ids = [TOKENIZER.token_to_id(c) for c in "abefg"]
     drafting = sequence([])
     logits_of_drafts = logits([1, 2]).expand(len(ids), -1)
-    rows = Rows(logits_of_drafts, [(place, drafting, place) for place in range(len(ids))])
+    wanted = [(place, drafting, place) for place in range(len(ids))]
+    rows = sampler_of(logits_of_drafts, wanted)
     for place, draft in enumerate(ids):
         expected = sample(logits_of_drafts[:1], [sequence(ids[:place])])[0]
-        assert rows.sample(place, drafting) == expected
+        assert rows.sample(place) == expected
         drafting.token_ids.append(draft)
         assert drafting.rules is not None
         drafting.rules.advance(draft)

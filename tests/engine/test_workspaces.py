@@ -74,8 +74,9 @@ def test_the_logits_that_recorded_steps_share_are_counted(
             return torch.zeros(len(logits_index), 2)
 
         graphs = StepGraphs(
-            forward, plan.limits.max_num_seqs, page_size=16, max_model_len=64, device=torch.device("cpu"),
-            recorder=Again(), draft=lambda tokens, _: tokens, num_drafts=num_drafts,
+            forward, plan.limits.max_num_seqs, max_num_batched_tokens=0, page_size=16, max_model_len=64,
+            device=torch.device("cpu"), recorder=Again(), run=lambda batch, ids: torch.empty(0),
+            draft=lambda tokens, _: tokens, num_drafts=num_drafts,
         )  # fmt: skip
         graphs.capture()
         return rows

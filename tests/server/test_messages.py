@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import kvant.server
 from kvant.engine.result import EngineStats
+from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.structured_outputs import StructuredOutputs
-from kvant.scheduling.request import FinishReason, TokenLogprobs
+from kvant.scheduling.request import FinishReason
 from kvant.server.messages import (
     Cancel,
     Fault,

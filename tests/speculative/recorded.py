@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -71,5 +70,4 @@ def record(llm: LLM, num_drafts: Sequence[int] = ()) -> Again:
     runner.record(
         again, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, num_drafts
     )
-    engine.scheduler.limits = replace(limits, pages_ahead=True)
     return again

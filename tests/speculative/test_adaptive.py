@@ -71,16 +71,19 @@ def test_every_way_is_measured_before_one_is_chosen() -> None:
     assert chosen == [15] * 4 + [7] * 4 + [0] * 4
 
 
-def test_the_step_after_the_next_one_is_known() -> None:
+def test_a_step_that_is_noted_after_the_next_one_was_chosen_counts_for_its_own_way() -> None:
+    """One step is in flight: every step is chosen before the step before it is read."""
+    ways = {15: (5, 0.05), 7: (4, 0.02), 0: (1, 0.01)}
     adaptive = Adaptive()
-    chosen, said = [], []
-    for number in range(300):
-        way = adaptive.choose(1, [7, 0])
-        said.append(adaptive.goes_on(1))
-        adaptive.note([2 if way and number % 3 else 1], 0.01, num_drafts=way)
-        chosen.append(way)
-    assert all(a == b for a, b, same in zip(chosen, chosen[1:], said, strict=False) if same)
-    assert sum(said) > 250
+    chosen: list[int] = []
+    for _ in range(400):
+        chosen.append(adaptive.choose(1, list(ways)))
+        for read in chosen[-2:-1]:
+            tokens, seconds = ways[read]
+            adaptive.note([tokens], seconds, num_drafts=read)
+    assert chosen[:12] == [15] * 4 + [7] * 4 + [0] * 4
+    assert chosen.count(7) > 340
+    assert set(chosen[20:]) == {0, 7, 15}, "the others are tried again"
 
 
 def test_a_number_that_cannot_be_had_any_more_is_left() -> None:

@@ -37,7 +37,7 @@ def test_every_pair_of_formats_gives_the_tokens_of_plain_decoding(
 
 def test_steps_with_drafts_are_recorded(pair: Pair) -> None:
     llm = make_llm(pair, kv_cache_dtype="fp8", **OPTIONS)
-    assert llm.engine.runner.recorded(10) == [4, 0]
+    assert llm.engine.runner.num_drafts(10) == [4, 0]
 
 
 def test_prompt_lookup_gives_the_tokens_of_plain_decoding(pair: Pair, plain) -> None:

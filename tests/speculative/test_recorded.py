@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from kvant import LLM, SamplingParams
-from kvant.execution.layout import lay_out, what_follows
-from tests.engine.test_steady import Admissions
+from kvant.execution.device_state import DeviceState
+from kvant.execution.graphs import StepGraphs, accepted, lay_out
+from kvant.execution.launched import Launched
+from kvant.scheduling.schedule import Schedule
+from tests.engine.in_flight import Admissions
 from tests.speculative.engines import make_llm
 from tests.speculative.pair import BLOCK, Pair
 from tests.speculative.recorded import record
@@ -48,7 +51,7 @@ def test_steps_with_drafts_give_the_plain_answers(
     llm = make_llm(pair, attention_backend="reference", **options)
     again = record(llm, (BLOCK - 1, 2) if options.get("adaptive") else (BLOCK - 1,))
     if llm.engine.speculation is not None and options.get("adaptive"):
-        llm.engine.speculation._ways = llm.engine.runner.recorded
+        llm.engine.speculation._ways = llm.engine.runner.num_drafts
     assert answers(llm, pair) == plain
     assert again.num_runs > 10
     stats = llm.engine.stats.speculation
@@ -90,7 +93,9 @@ def test_sampled_answers_are_the_same_with_recorded_steps(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("memory", ["150KB", "4MB"], ids=["dry", "ample"])
-def test_whoever_there_is_room_for_waits_for_one_step_at_most(pair: Pair, memory: str) -> None:
+def test_a_request_that_there_is_room_for_is_admitted_by_the_next_step(
+    pair: Pair, memory: str
+) -> None:
     llm = make_llm(
         pair, attention_backend="reference", max_num_seqs=4, page_size=4, kv_cache_memory=memory
     )
@@ -104,31 +109,86 @@ def test_whoever_there_is_room_for_waits_for_one_step_at_most(pair: Pair, memory
             left -= 1
         admissions.step(engine)
         engine.audit()
-    assert admissions.most == 1
+    assert admissions.most == 0
+    assert admissions.num_begun > 12
+
+
+@pytest.mark.parametrize("memory", ["150KB", "4MB"], ids=["dry", "ample"])
+def test_steps_with_drafts_are_launched_before_the_drafts_in_flight_are_verified(
+    pair: Pair, plain: list[tuple[int, ...]], memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a sequence stands is then known on the device alone."""
+    llm = make_llm(
+        pair, attention_backend="reference", max_num_seqs=10, page_size=4, kv_cache_memory=memory
+    )
+    record(llm, (BLOCK - 1,))
+    uncertain: list[bool] = []
+    launch = StepGraphs.launch
+
+    def count(graphs: StepGraphs, schedule: Schedule, *given: object) -> Launched:
+        uncertain.append(schedule.uncertain is not None)
+        return launch(graphs, schedule, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StepGraphs, "launch", count)
+    assert answers(llm, pair) == plain
+    assert uncertain.count(True) > 4
+
+
+def some_state() -> DeviceState:
+    """Rows 0 to 4, and one for padding."""
+    state = DeviceState(5, 3, torch.device("cpu"))
+    state.tokens.copy_(torch.tensor([50, 51, 52, 53, 54, 99]))
+    state.lengths.copy_(torch.tensor([3, 0, 6, 1, 2, 77]))
+    pages = [[5, 6, 7], [9, 8, 4], [1, 2, 3], [11, 12, 13], [14, 15, 16], [99, 99, 99]]
+    state.pages.copy_(torch.tensor(pages))
+    return state
 
 
 def test_a_layout_packs_sequences_of_different_room() -> None:
-    table = torch.tensor([[5, 6, 7], [1, 2, 3], [9, 8, 4], [0, 0, 0]], dtype=torch.int32)
-    starts, ends = torch.tensor([3, 6, 0, 0]), torch.tensor([6, 7, 9, 0])
-    layout = lay_out(starts, ends, table, 3, 4, 100)
-    assert layout.counts.tolist() == [3, 1, 4, 1]
-    assert layout.step.cu_seqlens_q.tolist() == [0, 3, 4, 8, 9]
-    assert layout.step.seqlens_kv.tolist() == [6, 7, 4, 0]
-    assert layout.step.slot_mapping[:9].tolist() == [23, 24, 25, 10, 36, 37, 38, 39, -1]
-    assert layout.step.positions[:9].tolist() == [3, 4, 5, 6, 0, 1, 2, 3, 0]
-    assert layout.step.slot_mapping[9:].eq(-1).all()
-    assert layout.is_first.nonzero().flatten().tolist() == [0, 3, 4, 8]
+    """Negative tokens and starts stand for what the device has; the last row is padding."""
+    table = torch.empty(4, 3, dtype=torch.int32)
+    rows, tokens = torch.tensor([0, 2, 1, 5]), torch.tensor([-1, 20, -1, 0])
+    starts, counts = torch.tensor([-1, 6, 0, 0]), torch.tensor([3, 1, 4, 0])
+    newest, step, owners, is_first, found = lay_out(
+        rows, tokens, starts, counts, some_state(), table, 3, 4, 100
+    )
+    assert newest[:3].tolist() == [50, 20, 51]
+    assert found.tolist() == [3, 1, 4, 1]
+    assert step.page_table.tolist()[:3] == [[5, 6, 7], [1, 2, 3], [9, 8, 4]]
+    assert step.cu_seqlens_q.tolist() == [0, 3, 4, 8, 9]
+    assert step.seqlens_kv.tolist() == [6, 7, 4, 0]
+    assert step.slot_mapping[:9].tolist() == [23, 24, 25, 10, 36, 37, 38, 39, -1]
+    assert step.positions[:9].tolist() == [3, 4, 5, 6, 0, 1, 2, 3, 0]
+    assert step.slot_mapping[9:].eq(-1).all()
+    assert owners[:9].tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3]
+    assert is_first.nonzero().flatten().tolist() == [0, 3, 4, 8]
+    assert (step.max_seqlen_q, step.max_seqlen_kv) == (4, 100)
 
 
-def test_what_follows_a_step_is_the_token_behind_the_drafts_that_stand() -> None:
-    table = torch.arange(12, dtype=torch.int32).view(4, 3)
-    starts, ends = torch.tensor([3, 6, 0, 2]), torch.tensor([6, 7, 4, 6])
-    layout = lay_out(starts, ends, table, 3, 4, 100)
-    tokens = torch.tensor([10, 11, 12, 20, 30, 31, 32, 33, 40, 41, 42, 43, 0, 0, 0, 0])
+def test_a_sequence_gets_its_accepted_drafts_and_one_token_more() -> None:
+    table = torch.empty(4, 3, dtype=torch.int32)
+    rows, tokens = torch.tensor([0, 2, 1, 4]), torch.tensor([10, 20, 30, 40])
+    starts, counts = torch.tensor([3, 6, 0, 2]), torch.tensor([3, 1, 4, 4])
+    _, _, owners, is_first, counts = lay_out(
+        rows, tokens, starts, counts, some_state(), table, 3, 4, 100
+    )
+    ran = torch.tensor([10, 11, 12, 20, 30, 31, 32, 33, 40, 41, 42, 43, 0, 0, 0, 0])
     chosen = torch.tensor([11, 99, 98, 21, 31, 32, 33, 34, 7, 41, 42, 43, 0, 0, 0, 0])
-    newest, places = what_follows(layout, starts, tokens, chosen)
-    assert newest.tolist() == [99, 21, 34, 7]
-    assert places.tolist() == [5, 7, 4, 3]
+    assert accepted(ran, chosen, owners, is_first, counts).tolist() == [2, 1, 4, 1]
+
+
+def test_without_drafts_a_sequence_gets_one_token() -> None:
+    table = torch.empty(3, 3, dtype=torch.int32)
+    rows, given = torch.tensor([4, 5, 0]), torch.tensor([-1, 0, -1])
+    newest, step, owners, is_first, counts = lay_out(
+        rows, given, given, torch.tensor([1, 0, 1]), some_state(), table, 0, 4, 100
+    )
+    assert newest[[0, 2]].tolist() == [54, 50]
+    assert step.positions.tolist() == [2, 0, 3]
+    assert step.slot_mapping.tolist() == [58, -1, 23]
+    assert step.seqlens_kv.tolist() == [3, 0, 4]
+    chosen = torch.tensor([1, 2, 3])
+    assert accepted(newest[owners], chosen, owners, is_first, counts).tolist() == [1, 1, 1]
 
 
 def test_a_drafter_without_weights_can_be_timed(pair: Pair, tmp_path: Path) -> None:

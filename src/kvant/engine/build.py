@@ -63,9 +63,9 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     from kvant.attention.verify.start import verify_plan
     from kvant.engine.engine import Engine
     from kvant.execution.runner import ModelRunner
-    from kvant.execution.sampler import max_prompt_logprobs
     from kvant.kv.scale_audit import ScaleAudit
     from kvant.models.load import load_model
+    from kvant.sampling.sampler import max_prompt_logprobs
 
     target, limits = planned.target, planned.limits
     device = torch_device(planned.request.device)
@@ -108,7 +108,6 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         runner,
         replace(
             limits,
-            pages_ahead=runner.looks_ahead,
             max_prompt_logprobs=max_prompt_logprobs(target.geometry.vocab_size),
         ),
         num_pages,
@@ -241,11 +240,11 @@ def make_speculation(
     asked = planned.request.speculative
     if asked is None or proposer is None:
         return None
-    on_device = runner.looks_ahead and isinstance(proposer, DeviceProposer)
+    on_device = runner.is_recorded and isinstance(proposer, DeviceProposer)
     return Speculation(
         proposer,
         planned.num_speculative_tokens,
         planned.target.geometry.vocab_size,
         adaptive=asked.adaptive,
-        ways=runner.recorded if on_device else None,
+        ways=runner.num_drafts if on_device else None,
     )

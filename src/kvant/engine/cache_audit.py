@@ -1,4 +1,4 @@
-"""Check the prefix cache while nothing runs: do its pages still have the scales that were written?"""
+"""Checks, while nothing runs, that scales in cached pages are still the ones that were written."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from kvant.kv.pages import PageAllocator
 from kvant.kv.scale_audit import ScaleAudit
 
 SLICE_BYTES = 2 * 2**20
-"""Bytes of scales per check: some milliseconds, which delay a request that arrives meanwhile."""
+"""Bytes of scales checked per call: a few milliseconds, by which an arriving request is late."""
 
 
 class CacheAudit:
-    """Goes through the known pages round and round, a slice at each call. Only between two steps.
+    """Checks cached pages in a cycle, some at each call, between two steps.
 
-    A page's sum is noted the first time, and compared from then on until the page has another owner,
-    who may write the same tokens with other roundings. What is found wrong empties the whole prefix
-    cache: a reader of that page since the last check may have added pages of its own.
+    The first visit notes a checksum of a page's scales; later visits compare it, until the page has
+    another owner. A mismatch empties the whole prefix cache: requests that read the page since its last
+    check have added pages computed from it.
     """
 
     def __init__(self, allocator: PageAllocator, scales: ScaleAudit) -> None:
@@ -25,7 +25,7 @@ class CacheAudit:
         self._next = 0
 
     def check(self) -> list[str]:
-        """What is wrong, in words; [] if all is well. Afterwards no request finds any of it."""
+        """Returns faults in words. If there are any, the cache is empty afterwards."""
         found = self._scales.restore()
         pages = self._slice()
         for (page, generation), total in zip(
@@ -44,11 +44,11 @@ class CacheAudit:
         return found
 
     def accept(self) -> None:
-        """Scales outside the pages are meant to be as they are now."""
+        """Take the current scales outside the pages as correct."""
         self._scales.accept()
 
     def _slice(self) -> list[tuple[int, int]]:
-        """The next known pages, as many as one call may look at; from the start again after the last."""
+        """The next cached pages and their generations, as many as one call may check."""
         if not self._scales.page_bytes:
             return []
         found: list[tuple[int, int]] = []

@@ -1,16 +1,19 @@
 """The loop: requests in, tokens and text out, one step at a time.
 
-    submit -> [schedule -> zero new pages -> draft -> build the batch -> run -> sample -> append, finish]
-           -> ...
+    submit -> [schedule -> clear new pages -> launch | read the step before -> append, finish] -> ...
 
-Nothing here runs by itself: whoever holds the engine calls `step` until nothing is left. Between two
-steps any request can be cancelled.
+On a GPU one step is in flight: step N + 1 is launched before step N's tokens reach the host. Where the
+next step depends on something that the host computes, the step in flight is read first; on a CPU always.
+
+Nothing here runs by itself: the owner of an engine calls `step` until nothing is left. Between two steps
+any request can be cancelled.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import time
 import weakref
 from collections.abc import Sequence as Items
 
@@ -23,13 +26,12 @@ from kvant.engine.live_requests import LiveRequests
 from kvant.engine.request_check import check_request
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.saturation import saturation_warning
-from kvant.engine.steady import Steady
 from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault
+from kvant.execution.launched import Launched
 from kvant.execution.runner import Runner
 from kvant.execution.speculation import Speculation
-from kvant.execution.stepping import Ran, run_step
 from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
 from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
@@ -50,9 +52,9 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Runs requests on one model.
 
-    num_pages: of the runner's pool, the scratch page counted. seed: of the seeds of requests that
-    bring none; with it a run of the same requests in the same order can be repeated. scale_audit: of the
-    runner's pool, for `audit_scales`. compile_limits: of structured output.
+    num_pages: pages of the runner's pool, the scratch page included. seed: seeds the requests that bring
+    no seed, so that a run of the same requests in the same order can be repeated. scale_audit: checks the
+    runner's pool in `audit_scales`. compile_limits: for structured output.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Engine:
         self.scheduler = Scheduler(limits, PageAllocator(num_pages))
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        # Those that can be drawn: a generation_config.json may name tokens beyond the logits, or -1.
+        # A generation_config.json may name tokens beyond the logits, or -1.
         self.eos_token_ids = frozenset(t for t in eos_token_ids if 0 <= t < vocab_size)
         self._identity = identity
         self._random = random.Random(seed)
@@ -91,13 +93,8 @@ class Engine:
         self._num_steps = 0
         self._num_computed_tokens = 0
         self._num_preemptions = 0
-        self._steady: Steady | None = None
-        # The next step, which was launched; and `Scheduler.changes` then.
-        self._planned: tuple[Schedule, int] | None = None
-        # `Scheduler.changes` when the device was given the answers' next step already, if it was. A
-        # prompt that has arrived since comes behind it either way; in one step with it, what runs would
-        # be thrown away.
-        self._ahead_since: int | None = None
+        # The step that was launched and not read, and `time.perf_counter` when it was launched.
+        self._in_flight: tuple[Launched, float] | None = None
         self._saturated: tuple[Saturated, ...] = ()
 
     @property
@@ -106,7 +103,7 @@ class Engine:
 
     @property
     def numbers(self) -> set[int]:
-        """Of all requests that have not ended."""
+        """Numbers of all requests that have not ended."""
         return set(self._live.by_number)
 
     @property
@@ -129,11 +126,10 @@ class Engine:
     def submit(
         self, prompt_token_ids: Items[int], params: SamplingParams, *, salt: str = ""
     ) -> int:
-        """Queue a request; returns its number. RequestError, with the numbers, if it cannot be served.
+        """Queue a request and return its number. Raises RequestError if it cannot be served.
 
         params.n must be 1; see `submit_choices`. salt: only requests of the same salt share cached
-        pages. Whether structured output compiles is found out beside the steps: if not, the request
-        ends as `refused`.
+        pages. Structured output compiles beside the steps; if that fails, the request ends as `refused`.
         """
         prompt = tuple(prompt_token_ids)
         self._check(prompt, params)
@@ -142,7 +138,7 @@ class Engine:
         )
         number = self._next_number
         self._next_number += 1
-        # Drawn always: others' seeds do not depend on this one's.
+        # Always drawn, so that the seeds of other requests do not depend on this one's.
         drawn = self._random.getrandbits(63)
         limit = self.limits.max_model_len
         if params.max_tokens is not None:
@@ -165,14 +161,14 @@ class Engine:
     def submit_choices(
         self, prompt_token_ids: Items[int], params: SamplingParams, *, salt: str = ""
     ) -> list[int]:
-        """Queue a request for n answers; the numbers of its choices, see `SamplingParams.choices`.
+        """Queue a request for n answers and return their numbers, see `SamplingParams.choices`.
 
-        The prompt's full pages are computed once and shared, where there is a prefix cache.
+        With a prefix cache the prompt's full pages are computed once and shared.
         """
         return [self.submit(prompt_token_ids, one, salt=salt) for one in params.choices()]
 
     def prepare_structured(self) -> None:
-        """Read what structured output needs of the tokenizer now, not with the first such request."""
+        """Prepare the tokenizer for structured output now instead of with the first such request."""
         self._forms.prepare()
 
     def cancel(self, number: int) -> Result | None:
@@ -195,105 +191,92 @@ class Engine:
 
     def _step(self) -> list[Progress]:
         progress = self._queue_compiled()
-        if self._steady is not None:
-            if self._steady.goes_on:
-                return progress + self._go_on(self._steady)
-            self._end_steady()
-        speculation, changes = self.speculation, self.scheduler.changes
-        most = 0
-        if speculation is not None:
-            most = speculation.num_draft_tokens(self.scheduler.num_running)
-        schedule = self._take_planned()
-        if schedule is None:
-            runs_already = self._ahead_since not in (None, changes)
-            schedule = self.scheduler.schedule(most, answers_first=runs_already)
-        launched = self.scheduler.changes
-        self._ahead_since = None
-        if not schedule.chunks:
-            return progress
+        try:
+            self._run_step(progress)
+        except BaseException:
+            # What was scheduled and not committed is lost.
+            self._in_flight = None
+            for number in self.scheduler.abandon():
+                self.cancel(number)
+            raise
+        self._look_at_saturation()
+        return progress
+
+    def _run_step(self, progress: list[Progress]) -> None:
+        """Launch the next step, then read the one before. Adds to `progress`."""
+        num_drafts = 0
+        if self.speculation is not None:
+            num_drafts = self.speculation.num_draft_tokens(self.scheduler.num_running)
+            if not self._runs_ahead(num_drafts):
+                self._commit(progress)
+        schedule = self.scheduler.schedule(num_drafts)
+        if schedule is None:  # pages are short, and the step in flight may free some
+            self._commit(progress)
+            schedule = self.scheduler.schedule(num_drafts)
+            assert schedule is not None
+        launched_at = time.perf_counter()
+        launched = self._launch(schedule) if schedule.sequences else None
+        self._commit(progress)
+        if launched is not None:
+            self._in_flight = launched, launched_at
+            if not launched.is_final:
+                self._commit(progress)
+        if not self._live.by_number and self._in_flight is not None:
+            self._in_flight = None  # nothing waits for what it finds
+            self.scheduler.abandon()
+
+    def _runs_ahead(self, num_drafts: int) -> bool:
+        """With a proposer: whether the next step is drafted on the device, from tokens it finds there."""
+        is_recorded = num_drafts in self.runner.num_drafts(self.scheduler.num_running)
+        return is_recorded and not self.scheduler.may_run_prompts
+
+    def _launch(self, schedule: Schedule) -> Launched:
+        """Clear new pages, draft, launch the model."""
+        speculation, drafts = self.speculation, None
         self._num_preemptions += len(schedule.preempted)
-        try:
-            ran = run_step(self.runner, self.scheduler, speculation, schedule, most)
-            self._ahead_since = launched if ran.went_ahead else None
-            if ran.planned is not None:
-                self._planned = ran.planned, self.scheduler.changes
-            self._num_steps += 1
-            self._num_computed_tokens += sum([c.num_tokens + len(c.drafts) for c in ran.chunks])
-            if speculation is None:
-                self._live.emit_all(ran, progress)
-                if ran.went_ahead and changes == self.scheduler.changes:
-                    self._steady = self._steady_of(ran)
-            else:
-                emitted = []
-                for chunk, row in zip(ran.chunks, ran.first_rows, strict=True):
-                    pieces = self._live.emit(chunk, ran, row)
-                    progress += pieces
-                    emitted.append([token for piece in pieces for token in piece.token_ids])
-                speculation.note(ran.chunks, emitted)
-        except BaseException:
-            for chunk in schedule.chunks:
-                self.cancel(chunk.sequence.number)
-            raise
-        self._look_at_saturation()
-        return progress
+        if schedule.pages_to_zero:
+            self.runner.zero(schedule.pages_to_zero)
+            if speculation is not None:
+                speculation.zero(schedule.pages_to_zero)
+        if speculation is not None and schedule.max_drafts is not None:
+            recorded = self.runner.num_drafts(len(schedule.sequences))
+            if schedule.num_prefills or schedule.num_drafts not in recorded:
+                drafts = speculation.propose(schedule)
+        return self.runner.launch(schedule, self.scheduler.table, drafts)
 
-    def _take_planned(self) -> Schedule | None:
-        """The step that was launched already, if anybody in it is left."""
-        if self._planned is None:
-            return None
-        (planned, changes), self._planned = self._planned, None
-        as_planned = planned.has_everyone and changes == self.scheduler.changes
-        has_everyone = as_planned or not self.scheduler.num_waiting
-        schedule = planned.of_those_left(has_everyone=has_everyone)
-        return schedule if schedule.chunks else None
-
-    def _steady_of(self, ran: Ran) -> Steady | None:
-        """Steps after this one, if nothing is known that would make them other than it was."""
-        lives = [self._live.by_number[chunk.sequence.number] for chunk in ran.chunks]
-        if len(lives) != self.scheduler.num_running or not all(live.is_simple for live in lives):
-            return None
-        return Steady(lives, self.scheduler)
-
-    def _end_steady(self) -> None:
-        if self._steady is not None:
-            self._steady.settle()
-            self._steady = None
-
-    def _go_on(self, steady: Steady) -> list[Progress]:
-        try:
-            found = steady.run(self.runner)
-            self._num_steps += 1
-            self._num_computed_tokens += len(steady.sequences)
-            tokens = steady.plain_tokens(found)
-            if tokens is not None:
-                progress = steady.take(tokens)
-            else:
-                self._steady, progress = None, []
-                self._live.emit_all(steady.ran(found), progress)
-        except BaseException:
-            for sequence in steady.sequences:
-                self.cancel(sequence.number)
-            raise
-        self._look_at_saturation()
-        return progress
+    def _commit(self, progress: list[Progress]) -> None:
+        """Read the step in flight, if there is one, and add what became of its requests."""
+        if self._in_flight is None:
+            return
+        (launched, launched_at), self._in_flight = self._in_flight, None
+        schedule = launched.schedule
+        pieces, outcome, emitted = self._live.commit(launched)
+        progress += pieces
+        self._num_steps += 1
+        self._num_computed_tokens += schedule.num_tokens
+        if outcome.drafts is not None:
+            self._num_computed_tokens += sum(len(drafts) for drafts in outcome.drafts)
+        if self.speculation is not None:
+            found = emitted or [[token] for token in outcome.tokens]
+            self.speculation.note(schedule, outcome.drafts, found, launched_at)
 
     def stream(self, number: int) -> TokenStream:
-        """The progress of a request that was submitted and has not run yet. Others advance beside it."""
+        """The progress of a submitted request as an iterator. Other requests advance with it."""
         live = self._live.by_number[number]
         stream = TokenStream(self.step, lambda: self._drop(number))
         live.stream, live.is_simple = weakref.ref(stream), False
-        self._end_steady()
+        self._live.note_stream()
         return stream
 
     def _drop(self, number: int) -> None:
-        """Cancel, but not within a step: Python may find at any moment that nobody has a stream."""
+        """Cancel, but after the current step: Python may collect an unused stream at any moment."""
         if self._is_stepping:
             self._dropped.append(number)
         else:
             self.cancel(number)
 
     def audit(self) -> None:
-        """Recompute all ownership of pages from scratch. EngineFault with every finding."""
+        """Recompute all ownership of pages. Raises EngineFault with every finding."""
         faults = self.scheduler.audit()
         if self.numbers - self._forms.numbers != {s.number for s in self.scheduler.sequences()}:
             faults.append("the engine's requests are not the scheduler's")
@@ -301,15 +284,16 @@ class Engine:
             raise EngineFault("the page audit found:\n  " + "\n  ".join(faults))
 
     def audit_scales(self) -> list[str]:
-        """Look at the scales of some cached pages, the next ones at each call, a few milliseconds each.
+        """Check the scales of some cached pages, the next ones at each call, for a few milliseconds.
 
-        For times without work. What is wrong, in words; the prefix cache is empty then.
+        May be called only without work. Returns faults in words; if there are any, the prefix cache is
+        emptied.
         """
         assert not self.has_work, "pages may be written"
         return [] if self._cache_audit is None else self._cache_audit.check()
 
     def refit(self, identity: CacheIdentity) -> None:
-        """The runner has other weights and scales now; cached pages are of the old ones. identity: theirs."""
+        """Forget cached pages, since the runner got other weights and scales. identity: of the new ones."""
         assert not self.has_work, "pages are read"
         self.scheduler.allocator.forget_all()
         self._identity = identity
@@ -342,7 +326,7 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------
 
     def _queue_compiled(self) -> list[Progress]:
-        """Queue the requests whose forms have been compiled; those that were refused have ended."""
+        """Queue requests whose grammars have been compiled; requests whose grammar was refused end."""
         ended = []
         for sequence, fault in self._forms.take(patiently=not self.scheduler.has_work):
             if fault is None:
@@ -354,7 +338,7 @@ class Engine:
         return ended
 
     def _look_at_saturation(self) -> None:
-        """Now and then, and when nothing is left to do; a layer's first values are told."""
+        """Every SATURATION_STEPS steps and at the end of work: warn once per layer."""
         if self._live.by_number and self._num_steps % SATURATION_STEPS:
             return
         known = {one.layer for one in self._saturated}

@@ -1,4 +1,4 @@
-"""Requests whose answer must have a form wait here until that is compiled, beside the steps of others."""
+"""Requests with structured output wait here while their grammar is compiled beside the steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class Forms:
-    """Without a tokenizer and an end-of-sequence token no form can be asked for."""
+    """Compiles grammars. Without a tokenizer and an end-of-sequence token none can be requested."""
 
     def __init__(
         self,
@@ -44,23 +44,23 @@ class Forms:
 
     @property
     def numbers(self) -> set[int]:
-        """Numbers of the waiting requests."""
+        """Numbers of the requests that wait."""
         return set(self._waiting)
 
     def prepare(self) -> None:
-        """Read what forms need of the tokenizer now, not with the first such request."""
+        """Prepare the tokenizer now instead of with the first such request."""
         if self.can_be_asked:
             self._compiling().prepare()
 
     def start(self, sequence: Sequence) -> None:
-        """Compile the form that a sequence's request asks for."""
+        """Start to compile the grammar of a sequence's request."""
         form = sequence.request.params.structured_outputs
         assert form is not None
         self._waiting[sequence.number] = sequence, self._compiling().start(form)
 
     def take(self, *, patiently: bool) -> list[tuple[Sequence, RequestError | None]]:
-        """Sequences whose form has been compiled; they have their rules and wait no more, or theirs was
-        refused for this reason and they are to be cancelled.
+        """Returns sequences whose grammar was compiled, which now have their rules, each with None, and
+        sequences whose grammar was refused, with the reason; the caller ends these.
 
         patiently: wait a moment for the first one.
         """
@@ -79,7 +79,7 @@ class Forms:
         return taken
 
     def cancel(self, number: int) -> bool:
-        """Whether that request waited here; it does no more."""
+        """Stop waiting for a request's grammar. Returns whether it waited."""
         found = self._waiting.pop(number, None)
         if found is None:
             return False

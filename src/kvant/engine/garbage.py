@@ -1,19 +1,19 @@
-"""Python's search for unreachable cycles, in a process that only steps an engine."""
+"""Python's cycle collector in a process that only steps an engine."""
 
 from __future__ import annotations
 
 import gc
 
 NEW_OBJECTS = 50_000
-"""New objects, minus freed ones, before Python searches for cycles."""
+"""Net new objects before a collection."""
 
 
 def search_rarely() -> None:
-    """Freeze existing objects and raise the threshold for new ones.
+    """Exempt all existing objects from collection, and collect new ones rarely.
 
-    A search through all imported objects would stop every answer for 50 ms, repeatedly. By default,
-    Python searches after 700 new objects. A step of a thousand sequences creates three times as many, and
-    the next step frees them, so each search would be useless.
+    A full collection through all imports stops every answer for 50 ms. Python collects after 700 new
+    objects by default; a step of a thousand sequences makes three times as many, which the next step
+    frees, so every step would be searched in vain.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A request that runs: its tokens, the text they become, where it ends, and what it came to."""
+"""A request that has not ended: its sequence, its text, and why it stops."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from kvant.engine.result import Progress, Result
 from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import RequestError
-from kvant.scheduling.request import FinishReason, Sequence, TokenLogprobs
+from kvant.sampling.logprobs import TokenLogprobs
+from kvant.scheduling.request import FinishReason, Sequence
 
 
 @dataclass(slots=True)
 class Live:
-    """text: None for a model without a tokenizer. error: why it was refused, if it was.
+    """text: None for a model without a tokenizer. error: why the request was refused, or None.
 
-    stop_tokens: those that end its answer. is_simple: its tokens follow from logits alone, nothing in its
-    text can end it, and nobody wants to know anything else of them: no stream, no log-probabilities.
+    stop_tokens: token ids that end its answer. is_simple: whether its tokens depend on logits alone, only
+    a stop token or its length can end it, and it has neither a stream nor log-probabilities.
     """
 
     sequence: Sequence
@@ -32,7 +33,7 @@ class Live:
         sequence = self.sequence
         self.is_simple = (
             (self.text is None or not self.text.may_end)
-            and sequence.is_drawn_alone
+            and not sequence.needs_host
             and sequence.request.params.structured_outputs is None  # its rules come once compiled
             and sequence.prompt_logprobs is None
         )
@@ -48,7 +49,7 @@ class Live:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """One entry for each token of the prompt; None where they were not asked or are not complete."""
+        """One entry per prompt token; None if not requested or not complete."""
         found = self.sequence.prompt_logprobs
         return None if found is None or self.sequence.lacks_prompt_logprobs else (None, *found)
 
@@ -58,7 +59,7 @@ class Live:
             stream.put(piece)
 
     def advance(self, token: int) -> tuple[str, FinishReason | None]:
-        """The text that the answer's newest token shows, and why it ends there, if it does."""
+        """Returns the text that the newest token adds, and why the answer ends there, or None."""
         sequence = self.sequence
         params, rules = sequence.request.params, sequence.rules
         long_enough = sequence.num_output_tokens > params.min_tokens
@@ -81,7 +82,7 @@ class Live:
         return text, None
 
     def result(self, reason: FinishReason, num_pages: int) -> Result:
-        """At its end. num_pages: that it held."""
+        """The result at its end. num_pages: pages it held."""
         if self.text is not None:
             self.text.finish()
         sequence = self.sequence

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from kvant.errors import RequestError
 from kvant.kv.saturation import Saturated
-from kvant.scheduling.request import FinishReason, TokenLogprobs
+from kvant.sampling.logprobs import TokenLogprobs
+from kvant.scheduling.request import FinishReason
 from kvant.speculative.counts import SpeculationStats, spec_decode
 
 

@@ -1,4 +1,4 @@
-"""From a schedule to the tensors of one forward."""
+"""A scheduled step as the tensors of one forward, on the host."""
 
 from __future__ import annotations
 
@@ -13,89 +13,107 @@ from torch import Tensor
 
 from kvant.attention.base import Step
 from kvant.attention.long import list_long
-from kvant.scheduling.page_table import PageTable
 from kvant.scheduling.request import Sequence
-from kvant.scheduling.schedule import Chunk
+from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.schedule import Schedule
+
+Drafts = Items[tuple[int, ...]]
+"""Draft tokens of each sequence of a schedule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """input_ids: [T] int64, the chunks behind each other. logits_index: [n] int64, places in T.
+    """T tokens of n sequences.
 
-    sampled: the sequences whose next token follows at the first of those places, in that order; one
-    with drafts stands there once more for each of them. scored:
-    chunks the log-probabilities of whose prompt tokens the other places give, `num_scored` of each.
+    input_ids: [T] int64, one sequence behind the other; -1 for a token that the step in flight finds,
+    which only a sequence with one token has. logits_index: [m] int64, places in T whose logits are
+    wanted. num_sampled: the first of these, which choose tokens: one per sequence that samples, and one
+    per draft behind it. first_rows: [n], each sequence's first row among them; meaningless where it
+    does not sample. scored: (sequence, first token, number of tokens) of prompts whose tokens the other
+    rows score.
     """
 
     input_ids: Tensor
     step: Step
     logits_index: Tensor
-    sampled: list[Sequence]
-    scored: list[Chunk]
+    num_sampled: int
+    first_rows: list[int]
+    scored: list[tuple[Sequence, int, int]]
 
 
 def build_batch(
-    chunks: Items[Chunk], page_table: PageTable, page_size: int, *, num_unknown: int = 0
+    schedule: Schedule, table: RowTable, page_size: int, drafts: Drafts | None = None
 ) -> Batch:
-    """A batch on the host. Loops over sequences only read; everything is computed for all at once.
+    """Build the tensors of a step whose starts are exact. Loops over sequences only read tokens.
 
-    num_unknown: the first chunks are one token each that nobody knows yet; 0 stands for it.
+    drafts: of each sequence, behind its last token.
     """
-    count = len(chunks)
-    sequences, firsts, counts, _, drafts = zip(*chunks, strict=True)
-    starts = np.array(firsts, np.int64)
-    known = starts + np.array(counts, np.int64)
-    num_drafts = np.array([len(d) for d in drafts], np.int64)
-    lengths = known - starts + num_drafts
-    rows = np.array([s.row for s in sequences], np.int64)
+    assert schedule.uncertain is None, "positions depend on drafts that are not verified"
+    starts, rows = schedule.starts, schedule.rows
+    count = len(rows)
+    lengths = schedule.counts
+    num_drafts = np.zeros(count, np.int64)
+    if drafts is not None:
+        num_drafts = np.array([len(one) for one in drafts], np.int64)
+        lengths = lengths + num_drafts
     cu_seqlens = np.zeros(count + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens[1:])
     seqlens_kv = starts + lengths
-    longest = int(seqlens_kv.max())
-    table = page_table.rows(rows, -(-longest // page_size))
+    pages = table.page_table(rows, -(-int(seqlens_kv.max()) // page_size))
 
     if cu_seqlens[-1] == count:  # one token each
         owners, positions = np.arange(count), starts
     else:
         owners = np.repeat(np.arange(count), lengths)
         positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, lengths)
-    pages = table[owners, positions // page_size].astype(np.int64)
-    slots = pages * page_size + positions % page_size
+    slots = pages[owners, positions // page_size].astype(np.int64) * page_size
+    slots += positions % page_size
 
-    # As `Chunk.num_rows`, of all at once.
-    samples = known == np.array([len(s.token_ids) for s in sequences], np.int64)
-    samples[:num_unknown] = True
-    num_rows = np.where(samples, 1 + num_drafts, 0)
+    num_rows = np.where(schedule.samples, 1 + num_drafts, 0)
     before = np.cumsum(num_rows) - num_rows
     logits_index = np.repeat(cu_seqlens[1:] - num_rows - before, num_rows)
     logits_index += np.arange(len(logits_index))
-    sampled = np.repeat(np.arange(count), num_rows).tolist()
-    scored = [c for c in chunks if c[0].prompt_logprobs is not None and num_scored(c)]
+    num_sampled = len(logits_index)
+    scored = _scored(schedule)
     if scored:
-        begins = {id(c): begin for c, begin in zip(chunks, cu_seqlens.tolist(), strict=False)}
-        inner = [np.arange(begins[id(c)], begins[id(c)] + num_scored(c)) for c in scored]
+        inner = [cu_seqlens[place] + np.arange(length) for place, (_, _, length) in scored]
         logits_index = np.concatenate([logits_index, *inner])
-    step = list_long(_step(lengths, seqlens_kv, table, slots, positions), lengths, seqlens_kv)
-    if not scored and 0 < len(logits_index) < len(positions):
-        of_them = num_rows, seqlens_kv, table
+    step = list_long(_step(lengths, seqlens_kv, pages, slots, positions), lengths, seqlens_kv)
+    if not scored and 0 < num_sampled < len(positions):
+        of_them = num_rows, seqlens_kv, pages
         if not num_rows.all():
             have = np.flatnonzero(num_rows)
-            of_them = num_rows[have], seqlens_kv[have], table[have]
+            of_them = num_rows[have], seqlens_kv[have], pages[have]
         wanted = _step(*of_them, slots[logits_index], positions[logits_index])
         step = replace(step, wanted=wanted)
     return Batch(
-        input_ids=torch.from_numpy(np.frombuffer(_tokens(chunks, num_unknown), np.int64)),
+        input_ids=torch.from_numpy(np.frombuffer(_tokens(schedule, drafts), np.int64)),
         step=step,
         logits_index=torch.from_numpy(logits_index),
-        sampled=[sequences[i] for i in sampled],
-        scored=scored,
+        num_sampled=num_sampled,
+        first_rows=before.tolist(),
+        scored=[piece for _, piece in scored],
     )
+
+
+def newest_tokens(schedule: Schedule) -> list[int]:
+    """The token of each decode; -1 where the step in flight finds it."""
+    decodes = schedule.sequences[: schedule.num_decodes]
+    is_pending = schedule.is_pending[: len(decodes)]
+    if is_pending.all():
+        return [-1] * len(decodes)
+    if not is_pending.any():
+        return [sequence.token_ids[-1] for sequence in decodes]
+    return [
+        -1 if pending else sequence.token_ids[-1]
+        for sequence, pending in zip(decodes, is_pending.tolist(), strict=True)
+    ]
 
 
 def _step(
     lengths: NDArray[np.int64],
     seqlens_kv: NDArray[np.int64],
-    table: NDArray[np.int32],
+    pages: NDArray[np.int32],
     slots: NDArray[np.int64],
     positions: NDArray[np.int64],
 ) -> Step:
@@ -105,7 +123,7 @@ def _step(
     return Step(
         cu_seqlens_q=torch.from_numpy(cu_seqlens),
         seqlens_kv=torch.from_numpy(seqlens_kv.astype(np.int32)),
-        page_table=torch.from_numpy(table),
+        page_table=torch.from_numpy(pages),
         slot_mapping=torch.from_numpy(slots),
         positions=torch.from_numpy(positions),
         max_seqlen_q=int(lengths.max()),
@@ -113,21 +131,32 @@ def _step(
     )
 
 
-def num_scored(chunk: Chunk) -> int:
-    """Of the chunk's first tokens, how many are followed by a prompt token with a log-probability asked."""
-    if not chunk.sequence.lacks_prompt_logprobs:
-        return 0
-    last = chunk.sequence.num_prompt_tokens - 1
-    return min(chunk.start + chunk.num_tokens, last) - chunk.start
+def _scored(schedule: Schedule) -> list[tuple[int, tuple[Sequence, int, int]]]:
+    """Pieces whose tokens are followed by prompt tokens to score: place, sequence, first, how many."""
+    found = []
+    for place in range(schedule.num_decodes, len(schedule.sequences)):
+        sequence = schedule.sequences[place]
+        if sequence.lacks_prompt_logprobs:
+            start, length = int(schedule.starts[place]), int(schedule.counts[place])
+            count = min(start + length, sequence.num_prompt_tokens - 1) - start
+            if count:
+                found.append((place, (sequence, start, count)))
+    return found
 
 
-def _tokens(chunks: Items[Chunk], num_unknown: int) -> array[int]:
-    tokens = [0] * num_unknown
-    for sequence, start, length, _, drafts in chunks[num_unknown:]:
-        if length == 1:  # most chunks: a slice would copy a list to take one number
-            tokens.append(sequence.token_ids[start])
-        else:
-            tokens += sequence.token_ids[start : start + length]
-        if drafts:
-            tokens += drafts
-    return array("q", tokens)  # several times faster than numpy
+def _tokens(schedule: Schedule, drafts: Drafts | None) -> array[int]:
+    tokens = newest_tokens(schedule)
+    first = len(tokens)
+    if drafts is not None:
+        tokens = [
+            token
+            for newest, draft in zip(tokens, drafts, strict=False)
+            for token in (newest, *draft)
+        ]
+    pieces = zip(
+        schedule.sequences[first:], schedule.starts[first:].tolist(),
+        schedule.counts[first:].tolist(), strict=True,
+    )  # fmt: skip
+    for sequence, start, length in pieces:
+        tokens += sequence.token_ids[start : start + length]
+    return array("q", tokens)  # several times as fast as numpy

@@ -1,28 +1,26 @@
-"""Steps of answering sequences as recorded graphs: one launch replays a whole step.
+"""Steps as CUDA graphs: one launch replays a whole step.
 
-A graph is recorded for a number of sequences, and for a number of drafts that each may have; a step of
-fewer is padded with rows that have no stored tokens and write nowhere. With drafts the graph holds all
-of it: the drafter fills its blocks, the target verifies them, the drafter learns what the target ran,
-and each sequence's newest token and its place are found. Nothing is read by the host meanwhile: a few
-numbers of each sequence go in, tokens come out.
+Three kinds of graphs are recorded, each for several sizes; a smaller step is padded with rows that
+store nothing and see nothing.
 
-While nothing is asked of tokens but to be the likeliest or to be drawn, the next step is known before its
-tokens are: the same sequences, from where this one ends. Tokens are drawn on the device, by numbers that
-the host knows in advance; the next step is launched at once and reads tokens and places where the
-step before left them on the device, so the device does not wait while the host deals with results. If
-the next step turns out to be another one, what was launched is forgotten: it wrote behind the ends of
-its sequences, where whoever comes next writes again.
+    decodes   n sequences with one token each, and up to k drafts: the drafter fills its blocks, the
+              target verifies them, the drafter learns what the target ran
+    mixed     T tokens of n sequences, pieces of prompts among them
+    choosers  choose tokens from the logits of any step that was not a recorded decode
 
-Steps with pieces of prompts are launched here as well, wherever they are computed: behind another one
-their answering sequences' tokens are taken from there, and what their logits come to is found in the
-same way, so that any step can follow them.
+Every step reads the newest tokens, positions and page ids of its sequences from the device's rows and
+writes the tokens it found there, so the next step can be launched before the host has read this one.
+The host sends row numbers, and reads tokens when it commits the step.
+
+Attention in a mixed graph goes through the backend's kernel for pages: the host knows which sequences
+are long, a graph does not. So steps with long contexts are launched operation by operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,268 +28,294 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import Step
-from kvant.execution.batch import Batch
-from kvant.execution.decodes import Decodes
-from kvant.execution.launched import Answered, Guess, Launched, Recorded
-from kvant.execution.layout import lay_out, what_follows
-from kvant.execution.pieces import Pieces
+from kvant.execution.batch import Batch, Drafts, build_batch, newest_tokens
+from kvant.execution.device_state import DeviceState
+from kvant.execution.launched import Launched, Outcome, on_host
 from kvant.execution.recorder import Recorder
 from kvant.execution.shared_logits import SharedLogits
-from kvant.plan.graph_sizes import batch_sizes, draft_sizes
-from kvant.sampling.drawing import Drawer, DrawParts, has_kernels, parts_for
+from kvant.models.loaded import widened
+from kvant.plan.graph_sizes import batch_sizes, draft_sizes, piece_sizes
+from kvant.sampling.drawing import Drawer, DrawParts, has_kernels, parts_for, to_device
+from kvant.sampling.random_numbers import uniforms
+from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.schedule import Schedule
 
 Forward = Callable[[Tensor, Step, Tensor], Tensor]
-"""input_ids [T], step, logits_index [n] -> logits [n, vocab_size] as computed, in any dtype."""
+"""input_ids [T], step, logits_index [m] -> logits [m, vocab_size], in the dtype they were computed in."""
 
 Draft = Callable[[Tensor, Step], Tensor]
-"""As `DeviceProposer.draft`."""
+"""`DeviceProposer.draft`."""
 
-Compute = Callable[[Batch, Tensor | None, SharedLogits], None]
-"""Run a batch and leave its logits there. The tensor: the batch's first ids, on the device."""
+MOST_CONTEXT = 8192
+"""Stored tokens of one sequence in a mixed graph: longer ones are faster as `Step.long`."""
 
-_Step = TypeVar("_Step", Decodes, Pieces)
+MOST_READ = 1 << 17
+"""Stored tokens of all sequences in a mixed graph, for the same reason."""
 
 _FEW = 128
-"""Rows of logits that are looked at where a step with pieces of prompts has no more."""
+"""Rows of the smaller chooser."""
+
+_ROWS, _TOKENS, _STARTS, _COUNTS, _INDEX, _VALUES = range(6)
+"""Rows of a step's numbers; the last two are changes of page ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A recorded step. found: int64, what it found, see `StepGraphs._read`.
+
+    draw: recorded launches that replace the most likely tokens by sampled ones; None with drafts.
+    """
+
+    replay: Callable[[], None]
+    logits: Tensor
+    found: Tensor
+    draw: DrawParts | None
 
 
 class _Staging:
-    """Memory for one step's numbers and results. Rows of numbers: ids, starts, ends, sources. draws:
-    `Draw.numbers`.
+    """Pinned memory for one step: numbers go to the device, what was found comes back.
 
-    found: as the graph's, one piece: what is copied from the device must lie in one piece on the host
-    too, else the copy goes through memory that makes the host wait for it.
+    done: the device has read the one and written the other.
     """
 
-    def __init__(self, recorder: Recorder, most: int, most_rows: int, max_pages: int) -> None:
-        self.numbers = recorder.host_buffer(4, most, dtype=torch.int64)
-        self.table = recorder.host_buffer(most * max_pages, dtype=torch.int32)
-        self.draws = recorder.host_buffer(most, 5, dtype=torch.float64)
-        self.found = recorder.host_buffer(3 * (most_rows + most), dtype=torch.int64)
+    def __init__(self, recorder: Recorder, seqs: int, rows: int, mixed: int) -> None:
+        self.numbers = recorder.host_buffer(6, seqs, dtype=torch.int64)
+        self.mixed = recorder.host_buffer(mixed, dtype=torch.int64)
+        self.u = recorder.host_buffer(seqs, dtype=torch.float64)
+        # One piece, as the graph's: a copy into strided memory would make the host wait.
+        self.found = recorder.host_buffer(3 * rows + seqs, dtype=torch.int64)
         self.done = recorder.mark()
 
 
 class StepGraphs:
-    """Graphs for up to `most` sequences whose page table has `max_pages` columns.
+    """Graphs for up to `most_seqs` sequences.
 
-    draft: the proposer's, for steps of so many drafts as `num_drafts` names. compute: runs steps with
-    pieces of prompts, for `run_pieces`.
+    forward: the model. max_num_batched_tokens: of mixed graphs, 0 for none. draft: the proposer's, for
+    decodes with each of `num_drafts` drafts. run: computes logits of a batch that no graph holds;
+    its second argument are the batch's ids on the device.
     """
 
     def __init__(
         self,
         forward: Forward,
-        most: int,
+        most_seqs: int,
         *,
+        max_num_batched_tokens: int,
         page_size: int,
         max_model_len: int,
         device: torch.device,
         recorder: Recorder,
+        run: Callable[[Batch, Tensor], Tensor],
         draft: Draft | None = None,
         num_drafts: Sequence[int] = (),
-        compute: Compute | None = None,
     ) -> None:
         assert draft is not None or not num_drafts
-        self._forward = forward
-        self._draft = draft
-        self._page_size = page_size
-        self._max_model_len = max_model_len
+        self._forward, self._draft, self._eager = forward, draft, run
+        self._page_size, self._max_model_len = page_size, max_model_len
         self._recorder = recorder
-        self._sizes = {k: draft_sizes(k, most) for k in sorted(num_drafts, reverse=True)}
-        self._sizes[0] = batch_sizes(most)
+        self._sizes = {k: draft_sizes(k, most_seqs) for k in sorted(num_drafts, reverse=True)}
+        self._sizes[0] = batch_sizes(most_seqs)
         self._sizes = {k: sizes for k, sizes in self._sizes.items() if sizes}
         most_rows = max((1 + k) * sizes[-1] for k, sizes in self._sizes.items())
         max_pages = -(-max_model_len // page_size)
-        self._inputs = torch.zeros(4, most, dtype=torch.int64, device=device)
-        self._table = torch.zeros(most, max_pages, dtype=torch.int32, device=device)
-        self._draws = torch.zeros(most, 5, dtype=torch.float64, device=device)
-        self._drawer: Drawer | None = None
+        self.state = DeviceState(most_seqs, max_pages, device)
         self.logits = SharedLogits()
-        # Three, as two steps can be on their way while the numbers of a third are written.
-        self._staging = [_Staging(recorder, most, most_rows, max_pages) for _ in range(3)]
+        self._numbers = torch.zeros(6, most_seqs, dtype=torch.int64, device=device)
+        self._table = torch.zeros(most_seqs, max_pages, dtype=torch.int32, device=device)
+        self._draws = torch.zeros(most_seqs, 5, dtype=torch.float64, device=device)
+        self._u = torch.zeros(most_seqs, dtype=torch.float64, device=device)
+        self._places = torch.arange(most_rows, dtype=torch.int64, device=device)
+        self._drawer: Drawer | None = None
+        self._mixed = None
+        if max_num_batched_tokens:
+            self._mixed = MixedGraphs(self, most_seqs, max_num_batched_tokens, device)
+        room = 0 if self._mixed is None else self._mixed.room
+        # Two: one step may be in flight while the next one is written.
+        self._staging = [_Staging(recorder, most_seqs, most_rows, room) for _ in range(2)]
         self._turn = 0
-        self._rows = torch.arange(most_rows, dtype=torch.int64, device=device)
-        self._graphs: dict[tuple[int, int], Recorded] = {}
-        self._compute = compute
-        self._finders: dict[int, Recorded] = {}
-        self._guess: Guess | None = None
-        self._current: tuple[Launched, NDArray[np.int64]] | None = None
+        self._decodes: dict[tuple[int, int], _Graph] = {}
+        self._choosers: dict[int, _Graph] = {}
 
     def capture(self) -> None:
-        """Record every graph. Nothing is written to the pool: every row is padding meanwhile."""
+        """Record every graph, the largest first. Every row is padding meanwhile: nothing is stored."""
+        self._numbers[_ROWS] = self.state.padding_row
+        self._numbers[_INDEX] = -1
         wanted = [(size, k) for k, sizes in self._sizes.items() for size in sizes]
         for size, k in sorted(wanted, key=lambda one: -one[0] * (1 + one[1])):
-            self._graphs[size, k] = self._record(partial(self._run, size, k), size, draws=not k)
+            run = partial(self._run_decodes, size, k)
+            self._decodes[size, k] = self._record(run, size, draws=not k)
         most = self._sizes[0][-1]
-        for size in {min(_FEW, most), most} if self._compute is not None else ():
-            self._finders[size] = self._record(partial(self._find, size), size, draws=True)
-
-    def _record(
-        self, run: Callable[[], tuple[Tensor, Tensor]], size: int, *, draws: bool
-    ) -> Recorded:
-        """run: gives logits and what `Recorded` has found, of `size` sequences."""
-        replay, (logits, found) = self._recorder.record(run)
-        newest = found[-3 * size :].view(3, size)
-        chosen = found[2 * size : 3 * size]
-        draw = self._record_draw(logits, chosen, newest[0]) if draws else None
-        return Recorded(replay, logits, found, newest, draw)
+        for size in {min(_FEW, most), most}:
+            self._choosers[size] = self._record(partial(self._choose, size), size, draws=True)
+        if self._mixed is not None:
+            self._mixed.capture(self._recorder)
 
     def num_drafts(self, num_sequences: int) -> list[int]:
-        """Numbers of drafts that so many sequences can have in a recorded step; empty for none."""
+        """Numbers of drafts for which decodes of `num_sequences` are recorded; empty for too many."""
         return [k for k, sizes in self._sizes.items() if num_sequences <= sizes[-1]]
 
-    def forget(self) -> None:
-        """Another step comes between: what was launched for the next one is not what it will be."""
-        self._guess = self._current = None
+    def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None) -> Launched:
+        """Launch a step; the host does not wait. drafts: chosen by the host, else by the recorded drafter.
 
-    def run(self, step: Decodes) -> Tensor:
-        """Launch a step, or find that it has been launched; `read` tells what it came to.
-
-        Logits [T, vocab_size], valid until the next step. If the step has `limits`, what follows it is
-        launched too, and the width of the logits is 0: they are already being overwritten.
+        Here it is decided whether a graph is replayed.
         """
-        launched = self._begin(step, Guess.places_of, self._launch)
-        logits = launched.graph.logits
-        if step.limits is None:
-            return logits
-        self._follow(step)
-        return logits[:, :0]
+        index, values = self.state.changes(table)
+        has_drafts = schedule.max_drafts is not None and self._draft is not None
+        k = schedule.num_drafts if has_drafts else 0
+        if (
+            drafts is None
+            and not schedule.num_prefills
+            and k in self.num_drafts(len(schedule.rows))
+        ):
+            return self._launch_decodes(schedule, table, k, index, values)
+        self.state.write(index, values)
+        return self._launch_batch(schedule, table, drafts)
 
-    def run_pieces(self, step: Pieces, following: Decodes | None) -> Tensor:
-        """As `run`, of a step with pieces of prompts. Logits of width 0.
+    # -- launching -----------------------------------------------------------------------------
 
-        following: by its `limits`, the step of all its sequences that is launched behind it.
-        """
-        launched = self._begin(step, Guess.rows_of, self._launch_pieces)
-        if following is not None:
-            self._follow(following)
-        return launched.graph.logits[:, :0]
-
-    def run_behind(self, step: Pieces) -> None:
-        """Launch what follows the last run: there its first chunks' tokens are found."""
-        assert self._current is not None
-        before = self._current[0]
-        sources = before.rows_of(step.numbers[: step.num_unknown])
-        self._guess = Guess(self._launch_pieces(step, (before, sources)), before, sources)
-
-    def _begin(
-        self,
-        step: _Step,
-        find: Callable[[Guess, _Step], NDArray[np.int64] | None],
-        launch: Callable[[_Step, None], Launched],
-    ) -> Launched:
-        """What was launched already, if `find` says where the step's sequences stand there; else launch."""
-        guess, self._guess = self._guess, None
-        places = None if guess is None else find(guess, step)
-        if guess is None or places is None:
-            self._current = launch(step, None), np.arange(len(step.numbers))
-        else:
-            self._current = guess.launched, places
-        return self._current[0]
-
-    def _follow(self, step: Decodes) -> None:
-        """Launch what follows the last run, by its `limits`."""
-        assert self._current is not None
-        self._guess = Guess(self._launch(step, self._current), *self._current)
-
-    def read(self) -> Answered:
-        """Of the last run. Waits for it, not for what was launched behind it."""
-        assert self._current is not None
-        launched, places = self._current
-        return launched.answered(places)
-
-    def _launch(self, step: Decodes, after: tuple[Launched, NDArray[np.int64]] | None) -> Launched:
-        """Replay a graph for a step; or, with `after`, for what follows it if nothing ends or arrives.
-
-        after: the step as it was launched, and where its sequences stand there, to go on from.
-        """
-        ends = step.ends if after is None else step.limits
-        assert ends is not None
-        count = len(step.numbers)
-        size = next(size for size in self._sizes[step.num_drafts] if size >= count)
+    def _launch_decodes(
+        self, schedule: Schedule, table: RowTable, k: int,
+        index: NDArray[np.int64], values: NDArray[np.int64],
+    ) -> Launched:  # fmt: skip
+        count = len(schedule.rows)
+        size = next(size for size in self._sizes[k] if size >= count)
+        if len(index) > size:
+            self.state.write(index, values)
+            index = index[:0]
         staging = self._next_staging()
-        host = staging.numbers.numpy()
-        host[:, :size] = 0
-        host[2, :count] = ends
-        if after is None:
-            host[0, :count] = step.ids
-            host[1, :count] = step.starts
-        else:
-            host[3, :count] = after[1]
-        pages = step.table.shape[1]
-        table = staging.table[: count * pages].view(count, pages)
-        table.numpy()[:] = step.table
-        self._inputs.copy_(staging.numbers, non_blocking=True)
-        self._table[:count, :pages].copy_(table, non_blocking=True)
-        if after is not None:
-            # What lies beyond `count` here ends at 0, so it is padding wherever it starts.
-            before = after[0].graph.next[:2]
-            self._inputs[:2, :size].copy_(before.index_select(1, self._inputs[3, :size]))
-        graph = self._graphs[size, step.num_drafts]
+        host = self._clear(staging, size)
+        host[_ROWS, :count] = schedule.rows
+        host[_TOKENS, :count] = newest_tokens(schedule)
+        host[_STARTS, :count] = schedule.starts
+        if schedule.uncertain is not None:
+            host[_STARTS, :count][schedule.uncertain > 0] = -1
+        host[_COUNTS, :count] = schedule.counts
+        if k and schedule.max_drafts is not None:
+            host[_COUNTS, :count] += schedule.max_drafts
+        host[_INDEX, : len(index)] = index
+        host[_VALUES, : len(index)] = values[: len(index)]
+        self._numbers.copy_(staging.numbers, non_blocking=True)
+        graph = self._decodes[size, k]
         graph.replay()
-        if step.draws is not None:  # random numbers are made while the model runs
-            self._draw(graph, staging.draws[:size], step.draws.numbers(int(after is not None)))
-        results, following = self._send(staging, graph)
-        return Launched(
-            step.numbers, step.num_drafts, ends, graph, results, following, staging.done
-        )
+        is_final = not schedule.needs_host
+        if k:  # with rules or sampling the host chooses in every row which drafts it accepts
+            is_final = is_final and bool(table.is_greedy[schedule.rows].all())
+            found = self._send(staging, graph)
+            read = partial(_read_drafts, staging, found, count, size, is_final)
+            return Launched(schedule, graph.logits, read, is_final)
+        if is_final:
+            self._draw(graph, staging, table, schedule.rows, schedule.starts + 1)
+        found = self._send(staging, graph)
+        read = partial(_read, staging, found, count, list(range(count)), is_final)
+        return Launched(schedule, graph.logits, read, is_final)
 
-    def _launch_pieces(
-        self, step: Pieces, after: tuple[Launched, NDArray[np.int64]] | None
-    ) -> Launched:
-        """after: where the tokens of the first chunks are found, if they are not known."""
-        assert self._compute is not None
-        count = len(step.numbers)
-        size = next(size for size in sorted(self._finders) if size >= count)
+    def _launch_batch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None) -> Launched:
+        """A step that the host laid out; its tokens are chosen on the device, but for those behind drafts."""
+        batch = build_batch(schedule, table, self._page_size, drafts)
+        sampling = np.flatnonzero(schedule.samples)
         staging = self._next_staging()
-        host = staging.numbers.numpy()
+        if self._mixed is not None and self._mixed.run(batch, schedule, staging):
+            logits = self.logits.rows(len(batch.logits_index))
+        else:
+            logits = self._eager(batch, self._resolved_ids(batch, schedule))
+        if drafts is not None or batch.scored or len(sampling) > self._sizes[0][-1]:
+            return on_host(schedule, batch, drafts, logits.to(widened(logits.dtype)))
+        self.logits.keep(logits)
+        count = len(sampling)
+        size = next(size for size in sorted(self._choosers) if size >= count)
+        rows = schedule.rows[sampling]
+        last = (schedule.starts + schedule.counts)[sampling] - 1
+        host = self._clear(staging, size)
+        host[_ROWS, :count] = rows
+        host[_STARTS, :count] = last
+        self._numbers.copy_(staging.numbers, non_blocking=True)
+        graph = self._choosers[size]
+        graph.replay()
+        is_final = not schedule.needs_host
+        if is_final:
+            self._draw(graph, staging, table, rows, last + 1)
+        found = self._send(staging, graph)
+        read = partial(_read, staging, found, count, batch.first_rows, is_final)
+        return Launched(schedule, graph.logits, read, is_final, batch)
+
+    def _clear(self, staging: _Staging, size: int) -> NDArray[np.int64]:
+        """The staging numbers [6, most_seqs], whose first `size` columns are padding."""
+        host: NDArray[np.int64] = staging.numbers.numpy()
         host[:, :size] = 0
-        host[1, :count] = step.starts
-        if after is not None:
-            host[3, : len(after[1])] = after[1]
-        self._inputs.copy_(staging.numbers, non_blocking=True)
-        newest = None
-        if after is not None:
-            newest = after[0].graph.next[0].index_select(0, self._inputs[3, : len(after[1])])
-        self._compute(step.batch(), newest, self.logits)
-        finder = self._finders[size]
-        finder.replay()
-        draws = step.draws()
-        if draws is not None:
-            self._draw(finder, staging.draws[:size], draws.numbers(0))
-        results, following = self._send(staging, finder)
-        ends = step.starts + 1
-        return Launched(
-            step.numbers, 0, ends, finder, results, following, staging.done, step.chunks
-        )
+        host[_ROWS, :size] = self.state.padding_row
+        host[_INDEX, :size] = -1
+        return host
+
+    def _resolved_ids(self, batch: Batch, schedule: Schedule) -> Tensor:
+        """The batch's ids on the device, with the tokens that the step in flight finds."""
+        device = self.state.device
+        ids = to_device(batch.input_ids, device)
+        count = schedule.num_decodes
+        if not schedule.is_pending[:count].any():
+            return ids
+        rows = to_device(torch.from_numpy(schedule.rows[:count]), device)
+        newest = self.state.tokens.index_select(0, rows)
+        head = torch.where(ids[:count] < 0, newest, ids[:count])
+        return torch.cat([head, ids[count:]])
 
     def _next_staging(self) -> _Staging:
-        self._turn = (self._turn + 1) % len(self._staging)
+        self._turn = 1 - self._turn
         staging = self._staging[self._turn]
         staging.done.synchronize()
         return staging
 
-    def _send(self, staging: _Staging, graph: Recorded) -> tuple[Tensor, Tensor]:
-        """What was found to the host: `results` and `next` of `Launched`."""
-        size = graph.next.shape[1]
+    def _send(self, staging: _Staging, graph: _Graph) -> Tensor:
+        """Copy what the graph found to the host, behind the step."""
         found = staging.found[: graph.found.shape[0]]
         found.copy_(graph.found, non_blocking=True)
         staging.done.record()
-        return found[: -3 * size].view(3, -1), found[-3 * size :].view(3, size)
+        return found
 
-    def _record_draw(self, logits: Tensor, chosen: Tensor, newest: Tensor) -> DrawParts:
-        """Drawing from the logits of a step, each of whose rows has the token `chosen`; `newest` too."""
+    def _draw(
+        self, graph: _Graph, staging: _Staging, table: RowTable,
+        rows: NDArray[np.int64], places: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        """Replace the most likely tokens of rows that sample. places: [n] int64, the tokens' positions."""
+        drawn = np.flatnonzero(~table.is_greedy[rows])
+        if not len(drawn):
+            return
+        assert graph.draw is not None, "drafts are verified by the most likely tokens"
+        size = len(graph.found) // 2
+        u = staging.u.numpy()
+        u[:size] = 0
+        owners = rows[drawn]
+        in_answer = places[drawn] - table.num_prompt[owners]
+        u[drawn] = uniforms(table.seeds[owners].tolist(), in_answer.tolist())
+        self._u[:size].copy_(staging.u[:size], non_blocking=True)
+        self._draws[:size, :4] = self.state.sampling.index_select(0, self._numbers[_ROWS, :size])
+        self._draws[:size, 4] = self._u[:size]
+        for launch in graph.draw.of(parts_for(torch.from_numpy(table.sampling[rows]))):
+            launch()
+
+    # -- recording -----------------------------------------------------------------------------
+
+    def _record(
+        self, run: Callable[[], tuple[Tensor, Tensor]], size: int, *, draws: bool
+    ) -> _Graph:
+        """run: gives logits and what was found, of `size` sequences."""
+        replay, (logits, found) = self._recorder.record(run)
+        draw = self._record_draw(logits, found[size : 2 * size]) if draws else None
+        return _Graph(replay, logits, found, draw)
+
+    def _record_draw(self, logits: Tensor, chosen: Tensor) -> DrawParts:
+        """Sampling from the logits of a step whose rows have the tokens `chosen`, [n] int64."""
         size, record = len(chosen), self._recorder.record
-        # What is recorded runs once before: nothing has been found yet, and tokens are places in a row.
+        # What is recorded runs once before: nothing was found yet, and tokens index a row of logits.
         chosen.zero_()
         if self._drawer is None:  # the largest step comes first
             self._drawer = Drawer(size, logits.shape[1], logits.device)
-        parts = self._drawer.parts(logits, self._rows[:size], self._draws[:size], chosen)
+        parts = self._drawer.parts(logits, self._places[:size], self._draws[:size], chosen)
+        rows = self._numbers[_ROWS, :size]
 
         def drawn(run: Callable[[], None]) -> Callable[[], None]:
             def both() -> None:
                 run()
-                newest.copy_(chosen)
+                self.state.tokens.index_copy_(0, rows, chosen)
 
             return record(both)[0]
 
@@ -300,49 +324,230 @@ class StepGraphs:
             drawn(parts.choose),
         )  # fmt: skip
 
-    def _draw(self, graph: Recorded, staging: Tensor, draws: NDArray[np.float64]) -> None:
-        """Launch what finds a step's tokens behind the step. Padding has no temperature."""
-        assert graph.draw is not None, "drafts are verified by the likeliest tokens"
-        staging.zero_()
-        staging.numpy()[: len(draws)] = draws
-        self._draws[: len(staging)].copy_(staging, non_blocking=True)
-        for launch in graph.draw.of(parts_for(staging[: len(draws)])):
-            launch()
+    def _run_decodes(self, size: int, k: int) -> tuple[Tensor, Tensor]:
+        """Recorded: `size` sequences with one token and up to k drafts each."""
+        state, table = self.state, self._table[:size]
+        rows, tokens, starts, counts, index, values = self._numbers[:, :size]
+        if has_kernels(state.device):
+            from kvant.execution.triton_step import most_likely, plain_step, write_pages
 
-    def _run(self, size: int, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """What is recorded: logits, and what `Recorded` has found."""
-        ids, starts, ends = self._inputs[:3, :size]
-        if not num_drafts and has_kernels(ids.device):
-            from kvant.execution.triton_step import likeliest, plain_step
-
-            step = plain_step(
-                starts, ends, self._table[:size], self._page_size, self._max_model_len
-            )
-            logits = self.logits.keep(self._forward(ids, step, self._rows[:size]))
-            return logits, likeliest(logits, ids, starts)
-        layout = lay_out(
-            starts, ends, self._table[:size], num_drafts, self._page_size, self._max_model_len
+            write_pages(state, index, values)
+            if not k:
+                ids, step = plain_step(
+                    rows, tokens, starts, counts, state, table, self._page_size,
+                    self._max_model_len,
+                )  # fmt: skip
+                logits = self.logits.keep(self._forward(ids, step, self._places[:size]))
+                return logits, most_likely(logits, rows, step.positions, state)
+        else:
+            there = index >= 0
+            state.pages.view(-1).index_put_((index[there],), values[there].to(torch.int32))
+        newest, step, owners, is_first, counts = lay_out(
+            rows, tokens, starts, counts, state, table, k, self._page_size, self._max_model_len
         )
-        tokens = ids
-        if num_drafts:
+        tokens = newest[owners]
+        if k:
             assert self._draft is not None
-            tokens = torch.where(layout.is_first, ids[layout.owners], -1)
-            tokens = torch.where(layout.is_first, tokens, self._draft(tokens, layout.step))
-        rows = self._rows[: tokens.shape[0]]
-        logits = self.logits.keep(self._forward(tokens, layout.step, rows))
+            tokens = torch.where(is_first, tokens, -1)
+            tokens = torch.where(is_first, tokens, self._draft(tokens, step))
+        logits = self.logits.keep(self._forward(tokens, step, self._places[: len(tokens)]))
         best, chosen = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
-        newest, places = what_follows(layout, starts, tokens, chosen)
         sound = torch.isfinite(best).to(torch.int64)
-        return logits, torch.cat([tokens, sound, chosen, newest, places, layout.counts])
+        firsts = step.cu_seqlens_q[:-1].to(torch.int64)
+        num_new = accepted(tokens, chosen, owners, is_first, counts)
+        state.tokens.index_copy_(0, rows, chosen[firsts + num_new - 1])
+        state.lengths.index_copy_(0, rows, step.positions[firsts] + num_new)
+        if not k:
+            return logits, torch.cat([sound, chosen])
+        return logits, torch.cat([sound, chosen, tokens, counts])
 
-    def _find(self, size: int) -> tuple[Tensor, Tensor]:
-        """What is recorded: rows of the shared logits, and what `Recorded` has found, of them."""
-        logits, (ids, starts) = self.logits.rows(size), self._inputs[:2, :size]
-        if has_kernels(ids.device):
-            from kvant.execution.triton_step import likeliest
+    def _choose(self, size: int) -> tuple[Tensor, Tensor]:
+        """Recorded: the first rows of the shared logits."""
+        logits, numbers = self.logits.rows(size), self._numbers[:, :size]
+        if has_kernels(self.state.device):
+            from kvant.execution.triton_step import most_likely
 
-            return logits, likeliest(logits, ids, starts)
+            return logits, most_likely(logits, numbers[_ROWS], numbers[_STARTS], self.state)
         best, chosen = logits.max(dim=-1)
-        sound = torch.isfinite(best).to(torch.int64)
-        found = torch.cat([ids, sound, chosen, chosen, starts + 1, torch.ones_like(ids)])
-        return logits, found
+        self.state.tokens.index_copy_(0, numbers[_ROWS], chosen)
+        self.state.lengths.index_copy_(0, numbers[_ROWS], numbers[_STARTS] + 1)
+        return logits, torch.cat([torch.isfinite(best).to(torch.int64), chosen])
+
+
+class MixedGraphs:
+    """Graphs of steps with pieces of prompts. All numbers of a step go to the device in one copy.
+
+    ids, positions, slots: [tokens]. ends: [seqs + 1], offsets of queries. lengths, wanted, rows: [seqs].
+    """
+
+    def __init__(
+        self, graphs: StepGraphs, most_seqs: int, most_tokens: int, device: torch.device
+    ) -> None:
+        self._graphs = graphs
+        self._max_context = min(graphs._max_model_len, MOST_CONTEXT)
+        self._sizes = piece_sizes(most_seqs, most_tokens)
+        tokens, seqs = (max(side) for side in zip(*self._sizes, strict=True))
+        self.room = sum(_mixed_sizes(tokens, seqs))
+        self._memory = torch.zeros(self.room, dtype=torch.int64, device=device)
+        columns = -(-self._max_context // graphs._page_size)
+        self._table = torch.zeros(seqs, columns, dtype=torch.int32, device=device)
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def capture(self, recorder: Recorder) -> None:
+        """Record every size, the largest first. Every token is padding meanwhile."""
+        for tokens, seqs in reversed(self._sizes):
+            _, _, slots, _, _, _, rows = self._views(self._memory, tokens, seqs)
+            slots.fill_(-1)
+            rows.fill_(self._graphs.state.padding_row)
+            replay, _ = recorder.record(partial(self._run, tokens, seqs))
+            self._replays[tokens, seqs] = replay
+            self._memory.zero_()
+
+    def run(self, batch: Batch, schedule: Schedule, staging: _Staging) -> bool:
+        """Replay a step into the shared logits. False if no graph holds it."""
+        step = batch.step
+        if step.max_seqlen_kv > self._max_context or int(step.seqlens_kv.sum()) > MOST_READ:
+            return False
+        num_tokens, num_rows = len(batch.input_ids), len(batch.logits_index)
+        needed = max(num_rows, len(schedule.rows))
+        size = next(((t, n) for t, n in self._sizes if t >= num_tokens and n >= needed), None)
+        if size is None:
+            return False
+        sources = (
+            (batch.input_ids, 0), (step.positions, 0), (step.slot_mapping, -1),
+            (step.cu_seqlens_q, num_tokens), (step.seqlens_kv, 0), (batch.logits_index, 0),
+            (torch.from_numpy(schedule.rows), self._graphs.state.padding_row),
+        )  # fmt: skip
+        views = self._views(staging.mixed, *size)
+        for target, (source, padding) in zip(views, sources, strict=True):
+            target[: len(source)] = source
+            target[len(source) :] = padding
+        room = sum(_mixed_sizes(*size))
+        self._memory[:room].copy_(staging.mixed[:room], non_blocking=True)
+        self._replays[size]()
+        return True
+
+    @staticmethod
+    def _views(memory: Tensor, tokens: int, seqs: int) -> tuple[Tensor, ...]:
+        sizes = _mixed_sizes(tokens, seqs)
+        return torch.split(memory[: sum(sizes)], sizes)
+
+    def _run(self, tokens: int, seqs: int) -> tuple[Tensor]:
+        """Recorded: the model over what lies in the graph's memory."""
+        graphs, state = self._graphs, self._graphs.state
+        ids, positions, slots, ends, lengths, wanted, rows = self._views(self._memory, tokens, seqs)
+        # Sequences whose token the step before finds come first, with one token each.
+        ids[:seqs] = torch.where(ids[:seqs] < 0, state.tokens.index_select(0, rows), ids[:seqs])
+        seqlens, table = lengths.to(torch.int32), self._table[:seqs]
+        if has_kernels(state.device):
+            from kvant.execution.triton_step import gather_pages
+
+            gather_pages(state, rows, seqlens, table, graphs._page_size)
+        else:
+            table.copy_(state.pages.index_select(0, rows)[:, : table.shape[1]])
+        step = Step(
+            cu_seqlens_q=ends.to(torch.int32),
+            seqlens_kv=seqlens,
+            page_table=table,
+            slot_mapping=slots,
+            positions=positions,
+            max_seqlen_q=tokens,
+            max_seqlen_kv=self._max_context,
+        )
+        # Graphs share their memory; only these logits are read after the replay.
+        return (graphs.logits.keep(graphs._forward(ids, step, wanted)),)
+
+
+def _mixed_sizes(tokens: int, seqs: int) -> list[int]:
+    return [tokens, tokens, tokens, seqs + 1, seqs, seqs, seqs]
+
+
+def lay_out(
+    rows: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    state: DeviceState,
+    table: Tensor,
+    num_drafts: int,
+    page_size: int,
+    max_model_len: int,
+) -> tuple[Tensor, Step, Tensor, Tensor, Tensor]:
+    """Where the tokens of a step stand: n sequences with one token and up to k drafts, T = n (1 + k).
+
+    rows: [n] int64. tokens, starts: [n] int64, negative for what the device has in the row. counts: [n]
+    int64, tokens with drafts; 0 for padding, which stores nothing and sees nothing. table: [n, columns]
+    int32, overwritten.
+    Returns the newest tokens [n]; the step; owners [T] int64, each token's sequence, where unused
+    tokens belong to the last one; is_first [T] bool, the newest tokens; counts [n] int64, 1 at least.
+    """
+    count = rows.shape[0]
+    is_there = counts > 0
+    starts = torch.where(starts < 0, state.lengths.index_select(0, rows), starts)
+    starts = torch.where(is_there, starts, 0)
+    tokens = torch.where(tokens < 0, state.tokens.index_select(0, rows), tokens)
+    table.copy_(state.pages.index_select(0, rows)[:, : table.shape[1]])
+    counts = counts.clamp(min=1)
+    cu_seqlens = torch.zeros(count + 1, dtype=torch.int64, device=rows.device)
+    cu_seqlens[1:] = counts.cumsum(0)
+    places = torch.arange(count * (1 + num_drafts), device=rows.device)
+    is_token = places < cu_seqlens[-1]
+    owners = torch.searchsorted(cu_seqlens[1:], places, right=True).clamp_(max=count - 1)
+    offsets = places - cu_seqlens[owners]
+    positions = torch.where(is_token, starts[owners] + offsets, 0)
+    pages = table[owners, (positions // page_size).clamp_(max=table.shape[1] - 1)]
+    slots = pages.to(torch.int64) * page_size + positions % page_size
+    step = Step(
+        cu_seqlens_q=cu_seqlens.to(torch.int32),
+        seqlens_kv=torch.where(is_there, starts + counts, 0).to(torch.int32),
+        page_table=table,
+        slot_mapping=torch.where(is_token & is_there[owners], slots, -1),
+        positions=positions,
+        max_seqlen_q=1 + num_drafts,
+        max_seqlen_kv=max_model_len,
+    )
+    return tokens, step, owners, offsets == 0, counts
+
+
+def accepted(
+    tokens: Tensor, chosen: Tensor, owners: Tensor, is_first: Tensor, counts: Tensor
+) -> Tensor:
+    """How many tokens each sequence gets, [n] int64: its accepted drafts and the target's own token.
+
+    tokens: [T], what was run. chosen: [T], what the target says follows each of them: a draft is
+    accepted if all before it are, and it is what was chosen there.
+    """
+    if len(tokens) == len(counts):
+        return counts
+    differs = torch.zeros_like(is_first)
+    differs[1:] = tokens[1:] != chosen[:-1]
+    # The first draft that is not accepted, by its offset. Unused tokens lie beyond the counts.
+    offsets = torch.arange(len(tokens), device=tokens.device)
+    begins = counts.cumsum(0) - counts
+    offsets = torch.where(differs & ~is_first, offsets - begins[owners], len(tokens))
+    return counts.scatter_reduce(0, owners, offsets, "amin")
+
+
+def _read(
+    staging: _Staging, found: Tensor, count: int, first_rows: list[int], is_final: bool
+) -> Outcome:
+    """Wait for a step whose sequences found one token each; `found`: sound, tokens, [size] each."""
+    staging.done.synchronize()
+    sound, tokens = found.view(2, -1)[:, :count].numpy()
+    return Outcome((sound != 0).tolist(), tokens.tolist(), first_rows, None, is_final)
+
+
+def _read_drafts(
+    staging: _Staging, found: Tensor, count: int, size: int, is_final: bool
+) -> Outcome:
+    """Wait for a step with drafts; `found`: sound, chosen and run tokens, [T] each, and counts [size]."""
+    staging.done.synchronize()
+    counts = found[-size:][:count].numpy()
+    ends = counts.cumsum()
+    firsts = (ends - counts).tolist()
+    sound, chosen, ran = found[:-size].view(3, -1)[:, : int(ends[-1])].numpy()
+    drafts = [
+        tuple(ran[first + 1 : end].tolist())
+        for first, end in zip(firsts, ends.tolist(), strict=True)
+    ]
+    return Outcome((sound != 0).tolist(), chosen.tolist(), firsts, drafts, is_final)

@@ -1,4 +1,4 @@
-"""Recording what runs on a device, to be launched again as one."""
+"""Records what runs on a device, so that one launch runs it again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class Mark(Protocol):
-    """A place in the device's work."""
+    """A point in the device's queue of work."""
 
     def record(self) -> None:
-        """Set it behind all that has been launched."""
+        """Set it behind everything that was launched."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has come there."""
+        """Wait until the device has reached it."""
         ...
 
 
@@ -27,11 +27,11 @@ class Recorder(Protocol):
     """What graphs need of a device."""
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """A function that does again what `run` did, into the same tensors."""
+        """Returns a function that repeats `run` into the same tensors, and what `run` returned."""
         ...
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Zeros on the host that the device can copy from and to by itself."""
+        """Zeros in pinned host memory."""
         ...
 
     def mark(self) -> Mark: ...

@@ -1,4 +1,4 @@
-"""Where recorded steps leave their logits: one piece of memory for all, as the next step overwrites them."""
+"""Where steps leave their logits: one piece of memory for all graphs, as the next step overwrites it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from kvant.models.loaded import widened
 
 
 class SharedLogits:
-    """Made by the first step that is kept, which is the largest, before anything is recorded: no graph
-    owns it.
+    """Allocated by the first step that keeps logits, which is the largest and not recorded: no graph
+    owns the memory.
     """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def keep(self, logits: Tensor) -> Tensor:
-        """The same numbers [n, vocab_size] in float32 or wider, where those of every step lie."""
+        """Copy logits [n, vocab_size] to the first rows. Returns these, in float32 or wider."""
         if self._memory is None:
             self._memory = torch.empty_like(logits, dtype=widened(logits.dtype))
-        return self._memory[: len(logits)].copy_(logits)
+        rows = self._memory[: len(logits)]
+        return rows if rows.data_ptr() == logits.data_ptr() else rows.copy_(logits)
 
     def rows(self, count: int) -> Tensor:
-        """The first rows, whatever lies there."""
+        """The first rows [count, vocab_size]."""
         assert self._memory is not None
         return self._memory[:count]

@@ -1,4 +1,5 @@
-"""The engine's half of speculation: who is asked for drafts, what they came to, whether it pays."""
+"""The engine's half of speculation: how many drafts a step has, what the host's proposers draft, and
+what became of them."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvant.errors import EngineFault
-from kvant.scheduling.schedule import Chunk
+from kvant.execution.batch import Drafts
+from kvant.scheduling.schedule import Schedule
 from kvant.speculative.adaptive import Adaptive
 from kvant.speculative.base import Ask, Proposer
 from kvant.speculative.counts import Counts, SpeculationStats
 
 Ways = Callable[[int], Sequence[int]]
-"""Of a number of answering sequences: numbers of drafts whose steps are recorded, 0 among them."""
+"""Number of answering sequences -> numbers of drafts whose steps are recorded, 0 among them."""
 
 
 class Speculation:
@@ -37,59 +39,66 @@ class Speculation:
         self._adaptive = Adaptive() if adaptive else None
         self._ways = ways or (lambda num_running: (0, num_speculative_tokens))
         self._counts = Counts(num_speculative_tokens)
-        self._started = 0.0
         self._num_running = 1
         self._chosen = num_speculative_tokens
+        self._committed_at = 0.0
 
     @property
     def stats(self) -> SpeculationStats:
         return self._counts.stats(pays=self._chosen > 0)
 
     def num_draft_tokens(self, num_running: int) -> int:
-        """How many drafts each answering sequence may have in the next step, which begins now."""
-        self._started = time.perf_counter()
+        """How many drafts each answering sequence may have in the next step."""
         self._num_running = max(1, num_running)
         if self._adaptive is not None:
             ways = self._ways(self._num_running)
             self._chosen = self._adaptive.choose(self._num_running, ways)
         return self._chosen
 
-    def goes_on(self) -> bool:
-        """Whether the step after this one is to have as many drafts, if nobody ends or arrives."""
-        return self._adaptive is None or self._adaptive.goes_on(self._num_running)
-
     def zero(self, pages: Sequence[int]) -> None:
         self._proposer.zero(pages)
 
-    def propose(self, chunks: list[Chunk]) -> list[Chunk]:
-        """The chunks with their drafts, as many as the scheduler left room for."""
-        asking = [place for place, chunk in enumerate(chunks) if chunk.max_drafts]
-        if not asking:
-            return chunks
-        chunks = list(chunks)
-        drafts = self._proposer.propose([_ask(chunks[place]) for place in asking])
-        for place, found in zip(asking, drafts, strict=True):
-            self._check(found, chunks[place].max_drafts)
-            chunks[place] = chunks[place]._replace(drafts=tuple(found))
-        return chunks
+    def propose(self, schedule: Schedule) -> Drafts | None:
+        """Drafts of each sequence, as many as the scheduler left room for; None where there are none.
 
-    def note(self, chunks: Sequence[Chunk], emitted: Sequence[Sequence[int]]) -> None:
-        """Every step ends here. emitted: the tokens that each chunk's sequence got."""
-        drafted = False
-        for chunk, tokens in zip(chunks, emitted, strict=True):
-            if chunk.drafts and tokens:
-                drafted = True
-                same = zip(tokens, chunk.drafts, strict=False)
-                accepted = sum(token == draft for token, draft in same)
-                self._counts.note(len(chunk.drafts), accepted, len(tokens))
-        if not all(c.num_tokens == 1 and tokens for c, tokens in zip(chunks, emitted, strict=True)):
-            return  # with pieces of prompts in it the step says nothing about any way
+        Every token of the schedule must be known.
+        """
+        if schedule.max_drafts is None:
+            return None
+        drafts: list[tuple[int, ...]] = [()] * len(schedule.sequences)
+        asking = schedule.max_drafts.nonzero()[0].tolist()
+        rooms = schedule.max_drafts.tolist()
+        sequences = schedule.sequences
+        asks = [Ask(sequences[i].token_ids, sequences[i].pages, rooms[i]) for i in asking]
+        for place, found in zip(asking, self._proposer.propose(asks), strict=True):
+            self._check(found, rooms[place])
+            drafts[place] = tuple(found)
+        return drafts if any(drafts) else None
+
+    def note(
+        self, schedule: Schedule, drafts: Drafts | None, emitted: Sequence[Sequence[int]],
+        launched_at: float,
+    ) -> None:  # fmt: skip
+        """A step was committed. emitted: the tokens that each sequence got.
+
+        launched_at: `time.perf_counter` when it was. A step that was in flight behind another one is
+        timed from the commit of that one.
+        """
+        now = time.perf_counter()
+        seconds = now - max(launched_at, self._committed_at)
+        self._committed_at = now
+        for draft, tokens in zip(drafts or (), emitted, strict=False):
+            if draft and tokens:
+                accepted = sum(t == d for t, d in zip(tokens, draft, strict=False))
+                self._counts.note(len(draft), accepted, len(tokens))
+        if schedule.num_prefills or not all(emitted):
+            return  # with pieces of prompts in it a step's time says nothing about drafts
+        drafted = drafts is not None and any(drafts)
         if not drafted:
             self._counts.num_plain_steps += 1
         if self._adaptive is not None:
-            seconds = time.perf_counter() - self._started
-            num_drafts = self._chosen if drafted else 0
-            self._adaptive.note([len(tokens) for tokens in emitted], seconds, num_drafts=num_drafts)
+            num_drafts = schedule.num_drafts if drafted else 0
+            self._adaptive.note([len(t) for t in emitted], seconds, num_drafts=num_drafts)
 
     def _check(self, drafts: Sequence[int], room: int) -> None:
         """Whatever a proposer does, nothing that is no token gets into the model."""
@@ -98,8 +107,3 @@ class Speculation:
                 f"the proposer {type(self._proposer).__name__} drafted {list(drafts)}: "
                 f"{room} ids from 0 to {self._vocab_size - 1} at most were asked for"
             )
-
-
-def _ask(chunk: Chunk) -> Ask:
-    sequence = chunk.sequence
-    return Ask(sequence.token_ids, sequence.pages, chunk.max_drafts)

@@ -1,4 +1,4 @@
-"""What a recorded step of single tokens needs before and after the model, in one launch each."""
+"""What a recorded step of single tokens does before and after the model, in few launches."""
 
 from __future__ import annotations
 
@@ -8,75 +8,134 @@ import triton.language as tl
 from torch import Tensor
 
 from kvant.attention.base import Step
+from kvant.execution.device_state import DeviceState
 from kvant.kernels.triton.device import arrivals
 
 _STRETCH = 4096
+_COLUMNS = 1024
+
+
+def write_pages(state: DeviceState, index: Tensor, values: Tensor) -> None:
+    """Write page ids into `state.pages`. index: [m] int64, flat; -1 writes nothing. values: [m] int64."""
+    block = 128
+    grid = (triton.cdiv(len(index), block),)
+    _write_pages[grid](state.pages, index, values, len(index), BLOCK=block, num_warps=4)
+
+
+def gather_pages(
+    state: DeviceState, rows: Tensor, seqlens: Tensor, table: Tensor, page_size: int
+) -> None:
+    """Copy the used page ids of some rows of `state.pages` into table [n, columns] int32.
+
+    rows: [n] int64. seqlens: [n] int32. Entries of table behind a sequence's end keep what they had.
+    """
+    grid = (len(rows), triton.cdiv(table.shape[1], _COLUMNS))
+    _gather_pages[grid](
+        rows, seqlens, state.pages, state.pages.stride(0), table, table.stride(0),
+        PAGE=page_size, COLUMNS=table.shape[1], BLOCK=_COLUMNS, num_warps=4,
+    )  # fmt: skip
 
 
 def plain_step(
-    starts: Tensor, ends: Tensor, table: Tensor, page_size: int, max_model_len: int
-) -> Step:
-    """As `kvant.execution.layout.lay_out` without drafts."""
-    count = starts.shape[0]
-    cu_seqlens = starts.new_empty(count + 1, dtype=torch.int32)
-    seqlens = starts.new_empty(count, dtype=torch.int32)
-    slots = torch.empty_like(starts)
-    block = 128
-    _lay_out[(triton.cdiv(count + 1, block),)](
-        starts, ends, table, table.stride(0), cu_seqlens, seqlens, slots, count, PAGE=page_size,
-        COLUMNS=table.shape[1], BLOCK=block, num_warps=4,
+    rows: Tensor, tokens: Tensor, starts: Tensor, counts: Tensor, state: DeviceState, table: Tensor,
+    page_size: int, max_model_len: int,
+) -> tuple[Tensor, Step]:  # fmt: skip
+    """As `graphs.lay_out` without drafts. Returns the tokens [n] int64 and the step.
+
+    table: [n, columns] int32, overwritten with the rows' page ids.
+    """
+    count = rows.shape[0]
+    cu_seqlens = rows.new_empty(count + 1, dtype=torch.int32)
+    seqlens = rows.new_empty(count, dtype=torch.int32)
+    slots, ids, positions = (torch.empty_like(rows) for _ in range(3))
+    _lay_out[(count,)](
+        rows, tokens, starts, counts, state.tokens, state.lengths, state.pages,
+        state.pages.stride(0), cu_seqlens, seqlens, slots, ids, positions,
+        PAGE=page_size, COLUMNS=table.shape[1], num_warps=1,
     )  # fmt: skip
-    return Step(
+    gather_pages(state, rows, seqlens, table, page_size)
+    return ids, Step(
         cu_seqlens_q=cu_seqlens,
         seqlens_kv=seqlens,
         page_table=table,
         slot_mapping=slots,
-        positions=starts,
+        positions=positions,
         max_seqlen_q=1,
         max_seqlen_kv=max_model_len,
     )
 
 
-def likeliest(logits: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
-    """What a recorded step without drafts has found, [6 n], as `kvant.execution.launched` keeps it.
+def most_likely(logits: Tensor, rows: Tensor, positions: Tensor, state: DeviceState) -> Tensor:
+    """Choose each row's most likely token, and make it its sequence's newest. Returns found [2 n] int64.
 
-    logits: [n, vocab_size] float32, any row of which may hold NaN or infinities. tokens, starts: [n]
-    int64. Of equal logits the first is chosen.
+    logits: [n, vocab_size] float32, any row of which may hold NaN or infinities. rows, positions: [n]
+    int64, the sequence's row and the position of the token before. found: whether each row's largest
+    logit is finite, then the tokens; of equal logits the first is chosen.
     """
     count, size = logits.shape
-    found = starts.new_empty(6 * count)
+    found = rows.new_empty(2 * count)
     stretches = triton.cdiv(size, _STRETCH)
     best = logits.new_empty(count, stretches)
-    places = starts.new_empty(count, stretches, dtype=torch.int32)
-    _likeliest[(count, stretches)](
-        logits, logits.stride(0), size, tokens, starts, best, places,
-        arrivals(logits.device, count), found, count, stretches,
+    places = rows.new_empty(count, stretches, dtype=torch.int32)
+    _most_likely[(count, stretches)](
+        logits, logits.stride(0), size, rows, positions, best, places,
+        arrivals(logits.device, count), found, state.tokens, state.lengths, count, stretches,
         STRETCH=_STRETCH, PAD=triton.next_power_of_2(stretches), num_warps=4,
     )  # fmt: skip
     return found
 
 
-@triton.jit(do_not_specialize=("count", "stride"))
-def _lay_out(starts, ends, table, stride, cu_seqlens, seqlens, slots, count,
-             PAGE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=("count",))
+def _write_pages(pages, index, values, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(cu_seqlens + i, i, mask=i <= count)
-    there = i < count
-    start = tl.load(starts + i, mask=there, other=0)
-    written = there & (start < tl.load(ends + i, mask=there, other=0))
-    tl.store(seqlens + i, tl.where(written, start + 1, 0).to(tl.int32), mask=there)
+    at = tl.load(index + i, mask=i < count, other=-1)
+    value = tl.load(values + i, mask=i < count, other=0)
+    tl.store(pages + at, value.to(tl.int32), mask=at >= 0)
+
+
+@triton.jit(do_not_specialize=("stride",))
+def _lay_out(rows, tokens, starts, counts, newest, lengths, pages, stride, cu_seqlens, seqlens,
+             slots, ids, positions, PAGE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Program: a sequence. A negative token or start stands for what the device has in its row."""
+    i = tl.program_id(0)
+    row = tl.load(rows + i)
+    start = tl.load(starts + i)
+    start = tl.where(start < 0, tl.load(lengths + row), start)
+    token = tl.load(tokens + i)
+    token = tl.where(token < 0, tl.load(newest + row), token)
+    is_there = tl.load(counts + i) > 0
+    start = tl.where(is_there, start, 0)
     column = tl.minimum(start // PAGE, COLUMNS - 1)
-    page = tl.load(table + i.to(tl.int64) * stride + column, mask=written, other=0).to(tl.int64)
-    slot = page * PAGE + start % PAGE
-    tl.store(slots + i, tl.where(written, slot, -1), mask=there)
+    page = tl.load(pages + row * stride + column).to(tl.int64)
+    tl.store(ids + i, tl.where(is_there, token, 0))
+    tl.store(positions + i, start)
+    tl.store(seqlens + i, tl.where(is_there, start + 1, 0).to(tl.int32))
+    tl.store(slots + i, tl.where(is_there, page * PAGE + start % PAGE, -1))
+    tl.store(cu_seqlens + i + 1, i + 1)
+    if i == 0:
+        tl.store(cu_seqlens, 0)
+
+
+@triton.jit(do_not_specialize=("stride", "out_stride"))
+def _gather_pages(rows, seqlens, pages, stride, table, out_stride, PAGE: tl.constexpr,
+                  COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program: BLOCK columns of a sequence."""
+    i = tl.program_id(0)
+    used = tl.minimum((tl.load(seqlens + i) + PAGE - 1) // PAGE, COLUMNS)
+    first = tl.program_id(1) * BLOCK
+    if first < used:
+        c = first + tl.arange(0, BLOCK)
+        row = tl.load(rows + i)
+        found = tl.load(pages + row * stride + c, mask=c < used)
+        tl.store(table + i.to(tl.int64) * out_stride + c, found, mask=c < used)
 
 
 @triton.jit(do_not_specialize=("count",))
-def _likeliest(logits, stride, size, tokens, starts, best, places, arrived, found, count,
-               stretches, STRETCH: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
-    """Program: a stretch of a row; the last one of a row to end compares what all have found.
+def _most_likely(logits, stride, size, rows, positions, best, places, arrived, found, newest,
+                 lengths, count, stretches, STRETCH: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
+    """Program: a stretch of a row of logits; the last one to finish a row compares all stretches.
 
-    best: [n, stretches], the largest number of each, +Inf where there is NaN. places: where it stands.
+    best: [n, stretches], the largest logit of each, +Inf where there is NaN. places: its index.
     """
     row = tl.program_id(0)
     stretch = tl.program_id(1)
@@ -99,10 +158,9 @@ def _likeliest(logits, stride, size, tokens, starts, best, places, arrived, foun
         highest = tl.max(tops, 0)
         chosen = tl.min(tl.where(tops == highest, spots, size - 1), 0).to(tl.int64)
         sound = (highest < float("inf")) & (highest > float("-inf"))
-        tl.store(found + row, tl.load(tokens + row))
-        tl.store(found + count + row, sound.to(tl.int64))
-        tl.store(found + 2 * count + row, chosen)
-        tl.store(found + 3 * count + row, chosen)
-        tl.store(found + 4 * count + row, tl.load(starts + row) + 1)
-        tl.store(found + 5 * count + row, tl.full((), 1, tl.int64))
+        tl.store(found + row, sound.to(tl.int64))
+        tl.store(found + count + row, chosen)
+        owner = tl.load(rows + row)
+        tl.store(newest + owner, chosen)
+        tl.store(lengths + owner, tl.load(positions + row) + 1)
         tl.store(arrived + row, 0)

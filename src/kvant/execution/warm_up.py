@@ -1,4 +1,4 @@
-"""Before the first request: kernels are compiled and libraries have made their plans."""
+"""Compiles kernels and lets libraries make their plans before the first request."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def warm_up(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> None:
-    """Run steps that write nowhere: short and long prompts, alone and beside each other.
+    """Run steps that store nothing: short and long prompts, alone and together.
 
-    Several at once, since compiling them is what takes time. They share a stream, so that the device runs
-    their kernels one after the other, as it does those of one step.
+    Several steps are launched at once, since compiling takes most of the time. They share a stream, so the
+    device runs their kernels one after the other.
     """
 
     def run(lengths: tuple[int, ...]) -> Tensor:
@@ -66,19 +66,18 @@ def warm_up(
 
 
 def _at_once(device: torch.device) -> int:
-    """Steps whose kernels are compiled at the same time; Triton's interpreter takes one."""
+    """Steps whose kernels are compiled at the same time; one under Triton's interpreter."""
     return 1 if device.type == "cpu" else max(1, min(_MOST_AT_ONCE, len(os.sched_getaffinity(0))))
 
 
 def step_lengths(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> list[tuple[int, ...]]:
-    """Query tokens of each sequence, for steps that are launched in kernels compiled apart.
+    """Query tokens of each sequence, for steps that need differently compiled kernels.
 
-    Rows of a sequence and KV head, tokens of a step, and rows of logits are rounded up to powers of two
-    there; few sequences run in larger programs than some, and parts of few, of some and of many are
-    joined by other kernels. Those of one token each are recorded later, but between the sizes that are,
-    and where that cannot be, they are launched like all others: beside a long prompt, for one.
+    Kernels round rows per sequence and KV head, tokens of a step and rows of logits up to powers of two,
+    and differ for few, some and many sequences. Steps of one token per sequence are recorded later, but
+    some are launched without a graph, for example beside a long prompt.
     """
     long = min(300, max_num_batched_tokens, max_model_len)
     many = min(64, max_num_seqs)
@@ -97,7 +96,7 @@ def step_lengths(
 
 
 def _nowhere(lengths: tuple[int, ...], page_size: int, device: torch.device) -> Step:
-    """Prompts of these lengths whose rows are not stored; they read the scratch page."""
+    """A step of prompts of these lengths that stores nothing and reads the scratch page."""
     count = np.array(lengths)
     total, longest = int(count.sum()), int(count.max())
     step = Step(

@@ -52,7 +52,6 @@ def engine_over(
             max_model_len=max_model_len,
             page_size=plan.page_size,
             prefix_caching=prefix_caching,
-            pages_ahead=runner.looks_ahead,
         ),
         num_pages,
         identity=CacheIdentity(plan.model, None, plan.fingerprint),

@@ -14,9 +14,8 @@ class Limits:
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of one step, over all
     sequences. max_model_len: tokens of one sequence, prompt and answer. page_size: tokens of a page.
     prefix_caching: whether requests share pages with equal contents. max_prompt_logprobs: prompt tokens
-    per step whose log-probabilities can be requested; each takes a row of logits. pages_ahead: allocate
-    the pages of the step after the next one early, if pages are free. prompt_stride: a prompt is split
-    at multiples of this number, in steps with room for one stride.
+    per step whose log-probabilities can be requested; each takes a row of logits. prompt_stride: a
+    prompt is split at multiples of this number, in steps with room for one stride.
     """
 
     max_num_seqs: int
@@ -25,7 +24,6 @@ class Limits:
     page_size: int
     prefix_caching: bool = True
     max_prompt_logprobs: int = 256
-    pages_ahead: bool = False
     prompt_stride: int = 1
 
 

@@ -1,11 +1,10 @@
-"""Tokens drawn from many rows at once, none of them depending on the rows beside it.
+"""Samples tokens from many rows of logits; no row's token depends on other rows.
 
-Everything random about a token is one number, a hash of the request's seed and the token's place in the
-answer. Of what the filters leave, the token is drawn in which that share of all weights falls, in the
-order of ids.
+A token has one random number u (`kvant.sampling.random_numbers`). The tokens that the filters keep are
+ordered by id; the sampled token is the first one whose cumulative probability exceeds u.
 
-A library may sum in another order for another number of rows. So on a GPU kernels of our own look at
-each row by itself (`kvant.sampling.triton_draw`), and on a CPU rows are drawn one by one.
+A library may sum in another order for another number of rows. So a GPU's kernels treat each row alone
+(`kvant.sampling.triton_draw`), and a CPU samples one row after the other.
 """
 
 from __future__ import annotations
@@ -14,51 +13,23 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
-from struct import Struct
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvant.sampling.random_numbers import wishes
 from kvant.sampling.sampling_params import SamplingParams
 
-_two_words = Struct("<qq").pack
-
 HEAD = 1024
-"""Tokens that are sorted at first; only a flat distribution or a large top_k needs the whole row."""
+"""Most likely tokens that are sorted first; a flat distribution or a large top_k needs the whole row."""
 
 FEW = 64
-"""The same where top_k keeps fewer. A GPU's kernels never search a whole row for the edge of such."""
-
-
-def uniform(seed: int, place: int) -> float:
-    """The number in [0, 1) with 53 random bits that belongs to a place in a seed's answer."""
-    return float(uniforms([seed], [place])[0])
-
-
-def uniforms(seeds: Items[int], places: Items[int]) -> NDArray[np.float64]:
-    """`uniform` of each: [n]."""
-    digests = [
-        blake2b(_two_words(seed, place), digest_size=8).digest()
-        for seed, place in zip(seeds, places, strict=True)
-    ]
-    found: NDArray[np.float64] = (np.frombuffer(b"".join(digests), "<u8") >> 11) / 2**53
-    return found
-
-
-def wishes(params: SamplingParams) -> tuple[float, float, float, float]:
-    """temperature, top_k (infinity for none), top_p, min_p. All is left where the temperature is 0."""
-    if params.is_greedy:
-        return 0.0, torch.inf, 1.0, 0.0
-    top_k = float(params.top_k) if params.top_k > 0 else torch.inf
-    return params.temperature, top_k, params.top_p, params.min_p
+"""The same for a top_k below this. A GPU's kernels never search a whole row for its edge."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row's draw. u: the random number in [0, 1) that decides."""
+    """How one row is sampled. u: its random number in [0, 1)."""
 
     params: SamplingParams
     u: float
@@ -71,10 +42,10 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class DrawParts:
-    """A draw in parts, each of which can be recorded: those that somebody needs are run, in this order.
+    """Sampling in parts that can be recorded; the parts that some row needs run in this order.
 
-    few: put drawn tokens into the place of the likeliest, where filters leave few. by_count, by_share:
-    find what top_k, and after that top_p, leave of other rows. choose: draw in those.
+    few: sample rows whose filters keep few tokens. by_count, by_share: find what top_k, then top_p,
+    keeps in the other rows. choose: sample these.
     """
 
     few: Callable[[], None]
@@ -99,10 +70,11 @@ class Drawer:
             self._space = make_space(most, vocab_size, device)
 
     def parts(self, logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor) -> DrawParts:
-        """Of rows [n] int64 of logits [.., vocab] float32 or wider, by `Draw.numbers` [n, 5] float64.
+        """Sampling of rows [n] int64 of logits [.., vocab] float32 or wider.
 
-        tokens: [n] int64, the likeliest of each row, changed by `choose`: a row keeps it where its
-        temperature is 0 or its largest logit is no finite number.
+        numbers: [n, 5] float64, `Draw.numbers` of each row. tokens: [n] int64, the most likely token of
+        each row, overwritten with the sampled one; a row with temperature 0, or whose largest logit is
+        not finite, keeps it.
         """
         given = logits, rows, numbers, tokens
         if self._space is None:

@@ -1,4 +1,4 @@
-"""Drawing from rows of logits on a GPU: nothing is sorted, nobody waits, and no row sees another.
+"""Samples from rows of logits on a GPU, without sorting, without a wait, each row by itself.
 
 Most rows are drawn from by `kvant.sampling.triton_few`. For all others a row is cut into stretches. What a
 filter keeps is everything above an edge, a number, and the first few of what equals it. The edge is
@@ -117,8 +117,9 @@ def narrow(
 def choose(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space) -> None:
     """Put a drawn token into the place of the likeliest one, in rows that still need it.
 
-    Of what the filters keep it is the one in which the share u of all weights falls, in the order of
-    ids. Rows without a temperature, or whose largest is no finite number, keep what they have.
+    The tokens that the filters keep are ordered by id; the sampled token is the first one whose
+    cumulative weight exceeds u times the total. Rows with temperature 0, or whose largest logit is not
+    finite, keep what they have.
     """
     count, stretches = len(rows), space.sums.shape[1]
     per = _stretches_of_a_program(count, stretches)

@@ -4,10 +4,10 @@ The row is read once, in groups of 32 neighbours, of which only the largest logi
 Where k peaks lie at or above a number, so do k logits, and none of the k likeliest lies below it. So one
 program finds such a number among the peaks, reads the groups that reach it once more, and has all that
 matters within its registers. With top_p alone it takes as many groups as it can hold, and knows the
-weight of the whole row: if what it holds weighs enough, the rest is nobody's.
+weight of the whole row: if what it holds weighs enough, the rest does not matter.
 
-Of equals smaller ids go first, so of the groups whose peak equals the number itself only the first k
-matter. With 2k - 1 groups at most, a top_k up to 64 always finds its place.
+Smaller ids go first among equals, so only the first k groups whose peak equals the number matter. With
+2k - 1 groups at most, a top_k up to 64 always finds its place.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _raise_by_share(place, weights, low, high, wished):  # type: ignore[no-untyp
 
 @triton.jit
 def _list_groups(listed, g, peak, groups, low, room, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write which groups reach `low`, but of those that equal it the first `room`; how many these are."""
+    """List groups above `low` and the first `room` that equal it. Returns how many there are."""
     above = (g < groups) & (peak > low.to(tl.int32))
     equal = (g < groups) & (peak == low.to(tl.int32))
     both = tl.cumsum(above.to(tl.int32) * 65536 + equal.to(tl.int32), 0)
@@ -192,7 +192,7 @@ def _members(row, size, listed, start, num_groups, e, low, bound, GROUP: tl.cons
 
 @triton.jit
 def _first_equals(place, low, equals):  # type: ignore[no-untyped-def]
-    """Places above `low` and the first of those that equal it; the others lie at the end of all."""
+    """Keep places above `low` and the first `equals` that equal it; move the others below all."""
     equal = place == low
     kept = (place > low) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= equals))
     return tl.where(kept, place, -2147483648)

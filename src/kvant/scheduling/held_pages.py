@@ -1,7 +1,6 @@
-"""The pages that sequences hold: taken, shared where beginnings are the same, offered to others, given back.
+"""Pages of running sequences: allocated, shared between equal prefixes, offered to the cache, released.
 
-Who gets pages is the scheduler's to say; what that means for page ids, their owners, the page table and
-the hashes by which others find them is here.
+The scheduler decides who gets pages. This module applies it to page ids, rows and prefix hashes.
 """
 
 from __future__ import annotations
@@ -9,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from kvant.kv.pages import PageAllocator, page_hash
-from kvant.scheduling.page_table import PageTable
 from kvant.scheduling.request import FinishReason, Sequence
+from kvant.scheduling.row_table import RowTable
 
 
 class HeldPages:
-    """prefix_caching: whether pages are shared by their contents. max_num_seqs: that hold pages at once.
+    """The scheduler's pages and rows.
 
-    Changes sequences: `pages`, `row`, how far they are when pages come or go, and their hashes.
+    prefix_caching: whether pages are shared by their contents. max_num_seqs: sequences that hold pages
+    at once. Changes sequences: `pages`, `row` and their hashes.
     """
 
     def __init__(
@@ -30,19 +30,19 @@ class HeldPages:
     ) -> None:
         self.allocator = allocator
         self._page_size = page_size
-        self._max_num_seqs = max_num_seqs
         self._prefix_caching = prefix_caching
-        self.table = PageTable(max_num_seqs, self.count_for(max_model_len))
+        self.table = RowTable(max_num_seqs, self.count_for(max_model_len))
 
     def count_for(self, num_tokens: int) -> int:
+        """Pages for `num_tokens` tokens."""
         return -(-num_tokens // self._page_size)
 
-    # -- coming and going ----------------------------------------------------------------------
+    # -- allocation ----------------------------------------------------------------------------
 
-    def give(self, sequence: Sequence, found: list[int], *, spare: int) -> bool:
-        """Pages for every known token, those `found` of its beginning shared; False if there are too few.
+    def admit(self, sequence: Sequence, found: list[int], *, spare: int) -> bool:
+        """Give a sequence a row, and pages for every known token. False, and no change, without room.
 
-        spare: so many stay free.
+        found: cached pages of its first tokens, which it shares. spare: pages that must stay free.
         """
         needed = self.count_for(sequence.num_tokens) - len(found)
         available = self.allocator.num_available - self.allocator.num_idle_among(found)
@@ -52,17 +52,16 @@ class HeldPages:
         fresh = self.allocator.allocate(needed)
         assert fresh is not None
         sequence.pages = found + fresh
-        # The last token that a sequence may have is never run.
-        sequence.row = self.table.take_row(sequence.request.max_total_tokens - 1)
+        num_cached_tokens = len(found) * self._page_size
+        sequence.row = self.table.take_row(sequence, num_cached_tokens)
         self.table.write(sequence.row, 0, sequence.pages)
-        sequence.num_computed_tokens = len(found) * self._page_size
         sequence.num_remembered_pages = len(found)
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            sequence.num_cached_tokens = num_cached_tokens
         return True
 
     def extend(self, sequence: Sequence, count: int) -> bool:
-        """More pages for one that holds some; False, and no change, if there are not that many."""
+        """Allocate more pages for a running sequence. False, and no change, if there are too few."""
         pages = self.allocator.allocate(count)
         if pages is None:
             return False
@@ -70,45 +69,30 @@ class HeldPages:
         sequence.pages += pages
         return True
 
-    def grow_early(self, sequence: Sequence, after: int | None = None) -> None:
-        """The page of a token, if it needs one and nobody has to give it up.
-
-        after: where the token stands, by default that of the token after next.
-        """
-        after = sequence.num_tokens if after is None else after
-        if (
-            after < sequence.request.max_total_tokens - 1
-            and after == len(sequence.pages) * self._page_size
-        ):
-            self.extend(sequence, 1)
-
-    def grow_all_early(self, sequences: Items[Sequence]) -> None:
-        """`grow_early` of sequences each of which needs a page."""
+    def extend_all(self, sequences: Items[Sequence]) -> bool:
+        """One more page for each of some sequences. False, and no change, if there are too few."""
         pages = self.allocator.allocate(len(sequences))
-        if pages is None:  # who comes first has them
-            for sequence in sequences:
-                self.grow_early(sequence)
-            return
+        if pages is None:
+            return False
         for sequence, page in zip(sequences, pages, strict=True):
+            self.table.write(sequence.row, len(sequence.pages), (page,))
             sequence.pages.append(page)
-        self.table.append([sequence.row for sequence in sequences], pages)
+        return True
 
-    def take_back(self, sequence: Sequence) -> None:
-        """All of them: none of its tokens is computed then."""
-        self.table.give_back_row(sequence.row, len(sequence.pages))
+    def release(self, sequence: Sequence) -> None:
+        """Take back all pages and the row."""
+        self.table.free_row(sequence.row)
         self.allocator.release(sequence.pages)
         sequence.pages = []
         sequence.row = -1
-        sequence.num_computed_tokens = 0
         sequence.num_remembered_pages = 0
-        sequence.is_followed = False
 
-    # -- what others find ----------------------------------------------------------------------
+    # -- the prefix cache ----------------------------------------------------------------------
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Known pages of its beginning. Never all its tokens: the last one must run to be followed.
+        """Cached pages of its first tokens, never of all: the last token must run to be followed.
 
-        None for a prompt whose log-probabilities are still to be computed: every token must run.
+        Empty for a prompt whose log-probabilities are still to be computed: every token must run.
         """
         if not self._prefix_caching:
             return []
@@ -119,9 +103,9 @@ class HeldPages:
         return self.allocator.match(sequence.prefix_hashes[1 : most + 1])
 
     def are_mostly_computed(self, sequence: Sequence, known: int, others: Items[Sequence]) -> bool:
-        """Whether most of what it has to run is being run for one of the others now, in full pages.
+        """Whether one of the others is computing most of what it has to run now, in full pages.
 
-        known: pages of its beginning that can be found.
+        known: its first pages that are cached already.
         """
         if not others or not self._prefix_caching or sequence.lacks_prompt_logprobs:
             return False
@@ -129,20 +113,26 @@ class HeldPages:
         common = max(_num_common(hashes, other.prefix_hashes) for other in others) - 1
         return (common - known) * self._page_size * 2 > left
 
-    def remember(self, sequence: Sequence) -> None:
-        """Offer its full pages to the prefix cache, unless nobody knows that they hold numbers."""
-        if not sequence.is_followed or not self._prefix_caching:
+    def remember(self, sequence: Sequence, num_tokens: int) -> None:
+        """Offer the full pages of its first `num_tokens` tokens to the cache.
+
+        They must have been computed, and a finite token must have followed them.
+        """
+        if not self._prefix_caching:
             return
-        full = sequence.num_computed_tokens // self._page_size
+        full = num_tokens // self._page_size
         self._hash(sequence, full)
         for index in range(sequence.num_remembered_pages, full):
             digest = sequence.prefix_hashes[index + 1]
             if self.allocator.remember(sequence.pages[index], digest):
                 sequence.own_hashes.append(digest)
-        sequence.num_remembered_pages = full
+        sequence.num_remembered_pages = max(full, sequence.num_remembered_pages)
 
     def forget(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Of one that ends for this reason, what nobody is to find: see `Scheduler.finish`."""
+        """Remove from the cache what a sequence that ended for this reason may have spoilt.
+
+        See `Scheduler.finish`.
+        """
         if reason is FinishReason.NUMERICAL_ERROR:
             self.allocator.forget(sequence.pages)
         if reason in (FinishReason.NUMERICAL_ERROR, FinishReason.CANCELLED):
@@ -150,7 +140,7 @@ class HeldPages:
                 self.allocator.forget(self.allocator.match((digest,)))
 
     def _hash(self, sequence: Sequence, count: int) -> None:
-        """Extend the chain of hashes to its first `count` pages."""
+        """Extend its chain of hashes to its first `count` pages."""
         hashes, page_size = sequence.prefix_hashes, self._page_size
         for index in range(len(hashes) - 1, count):
             tokens = sequence.token_ids[index * page_size : (index + 1) * page_size]
@@ -159,21 +149,27 @@ class HeldPages:
     # -- checking ------------------------------------------------------------------------------
 
     def audit(self, holders: Items[Sequence]) -> list[str]:
-        """Recompute pages, counts and rows of all that hold some; what does not add up, in words."""
+        """Recompute pages, counts and rows of all sequences that hold some. Returns faults in words."""
+        table = self.table
         faults = self.allocator.audit([sequence.pages for sequence in holders])
         rows = [sequence.row for sequence in holders]
         if len(set(rows)) != len(rows):
             faults.append("two sequences share a row of the page table")
-        if len(rows) + self.table.num_free_rows != self._max_num_seqs:
+        if len(rows) + table.num_free_rows != table.num_rows:
             faults.append("rows of the page table were lost")
         for sequence in holders:
-            row = self.table.row(sequence.row).tolist()
-            if row[: len(sequence.pages)] != sequence.pages or any(row[len(sequence.pages) :]):
-                faults.append(f"request {sequence.number}: its row differs from its pages")
-            if self.count_for(sequence.num_computed_tokens) > len(sequence.pages):
-                faults.append(
-                    f"request {sequence.number}: more tokens computed than its pages hold"
-                )
+            row = sequence.row
+            pages = table.pages[row].tolist()
+            number = sequence.number
+            if pages[: len(sequence.pages)] != sequence.pages or any(pages[len(sequence.pages) :]):
+                faults.append(f"request {number}: its row differs from its pages")
+            if table.owner[row] != number or table.num_pages[row] != len(sequence.pages):
+                faults.append(f"request {number}: its row belongs to another sequence")
+            num_computed = int(table.num_computed[row] - table.num_uncertain[row])
+            if self.count_for(num_computed) > len(sequence.pages):
+                faults.append(f"request {number}: more tokens computed than its pages hold")
+            if table.num_tokens[row] - table.num_pending[row] != sequence.num_tokens:
+                faults.append(f"request {number}: its row counts other tokens than it has")
         return faults
 
 

@@ -10,6 +10,7 @@ from kvant.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvant.sampling.logit_rules import LogitRules
+    from kvant.sampling.logprobs import TokenLogprobs
 
 
 class FinishReason(StrEnum):
@@ -44,55 +45,36 @@ class Request:
     salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probability of one token, and of the likeliest ones as (token id, logprob), best first.
-
-    rank: its place among all tokens, 1 for the likeliest.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's state.
+    """A request's state. Only the scheduler writes `token_ids` and `status`.
 
-    token_ids: prompt and answer so far. num_computed_tokens: how many of them have their K and V in
-    `pages`; the rest is still to be run. num_cached_tokens: prompt tokens that came from the prefix
-    cache when it first ran. prefix_hashes: root hash, then one hash for each full page known so far.
-    num_remembered_pages: its first pages that were offered to the prefix cache, or came from there.
-    own_hashes: of the pages that it brought into the cache itself. is_followed: whether a token followed
-    all that was computed, so that its pages are known to hold numbers. row: its row in the page table, -1
-    without. order: of arrival at the scheduler. rules: what it changes in its logits. prompt_logprobs:
-    of the prompt's second token and all after it, as far as they are known; None if nobody asked.
+    token_ids: prompt and answer as far as they are known. pages: page ids, oldest token first.
+    num_cached_tokens: prompt tokens that came from the prefix cache when it first ran.
+    prefix_hashes: the root hash, then one hash per full page known so far. num_remembered_pages: first
+    pages that were offered to the prefix cache or came from there. own_hashes: hashes of pages that
+    this sequence added to the cache. row: its row in the row table, -1 without one. order: of arrival
+    at the scheduler. rules: what it changes in its logits. logprobs: of the answer's tokens.
+    prompt_logprobs: of the prompt's second and later tokens, as far as known; None if not requested.
     """
 
     request: Request
     token_ids: list[int]
     prefix_hashes: list[bytes]
     status: Status = Status.WAITING
-    num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
     own_hashes: list[bytes] = field(default_factory=list)
     num_remembered_pages: int = 0
-    is_followed: bool = False
     row: int = -1
     order: int = -1
     rules: LogitRules | None = None
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
-    _wants_likeliest: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        params = self.request.params
-        self._wants_likeliest = params.is_greedy and params.logprobs is None
         if self.request.params.prompt_logprobs is not None:
             self.prompt_logprobs = []
 
@@ -104,13 +86,13 @@ class Sequence:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its next token is the likeliest and nothing else is asked about it."""
-        return self._wants_likeliest and self.rules is None
+        """Whether its next token is the most likely one and nothing else is asked about it."""
+        return self.request.params.is_greedy and not self.needs_host
 
     @property
-    def is_drawn_alone(self) -> bool:
-        """Whether its next token needs nothing but logits and its place: the likeliest, or drawn."""
-        return self.rules is None and self.request.params.logprobs is None
+    def needs_host(self) -> bool:
+        """Whether the host computes something between its logits and its next token."""
+        return self.rules is not None or self.request.params.logprobs is not None
 
     @property
     def number(self) -> int:

@@ -1,68 +1,66 @@
-"""What one step runs: pieces of sequences, in the order in which they lie in it. `scheduler` decides."""
+"""One step as the scheduler decided it: which tokens of which sequences run."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvant.attention.need import LONG
-from kvant.scheduling.request import Sequence, Status
+from kvant.scheduling.request import Sequence
 
 
-class Chunk(NamedTuple):
-    """Tokens `start` to `start + num_tokens` of one sequence, run in this step.
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """n sequences: decodes first, oldest first, then pieces of prompts, long ones last.
 
-    max_drafts: draft tokens that its pages have room for behind them. drafts: those that are run
-    with them, once a proposer was asked.
+    rows: [n] int64, rows of the row table. numbers: [n] int64, the sequences' numbers, which tell
+    whether a row still has the same owner. starts: [n] int64, position of each first token; too high
+    by up to `uncertain` where drafts of a launched step are not verified yet.
+    counts: [n] int64, tokens without drafts. samples: [n] bool, whether the last one is followed by a
+    token that is not known yet. num_prefills: pieces of prompts, at the end.
+    uncertain: [n] int64, or None for zeros. is_pending: [n] bool, whether a launched step that was not
+    read yet finds the sequence's newest token. max_drafts: [n] int64, drafts that each sequence has
+    room for, or None. num_drafts: the largest of them, as it was asked for.
+    needs_host: whether the host must compute something between this step's logits and its tokens.
+    pages_to_zero: cleared before the step. preempted: sequences that lost their pages for it.
     """
 
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    max_drafts: int = 0
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last of these tokens is followed by one that is not known yet."""
-        return self.start + self.num_tokens == len(self.sequence.token_ids)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of logits that are wanted: behind its last token, and behind every draft."""
-        return 1 + len(self.drafts) if self.samples else 0
-
-
-# What a named tuple's own constructor calls, without the call around it: half of its time.
-made_chunk = partial(tuple.__new__, Chunk)
-
-
-def for_backends(chunk: Chunk) -> tuple[int, int]:
-    """Backends want long stretches last, and those of one kind and size beside each other."""
-    if chunk.num_tokens < LONG:
-        return 0, 0
-    return 2 - (chunk.start > 0), chunk.num_tokens
-
-
-class Schedule(NamedTuple):
-    """One step. chunks: oldest sequence first within decodes, then prefills, then the newly admitted;
-    long stretches after all others, by length, those of new sequences last.
-
-    pages_to_zero: cleared before anything is written. preempted: those that lost their pages for it.
-    num_prefills: of the chunks, at their end; those before them are one token each that samples.
-    has_everyone: nobody waits, or nobody for whom there will be room in the next step if nobody ends.
-    """
-
-    chunks: list[Chunk]
+    sequences: list[Sequence]
+    rows: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    samples: NDArray[np.bool_]
+    num_prefills: int
+    uncertain: NDArray[np.int64] | None
+    is_pending: NDArray[np.bool_]
+    max_drafts: NDArray[np.int64] | None
+    num_drafts: int
+    needs_host: bool
     pages_to_zero: list[int]
     preempted: list[Sequence]
-    num_prefills: int
-    has_everyone: bool = True
 
-    def of_those_left(self, *, has_everyone: bool) -> Schedule:
-        """Without those that have ended since; its pages are clear."""
-        chunks = [c for c in self.chunks if c.sequence.status is Status.RUNNING]
-        assert all(c.sequence.num_computed_tokens == c.start for c in chunks)
-        first = len(self.chunks) - self.num_prefills
-        num_prefills = sum(c.sequence.status is Status.RUNNING for c in self.chunks[first:])
-        return Schedule(chunks, [], [], num_prefills, has_everyone)
+    @property
+    def num_decodes(self) -> int:
+        return len(self.sequences) - self.num_prefills
+
+    @property
+    def most_tokens(self) -> NDArray[np.int64]:
+        """[n] int64, tokens that each sequence gets if all drafts are accepted."""
+        if self.max_drafts is None:
+            return self.samples.astype(np.int64)
+        return np.where(self.samples, 1 + self.max_drafts, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step without drafts."""
+        return int(self.counts.sum())
+
+
+def backend_order(start: int, num_tokens: int) -> tuple[int, int]:
+    """Sort key for pieces: backends want long ones last, and pieces of one kind and size together."""
+    if num_tokens < LONG:
+        return 0, 0
+    return 2 - (start > 0), num_tokens

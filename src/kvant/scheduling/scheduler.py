@@ -1,37 +1,69 @@
-"""Who runs in the next step, with how many tokens, on which pages. No model, no tensors.
+"""Chooses what runs in the next step: which sequences, how many tokens, on which pages. No tensors.
 
-One step mixes the next token of those that are answering with pieces of prompts of those that are not
-yet. Order of arrival is the only priority: whoever came first is served first, admitted first, and
-loses its pages last. Since admission never skips the head of the queue and preemption always takes the
-youngest, every running sequence is older than every waiting one.
+One step mixes the next tokens of answering sequences with pieces of prompts. Order of arrival is the
+only priority: the oldest sequence is served first and admitted first, and loses its pages last. So
+every running sequence is older than every waiting one.
 
-Pages for all known tokens are taken at admission, so that only answering sequences ever lack one. What
-holding and sharing them takes is in `kvant.scheduling.held_pages`.
+A step is scheduled while the step before it still runs. The scheduler counts a step as run once it is
+scheduled, `commit` later takes back drafts that were rejected. Where a decision needs what the step in
+flight finds, `schedule` returns None, and the caller reads that step first.
 
-A sequence most of whose prompt another one is computing at this moment waits until it can share those
-pages: several answers to one prompt, or requests with the same long beginning, compute it once.
+Pages for all known tokens are allocated at admission, so only answering sequences ever lack one. A
+sequence waits while another one computes most of its prompt: it shares those pages afterwards.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from itertools import islice
-from types import MappingProxyType
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvant.kv.pages import PageAllocator
 from kvant.plan.limits import Limits
 from kvant.scheduling.held_pages import HeldPages
 from kvant.scheduling.request import FinishReason, Sequence, Status
-from kvant.scheduling.schedule import Chunk, Schedule, for_backends, made_chunk
+from kvant.scheduling.schedule import Schedule, backend_order
 
-_NOWHERE_ELSE: Mapping[int, int] = MappingProxyType({})
+
+@dataclass(slots=True)
+class _Pieces:
+    """Pieces of prompts as a step collects them: (sequence, start, number of tokens).
+
+    budget: tokens the step has room for. logprobs_left: prompt tokens that may still be scored.
+    stride: a piece that does not end its prompt ends at a multiple of this.
+    """
+
+    budget: int
+    logprobs_left: int
+    stride: int
+    chosen: list[tuple[Sequence, int, int]] = field(default_factory=list)
+
+    def room_for(self, sequence: Sequence, start: int) -> int:
+        """Tokens from `start` that the step takes: all, or up to where the prompt may be cut."""
+        left = len(sequence.token_ids) - start
+        if left <= self.budget:
+            return left
+        return max(0, self.budget - (start + self.budget) % self.stride)
+
+    def add(self, sequence: Sequence, start: int) -> None:
+        """Take as many of the sequence's tokens as there is room for, maybe none."""
+        count = self.room_for(sequence, start)
+        if sequence.lacks_prompt_logprobs:
+            count = min(count, self.logprobs_left)
+            self.logprobs_left -= count
+        if count:
+            self.chosen.append((sequence, start, count))
+            self.budget -= count
 
 
 class Scheduler:
-    """Sequences from arrival to end. The caller runs what `schedule` returns, then calls `advance`.
+    """Sequences from arrival to end; the only writer of their tokens, status and rows.
 
-    changes: how often a sequence has come, begun to run, been preempted or ended.
+    The caller runs what `schedule` returns, appends the tokens it found, then calls `commit`.
     """
 
     def __init__(self, limits: Limits, allocator: PageAllocator) -> None:
@@ -44,13 +76,13 @@ class Scheduler:
             max_model_len=limits.max_model_len,
             prefix_caching=limits.prefix_caching,
         )
-        self.page_table = self.pages.table
+        self.table = self.pages.table
         self._waiting: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
-        self.changes = 0
+        # `_running` and its rows, replaced whenever it changes.
+        self._order: tuple[list[Sequence], NDArray[np.int64]] | None = None
+        self._in_flight: list[Schedule] = []
         self._next_order = 0
-        self._logprobs_left = 0  # of this step's max_prompt_logprobs
-        self._stride = 1  # this step's prompt_stride
 
     @property
     def num_waiting(self) -> int:
@@ -64,128 +96,119 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
+    @property
+    def may_run_prompts(self) -> bool:
+        """Whether the next step may run a piece of a prompt."""
+        if self._waiting and len(self._running) < self.limits.max_num_seqs:
+            return True
+        _, rows = self._ordered()
+        return bool((self.table.num_tokens[rows] - self.table.num_computed[rows] > 1).any())
+
     def sequences(self) -> list[Sequence]:
         """Everything that is running or waiting, oldest first."""
         return [*self._running, *self._waiting]
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. It must fit into the pool alone: whoever makes requests checks that."""
+        """Queue a sequence. It must fit into the pool alone, which requests are checked for."""
         assert sequence.request.max_total_tokens <= self.limits.max_model_len
         assert self.pages.count_for(sequence.request.max_total_tokens) <= self.allocator.num_usable
-        self.changes += 1
         sequence.order = self._next_order
         self._next_order += 1
         self._waiting.append(sequence)
 
-    def schedule(self, num_draft_tokens: int = 0, *, answers_first: bool = False) -> Schedule:
-        """Choose the next step. Empty chunks only if nothing is waiting or running.
+    def schedule(self, num_draft_tokens: int = 0) -> Schedule | None:
+        """Choose the next step and count it as launched.
 
-        num_draft_tokens: room for so many drafts behind each next token, where tokens and pages are
-        to spare: drafts take nobody's place. answers_first: whoever waits waits for another step, if
-        anybody is answered in this one.
+        num_draft_tokens: drafts behind each next token, where tokens and pages are to spare: drafts
+        never take the place of a token. Returns a Schedule without sequences if nothing can run, and
+        None if a step in flight must be committed first because pages are short.
         """
-        self._logprobs_left = self.limits.max_prompt_logprobs
-        chunks, prefilling, preempted = self._schedule_decodes()
-        is_open = not preempted and not (answers_first and chunks and not prefilling)
-        budget = self.limits.max_num_batched_tokens - len(chunks)
-        prefills = self._schedule_prefills(prefilling, budget)
-        has_everyone = not self._waiting
-        if is_open:  # whoever was just sent away would come straight back
-            left = budget - sum(chunk.num_tokens for chunk in prefills)
-            has_everyone = self._admit(prefills, prefilling, left)
+        chosen = self._decodes()
+        if chosen is None:
+            return None
+        decoding, rows, prefilling, preempted = chosen
+        pieces = self._pieces(prefilling, self.limits.max_num_batched_tokens - len(decoding))
+        if not preempted:  # a sequence that was just preempted would come straight back
+            self._admit(pieces, prefilling)
+        max_drafts = None
         if num_draft_tokens:  # last: before prompts, drafts of a full batch would keep them waiting
-            left = budget - sum(chunk.num_tokens for chunk in prefills)
-            self._schedule_drafts(chunks, left, num_draft_tokens)
-        if self.limits.pages_ahead and not preempted:
-            self._grow_behind(prefills)
-        prefills.sort(key=for_backends)
-        chunks += prefills
-        zero = self.allocator.take_pages_to_zero()
-        return Schedule(chunks, zero, preempted, len(prefills), has_everyone)
+            max_drafts = self._draft_room(decoding, rows, pieces.budget, num_draft_tokens)
+        return self._launch(decoding, rows, pieces, max_drafts, num_draft_tokens, preempted)
 
-    def plan(self, chunks: list[Chunk]) -> Schedule | None:
-        """The step behind one of these chunks that is not read yet, if it runs pieces of prompts.
+    def append(self, sequence: Sequence, token: int) -> None:
+        """A step found the sequence's next token, which is a finite choice."""
+        sequence.token_ids.append(token)
 
-        Who is answered in that one is a token further here, which nobody knows. Whoever ends meanwhile is
-        to be left out (`Schedule.of_those_left`). None, and nothing has changed but that pages may have
-        been taken early, where the step is not known: pages are missing, or somebody's tokens are not
-        found by the device alone. Those who wait are admitted as they would be, a step early.
+    def append_all(self, appends: Items[Callable[[int], None]], tokens: Items[int]) -> None:
+        """`append` for every sequence of a step. appends: `token_ids.append` of each, bound once."""
+        for append, token in zip(appends, tokens, strict=True):
+            append(token)
+
+    def follow(self, sequence: Sequence) -> None:
+        """A finite token follows everything the sequence has: its prompt may be shared from now on.
+
+        To be called before that token is appended. Before, the pages might hold NaN.
         """
-        next_ones = [*islice(self._waiting, self.limits.max_num_seqs - len(self._running))]
-        if not all(map(_is_found_there, next_ones)):
-            return None
-        ends = {chunk.sequence.number: chunk.start + chunk.num_tokens for chunk in chunks}
-        page_size = self.limits.page_size
-        decodes: list[Chunk] = []
-        prefilling: list[Sequence] = []
-        ending: list[Sequence] = []  # their prompts: nobody can share them before they are followed
-        for sequence in self._running:
-            number, known = sequence.request.number, len(sequence.token_ids)
-            start = ends.get(number, sequence.num_computed_tokens)
-            if not _is_found_there(sequence):
-                return None
-            if start < known:
-                if known - start == 1 and number not in ends:
-                    return None  # an answer that the step has no room for
-                prefilling.append(sequence)
-                continue
-            if not sequence.is_followed:
-                ending.append(sequence)
-            if known + 1 >= sequence.request.max_total_tokens:
-                continue  # the token that is found now is its last one
-            if start >= len(sequence.pages) * page_size:
-                return None
-            decodes.append(made_chunk((sequence, start, 1, 0, ())))
-        if not prefilling and not next_ones:
-            return None
-        budget = self.limits.max_num_batched_tokens - len(decodes)
-        if budget <= 0:
-            return None
-        prefills = self._schedule_prefills(prefilling, budget, ends)
-        left = budget - sum(chunk.num_tokens for chunk in prefills)
-        has_everyone = self._admit(prefills, prefilling + ending, left)
-        if not prefills:
-            return None
-        for chunk in decodes:
-            self.pages.grow_early(chunk.sequence, chunk.start + 1)
-        self._grow_behind(prefills)
-        prefills.sort(key=for_backends)
-        zero = self.allocator.take_pages_to_zero()
-        return Schedule([*decodes, *prefills], zero, [], len(prefills), has_everyone)
+        if sequence.row >= 0 and not self.table.is_followed[sequence.row]:
+            self.table.is_followed[sequence.row] = True
+            self.pages.remember(sequence, len(sequence.token_ids))
 
-    def advance(self, sequence: Sequence, num_computed_tokens: int, *, followed: bool) -> None:
-        """K and V of its first tokens are in its pages.
+    def commit(self, schedule: Schedule, num_found: NDArray[np.int64] | None = None) -> None:
+        """A scheduled step was read.
 
-        followed: whether a token followed them. Only then are full pages found by others: before, nobody
-        knows that what they hold are numbers. Those of its prompt are found from then on, those of its
-        answer once it has ended or lost them.
+        num_found: [n] int64, tokens that each sequence got; None where each got all it could get.
         """
-        sequence.num_computed_tokens = num_computed_tokens
-        sequence.is_followed = followed
-        if sequence.num_remembered_pages < sequence.num_prompt_tokens // self.limits.page_size:
-            self.pages.remember(sequence)
+        self._in_flight.remove(schedule)
+        rows, drafts = schedule.rows, schedule.max_drafts
+        missing = None
+        if num_found is not None:
+            missing = schedule.most_tokens - num_found
+        is_same = self.table.owner[rows] == schedule.numbers
+        if is_same.all():
+            self.table.read(rows, schedule.samples, drafts, missing)
+            return
+        here = np.flatnonzero(is_same)  # the others ended, and their rows may have new owners
+        self.table.read(
+            rows[here],
+            schedule.samples[here],
+            None if drafts is None else drafts[here],
+            None if missing is None else missing[here],
+        )
+
+    def abandon(self) -> list[int]:
+        """Forget the scheduled steps that were not committed.
+
+        Returns the numbers of their sequences, which must be ended if they have not: what their pages
+        hold is not known.
+        """
+        scheduled, self._in_flight = self._in_flight, []
+        return [sequence.number for schedule in scheduled for sequence in schedule.sequences]
+
+    def still_runs(self, schedule: Schedule) -> bool:
+        """Whether every sequence of a scheduled step still has its row."""
+        return bool((self.table.owner[schedule.rows] == schedule.numbers).all())
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence, running or waiting; all its pages come back.
+        """End a sequence, running, waiting or not queued yet. All its pages come back.
 
-        What a cancelled one brought into the prefix cache is forgotten. After a numerical error that
-        holds for every page it used: one of them may be where the error came from.
+        What a cancelled one added to the prefix cache is forgotten. After a numerical error that holds
+        for every page it used: one of them may be where the error came from.
         """
         assert sequence.status is not Status.FINISHED
-        self.changes += 1
         self.pages.forget(sequence, reason)
         if sequence.status is Status.RUNNING:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.pages.remember(sequence)
+                self._remember(sequence)
             self._running.remove(sequence)
-            self.pages.take_back(sequence)
-        else:
+            self._order = None
+            self.pages.release(sequence)
+        elif sequence.order >= 0:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
 
     def audit(self) -> list[str]:
-        """Recompute pages, counts and rows; what does not add up, in words."""
+        """Recompute pages, counts and rows. Returns what does not add up, in words."""
         faults = self.pages.audit(self._running)
         faults += [f"request {s.number} waits with pages" for s in self._waiting if s.pages]
         order = [sequence.order for sequence in (*self._running, *self._waiting)]
@@ -195,157 +218,186 @@ class Scheduler:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def _schedule_decodes(self) -> tuple[list[Chunk], list[Sequence], list[Sequence]]:
-        """One token for each answering sequence; also those with more to run, and those preempted.
+    def _ordered(self) -> tuple[list[Sequence], NDArray[np.int64]]:
+        """The running sequences, oldest first, and their rows. The list is never changed."""
+        if self._order is None:
+            running = list(self._running)
+            self._order = running, np.array([s.row for s in running], np.int64)
+        return self._order
 
-        The only loop over everything that runs: it decides what a step costs at a thousand sequences.
+    def _decodes(
+        self,
+    ) -> tuple[list[Sequence], NDArray[np.int64], list[Sequence], list[Sequence]] | None:
+        """Sequences with one token to run and their rows; those with more; those preempted for pages.
+
+        Arithmetic over all rows at once: a loop would decide what a step costs at a thousand sequences.
         """
-        chunks: list[Chunk] = []
-        prefilling: list[Sequence] = []
+        table, page_size = self.table, self.limits.page_size
+        sequences, rows = self._ordered()
+        starts = table.num_computed[rows]
+        left = table.num_tokens[rows] - starts
+        # A launched step may have found a sequence's last token already.
+        is_last = (table.num_pending[rows] > 0) & (starts >= table.max_tokens[rows] - 1)
+        chosen = np.flatnonzero((left == 1) & ~is_last)[: self.limits.max_num_batched_tokens]
+        prefilling = [sequences[place] for place in np.flatnonzero(left > 1).tolist()]
+        lacks = chosen[starts[chosen] >= table.num_pages[rows[chosen]] * page_size]
         preempted: list[Sequence] = []
-        budget, page_size = self.limits.max_num_batched_tokens, self.limits.page_size
-        # The token whose page is missing: this one, or with `pages_ahead` the next one too.
-        ahead = 1 if self.limits.pages_ahead else 0
-        grow_early = []
-        for sequence in tuple(self._running):
-            start = sequence.num_computed_tokens
-            if len(sequence.token_ids) - start > 1:
-                prefilling.append(sequence)
+        if len(lacks) > 1 and self.pages.extend_all([sequences[p] for p in lacks.tolist()]):
+            lacks = lacks[:0]
+        for place in lacks.tolist():
+            sequence = sequences[place]
+            if sequence.status is not Status.RUNNING or self.pages.extend(sequence, 1):
                 continue
-            if len(chunks) == budget:
-                break
-            room = len(sequence.pages) * page_size
-            if start + ahead >= room:
-                # A younger one may have lost its pages to an older one a moment ago; it has none then.
-                if start >= room and (
-                    sequence.status is not Status.RUNNING or not self._grow(sequence, preempted)
-                ):
-                    continue
-                grow_early.append(sequence)
-            chunks.append(made_chunk((sequence, start, 1, 0, ())))
+            if self._in_flight:
+                return None
+            self._make_room(sequence, preempted)
         if preempted:
+            chosen = np.array(
+                [p for p in chosen.tolist() if sequences[p].status is Status.RUNNING], np.int64
+            )
             prefilling = [s for s in prefilling if s.status is Status.RUNNING]
-        elif ahead:
-            for sequence in grow_early:
-                self.pages.grow_early(sequence)
-        return chunks, prefilling, preempted
+        if len(chosen) == len(sequences):
+            return sequences, rows, prefilling, preempted
+        return [sequences[p] for p in chosen.tolist()], rows[chosen], prefilling, preempted
 
-    def _schedule_drafts(self, chunks: list[Chunk], budget: int, most: int) -> None:
-        """Room for drafts behind decodes, in what the prompts of the step leave; all chunks are decodes."""
-        for place, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            # The last token that a sequence may have is never run, so nothing can follow it.
-            left = sequence.request.max_total_tokens - sequence.num_tokens - 1
-            wanted = min(most, budget, left)
-            if wanted > 0 and self.limits.pages_ahead:
-                self._room_behind(sequence, min(left, 2 * most + 1))
-            room = self._room_behind(sequence, wanted) if wanted > 0 else 0
-            if room > 0:
-                chunks[place] = chunk._replace(max_drafts=room)
-                budget -= room
-
-    def _room_behind(self, sequence: Sequence, wanted: int) -> int:
-        """Of so many tokens behind its last one, how many its pages hold, with more if they are free.
-
-        A page for each running sequence stays: none is to be preempted for what may be rejected.
-        """
-        missing = self.pages.count_for(sequence.num_tokens + wanted) - len(sequence.pages)
-        spare = self.allocator.num_available - len(self._running)
-        if 0 < missing <= spare:
-            self.pages.extend(sequence, missing)
-        return min(wanted, len(sequence.pages) * self.limits.page_size - sequence.num_tokens)
-
-    def _schedule_prefills(
-        self, prefilling: list[Sequence], budget: int, starts: Mapping[int, int] = _NOWHERE_ELSE
-    ) -> list[Chunk]:
-        """starts: by number, of sequences that go on from elsewhere than they are known to be."""
-        # With less room than a stride nothing could be cut there, and nobody would get on.
-        self._stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
-        chunks: list[Chunk] = []
+    def _pieces(self, prefilling: Items[Sequence], budget: int) -> _Pieces:
+        """Pieces of the prompts that are being computed."""
+        # With less room than a stride nothing could be cut there, and no prompt would advance.
+        stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
+        pieces = _Pieces(budget, self.limits.max_prompt_logprobs, stride)
         for sequence in prefilling:
-            if not budget:
-                break
-            start = starts.get(sequence.number, sequence.num_computed_tokens)
-            budget -= self._add_chunk(chunks, sequence, start, budget)
-        return chunks
+            pieces.add(sequence, int(self.table.num_computed[sequence.row]))
+        return pieces
 
-    def _admit(self, chunks: list[Chunk], prefilling: list[Sequence], budget: int) -> bool:
-        """Chunks of those who wait, while there is room.
-
-        False if whoever waits first could be begun in the next step, although not in this one.
-        """
-        while budget and self._waiting and len(self._running) < self.limits.max_num_seqs:
+    def _admit(self, pieces: _Pieces, prefilling: list[Sequence]) -> None:
+        """Admit waiting sequences while there is room, and add their first pieces."""
+        computing: list[Sequence] | None = None
+        while pieces.budget and self._waiting and len(self._running) < self.limits.max_num_seqs:
             sequence = self._waiting[0]
-            if sequence.lacks_prompt_logprobs and not self._logprobs_left:
-                return False
+            if sequence.lacks_prompt_logprobs and not pieces.logprobs_left:
+                return
             found = self.pages.find_prefix(sequence)
-            # The prompts of those that answer can be found already.
-            if self.pages.are_mostly_computed(sequence, len(found), prefilling):
-                return False
+            if computing is None:  # prompts of answering sequences can be found already
+                computing = self._unshared(prefilling)
+            if self.pages.are_mostly_computed(sequence, len(found), computing):
+                return
             start = len(found) * self.limits.page_size
-            if not self._room_for(sequence, start, budget):
-                return not chunks
-            # One page for each running sequence stays free: they grow, and would take these pages back.
-            if not self.pages.give(sequence, found, spare=len(self._running)):
-                assert self._running, "a request that fits the pool found it full of nobody's pages"
-                return True
-            self.changes += 1
+            if not pieces.room_for(sequence, start):
+                return
+            # One page per running sequence stays free: they grow, and would take these pages back.
+            if not self.pages.admit(sequence, found, spare=len(self._running)):
+                assert self._running, "a request that fits found no pages"
+                return
             self._waiting.popleft()
             self._running.append(sequence)
+            self._order = None
             sequence.status = Status.RUNNING
-            if sequence.num_tokens - sequence.num_computed_tokens > 1:
-                prefilling.append(sequence)
-            budget -= self._add_chunk(chunks, sequence, sequence.num_computed_tokens, budget)
-        is_full = not self._waiting or len(self._running) == self.limits.max_num_seqs
-        return is_full or not chunks
+            if sequence.num_tokens - start > 1:
+                computing.append(sequence)
+            pieces.add(sequence, start)
 
-    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, start: int, budget: int) -> int:
-        """The sequence's tokens from `start`, as many as the step has room for; how many, maybe none."""
-        count = self._room_for(sequence, start, budget)
-        if sequence.lacks_prompt_logprobs:
-            count = min(count, self._logprobs_left)
-            self._logprobs_left -= count
-        if count:
-            chunks.append(Chunk(sequence, start, count))
-        return count
+    def _unshared(self, prefilling: list[Sequence]) -> list[Sequence]:
+        """Sequences whose prompts are being computed, the step in flight included."""
+        if not self._in_flight:
+            return list(prefilling)
+        return [s for s in self._running if not self.table.is_followed[s.row]]
 
-    def _room_for(self, sequence: Sequence, start: int, budget: int) -> int:
-        """Tokens from `start` that a step with this much room takes: all, or up to where it may be cut."""
-        left = len(sequence.token_ids) - start
-        if left <= budget:
-            return left
-        return max(0, budget - (start + budget) % self._stride)
+    def _draft_room(
+        self, decoding: list[Sequence], rows: NDArray[np.int64], budget: int, most: int
+    ) -> NDArray[np.int64]:
+        """[n] int64, drafts that each decoding sequence has room for, allocating pages if some are free.
+
+        The last token that a sequence may have is never run, so nothing can follow it. One page per
+        running sequence stays free: none is preempted for drafts that may be rejected.
+        """
+        table, page_size = self.table, self.limits.page_size
+        next_token = table.num_computed[rows] + 1
+        left = np.maximum(table.max_tokens[rows] - 1 - next_token, 0)
+        wanted = np.minimum(left, most)
+        missing = -(-(next_token + wanted) // page_size) - table.num_pages[rows]
+        for place in np.flatnonzero((missing > 0) & (wanted > 0)).tolist():
+            count = int(missing[place])
+            if count <= self.allocator.num_available - len(self._running):
+                self.pages.extend(decoding[place], count)
+        room = np.minimum(wanted, table.num_pages[rows] * page_size - next_token)
+        taken = np.cumsum(room) - room
+        chosen: NDArray[np.int64] = np.clip(budget - taken, 0, room)
+        return chosen
+
+    def _launch(
+        self,
+        decoding: list[Sequence],
+        rows: NDArray[np.int64],
+        pieces: _Pieces,
+        max_drafts: NDArray[np.int64] | None,
+        num_drafts: int,
+        preempted: list[Sequence],
+    ) -> Schedule:
+        """The step as arrays; the table counts it as run."""
+        table = self.table
+        sequences = decoding
+        starts = table.num_computed[rows]
+        counts = np.ones(len(rows), np.int64)
+        chosen = sorted(pieces.chosen, key=lambda piece: backend_order(piece[1], piece[2]))
+        if chosen:
+            sequences = [*decoding, *(piece[0] for piece in chosen)]
+            rows = np.append(rows, [piece[0].row for piece in chosen])
+            starts = np.append(starts, [piece[1] for piece in chosen])
+            counts = np.append(counts, [piece[2] for piece in chosen])
+            if max_drafts is not None:
+                max_drafts = np.append(max_drafts, np.zeros(len(chosen), np.int64))
+        if max_drafts is not None and not max_drafts.any():
+            max_drafts = None
+        samples = starts + counts == table.num_tokens[rows]
+        uncertain = table.num_uncertain[rows]
+        needs_host = bool((table.needs_host[rows] & samples).any()) or any(
+            piece[0].lacks_prompt_logprobs for piece in chosen
+        )
+        schedule = Schedule(
+            sequences=sequences,
+            rows=rows,
+            numbers=table.owner[rows],
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            num_prefills=len(chosen),
+            uncertain=uncertain if uncertain.any() else None,
+            is_pending=table.num_pending[rows] > 0,
+            max_drafts=max_drafts,
+            num_drafts=num_drafts,
+            needs_host=needs_host,
+            pages_to_zero=self.allocator.take_pages_to_zero(),
+            preempted=preempted,
+        )
+        if sequences:
+            self._in_flight.append(schedule)
+            table.launched(rows, counts, samples, max_drafts)
+        return schedule
 
     # -- pages that run short ------------------------------------------------------------------
 
-    def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """One more page, from the youngest if need be. False if the youngest is this one itself."""
+    def _make_room(self, sequence: Sequence, preempted: list[Sequence]) -> None:
+        """One more page for a sequence, taken from the youngest, which may be this one itself."""
         while not self.pages.extend(sequence, 1):
             youngest = self._running[-1]
             self._preempt(youngest)
             preempted.append(youngest)
             if youngest is sequence:
-                return False
-        return True
-
-    def _grow_behind(self, prefills: list[Chunk]) -> None:
-        """The page of the first token behind a prompt, where its last piece runs."""
-        for chunk in prefills:
-            if chunk.samples:
-                self.pages.grow_early(chunk.sequence)
+                return
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue without pages; its tokens are computed again later."""
         assert self._running[-1] is sequence
-        self.changes += 1
+        assert not self._in_flight
         self._running.pop()
-        self.pages.remember(sequence)
-        self.pages.take_back(sequence)
+        self._order = None
+        self._remember(sequence)
+        self.pages.release(sequence)
         self._waiting.appendleft(sequence)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
 
-
-def _is_found_there(sequence: Sequence) -> bool:
-    """Whether the device finds its tokens, and nothing is asked of its prompt."""
-    return sequence.is_drawn_alone and not sequence.lacks_prompt_logprobs
+    def _remember(self, sequence: Sequence) -> None:
+        """Offer the pages of its known tokens, without the newest, which may not be computed."""
+        if self.table.is_followed[sequence.row]:
+            self.pages.remember(sequence, len(sequence.token_ids) - 1)

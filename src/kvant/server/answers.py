@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvant.engine.tokenizing import Tokenizing
-from kvant.scheduling.request import TokenLogprobs
+from kvant.sampling.logprobs import TokenLogprobs
 from kvant.server import wire
 from kvant.server.api_error import ApiError, Disconnected, internal
 from kvant.server.messages import Piece

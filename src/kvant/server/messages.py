@@ -10,8 +10,9 @@ from typing import Literal
 
 import msgspec
 
+from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampling_params import SamplingParams
-from kvant.scheduling.request import FinishReason, TokenLogprobs
+from kvant.scheduling.request import FinishReason
 from kvant.speculative.counts import SpeculationStats
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from kvant.engine.tokenizing import Tokenizing, TooManyTokens
 from kvant.errors import RequestError
 from kvant.sampling.generation_defaults import recommended_params
+from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampling_params import SamplingParams
-from kvant.scheduling.request import TokenLogprobs
 from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
 from kvant.server.config import ServerConfig

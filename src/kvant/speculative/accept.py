@@ -1,9 +1,9 @@
-"""Which drafts stand: those that are what the target itself would have said.
+"""Which drafts are accepted: a draft that equals the target's own choice.
 
 The target chooses its own token in every row that it verified, exactly as it would without drafts:
 after the same rules, and with the same random number, which belongs to the token's place in the
-answer (`kvant.execution.sampler`). A draft stands if it is that token; the first that is not is replaced
-by it, and the rest is dropped.
+answer (`kvant.sampling.sampler`). A draft is accepted if it is that token. The first draft that differs is
+replaced by it, and the rest is dropped.
 
 So a draft d is accepted with the probability p(d) that the target gives it, and what comes instead of
 a rejected one is a token of p without d: the rule of speculative sampling (arXiv 2211.17192) for a

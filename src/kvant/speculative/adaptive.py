@@ -1,14 +1,12 @@
-"""How many drafts pay: every way of stepping is timed, and the fastest one goes on.
+"""Chooses how many drafts a step has, by measured speed.
 
-A step with drafts takes longer and gives more tokens. What is fastest depends on the device, the
-number of sequences (a large batch already fills the device) and on how well drafts are accepted just
-now, so it is measured, for each order of magnitude of the batch: how long steps of every way take, and,
-for all ways together, what part of the drafts stands at each place. Older steps count less, and a slower
-way is tried again now and then, because texts change.
+A step with drafts takes longer and gives more tokens. The best number depends on the device, on the
+batch size and on the current acceptance rate. So for each power of two of the batch size this module
+measures how long steps with each number of drafts take, and which part of the drafts is accepted at each
+place. Older steps count less, and a slower number is tried again now and then, because texts change.
 
-A way goes on for a stretch of steps that is known in advance, so that whoever prepares the next step
-beside this one knows which way it will go. A stretch's first step is not counted: it may wait for
-what was prepared for another one.
+A number is kept for a stretch of steps. The first step of a stretch is not timed: it may wait for a step
+of another kind.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _MEMORY = 0.97
-"""Of all sums with every step that adds to them: the last 30 or so count, older ones hardly do."""
+"""Factor on all sums with every step that adds to them: about the last 30 steps count."""
 
 _TRIAL = 4
 """Steps of each way before they are compared."""
@@ -26,7 +24,7 @@ _STRETCH = 30
 """Steps of the fastest way before it is chosen again."""
 
 _STRETCHES = 4
-"""Of them, before another way is tried again: for 3 steps of 120."""
+"""Stretches before another way is tried again: 3 steps of 120."""
 
 _RETRY = 3
 
@@ -87,19 +85,15 @@ class Adaptive:
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, num_sequences: int, ways: Sequence[int]) -> int:
-        """How many drafts each of so many answering sequences is to have in the next step.
+        """How many drafts each answering sequence has in the next step, which is counted as scheduled.
 
         ways: the numbers that can be had, 0 among them; the largest is tried first.
         """
         size = self._sizes.setdefault(num_sequences.bit_length(), _Size())
         if not size.left or size.current not in ways:
             self._begin(size, ways)
+        size.left -= 1
         return size.current
-
-    def goes_on(self, num_sequences: int) -> bool:
-        """Whether the step after the next one goes the same way, for as many sequences."""
-        size = self._sizes.get(num_sequences.bit_length())
-        return size is not None and size.left > 1
 
     def note(self, new: Sequence[int], seconds: float, *, num_drafts: int) -> None:
         """A step of nothing but answering sequences was run, a way that `choose` knows.
@@ -114,8 +108,8 @@ class Adaptive:
             way = size.ways.setdefault(num_drafts, _Way())
             way.pace.add(len(new), seconds)
             way.num_steps += 1
-        size.fresh = False
-        size.left = max(0, size.left - 1)
+        if num_drafts == size.current:
+            size.fresh = False
 
     @staticmethod
     def _begin(size: _Size, ways: Sequence[int]) -> None:
@@ -123,7 +117,8 @@ class Adaptive:
         before = size.current
         for way in sorted(ways, reverse=True):
             tried = size.ways.get(way)
-            if tried is None or tried.num_steps < _TRIAL - 1:
+            # The first step does not count, and the last one may not have been read yet.
+            if tried is None or tried.num_steps < _TRIAL - 2:
                 size.current, size.left = way, _TRIAL
                 break
         else:

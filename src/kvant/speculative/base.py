@@ -5,16 +5,15 @@ Once in every step of the engine:
     propose   for each sequence with one token to run: up to k tokens that may follow it
     (the target runs that token and the drafts)
     learn     what the target ran, and its hidden states
-    (the engine decides which drafts stand)
+    (the engine decides which drafts are accepted)
 
 A proposer with a KV cache of its own has its own plan and its own pool, indexed by the same page ids
-as the target's: whoever holds a page holds it in both. `learn` is called for every step, prefills,
-recomputation after preemption and steps without drafts included, so that whatever a proposer keeps
-in a page is there whenever the target's keys and values are: a page from the prefix cache carries
-both. Rows of drafts that do not stand are learnt like all others: their slots are written again
-before anything reads them, as in the target's own pages. So nobody waits to know which they are.
-A proposer keeps nothing about a sequence outside its pages; ends, cancellation and preemption
-therefore need no call.
+as the target's: a page belongs to the same sequence in both. `learn` is called for every step, also
+for prefills, recomputation after preemption and steps without drafts. So a page from the prefix cache
+holds the proposer's state whenever it holds the target's keys and values. Rejected drafts are learnt
+like accepted ones: their slots are written again before anything reads them, as in the target's pages.
+A proposer keeps nothing about a sequence outside its pages, so ends, cancellation and preemption need
+no call.
 
 A `DeviceProposer` drafts from tensors to tensors, so that a whole step, drafts and their verification
 included, can be one recorded launch.

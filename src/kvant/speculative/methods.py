@@ -1,7 +1,7 @@
-"""Every method that drafts, as planning knows it: no torch, no weights.
+"""Methods that draft, as planning knows them: no torch, no weights.
 
-To add one: one file with `build(setting: Setting) -> Proposer` and a `Method`. Listed in METHODS it
-has a name; anybody else's is named by where it stands, `"method": "my_module:MY_METHOD"`.
+A new method is one file with `build(setting: Setting) -> Proposer` and a `Method`, and an entry in METHODS.
+A method outside Kvant is named by its module and variable: `"method": "my_module:MY_METHOD"`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from triton.runtime.jit import JITFunction
 from kvant.attention.base import HeadRotation
 from kvant.attention.triton import backend
 from kvant.attention.triton.backend import TritonBackend
-from kvant.execution.triton_step import likeliest, plain_step
+from kvant.execution.device_state import DeviceState
+from kvant.execution.triton_step import most_likely, plain_step, write_pages
 from kvant.kernels.triton.zero import clear_pages
 from kvant.kv.dtype import KVDtype
 from kvant.sampling.triton_draw import draw_once
@@ -78,12 +79,15 @@ def _attention(k: KVDtype, v: KVDtype) -> None:
 
 
 def _engine() -> None:
+    state = DeviceState(3, 4, torch.device("cpu"))
     for dtype in (torch.float32, torch.float64):
         logits = torch.zeros(3, 9000, dtype=dtype)
         draw_once(logits)
         tokens = torch.zeros(3, dtype=torch.int64)
-        likeliest(logits, tokens, tokens)
-    plain_step(tokens, tokens, torch.zeros(3, 4, dtype=torch.int32), 16, 64)
+        most_likely(logits, tokens, tokens, state)
+    write_pages(state, tokens, tokens)
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    plain_step(tokens, tokens, tokens, tokens, state, table, 16, 64)
     clear_pages[(1,)](tokens, tokens, tokens, BLOCK=1024, num_warps=4)
 
 

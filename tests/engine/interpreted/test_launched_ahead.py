@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from kvant.engine.result import Result
 from kvant.execution import graphs
 from kvant.sampling import drawing, triton_draw
-from tests.engine.test_steady import alone, make, some_params
+from tests.engine.in_flight import alone, make, some_params
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors lie on the host")
 

@@ -1,4 +1,4 @@
-"""What a recorded step does before and after the model in one launch each, as plain torch does it."""
+"""What a recorded step does before and after the model in few launches equals plain torch."""
 
 from __future__ import annotations
 
@@ -7,29 +7,71 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvant.execution.layout import lay_out
-from kvant.execution.triton_step import likeliest, plain_step
+from kvant.execution.device_state import DeviceState
+from kvant.execution.graphs import lay_out
+from kvant.execution.triton_step import gather_pages, most_likely, plain_step, write_pages
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS, COLUMNS, PAGE = 9, 50, 16
+
+
+def some_state() -> DeviceState:
+    torch.manual_seed(0)
+    state = DeviceState(ROWS, COLUMNS, DEVICE)
+    state.tokens.copy_(torch.randint(0, 1000, (ROWS + 1,)))
+    state.lengths.copy_(torch.randint(0, COLUMNS * PAGE, (ROWS + 1,)))
+    state.pages.copy_(torch.randint(1, 99, (ROWS + 1, COLUMNS)))
+    return state
 
 
 def test_a_plain_step_is_laid_out_as_one_without_drafts() -> None:
-    torch.manual_seed(0)
-    starts = torch.tensor([5, 0, 31, 16, 700], device=DEVICE)
-    ends = torch.tensor([6, 0, 32, 17, 701], device=DEVICE)
-    table = torch.randint(1, 99, (5, 50), dtype=torch.int32, device=DEVICE)
-    found = plain_step(starts, ends, table, 16, 800)
-    expected = lay_out(starts, ends, table, 0, 16, 800).step
-    for name in ("cu_seqlens_q", "seqlens_kv", "slot_mapping", "positions", "page_table"):
+    state = some_state()
+    given = [
+        torch.tensor(one, device=DEVICE)
+        for one in (
+            [4, ROWS, 0, 8, 2, ROWS],  # rows, in no order; padding has the last one
+            [-1, 0, 77, -1, 5, 0],  # tokens
+            [5, 0, -1, 16, -1, 0],  # starts
+            [1, 0, 1, 1, 1, 0],  # counts
+        )
+    ]
+    tables = [torch.zeros(6, COLUMNS, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    ids, found = plain_step(*given, state, tables[0], PAGE, 800)
+    tokens, expected, *_ = lay_out(*given, state, tables[1], 0, PAGE, 800)
+    is_there = given[3] > 0
+    assert ids[is_there].tolist() == tokens[is_there].tolist()
+    for name in ("cu_seqlens_q", "seqlens_kv", "slot_mapping", "positions"):
         a, b = getattr(found, name), getattr(expected, name)
         assert a.dtype is b.dtype, name
         assert a.tolist() == b.tolist(), name
+    for row, length in enumerate(found.seqlens_kv.tolist()):
+        used = -(-length // PAGE)
+        assert found.page_table[row, :used].tolist() == expected.page_table[row, :used].tolist()
+        assert not found.page_table[row, used:].any()
     assert (found.max_seqlen_q, found.max_seqlen_kv) == (1, 800)
 
 
+def test_changed_page_ids_are_written_and_gathered() -> None:
+    state = some_state()
+    before = state.pages.clone()
+    index = torch.tensor([3 * COLUMNS + 7, -1, 0, 8 * COLUMNS + 49], device=DEVICE)
+    values = torch.tensor([111, 222, 333, 444], device=DEVICE)
+    write_pages(state, index, values)
+    before[3, 7], before[0, 0], before[8, 49] = 111, 333, 444
+    assert state.pages.tolist() == before.tolist()
+    table = torch.full((3, COLUMNS), -5, dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([8, 3, 0], device=DEVICE)
+    lengths = torch.tensor([COLUMNS * PAGE, 7 * PAGE + 1, 0], dtype=torch.int32, device=DEVICE)
+    gather_pages(state, rows, lengths, table, PAGE)
+    assert table[0].tolist() == before[8].tolist()
+    assert table[1, :8].tolist() == before[3, :8].tolist()
+    assert table[1, 8:].eq(-5).all()
+    assert table[2].eq(-5).all()
+
+
 @pytest.mark.parametrize("size", [7, 4096, 9001])
-def test_the_likeliest_token_is_the_first_of_the_largest_and_unsound_rows_are_told(
+def test_the_most_likely_token_is_the_first_of_the_largest_and_unsound_rows_are_told(
     size: int,
 ) -> None:
     torch.manual_seed(0)
@@ -39,12 +81,16 @@ def test_the_likeliest_token_is_the_first_of_the_largest_and_unsound_rows_are_to
     logits[3, 2] = logits[3, size - 1] = 50.0
     logits[4, size - 1] = torch.inf
     logits[5, size - 1] = 60.0
-    tokens = torch.arange(7, device=DEVICE)
-    results, after = likeliest(logits, tokens, 10 * tokens).view(2, 3, 7)
-    sound = torch.isfinite(logits.max(-1).values)
-    assert results[0].tolist() == tokens.tolist()
-    assert results[1].tolist() == sound.tolist() == [1, 0, 0, 1, 0, 1, 1]
-    assert results[2][sound].tolist() == logits.argmax(-1)[sound].tolist()
-    assert results[2, 3] == 2
-    assert after.tolist() == [results[2].tolist(), (10 * tokens + 1).tolist(), [1] * 7]
-    assert ((results[2] >= 0) & (results[2] < size)).all()
+    state = some_state()
+    rows = torch.tensor([6, 0, 3, 8, 1, 2, ROWS], device=DEVICE)
+    positions = 10 * torch.arange(7, device=DEVICE)
+    untouched = state.tokens[[4, 5, 7]].tolist()
+    sound, tokens = most_likely(logits, rows, positions, state).view(2, 7)
+    expected = torch.isfinite(logits.max(-1).values)
+    assert sound.tolist() == expected.tolist() == [1, 0, 0, 1, 0, 1, 1]
+    assert tokens[expected].tolist() == logits.argmax(-1)[expected].tolist()
+    assert tokens[3] == 2
+    assert ((tokens >= 0) & (tokens < size)).all()
+    assert state.tokens[rows].tolist() == tokens.tolist()
+    assert state.lengths[rows].tolist() == (positions + 1).tolist()
+    assert state.tokens[[4, 5, 7]].tolist() == untouched

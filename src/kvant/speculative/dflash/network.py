@@ -150,7 +150,7 @@ class DraftNetwork:
 
 
 def _write_only(slots: Tensor, positions: Tensor) -> Step:
-    """A step that nobody attends in."""
+    """A step without attention."""
     nothing = torch.zeros(1, dtype=torch.int32, device=slots.device)
     return Step(nothing, nothing[:0], nothing[None, :0], slots, positions, 0, 0)
 

@@ -1,0 +1,86 @@
+"""Running sequences on the device, one row each: the rows of the scheduler's row table.
+
+A step reads its newest tokens, positions and page ids here, and writes the tokens it found here, so the
+next step can be launched before the host has read them. A broadcast of a step to other devices, a
+recurrent state per sequence or a page that was moved is addressed by the same rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvant.sampling.drawing import to_device
+from kvant.scheduling.row_table import RowTable
+
+
+class DeviceState:
+    """num_rows rows and a last one for padding, whose contents mean nothing.
+
+    tokens: [num_rows + 1] int64, the newest token of each sequence, which was not run yet.
+    lengths: [num_rows + 1] int64, its position. pages: [num_rows + 1, max_pages] int32, page ids;
+    entries behind a sequence's end are never read. sampling: [num_rows + 1, 4] float64, as
+    `random_numbers.wishes`.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+        self.padding_row = num_rows
+        self.tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.pages = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
+        self.sampling = torch.zeros(num_rows + 1, 4, dtype=torch.float64, device=device)
+        self._sampling = np.zeros((num_rows, 4))  # what the device has
+        self._table: RowTable | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    def changes(self, table: RowTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Page ids that changed since the last call: flat indices into `pages`, and values.
+
+        New sequences' sampling parameters are sent here. A table that was not seen before is copied
+        whole, and its changes are recorded from then on.
+        """
+        if table is not self._table:
+            self._attach(table)
+        log, table.log = table.log, []
+        if not log:
+            return _NONE, _NONE
+        self._send_sampling(table, [row for row, start, _ in log if start == 0])
+        width = self.pages.shape[1]
+        index = np.concatenate(
+            [row * width + start + np.arange(len(pages)) for row, start, pages in log]
+        )
+        values = np.array([page for _, _, pages in log for page in pages], np.int64)
+        if len({row for row, _, _ in log}) < len(
+            log
+        ):  # a row may have changed owner: the last wins
+            index, last = np.unique(index[::-1], return_index=True)
+            values = values[::-1][last]
+        return index, values
+
+    def write(self, index: NDArray[np.int64], values: NDArray[np.int64]) -> None:
+        """Apply what `changes` returned. The host does not wait."""
+        if len(index):
+            there = to_device(torch.from_numpy(np.stack([index, values])), self.device)
+            self.pages.view(-1).index_put_((there[0],), there[1].to(torch.int32))
+
+    def _attach(self, table: RowTable) -> None:
+        rows, width = table.pages.shape
+        self.pages[:rows, :width].copy_(torch.from_numpy(table.pages.copy()))
+        self._table = table
+        table.start_log()
+        self._send_sampling(table, list(range(rows)))
+
+    def _send_sampling(self, table: RowTable, rows: list[int]) -> None:
+        changed = [r for r in rows if (self._sampling[r] != table.sampling[r]).any()]
+        if changed:
+            self._sampling[changed] = table.sampling[changed]
+            there = to_device(torch.tensor(changed), self.device)
+            values = to_device(torch.from_numpy(table.sampling[changed]), self.device)
+            self.sampling.index_put_((there,), values)
+
+
+_NONE = np.zeros(0, np.int64)

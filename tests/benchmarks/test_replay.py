@@ -11,7 +11,7 @@ from benchmarks.replayed import accepted_counts, decide
 
 from kvant.attention.base import Step
 from kvant.errors import DoesNotFit
-from kvant.plan.llm_options import config_of
+from kvant.plan.config import config_of
 from kvant.plan.speculative_config import parse_speculative_config
 from tests.speculative.pair import BLOCK, Pair, build_pair
 

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from kvant.cli.configured import ALL_OPTIONS
-from kvant.plan.config import ENGINE_OPTIONS
-from kvant.plan.llm_options import LLMOptions
+from kvant.plan.config import ENGINE_OPTIONS, LLMOptions
 from tests.acceptance.models import config, write_model
 from tests.cli.command import Ran, kvant
 

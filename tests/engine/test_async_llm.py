@@ -22,7 +22,7 @@ from kvant.engine.driver import MOST_FAILED_STEPS
 from kvant.engine.result import Result
 from kvant.errors import ConfigError, EngineFault, KvantError, RequestError
 from kvant.execution.runner import ModelRunner
-from kvant.plan.llm_options import config_of
+from kvant.plan.config import config_of
 from tests.engine import tiny_chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -12,8 +12,7 @@ from kvant.attention.triton.info import INFO as TRITON
 from kvant.attention.triton_fp8.info import INFO as TRITON_FP8
 from kvant.engine.build import cache_identity
 from kvant.kv.pages import CacheIdentity
-from kvant.plan.config import EngineConfig
-from kvant.plan.llm_options import LLMOptions, config_of
+from kvant.plan.config import EngineConfig, LLMOptions, config_of
 from tests.models import tiny
 from tests.planned import plan_of
 

@@ -20,9 +20,9 @@ from kvant.errors import BadValue, DoesNotFit, KvantError, NotServable, RequestE
 from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.plan.budget import CPU_SHARE
+from kvant.plan.config import config_of
 from kvant.plan.device import free_host_bytes
 from kvant.plan.facts import DeviceMemory
-from kvant.plan.llm_options import config_of
 from kvant.server import engine_process
 from tests.engine import tiny_chat
 from tests.models import tiny

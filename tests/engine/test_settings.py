@@ -56,7 +56,7 @@ def written(path: Path, text: str) -> Path:
 
 def test_what_nobody_says_is_the_default() -> None:
     assert read().build(Table) == Table()
-    assert read().said == {}
+    assert read().given == {}
 
 
 def test_flag_beats_variable_beats_file_and_all_stay_visible(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_flag_beats_variable_beats_file_and_all_stay_visible(tmp_path: Path) -> 
     settings = read(file, {"KVANT_COUNT": "8", "KVANT_TEXT": "variable"}, count=16)
     table = settings.build(Table)
     assert (table.count, table.text, table.inner.body_bytes) == (16, "variable", 3)
-    assert [(said.value, said.by) for said in settings.said["count"]] == [
+    assert [(said.value, said.by) for said in settings.given["count"]] == [
         (16, "--count"),
         (8, "KVANT_COUNT"),
         (4, f"{file}:2: count"),
@@ -146,7 +146,7 @@ def test_what_is_no_mapping_of_plain_values_is_refused(tmp_path: Path, text: str
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "count:\n", "count: null\n"])
 def test_nothing_said_in_a_file_is_nothing(tmp_path: Path, text: str) -> None:
-    assert read(written(tmp_path, text)).said == {}
+    assert read(written(tmp_path, text)).given == {}
 
 
 def test_a_file_that_cannot_be_read_is_one_block(tmp_path: Path) -> None:
@@ -216,4 +216,4 @@ def test_no_text_in_a_variable_raises_anything_but_a_config_error(text: str) -> 
             value = each.read_text(text, each.variable)
         except ConfigError:
             continue
-        assert read(None, {each.variable: text}).said[each.name][0].value == value
+        assert read(None, {each.variable: text}).given[each.name][0].value == value

@@ -195,7 +195,7 @@ def test_target_and_draft_have_pools_of_their_own_in_one_budget(pair: Pair) -> N
 def test_acceptance_is_counted_for_each_pair_of_formats(pair: Pair) -> None:
     from benchmarks.speculation import compare, parse_pair
 
-    from kvant.plan.llm_options import config_of
+    from kvant.plan.config import config_of
     from kvant.plan.speculative_config import parse_speculative_config
 
     config = config_of(pair.target, {"dtype": "float64", "kv_cache_memory": "4MB", "seed": 0})

@@ -123,7 +123,7 @@ def _parameter(option: Option, model: str, *, needed: bool) -> inspect.Parameter
         info = typer.Option(
             *flags,
             help=help,
-            metavar=option.metavar or _METAVARS.get(option.kind),
+            metavar=option.metavar or "|".join(option.choices) or _METAVARS.get(option.kind),
             rich_help_panel=option.panel,
             hidden=option.hidden,
             show_default=False,

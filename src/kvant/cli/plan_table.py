@@ -12,7 +12,7 @@ from rich.text import Text
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
 from kvant.plan.plan import Plan, PlannedModel
-from kvant.plan.what_if import what_if
+from kvant.plan.resolution import what_if
 
 _BAR_WIDTH = 60
 _DESCRIBED_FROM = 100  # columns; a narrower terminal has room for numbers only

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 
 from kvant.plan.options import Option, Value
-from kvant.plan.settings import Said, Settings
+from kvant.plan.settings import Given, Settings
 
 
 def config_lines(options: Iterable[Option], settings: Settings) -> list[str]:
@@ -21,9 +21,9 @@ def config_lines(options: Iterable[Option], settings: Settings) -> list[str]:
 
 
 def _entry(option: Option, settings: Settings) -> str:
-    said = settings.get(option.name)
-    value = option.default if said is None else said.value
-    if option.secret and said is not None:
+    given = settings.get(option.name)
+    value = option.default if given is None else given.value
+    if option.secret and given is not None:
         count = len(value) if isinstance(value, tuple) else 1
         return f"# {option.name}: {count} not shown"
     return f"{option.name}: {_yaml(value)}".rstrip()
@@ -37,15 +37,15 @@ def _yaml(value: Value | None) -> str:
 
 
 def _who(option: Option, settings: Settings) -> str:
-    said = settings.said.get(option.name, ())
-    if not said:
+    given = settings.given.get(option.name, ())
+    if not given:
         return f"default: {option.unset}" if option.default is None else "default"
-    line = _place(option, said[0])
-    for weaker in said[1:]:
+    line = _place(option, given[0])
+    for weaker in given[1:]:
         value = "" if option.secret else f" {_yaml(weaker.value)}"
         line += f"; over {_place(option, weaker)}{value}"
     return line
 
 
-def _place(option: Option, said: Said) -> str:
-    return said.by.removesuffix(f": {option.name}")
+def _place(option: Option, given: Given) -> str:
+    return given.by.removesuffix(f": {option.name}")

@@ -24,7 +24,7 @@ def note_parts(created: float) -> dict[str, float]:
     import kvant.cli.main
     from kvant.engine.build import plan_engine
     from kvant.engine.llm import LLM
-    from kvant.plan.llm_options import config_of
+    from kvant.plan.config import config_of
     from kvant.sampling.sampling_params import SamplingParams
 
     mark("command line")

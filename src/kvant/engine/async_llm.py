@@ -16,8 +16,7 @@ from kvant.engine.worker import Mailbox, Submit, Worker, post
 from kvant.errors import EngineFault, KvantError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
-from kvant.plan.config import EngineConfig
-from kvant.plan.llm_options import LLMOptions
+from kvant.plan.config import EngineConfig, LLMOptions
 from kvant.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from kvant.engine.tokenizing import Message, Tokenizing
 from kvant.errors import RequestError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
-from kvant.plan.config import EngineConfig
-from kvant.plan.llm_options import LLMOptions, config_of
+from kvant.plan.config import EngineConfig, LLMOptions, config_of
 from kvant.plan.plan import Plan
 from kvant.sampling.generation_defaults import recommended_params
 from kvant.sampling.sampling_params import SamplingParams

@@ -26,7 +26,7 @@ from kvant.models.geometry.weight_methods import MODELOPT_FILE
 from kvant.models.geometry.weight_recipe import NoRecipe, Recipe, read_recipe
 from kvant.models.quantization import Quantization, quantized_bytes
 
-_ELEMENT_BYTES = {
+ELEMENT_BYTES = {
     ComputeDtype.FLOAT64: 8,
     ComputeDtype.FLOAT32: 4,
     ComputeDtype.FLOAT16: 2,
@@ -105,7 +105,7 @@ def weight_bytes_of(
     total = stored.total
     if total is not None:
         if compute is not None and read_recipe(config) is None:
-            total = total * _ELEMENT_BYTES[compute] // _ELEMENT_BYTES[geometry.dtype]
+            total = total * ELEMENT_BYTES[compute] // ELEMENT_BYTES[geometry.dtype]
         return WeightBytes(total, WeightSource.HEADERS, "from the index of the safetensors files")
     return estimate_weight_bytes(stored.config, geometry, compute=compute)
 
@@ -130,7 +130,7 @@ def estimate_weight_bytes(
         weights = _model_weights(config, geometry)
         if isinstance(weights, str):
             return WeightBytes(None, None, weights)
-        found = _sum(weights, recipe, _ELEMENT_BYTES[compute or geometry.dtype])
+        found = _sum(weights, recipe, ELEMENT_BYTES[compute or geometry.dtype])
     except BadCheckpoint as fault:
         # The shape of the KV cache does not depend on this field, so the plan can go on without it.
         return WeightBytes(None, None, fault.what)
@@ -204,7 +204,7 @@ def _loaded(
     return {
         dtype: size
         if dtype not in _STORED_BYTES or (quantised and dtype == "F32")
-        else size * _ELEMENT_BYTES[compute] // _STORED_BYTES[dtype]
+        else size * ELEMENT_BYTES[compute] // _STORED_BYTES[dtype]
         for dtype, size in stored.items()
     }
 

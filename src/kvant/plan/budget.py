@@ -9,7 +9,7 @@ from kvant.errors import DoesNotFit, WayOut
 from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, format_size
 from kvant.plan.facts import DeviceMemory
 from kvant.plan.plan import Plan
-from kvant.plan.what_if import what_if
+from kvant.plan.resolution import what_if
 
 CPU_SHARE = 0.25
 """Share of a CPU's free memory that pages get unless --kv-cache-memory says how much."""

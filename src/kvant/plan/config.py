@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypedDict
 
 from kvant.attention.need import DeviceFacts
 from kvant.attention.select import parse_backend
@@ -17,7 +20,7 @@ from kvant.plan.limits import default_num_seqs
 from kvant.plan.options import Kind, option, options_of
 from kvant.plan.plan import DEFAULT_PAGE_SIZE, PlanRequest
 from kvant.plan.refused import refuse_calculated_scales, refuse_tensor_parallel
-from kvant.plan.settings import Said, Settings
+from kvant.plan.settings import Given, Settings, read_settings
 from kvant.plan.speculative_config import parse_speculative_config
 from kvant.sampling.structured_outputs import CompileLimits
 
@@ -67,14 +70,12 @@ class PlanOptions:
         "error",
         "What to do if scales that the checkpoint promises are missing.",
         choices=("error", "one"),
-        metavar="error|one",
         panel=_KV,
     )
     kv_format_defaults: str = option(
         "on",
         "Whether a format may store the first and last layers in the model dtype, as turboquant's do.",
         choices=("on", "off"),
-        metavar="on|off",
         panel=_KV,
     )
     strict: bool = option(
@@ -110,7 +111,6 @@ class PlanOptions:
         None,
         "Quantise the weights of linear layers while loading; CPUs only.",
         choices=tuple(q.value for q in Quantization),
-        metavar="|".join(q.value for q in Quantization),
         unset="as stored",
     )
     speculative_config: str | None = option(
@@ -160,20 +160,54 @@ class EngineOptions(PlanOptions):
         "auto",
         "auto reads the weights; dummy makes random ones for timings, from a config.json alone.",
         choices=("auto", "dummy"),
-        metavar="auto|dummy",
         panel=_RUN,
     )
     structured_timeout: float = option(
-        _COMPILE.seconds, "Seconds that compiling a schema, regex or grammar may take.",
-        low=0.1, panel=_RUN,
-    )  # fmt: skip
+        _COMPILE.seconds,
+        "Seconds that compiling a schema, regex or grammar may take.",
+        low=0.1,
+        panel=_RUN,
+    )
     structured_cache_bytes: int = option(
-        _COMPILE.cached_bytes, "Bytes of schemas, regexes and grammars that stay compiled.",
-        low=0, panel=_RUN,
-    )  # fmt: skip
+        _COMPILE.cached_bytes,
+        "Bytes of schemas, regexes and grammars that stay compiled.",
+        low=0,
+        panel=_RUN,
+    )
 
 
 ENGINE_OPTIONS = options_of(EngineOptions)
+
+
+class LLMOptions(TypedDict, total=False):
+    """Names and types of the options, for type checkers. `EngineOptions` describes them."""
+
+    revision: str | None
+    dtype: str | None
+    kv_cache_dtype: str | None
+    kv_cache_dtype_skip_layers: str | Sequence[int | str] | None
+    kv_cache_rules: str | Sequence[str] | None
+    kv_cache_policy: str | Path | None
+    kv_missing_scales: str | None
+    kv_format_defaults: str | None
+    strict: bool | None
+    page_size: int | None
+    block_size: int | None
+    kv_cache_memory: int | str | None
+    attention_backend: str | None
+    batch_invariant: bool | None
+    quantization: str | None
+    speculative_config: str | Mapping[str, Any] | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    enable_prefix_caching: bool | None
+    device: str | None
+    seed: int | None
+    load_format: str | None
+    structured_timeout: float | None
+    structured_cache_bytes: int | None
+    gpu_memory_utilization: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +246,15 @@ def engine_config(settings: Settings, *, num_requests: int | None = None) -> Eng
     )
 
 
+def config_of(model: str | Path | None, options: LLMOptions) -> EngineConfig:
+    """The configuration of arguments, else variables, else defaults. None means not given."""
+    given: dict[str, object] = {"model": model, **options}
+    settings = read_settings(
+        ENGINE_OPTIONS, given=given, by=lambda option: f"{option.name}=", environ=os.environ
+    )
+    return engine_config(settings)
+
+
 def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
     """The typed request for a plan. After this function no format is text."""
     options = settings.build(PlanOptions)
@@ -243,7 +286,7 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
 
 def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
     """Requests for the KV cache, with every source that named a format; the policy file is weakest."""
-    asked = tuple(_asked(said) for said in settings.said.get("kv_cache_dtype", ()))
+    asked = tuple(_asked(given) for given in settings.given.get("kv_cache_dtype", ()))
     found = Requests(
         target=KVRequest(
             explicit=asked,
@@ -260,21 +303,21 @@ def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
     return found if policy is None else found.merged(read_policy(Path(policy)))
 
 
-def _asked(said: Said) -> Asked:
-    by = said.label(said.value)
-    return Asked(parse_format(str(said.value), asked_by=by), by)
+def _asked(given: Given) -> Asked:
+    by = given.label(given.value)
+    return Asked(parse_format(str(given.value), asked_by=by), by)
 
 
 def _items(settings: Settings, name: str) -> list[tuple[str, str]]:
     """Each item of a list option, and the item with its source."""
-    said = settings.get(name)
-    if said is None:
+    given = settings.get(name)
+    if given is None:
         return []
-    assert isinstance(said.value, tuple)
-    return [(text, said.label(text)) for text in said.value]
+    assert isinstance(given.value, tuple)
+    return [(text, given.label(text)) for text in given.value]
 
 
 def _by(settings: Settings, name: str) -> str:
     """The source of an option's value; its flag for a default."""
-    said = settings.get(name)
-    return "--" + name.replace("_", "-") if said is None else said.by.removesuffix("=")
+    given = settings.get(name)
+    return "--" + name.replace("_", "-") if given is None else given.by.removesuffix("=")

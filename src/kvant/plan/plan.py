@@ -163,7 +163,7 @@ class Plan:
         lines += rounded_layers(self.target.kv)
         if self.draft is not None:
             notes = self.draft.local.notes, self.draft.kv.warnings
-            lines += [f"draft: {line}" for said in notes for line in said]
+            lines += [f"draft: {line}" for lines_of in notes for line in lines_of]
         return (*lines, *self._memory_warnings())
 
     @property

@@ -1,8 +1,8 @@
-"""Resolving the KV cache of one planned model: the request meets checkpoint, geometry and backends."""
+"""Resolving the KV cache of one planned model, as requested and in every other format."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvant.attention.need import BackendInfo, Need
 from kvant.attention.reference.info import INFO as REFERENCE
@@ -11,7 +11,8 @@ from kvant.errors import ConfigError, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import LayerGeometry, ModelGeometry
-from kvant.kv.request import KVRequest
+from kvant.kv.names import FormatRequest, known_names
+from kvant.kv.request import Asked, KVRequest
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
@@ -89,3 +90,32 @@ def _other_ways(need: Need, only: BackendInfo | None, role: Role) -> tuple[WayOu
         slow = ("--attention-backend", REFERENCE.name)
         ways.append(WayOut("take the slow backend that can", slow))
     return tuple(ways)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One format as the global request; rules and skips stay. refused: why it is impossible, else None."""
+
+    format: KVDtype
+    bytes_per_token: int | None
+    ratio_to_16bit: float | None
+    capacity_tokens: int | None
+    refused: str | None = None
+
+
+def what_if(plan: Plan) -> tuple[Alternative, ...]:
+    """Every format that a user can name, in the order of `KVDtype`, applied to this model."""
+    nameable = [dtype for dtype in KVDtype if dtype.format.name in known_names()]
+    return tuple(_alternative(plan, dtype) for dtype in nameable)
+
+
+def _alternative(plan: Plan, dtype: KVDtype) -> Alternative:
+    asked = Asked(FormatRequest(dtype, dtype), f"--kv-cache-dtype {dtype}")
+    request = replace(plan.request.requests.target, explicit=(asked,))
+    try:
+        kv = resolve_again(plan, request)
+    except ConfigError as refused:
+        return Alternative(dtype, None, None, None, refused=refused.what)
+    capacity = plan.memory_with(kv).capacity_tokens
+    ratio = kv.bytes_per_token_16bit / kv.bytes_per_token if kv.bytes_per_token else None
+    return Alternative(dtype, kv.bytes_per_token, ratio, capacity)

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Given:
     """A value and its source: "--max-num-seqs", "KVANT_MAX_NUM_SEQS", "kvant.yaml:3: max_num_seqs"."""
 
     value: Value
@@ -48,26 +48,26 @@ class Said:
 class Settings:
     """All given values by option, strongest first. An option without an entry has its default."""
 
-    said: dict[str, tuple[Said, ...]] = field(default_factory=dict)
+    given: dict[str, tuple[Given, ...]] = field(default_factory=dict)
 
-    def get(self, name: str) -> Said | None:
+    def get(self, name: str) -> Given | None:
         """The value that holds; None for the default."""
-        found = self.said.get(name)
+        found = self.given.get(name)
         return found[0] if found else None
 
     def only(self, options: Iterable[Option]) -> Settings:
         """The settings of some options."""
         names = {option.name for option in options}
-        return Settings({name: said for name, said in self.said.items() if name in names})
+        return Settings({name: found for name, found in self.given.items() if name in names})
 
     def build(self, table: type[T]) -> T:
         """An instance of a configuration class, with the given values and its own defaults."""
         types = typing.get_type_hints(table)
         values: dict[str, Any] = {}
         for option in options_of(table):
-            said = self.get(option.name)
-            if said is not None:
-                values[option.field] = said.value
+            found = self.get(option.name)
+            if found is not None:
+                values[option.field] = found.value
         mine = {f.name for f in dataclasses.fields(table)}  # type: ignore[arg-type]
         made = {name: value for name, value in values.items() if name in mine}
         for name in mine:
@@ -95,8 +95,8 @@ def read_settings(
         _from_environment(known, environ),
         {} if file is None else _from_file(known, file),
     )
-    said = {o.name: tuple(step[o.name] for step in ladder if o.name in step) for o in known}
-    return Settings({name: found for name, found in said.items() if found})
+    every = {o.name: tuple(step[o.name] for step in ladder if o.name in step) for o in known}
+    return Settings({name: found for name, found in every.items() if found})
 
 
 def refuse_unknown_variables(known: Iterable[Option], environ: Mapping[str, str]) -> None:
@@ -112,8 +112,8 @@ def refuse_unknown_variables(known: Iterable[Option], environ: Mapping[str, str]
 
 def _given(
     known: Iterable[Option], given: Mapping[str, object], by: Callable[[Option], str]
-) -> dict[str, Said]:
-    found: dict[str, Said] = {}
+) -> dict[str, Given]:
+    found: dict[str, Given] = {}
     options = {name: option for option in known for name in option.names}
     for name, raw in given.items():
         if raw is None:
@@ -126,12 +126,12 @@ def _given(
             raise BadValue(
                 f"{' and '.join(option.names)} differ", why="they are names of one option"
             )
-        found[option.name] = Said(value, by(option))
+        found[option.name] = Given(value, by(option))
     return found
 
 
-def _from_environment(known: Iterable[Option], environ: Mapping[str, str]) -> dict[str, Said]:
-    found: dict[str, Said] = {}
+def _from_environment(known: Iterable[Option], environ: Mapping[str, str]) -> dict[str, Given]:
+    found: dict[str, Given] = {}
     for option in known:
         for name in option.names:
             variable = PREFIX + name.upper()
@@ -146,14 +146,14 @@ def _from_environment(known: Iterable[Option], environ: Mapping[str, str]) -> di
                 )
             if option.name in found:
                 raise BadValue(f"{found[option.name].by} and {variable} are names of one option")
-            found[option.name] = Said(option.read_text(text, variable), variable)
+            found[option.name] = Given(option.read_text(text, variable), variable)
     return found
 
 
-def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
+def _from_file(known: Iterable[Option], path: Path) -> dict[str, Given]:
     """Read a flat mapping. Dashes and underscores in keys are equal; null means no value."""
     options = {name: option for option in known for name in option.names}
-    found: dict[str, Said] = {}
+    found: dict[str, Given] = {}
     seen: set[str] = set()
     faults: list[str] = []
     unknown: UnknownName | None = None
@@ -169,7 +169,7 @@ def _from_file(known: Iterable[Option], path: Path) -> dict[str, Said]:
             faults.append(f"{by} is given twice")
         elif raw is not None:
             try:
-                found[option.name] = Said(option.read(raw, by), by)
+                found[option.name] = Given(option.read(raw, by), by)
             except ConfigError as fault:
                 faults.append(f"{fault.what}; {fault.why}")
         seen.add(option.name)

@@ -13,6 +13,7 @@ from typing import Any
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import LayerGeometry, ModelGeometry
+from kvant.models.weights import ELEMENT_BYTES
 from kvant.plan.graph_sizes import MOST_PIECES, draft_sizes
 from kvant.plan.limits import Limits
 
@@ -21,13 +22,6 @@ RUNTIME_BYTES = 1024 * 2**20
 
 FRAGMENTS = 1.25
 """Memory that an allocator holds for steps of varying sizes, over the need of one step."""
-
-_ELEMENT_BYTES = {
-    ComputeDtype.FLOAT64: 8,
-    ComputeDtype.FLOAT32: 4,
-    ComputeDtype.FLOAT16: 2,
-    ComputeDtype.BFLOAT16: 2,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +53,7 @@ def workspaces(
     """Workspaces of a GPU. config: the model's config.json. draft_counts: as in `Plan`. forward_bytes: what
     the forward allocates for itself.
     """
-    element = _ELEMENT_BYTES[compute]
+    element = ELEMENT_BYTES[compute]
     layers = [layer for layer in geometry.layers if layer.num_q_heads]
     q = max((g.num_q_heads * max(g.head_dim_k, g.head_dim_v) for g in layers), default=0)
     kv = max((g.num_kv_heads * (g.head_dim_k + g.head_dim_v) for g in layers), default=0)

@@ -156,7 +156,7 @@ class Restarts:
         panel=_SERVER,
     )
     most: int = option(
-        3, "So many times before giving up.", name="max_restarts", low=0, panel=_SERVER
+        3, "Number of restarts before giving up.", name="max_restarts", low=0, panel=_SERVER
     )
     window_seconds: float = option(
         600.0, "Seconds in which restarts are counted.", name="restart_window", low=1, panel=_SERVER

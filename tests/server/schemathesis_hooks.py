@@ -25,7 +25,7 @@ CONTRADICTIONS = (
     r"continue_final_message (contradicts add_generation_prompt|needs an assistant message)",
     r"this model's chat template does not read reasoning_effort",
     r"chat_template_kwargs cannot set \w+",
-    r"(tools|tool_choice)\b",
+    r"(messages\[\d+\]\.)?(tools|tool_choice|tool_calls|role)\b",
     r"(messages\[\d+\]\.content|a part of type)",
     r"prompt_logprobs are not offered while streaming",
     r"max_tokens 0 needs echo or prompt_logprobs",

@@ -68,7 +68,7 @@ def test_a_gbnf_grammar_that_makes_no_sense_is_refused_by_its_field(server: Serv
 
 VALUES: dict[str, Any] = {
     "samplers": ["top_k"], "logprob_token_ids": [5], "thinking_token_budget": 5,
-    "repetition_detection": {"min_count": 2}, "vllm_xargs": {"a": 1}, "include_reasoning": False,
+    "repetition_detection": {"min_count": 2}, "vllm_xargs": {"a": 1},
     "early_stopping": True, "typical_p": 0.5, "mirostat": 2, "repeat_penalty": 1.3,
     "dry_multiplier": 0.8, "xtc_probability": 0.5, "stop_regex": "a+", "lora_path": "x",
 }  # fmt: skip

@@ -26,6 +26,7 @@ class Foreign:
 
 _TEXT_ONLY = "the server takes text only"
 _ONE_DEVICE = "one device serves so far"
+_FAMILY = "the chat template tells how the model writes reasoning and tool calls"
 _LOG = "a line for each request is printed with --log-requests only"
 
 VLLM: Mapping[str, Foreign] = {
@@ -89,9 +90,9 @@ VLLM: Mapping[str, Foreign] = {
         True, refused="conversations use the checkpoint's own template",
         way_out=WayOut("put the template into chat_template.jinja of the model's directory"),
     ),
-    "--enable-auto-tool-choice": Foreign(refused="tools are not offered"),
-    "--tool-call-parser": Foreign(True, refused="tools are not offered"),
-    "--reasoning-parser": Foreign(True, refused="reasoning is not separated from the answer"),
+    "--enable-auto-tool-choice": Foreign(no_effect=_FAMILY),
+    "--tool-call-parser": Foreign(True, no_effect=_FAMILY),
+    "--reasoning-parser": Foreign(True, no_effect=_FAMILY),
     "--tokenizer": Foreign(
         True, refused="the tokenizer is the checkpoint's own",
         way_out=WayOut("put the tokenizer's files into the model's directory"),

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +23,7 @@ from kvant.sampling.logprobs import TokenLogprobs
 from kvant.server import wire
 from kvant.server.api_error import ApiError, Disconnected, internal
 from kvant.server.messages import Piece
+from kvant.server.reply import Part, ReplyReader
 from kvant.server.requests import Generation
 from kvant.server.service import Running, Sequence, Service
 
@@ -35,12 +36,14 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How one endpoint answers one request. chat: messages and deltas, else text."""
+    """How one endpoint answers one request. chat: messages and deltas, else text. readers: by index."""
 
     chat: bool
     model: str
     tokenizing: Tokenizing | None
     generation: Generation
+    format: dict[str, Any] | None = None
+    readers: dict[int, ReplyReader] = field(default_factory=dict)
 
     def head(self) -> dict[str, Any]:
         """The fields with which the whole answer, or every chunk of it, begins."""
@@ -65,18 +68,32 @@ class Shape:
             )
         return wire.ChatCompletion(
             **self.head(),
-            choices=[
-                wire.ChatChoice(
-                    message=wire.Message(texts[s.index]),
-                    logprobs=self._chat_logprobs(s.logprobs),
-                    **self._ending(s),
-                )
-                for s in sequences
-            ],
+            choices=[self._chat_choice(running, s, texts[s.index]) for s in sequences],
             usage=usage(running),
             prompt_logprobs=self._prompt_logprobs(sequences[0]),
             prompt_token_ids=self._prompt_ids(sequences[0]),
         )
+
+    def _chat_choice(self, running: Running, sequence: Sequence, text: str) -> wire.ChatChoice:
+        message, ending = wire.Message(text), self._ending(sequence)
+        reader = self._reader(running, sequence)
+        if reader is not None:
+            parts = [*reader.feed(text), *reader.finish()]
+            message = _message(parts, with_reasoning=self.generation.include_reasoning)
+            ending["finish_reason"] = _reason(ending["finish_reason"], reader)
+        return wire.ChatChoice(
+            message=message, logprobs=self._chat_logprobs(sequence.logprobs), **ending
+        )
+
+    def _reader(self, running: Running, sequence: Sequence) -> ReplyReader | None:
+        """Reads this answer; None where its text is shown as it comes."""
+        if not self.generation.reads_reply:
+            return None
+        index = sequence.index
+        if index not in self.readers:
+            tools = self.generation.tools
+            self.readers[index] = ReplyReader(self.format, tools, running.rendered)
+        return self.readers[index]
 
     def _completion_choice(self, sequence: Sequence, text: str) -> wire.CompletionChoice:
         return wire.CompletionChoice(
@@ -119,7 +136,7 @@ class Shape:
         ]
 
     def chunk(
-        self, head: dict[str, Any], sequence: Sequence, pieces: list[Piece]
+        self, head: dict[str, Any], running: Running, sequence: Sequence, pieces: list[Piece]
     ) -> msgspec.Struct | None:
         """One chunk with everything that has come for one sequence; None if that shows nothing."""
         text, last = "".join(piece.text for piece in pieces), pieces[-1]
@@ -132,9 +149,16 @@ class Shape:
             more["token_ids"] = [token for piece in pieces for token in piece.token_ids]
         if self.chat:
             chat_logprobs = self._chat_logprobs(fresh) if fresh else None
-            if not (text or ended or chat_logprobs or more.get("token_ids")):
-                return None
             delta = wire.Delta(content=text) if text else wire.Delta()
+            reader = self._reader(running, sequence)
+            if reader is not None:
+                parts = reader.feed(text)
+                if ended is not None:
+                    parts += reader.finish()
+                    more["finish_reason"] = _reason(ended.value, reader)
+                delta = _delta(parts, with_reasoning=self.generation.include_reasoning)
+            if delta == wire.Delta() and not (ended or chat_logprobs or more.get("token_ids")):
+                return None
             choice = wire.ChatChunkChoice(delta=delta, logprobs=chat_logprobs, **more)
             return wire.ChatCompletionChunk(**head, choices=[choice])
         text = self._echoed(sequence) + text
@@ -247,6 +271,51 @@ class Shape:
         return self.tokenizing.backend.decode([token_id], skip_special_tokens=False)
 
 
+def _message(parts: list[Part], *, with_reasoning: bool) -> wire.Message:
+    text = {
+        kind: "".join(part.text for part in parts if part.kind == kind)
+        for kind in ("content", "reasoning")
+    }
+    calls: list[wire.ToolCall] = []
+    for part in parts:
+        if part.kind == "call" and part.id is not None and part.name is not None:
+            calls.append(wire.ToolCall(part.id, wire.Function("", part.name)))
+        if part.kind == "call":
+            calls[part.number].function.arguments += part.text
+    message = wire.Message(text["content"] or (None if calls else ""))
+    if calls:
+        message.tool_calls = calls
+    if text["reasoning"] and with_reasoning:
+        message.reasoning = message.reasoning_content = text["reasoning"]
+    return message
+
+
+def _delta(parts: list[Part], *, with_reasoning: bool) -> wire.Delta:
+    delta = wire.Delta()
+    if content := "".join(part.text for part in parts if part.kind == "content"):
+        delta.content = content
+    reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+    if reasoning and with_reasoning:
+        delta.reasoning = delta.reasoning_content = reasoning
+    calls = [
+        wire.ToolCallPart(
+            index=part.number,
+            id=part.id or UNSET,
+            type="function" if part.id else UNSET,
+            function=wire.Function(part.text, part.name or UNSET),
+        )
+        for part in parts
+        if part.kind == "call"
+    ]
+    if calls:
+        delta.tool_calls = calls
+    return delta
+
+
+def _reason(reason: str, reader: ReplyReader) -> str:
+    return "tool_calls" if reader.has_calls and reason == "stop" else reason
+
+
 def usage(running: Running) -> wire.Usage:
     """Counts each prompt and its cached tokens once, however many answers it gets."""
     sequences = list(running.sequences.values())
@@ -337,7 +406,7 @@ class EventStream(Response):
                     continue
                 for sequence, pieces in _by_sequence(news):
                     # One choice for each chunk: clients read choices[0].
-                    part = shape.chunk(self._counted(head), sequence, pieces)
+                    part = shape.chunk(self._counted(head), running, sequence, pieces)
                     if part is not None:
                         yield _event(part)
             if wanted.include_usage:

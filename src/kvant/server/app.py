@@ -105,7 +105,8 @@ async def _complete(call: Call) -> Response:
 
 async def _generate(call: Call, generation: Generation, *, chat: bool) -> Response:
     service = call.service
-    shape = Shape(chat, service.config.served_names[0], service.tokenizing, generation)
+    reply = service.require().reply
+    shape = Shape(chat, service.config.served_names[0], service.tokenizing, generation, reply)
     if generation.stream:
         running = await service.open(generation, key=call.key, counted=call.counted)
         return EventStream(service, running, shape)
@@ -183,7 +184,7 @@ async def _tokens_of(service: Service, given: wire.TokenizeBody, raw: dict[str, 
         if given.messages is not None:
             talk = conversation(given, raw, facts)
             special = given.add_special_tokens is True
-            tokens = list(await service.encode_chat(talk, special=special))
+            tokens = list((await service.encode_chat(talk, special=special))[0])
         else:
             tokens = await asyncio.to_thread(
                 service.tokenizing.encode,

@@ -83,9 +83,7 @@ UNSUPPORTED: Mapping[str, IsNeutral] = {
     "custom_logit_processor": _NEVER,
 }
 IN_MESSAGES: Mapping[str, IsNeutral] = {
-    "tool_calls": _EMPTY_LIST,
     "function_call": _NEVER,
-    "tool_call_id": _NEVER,
     "audio": _NEVER,
     "refusal": _NEVER,
 }
@@ -100,7 +98,7 @@ IN_STRUCTURED_OUTPUTS: Mapping[str, IsNeutral] = {
 NO_EFFECT = frozenset(
     {
         "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
-        "parallel_tool_calls", "cache_prompt", "id_slot", "timings_per_token",
+        "cache_prompt", "id_slot", "timings_per_token",
     }
 )  # fmt: skip
 """Fields that describe the client, the bill or the cache: they cannot change an answer."""

@@ -28,12 +28,15 @@ from kvant.server.refused import (
     UNSUPPORTED,
     IsNeutral,
 )
+from kvant.server.reply import Tools
+from kvant.server.reply_formats import writes_reasoning
 from kvant.server.wire import (
     ChatBody,
     ChatMessage,
     CompletionBody,
     ContentPart,
     GenerationBody,
+    MadeCall,
     ResponseFormat,
     StructuredBody,
     TokenizeBody,
@@ -46,6 +49,7 @@ _SALT = re.compile(r"[A-Za-z0-9_-]+")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MOST_SHOWN = 64
 _MOST_DIGITS = 18
+_MOST_TOOLS = 128
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -57,7 +61,7 @@ class Facts:
     """What the server knows about its model.
 
     defaults: sampling parameters of requests that do not set them. template: the chat template; None
-    without one.
+    without one. reply: how its answers are written, see `kvant.server.reply_formats`; None if unknown.
     """
 
     names: tuple[str, ...]
@@ -66,20 +70,22 @@ class Facts:
     has_tokenizer: bool
     defaults: SamplingParams
     template: str | None = None
+    reply: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages for the chat template. variables: further values that the template sees.
 
-    add_generation_prompt: ends the prompt where the assistant's turn begins. continue_final_message: ends
-    it within the last message instead.
+    tools: functions that the template shows. add_generation_prompt: ends the prompt where the assistant's
+    turn begins. continue_final_message: ends it within the last message instead.
     """
 
     messages: tuple[dict[str, Any], ...]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,7 @@ class Generation:
     echo's. special_tokens: whether the tokenizer adds special tokens; None is the endpoint's default.
     token_ids: answers carry token ids. tokens_as_ids: log-probabilities name tokens as "token_id:N".
     request_id: the client's name for the request. unknown: fields without a meaning here.
+    tools: that the answer may call. reads_reply: the answer is split by `kvant.server.reply`.
     """
 
     prompts: tuple[Prompt, ...]
@@ -108,6 +115,9 @@ class Generation:
     tokens_as_ids: bool
     request_id: str | None
     unknown: tuple[str, ...]
+    tools: Tools | None = None
+    reads_reply: bool = False
+    include_reasoning: bool = True
 
     @property
     def n(self) -> int:
@@ -177,8 +187,22 @@ def read_chat(data: bytes, limits: Limits, facts: Facts) -> Generation:
     elif body.top_logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     talk = conversation(body, raw, facts)
-    _refuse_tools(body)
-    return _generation(body, raw, (), talk, logprobs, _max_tokens(body), limits, facts)
+    tools = _tools(body, facts)
+    if tools is not None:
+        talk = replace(talk, tools=tools.specs)
+    found = _generation(body, raw, (), talk, logprobs, _max_tokens(body), limits, facts)
+    if tools is not None and tools.forced is not None:
+        form = _forced_form(tools, found.sampling, limits)
+        found = replace(found, sampling=replace(found.sampling, structured_outputs=form))
+    reads = tools is not None or (
+        facts.reply is not None and writes_reasoning(facts.template or "")
+    )
+    if reads:
+        # The marks of reasoning and calls are special tokens in some families.
+        found = replace(found, sampling=replace(found.sampling, skip_special_tokens=False))
+    return replace(
+        found, tools=tools, reads_reply=reads, include_reasoning=body.include_reasoning is not False
+    )
 
 
 def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
@@ -431,9 +455,13 @@ def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conve
             refuse_unsupported(extra, IN_MESSAGES, where=f"messages[{index}].")
         role = "system" if message.role == "developer" else message.role
         text = message.content
+        if text is None and message.tool_calls:
+            text = ""
         one = {"role": role, "content": text if isinstance(text, str) else _joined(text, index)}
         if message.name is not None:
             one["name"] = message.name
+        if role in ("assistant", "tool"):
+            one |= _of_tools(message, index, facts)
         found.append(one)
     continues = bool(body.continue_final_message)
     adds = body.add_generation_prompt
@@ -469,6 +497,42 @@ def _joined(parts: list[ContentPart] | None, index: int) -> str:
     return "\n".join(texts)
 
 
+def _of_tools(message: ChatMessage, index: int, facts: Facts) -> dict[str, Any]:
+    """What message `index` says of calls and reasoning, as chat templates read it."""
+    where = f"messages[{index}]"
+    found: dict[str, Any] = {}
+    if message.tool_calls or message.role == "tool":
+        name = f"{where}.tool_calls" if message.tool_calls else f"{where}.role"
+        _require_tool_template(facts, name)
+    if message.tool_calls:
+        calls = enumerate(message.tool_calls)
+        found["tool_calls"] = [_made(call, f"{where}.tool_calls[{place}]") for place, call in calls]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:
+        found["reasoning_content"] = reasoning
+    return found
+
+
+def _made(call: MadeCall, where: str) -> dict[str, Any]:
+    """A call with its arguments as an object: chat templates write them themselves."""
+    name = f"{where}.function.arguments"
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        raise bad_request(f"{name}: this is not valid JSON", name) from None
+    if not isinstance(arguments, dict):
+        raise bad_request(f"{name}: this is not a JSON object", name)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id or "", "type": "function", "function": function}
+
+
+def _require_tool_template(facts: Facts, param: str) -> None:
+    if "tools" not in (facts.template or ""):
+        raise bad_request(f"{param}: this model's chat template takes no tools", param)
+
+
 def _variables(body: ChatBody | TokenizeBody, facts: Facts) -> dict[str, Any]:
     """Values for the chat template. reasoning_effort is refused where the template does not read it."""
     given = dict(body.chat_template_kwargs or {})
@@ -487,12 +551,58 @@ def _variables(body: ChatBody | TokenizeBody, facts: Facts) -> dict[str, Any]:
     return given
 
 
-def _refuse_tools(body: ChatBody) -> None:
-    """Without tools, tool_choice has no effect; with tool_choice none, tools have none."""
-    if body.tools and body.tool_choice != "none":
-        raise bad_request("tools are not offered by this server", "tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise bad_request("tool_choice needs tools, which are not offered", "tool_choice")
+def _tools(body: ChatBody, facts: Facts) -> Tools | None:
+    """The tools that the answer may call; None for none. Without tools, tool_choice has no effect."""
+    choice = body.tool_choice
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        raise bad_request("tool_choice is none, auto, required or a function", "tool_choice")
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise bad_request("tool_choice needs tools", "tool_choice")
+        return None
+    _at_most(len(body.tools), _MOST_TOOLS, "tools", "functions")
+    if choice == "none":
+        return None
+    _require_tool_template(facts, "tools")
+    names = [tool.function.name for tool in body.tools]
+    if len(set(names)) < len(names):
+        raise bad_request("tools name a function twice", "tools")
+    forced = None
+    if not isinstance(choice, str) and choice is not None:
+        forced = choice.function.name
+        if forced not in names:
+            raise bad_request("tool_choice names a function that is not in tools", "tool_choice")
+    elif choice == "required":
+        forced = ""
+    if forced is None and facts.reply is None:
+        raise bad_request(
+            "the format in which this model calls tools is not known here; tool_choice required, or "
+            "a function, works",
+            "tools",
+        )
+    specs = tuple(_without_none(msgspec.to_builtins(tool)) for tool in body.tools)
+    return Tools(specs, forced, body.parallel_tool_calls is not False)
+
+
+def _without_none(value: Any) -> Any:
+    """An object without its null fields, which chat templates would show."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+
+
+def _forced_form(tools: Tools, sampling: SamplingParams, limits: Limits) -> StructuredOutputs:
+    if sampling.structured_outputs is not None:
+        raise bad_request("tool_choice contradicts a form of the answer", "tool_choice")
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(sampling, name):
+            raise bad_request(f"{name} contradicts tool_choice", name)
+    try:
+        form = StructuredOutputs(json=json.dumps(tools.form), asked_as="tools")
+        form.require_within(limits.form)
+    except RequestError as fault:
+        raise of_request(fault) from None
+    return form
 
 
 # -- checks ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kvant.server.api_error import ApiError, bad_request, of_failure, of_request
 from kvant.server.config import ServerConfig
 from kvant.server.messages import Failure, Piece, Ready, Report
 from kvant.server.metrics import Metrics
+from kvant.server.reply_formats import reply_format
 from kvant.server.requests import (
     Conversation,
     Facts,
@@ -58,7 +59,8 @@ class Sequence:
 class Running:
     """A request in the engine. Its opener closes it, on every path.
 
-    sequences: by id, in the order of the choices, `copies` of each prompt.
+    sequences: by id, in the order of the choices, `copies` of each prompt. rendered: the conversation as
+    text, where the answer is to be read.
     """
 
     sequences: dict[int, Sequence]
@@ -71,6 +73,7 @@ class Running:
     open_ids: set[int]
     counted: dict[str, object]
     first_token: float = 0.0
+    rendered: str = ""
 
 
 class Service:
@@ -104,6 +107,7 @@ class Service:
         if self.facts is None:
             path = Path(ready.path)
             self.tokenizing = open_tokenizer(path)
+            template = self._template()
             self.facts = Facts(
                 names=self.config.served_names,
                 max_model_len=ready.max_model_len,
@@ -112,7 +116,8 @@ class Service:
                 defaults=recommended_params(path)
                 if self.config.model_defaults
                 else SamplingParams(),
-                template=self._template(),
+                template=template,
+                reply=None if template is None else reply_format(template),
             )
 
     def _template(self) -> str | None:
@@ -168,11 +173,13 @@ class Service:
         facts = self.require()
         self.admission.take(generation.num_sequences)
         try:
-            prompts = await self._tokenise(generation, facts)
+            prompts, rendered = await self._tokenise(generation, facts)
             self.require()  # it may have died meanwhile
             self.admission.take_tokens(sum(map(len, prompts)))
             salt = self.salt_of(key, generation.salt)
-            return self._submit(generation, prompts, salt, counted)
+            running = self._submit(generation, prompts, salt, counted)
+            running.rendered = rendered if generation.reads_reply else ""
+            return running
         except BaseException:
             self.admission.give_back(generation.num_sequences)
             raise
@@ -228,13 +235,19 @@ class Service:
         self.admission.give_back_tokens(sequence.queued_tokens)
         sequence.queued_tokens = 0
 
-    async def _tokenise(self, generation: Generation, facts: Facts) -> list[tuple[int, ...]]:
-        talk = generation.conversation
+    async def _tokenise(
+        self, generation: Generation, facts: Facts
+    ) -> tuple[list[tuple[int, ...]], str]:
+        """Returns the prompts as token ids, and the rendered conversation."""
+        talk, rendered = generation.conversation, ""
         name = "prompt" if talk is None else "messages"
         try:
             if talk is not None:
                 special = generation.special_tokens is True
-                found = [await self.encode_chat(talk, most=facts.max_model_len, special=special)]
+                tokens, rendered = await self.encode_chat(
+                    talk, most=facts.max_model_len, special=special
+                )
+                found = [tokens]
             else:
                 found = await asyncio.to_thread(self._encode_all, generation, facts.max_model_len)
         except TooManyTokens as fault:
@@ -245,7 +258,7 @@ class Service:
         for tokens in found:
             check_length(len(tokens), generation, name, facts)
         check_prompt_logprobs(found, generation, self.config.limits.prompt_logprobs)
-        return found
+        return found, rendered
 
     def _encode_all(self, generation: Generation, most: int) -> list[tuple[int, ...]]:
         """Runs in a thread: the tokenizers library releases the interpreter while it works."""
@@ -260,8 +273,8 @@ class Service:
 
     async def encode_chat(
         self, talk: Conversation, *, most: int | None = None, special: bool = False
-    ) -> tuple[int, ...]:
-        """Returns a conversation as token ids, rendered by the model's template within its limits.
+    ) -> tuple[tuple[int, ...], str]:
+        """Returns a conversation as token ids and as text, rendered by the model's template.
 
         special: the tokenizer adds its special tokens to those that the template writes. Raises
         TooManyTokens above `most`.
@@ -279,13 +292,13 @@ class Service:
                 variables,
                 talk.add_generation_prompt,
                 talk.continue_final_message,
+                talk.tools,
             )
         )
-        return tuple(
-            await asyncio.to_thread(
-                tokenizing.encode_rendered, text, add_special_tokens=special, most=most
-            )
+        tokens = await asyncio.to_thread(
+            tokenizing.encode_rendered, text, add_special_tokens=special, most=most
         )
+        return tuple(tokens), text
 
     def _with_tokenizer(self, param: str) -> Tokenizing:
         if self.tokenizing is None:

@@ -30,6 +30,7 @@ class Render(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     variables: dict[str, Any]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: tuple[dict[str, Any], ...] | None = None
 
 
 class Rendered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +64,7 @@ def _render(request: Render, render: Any) -> Rendered:
     try:
         (text,), _ = render(
             conversations=[list(request.messages)],
+            tools=None if request.tools is None else list(request.tools),
             chat_template=request.template,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

@@ -26,10 +26,50 @@ class ContentPart(Struct, frozen=True):
     text: str | None = None
 
 
+class CalledFunction(Struct, frozen=True):
+    """arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class MadeCall(Struct, frozen=True):
+    """A tool call in an assistant's message of the conversation."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Struct, frozen=True):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class FunctionSpec(Struct, frozen=True):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(Struct, frozen=True):
+    function: FunctionSpec
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(Struct, frozen=True):
+    name: str
+
+
+class NamedTool(Struct, frozen=True):
+    function: NamedFunction
+    type: Literal["function"] = "function"
 
 
 class StreamOptions(Struct, frozen=True):
@@ -138,8 +178,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: _LOGPROBS = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 _PROMPT_FORMS = [
@@ -180,6 +222,7 @@ class DetokenizeBody(Struct, frozen=True, kw_only=True):
 
 Count = Annotated[int, Meta(ge=0)]
 Reason = Literal["stop", "length"]
+ChatReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorInside(Struct):
@@ -236,17 +279,42 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
 TokenIds = list[Count] | UnsetType
 
 
+class Function(Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(Struct):
+    id: str
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class ToolCallPart(Struct, kw_only=True):
+    """A part of a call. Its first part has the id and the name; arguments are joined."""
+
+    index: Count
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: Function
+
+
 class Message(Struct):
+    """reasoning_content and reasoning are the same text: clients read one or the other."""
+
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
     index: Count
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: Reason
+    finish_reason: ChatReason
     stop_reason: str | int | None
     token_ids: TokenIds = UNSET
 
@@ -266,13 +334,16 @@ class ChatCompletion(Struct, kw_only=True):
 class Delta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPart] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):
     index: Count
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Reason | None = None
+    finish_reason: ChatReason | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: TokenIds = UNSET
 

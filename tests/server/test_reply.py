@@ -1,0 +1,220 @@
+"""What families of models write is read the same way whole and cut anywhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvant.server.reply import Part, ReplyReader, Tools
+from kvant.server.reply_formats import reply_format, writes_reasoning
+
+# ruff: noqa: RUF001  DeepSeek's marks have characters of their own
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+TOOLS = Tools((WEATHER,))
+PARIS = ("get_weather", {"city": "Paris", "days": 2})
+OSLO = ("get_weather", {"city": "Oslo", "days": 1})
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """template: the marks by which a chat template is recognised. prefix: the end of a rendered prompt."""
+
+    name: str
+    template: str
+    prefix: str
+    output: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, Any], ...] = field(default=())
+
+
+_HERMES = "<|im_start|> <tool_call> <think> tools"
+_CHATML = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+_JSON_PARIS = '{"city": "Paris", "days": 2}'
+_JSON_OSLO = '{"city": "Oslo", "days": 1}'
+_DEEPSEEK = "<｜tool▁call▁begin｜> <think> tools"
+_HARMONY = "<|channel|> <|message|> tools"
+RECORDED = (
+    Recorded("hermes text", _HERMES, _CHATML, "Hello there.\n", "Hello there."),
+    Recorded(
+        "qwen3 thinks and calls", _HERMES, _CHATML,
+        "<think>\nI need the weather.\n</think>\n\nLet me look.\n<tool_call>\n"
+        f'{{"name": "get_weather", "arguments": {_JSON_PARIS}}}\n</tool_call>\n<tool_call>\n'
+        f'{{"name": "get_weather", "arguments": {_JSON_OSLO}}}\n</tool_call>',
+        "Let me look.", "I need the weather.", (PARIS, OSLO),
+    ),
+    Recorded(
+        "qwen3 with the thinking opened by the template", _HERMES, _CHATML + "<think>\n",
+        "Short.\n</think>\n\nYes.", "Yes.", "Short.",
+    ),
+    Recorded(
+        "smollm3 without thinking", _HERMES, _CHATML + "<think>\n\n</think>\n",
+        f'<tool_call>{{"name": "get_weather", "arguments": {_JSON_PARIS}}}</tool_call>',
+        calls=(PARIS,),
+    ),
+    Recorded(
+        "a call that is not JSON is shown", _HERMES, _CHATML,
+        '<tool_call>\n{"name": "get_weather", "argum\n</tool_call>',
+        '{"name": "get_weather", "argum',
+    ),
+    Recorded("thinking that was cut", _HERMES, _CHATML, "<think>\nOn and on", "", "On and on"),
+    Recorded(
+        "qwen3.5", "<|im_start|> <tool_call> <function= <think> tools", _CHATML + "<think>\n",
+        "Weather.\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n"
+        "</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+        "", "Weather.", (PARIS,),
+    ),
+    Recorded(
+        "glm-4.5", "<tool_call> <arg_key> <think> tools", "<|user|>\nhi<|assistant|>\n",
+        "<think>The user wants Paris.</think>Checking.\n<tool_call>get_weather\n"
+        "<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>",
+        "Checking.", "The user wants Paris.", (PARIS,),
+    ),
+    Recorded(
+        "glm-4.7", "<tool_call> <arg_key> <think> tools", "<|user|>hi<|assistant|><think>",
+        "The user wants Paris.</think>Checking.<tool_call>get_weather<arg_key>city</arg_key>"
+        "<arg_value>Paris</arg_value><arg_key>days</arg_key><arg_value>2</arg_value></tool_call>",
+        "Checking.", "The user wants Paris.", (PARIS,),
+    ),
+    Recorded(
+        "gpt-oss calls", _HARMONY, "<|start|>user<|message|>hi<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>We should call the tool.<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + _JSON_PARIS,
+        "", "We should call the tool.", (PARIS,),
+    ),
+    Recorded(
+        "gpt-oss answers", _HARMONY, "<|start|>assistant",
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>"
+        "Four.", "Four.", "Easy.",
+    ),
+    Recorded(
+        "deepseek v3", _DEEPSEEK + "```json", "<｜User｜>hi<｜Assistant｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        f"{_JSON_PARIS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        f"```json\n{_JSON_OSLO}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        calls=(PARIS, OSLO),
+    ),
+    Recorded(
+        "deepseek v3.1", _DEEPSEEK, "<｜User｜>hi<｜Assistant｜></think>",
+        "Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        f"{_JSON_PARIS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Let me look.", calls=(PARIS,),
+    ),
+    Recorded(
+        "deepseek r1", "<think> <｜Assistant｜>", "<｜User｜>hi<｜Assistant｜><think>\n",
+        "Hm.\n</think>\n\nYes.", "Yes.", "Hm.",
+    ),
+    Recorded(
+        "mistral 7b v0.3", "[TOOL_CALLS] tools", "[INST] hi[/INST]",
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {_JSON_PARIS}}}, '
+        f'{{"name": "get_weather", "arguments": {_JSON_OSLO}}}]',
+        calls=(PARIS, OSLO),
+    ),
+    Recorded(
+        "mistral small 3.2", "[TOOL_CALLS] [ARGS] tools", "[INST]hi[/INST]",
+        f"Sure.[TOOL_CALLS]get_weather[ARGS]{_JSON_PARIS}[TOOL_CALLS]get_weather[ARGS]{_JSON_OSLO}",
+        "Sure.", calls=(PARIS, OSLO),
+    ),
+    Recorded(
+        "magistral", "[TOOL_CALLS] [ARGS] [THINK] tools", "[INST]hi[/INST]",
+        "[THINK]Hm.[/THINK]Yes.", "Yes.", "Hm.",
+    ),
+    Recorded(
+        "llama 3.1", "<|start_header_id|> parameters tools",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        f'{{"name": "get_weather", "parameters": {_JSON_PARIS}}}', calls=(PARIS,),
+    ),
+    Recorded(
+        "llama 3.1 with its mark", "<|start_header_id|> parameters tools",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        f'<|python_tag|>{{"name": "get_weather", "parameters": {_JSON_PARIS}}}', calls=(PARIS,),
+    ),
+    Recorded(
+        "llama 3.2 text with JSON in it", "<|start_header_id|> parameters tools",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        'Write {"name": "x"} there.', 'Write {"name": "x"} there.',
+    ),
+    Recorded(
+        "llama 4", "<|header_start|> parameters tools",
+        "<|header_start|>assistant<|header_end|>\n\n",
+        f'{{"name": "get_weather", "parameters": {_JSON_PARIS}}}', calls=(PARIS,),
+    ),
+    Recorded(
+        "gemma 4", "<|tool_call>call: <|channel> tools", "<|turn>model\n",
+        "<|channel>thought\nThe weather.<channel|><|tool_call>call:get_weather"
+        '{city:<|"|>Paris<|"|>,days:2}<tool_call|>', "", "The weather.", (PARIS,),
+    ),
+)  # fmt: skip
+
+
+def _read(recorded: Recorded, pieces: list[str], tools: Tools | None = TOOLS) -> dict[str, Any]:
+    reader = ReplyReader(reply_format(recorded.template), tools, recorded.prefix)
+    parts: list[Part] = []
+    for piece in pieces:
+        parts += reader.feed(piece)
+    return _joined(parts + reader.finish())
+
+
+def _joined(parts: list[Part]) -> dict[str, Any]:
+    calls: dict[int, list[str]] = {}
+    for part in parts:
+        if part.kind == "call":
+            found = calls.setdefault(part.number, ["", ""])
+            found[0] += part.name or ""
+            found[1] += part.text
+    return {
+        "content": "".join(p.text for p in parts if p.kind == "content"),
+        "reasoning": "".join(p.text for p in parts if p.kind == "reasoning"),
+        "calls": tuple((name, json.loads(text)) for name, text in calls.values()),
+    }
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded.name)
+def test_recorded_outputs_are_read_whole_and_cut_anywhere(recorded: Recorded) -> None:
+    text = recorded.output
+    whole = _read(recorded, [text])
+    assert whole == {
+        "content": recorded.content, "reasoning": recorded.reasoning, "calls": recorded.calls,
+    }  # fmt: skip
+    for cut in range(len(text) + 1):
+        assert _read(recorded, [text[:cut], text[cut:]]) == whole, cut
+    assert _read(recorded, list(text)) == whole
+
+
+def test_one_call_is_kept_where_several_are_not_wanted() -> None:
+    recorded = next(one for one in RECORDED if len(one.calls) == 2)
+    found = _read(recorded, list(recorded.output), Tools((WEATHER,), parallel=False))
+    assert found["calls"] == (PARIS,)
+
+
+def test_forced_calls_are_read_by_their_form() -> None:
+    unknown = Recorded("unknown", "", "", "")
+    named = Tools((WEATHER,), forced="get_weather")
+    assert named.form == WEATHER["function"]["parameters"]  # type: ignore[index]
+    assert _read(unknown, list(_JSON_PARIS), named)["calls"] == (PARIS,)
+    required = Tools((WEATHER,), forced="")
+    assert required.form["items"]["anyOf"][0]["properties"]["name"] == {"const": "get_weather"}
+    text = f'[{{"name": "get_weather", "parameters": {_JSON_PARIS}}}]'
+    assert _read(unknown, list(text), required)["calls"] == (PARIS,)
+    assert _read(unknown, [text[:-5]], required)["content"] == text[:-5], "max_tokens cut it"
+
+
+def test_an_unknown_family_is_shown_as_it_is() -> None:
+    assert reply_format("{{ messages }}") is None
+    assert not writes_reasoning("{{ messages }}")
+    reader = ReplyReader(None, None, "")
+    assert [part.text for part in reader.feed("<think>x")] == ["<think>x"]

@@ -1,0 +1,168 @@
+"""Tools and reasoning over HTTP, with a model whose template takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.server.harness import Server, build_model, events
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = """{%- if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>\
+{% endfor %}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+HELLO = [{"role": "user", "content": "hello"}]
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path: Path = build_model(tmp_path_factory.mktemp("tooled"))
+    config = path / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    with Server(path) as server:
+        yield server
+
+
+def ask(server: Server, **more: Any) -> Any:
+    body = {"messages": HELLO, "tools": [TOOL], "max_tokens": 900, "seed": 1, **more}
+    answer = server.post(CHAT, body)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
+def test_a_forced_call_comes_whole_and_in_parts(tooled: Server, choice: Any) -> None:
+    choice_ = ask(tooled, tool_choice=choice, parallel_tool_calls=False)["choices"][0]
+    assert choice_["finish_reason"] == "tool_calls"
+    assert choice_["message"]["content"] is None
+    (call,) = choice_["message"]["tool_calls"]
+    assert call["type"] == "function"
+    assert call["id"].isalnum()
+    assert call["function"]["name"] == "add"
+    assert set(json.loads(call["function"]["arguments"])) == {"a"}
+
+    body = {
+        "messages": HELLO, "tools": [TOOL], "max_tokens": 900, "seed": 1, "stream": True,
+        "tool_choice": choice, "parallel_tool_calls": False,
+    }  # fmt: skip
+    chunks = events(tooled.post(CHAT, body).body)
+    parts = [p for k in chunks for c in k["choices"] for p in c["delta"].get("tool_calls", ())]
+    assert parts[0]["function"]["name"] == "add"
+    assert {part["index"] for part in parts} == {0}
+    assert sum("id" in part for part in parts) == 1
+    joined = "".join(part["function"]["arguments"] for part in parts)
+    assert json.loads(joined) == json.loads(call["function"]["arguments"])
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    if choice == NAMED:
+        assert len(parts) > 1, "arguments are streamed"
+
+
+def test_tools_reach_the_template_only_where_they_may_be_called(tooled: Server) -> None:
+    plain = tooled.post(CHAT, {"messages": HELLO, "max_tokens": 1}).json["usage"]["prompt_tokens"]
+    told = ask(tooled, tool_choice="auto", max_tokens=1)["usage"]["prompt_tokens"]
+    none = ask(tooled, tool_choice="none", max_tokens=1)["usage"]["prompt_tokens"]
+    assert told > plain == none
+
+
+def test_a_conversation_with_calls_and_results_is_rendered(tooled: Server) -> None:
+    call = {"id": "abc", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc", "content": "2"},
+    ]
+    tokens = tooled.post("/tokenize", {"messages": talk}).json["tokens"]
+    text = tooled.post("/detokenize", {"tokens": tokens}).json["prompt"]
+    assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in text
+    assert "<|im_start|>tool\n2<|im_end|>" in text
+
+
+def test_thinking_that_the_template_opened_is_reasoning(tooled: Server) -> None:
+    body = {
+        "messages": HELLO, "max_tokens": 8, "temperature": 0,
+        "chat_template_kwargs": {"enable_thinking": True},
+    }  # fmt: skip
+    message = tooled.post(CHAT, body).json["choices"][0]["message"]
+    assert message["reasoning_content"] == message["reasoning"] != ""
+    assert message["content"] == ""
+    chunks = events(tooled.post(CHAT, {**body, "stream": True}).body)
+    deltas = [c["delta"] for k in chunks for c in k["choices"]]
+    assert "".join(d.get("reasoning", "") for d in deltas) == message["reasoning"]
+    hidden = tooled.post(CHAT, {**body, "include_reasoning": False}).json["choices"][0]["message"]
+    assert "reasoning" not in hidden
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+        ({"tool_choice": "required", "min_tokens": 2}, "min_tokens"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [
+                {"function": {"name": "add", "arguments": "{"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_by_its_field(
+    tooled: Server, more: dict[str, Any], param: str
+) -> None:
+    answer = tooled.post(CHAT, {"messages": HELLO, "tools": [TOOL], "max_tokens": 9, **more})
+    assert answer.status == 400
+    assert answer.error["param"] == param
+
+
+def test_openais_own_client_gets_its_call(tooled: Server) -> None:
+    client = OpenAI(base_url=f"http://127.0.0.1:{tooled.port}/v1", api_key="x", max_retries=0)
+    with client:
+        answer = client.chat.completions.create(
+            model=tooled.model.name,
+            messages=HELLO,  # type: ignore[arg-type]
+            tools=[TOOL],  # type: ignore[list-item]
+            tool_choice="required",
+            max_tokens=900,
+        )
+    calls = answer.choices[0].message.tool_calls
+    assert calls
+    assert calls[0].type == "function"
+    assert calls[0].function.name == "add"
+
+
+def test_a_model_without_a_tool_template_says_so(server: Server) -> None:
+    answer = server.post(CHAT, {"messages": HELLO, "tools": [TOOL]})
+    assert answer.status == 400
+    assert answer.error["param"] == "tools"
+    assert "takes no tools" in answer.error["message"]

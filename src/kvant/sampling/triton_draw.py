@@ -193,7 +193,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
     bound = least(best, temperature, tl.load(numbers + program * 5 + 3))
     wanted = wanted & _is_open(drawn, program, top_k, top_p)
     own = state + BY_SHARE * 4 * most + program
-    # Of the equals of top_k's edge some may be left out: they are added up apart.
+    # Some equals of top_k's edge may be left out: they are summed separately.
     edge = tl.full((), -2147483648, tl.int64)
     equals = tl.full((), 0.0, tl.float64)
     if BY_SHARE:

@@ -33,7 +33,7 @@ from kvant.plan.resolution import resolve_again
 
 MOST_WINDOWS = 4
 """Windows that are read side by side."""
-_DECODE_COST = 3  # a generated token takes about as long as so many tokens of a prompt
+_DECODE_COST = 3  # a generated token takes about as long as this many tokens of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """Plans by the names of their formats, without those that need as many bytes as the baseline.
+    """Return plans by format name, without formats that need as many bytes as the baseline.
 
     refused: why a format cannot be measured here, by its name. layered: the format that each layer stores
     alone, in `layers`. k_only, v_only: the other side is stored as in the baseline.
@@ -233,7 +233,7 @@ class Evaluation:
 def run_parts(
     parts: Sequence[Part], kept: Kept, told: Callable[[int, int], None]
 ) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """All parts by name; those that are kept already are not measured again.
+    """Return all parts by name; kept parts are not measured again.
 
     told: called with the number of tokens that are done, and of all that this call reads.
     """

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_ROWS = 64  # so many rows at a time, for the processor's cache
+_ROWS = 64  # rows at a time, for the processor's cache
 
 
 @dataclass(frozen=True, slots=True)

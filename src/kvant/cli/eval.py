@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CONTEXTS = (512, 2048, 8192, 32768)
 QUICK_CONTEXTS = (512, 2048)
+LEAST_NEEDLE_TOKENS = 256
 
 
 class Format(Enum):
@@ -182,7 +183,8 @@ def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -
     short = wanted[0]
     if quick:
         return Extent(wanted, 1024, 16, min(512, short), min(256, short), 2, 64, ())
-    return Extent(wanted, tokens, 64, short, short, 8, 256, wanted)
+    needles = tuple(c for c in wanted if c >= LEAST_NEEDLE_TOKENS)
+    return Extent(wanted, tokens, 64, short, short, 8, 256, needles)
 
 
 class _Progress:

@@ -6,7 +6,7 @@ import importlib.util
 
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
-from kvant.models.fused.info import products, refuse_layers
+from kvant.models.fused.info import has_experts, products, refuse_layers
 from kvant.models.geometry.compute_dtype import host_cpu_has_avx2
 from kvant.models.geometry.weight_recipe import read_recipe
 
@@ -45,6 +45,8 @@ def _refuse(facts: ForwardFacts) -> str | None:
         return f"it computes in float32, not in {facts.compute.value}"
     if facts.quantization is not None and read_recipe(facts.config) is not None:
         return "the checkpoint's weights are quantised already"
+    if has_experts(facts):
+        return "it runs dense layers, and this model has experts"
     return refuse_layers(facts) or refuse_host() or _refuse_shapes(facts)
 
 

@@ -102,7 +102,10 @@ def draw_from_few(
 def narrow(
     logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space, *, by_share: bool
 ) -> None:
-    """Find the edge of top_k or, after that, the one of top_p, of those rows that still need it."""
+    """Find the edge of top_k, or after that of top_p, in rows that still need it.
+
+    Arguments as for `draw_from_few`; the result is in `space.state`.
+    """
     count, stretches = len(rows), space.sums.shape[1]
     per = _stretches_of_a_program(count, stretches)
     for place in range(_PASSES):
@@ -115,7 +118,7 @@ def narrow(
 
 
 def choose(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space) -> None:
-    """Put a drawn token into the place of the likeliest one, in rows that still need it.
+    """Replace the most likely token by a sampled one in rows that still need it; mutates tokens [n].
 
     The tokens that the filters keep are ordered by id; the sampled token is the first one whose
     cumulative weight exceeds u times the total. Rows with temperature 0, or whose largest logit is not

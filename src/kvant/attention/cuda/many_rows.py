@@ -142,7 +142,10 @@ def launch(
     target: int,
     least: int,
 ) -> None:
-    """Fill out, or partials of items; arguments as of `paged_attention`. q is not rotated yet."""
+    """Attend to q [T, num_q_heads, head_dim], not rotated yet; write `out` or partial results of items.
+
+    out: [T, num_q_heads, head_dim_v]. partial, partial_lse, items, target, least: as in `paged_attention`.
+    """
     spec = cache.spec
     assert spec.k is not None
     assert spec.v is not None

@@ -40,7 +40,7 @@ _MOST_TOGETHER = 32
 
 
 def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: bool) -> bool:
-    """Whether cuDNN computes what this layer means."""
+    """True if cuDNN serves this layer. Only the dtype and device of q [T, num_q_heads, head_dim] matter."""
     plain = params.window is None and not params.softcap and params.sinks is None
     return causal and plain and _serves(cache.spec.geometry, q.dtype, q.device)
 

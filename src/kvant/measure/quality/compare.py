@@ -158,7 +158,7 @@ def _timed(reader: TextReader, ids: Tensor, times: list[float]) -> Tensor:
 
 
 def contender_tokens(num_plans: int, windows: Tensor, decode: int) -> int:
-    """How many tokens `compare_windows` reads, if all plans fit into one group."""
+    """Tokens that `compare_windows` reads of windows [n, context] if all plans fit into one group."""
     return (num_plans + 1) * (windows.numel() + decode * windows.shape[0])
 
 

@@ -196,7 +196,10 @@ class FusedDecoder:
         return Angles(*frequencies(self.rotary, self.embedding, step.positions), by_position=False)
 
     def enter(self, index: int, qkv: Tensor, angles: Angles, call: StepCall) -> Tensor:
-        """Split the product qkv of a layer: write keys and values to their slots, return the queries."""
+        """Split qkv [T, (Hq + 2 Hkv) * head_dim]: write keys and values, return rotated queries.
+
+        Returns [T, num_q_heads, head_dim].
+        """
         layer, step = self.layers[index], call.step
         backend, cache = call.backends[index], call.pool[index]
         weights = layer.q_norm, layer.k_norm
@@ -238,7 +241,7 @@ def frequencies(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tens
 
 
 def linear_for(weight: Tensor) -> Linear:
-    """Return torch's product; on a GPU, with Kvant's kernel for single rows."""
+    """Return the product for weights [out, in] on this device; a GPU has a kernel for single rows."""
     if weight.device.type == "cuda":
         from kvant.models.fused.matvec import linear
 
@@ -247,7 +250,7 @@ def linear_for(weight: Tensor) -> Linear:
 
 
 def kernels_for(weight: Tensor, *, batch_invariant: bool = False) -> Kernels:
-    """Triton's on a GPU, plain torch elsewhere and for float64."""
+    """Return kernels for weight [..]: Triton's on a GPU, plain torch elsewhere and for float64."""
     if weight.device.type == "cuda" and weight.dtype is not torch.float64:
         from kvant.models.fused.triton_kernels import TritonKernels
 

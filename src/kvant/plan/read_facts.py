@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvant.attention.need import DeviceFacts
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.json_file import read_json_object
-from kvant.kv.checkpoint.read import read_declarations
+from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.models.directory import CONFIG_NAME
 from kvant.models.geometry import read_draft_geometry, read_geometry
@@ -66,7 +66,7 @@ def _read_model(local: LocalModel, device: DeviceFacts) -> ModelFacts:
     if local.source in (ModelSource.GGUF, ModelSource.DEMO):
         checkpoint = CheckpointKV(checked=True)  # says nothing about KV, converted yet or not
     else:
-        checkpoint = read_declarations(local.path, config, headers)
+        checkpoint = read_checkpoint(local.path, config, headers)
     weights = read_stored_weights(local.path, config, headers)
     refusal = None if is_drafter(config) else refuse_weights(config, local.path, device)
     return ModelFacts(local, config, checkpoint, weights, are_decoded(config, device), refusal)

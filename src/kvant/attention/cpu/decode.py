@@ -1,6 +1,6 @@
 """The two kernels of an encoding: scores of a tile of keys, and weighted sums of a tile of values.
 
-Compiled when a layer first needs the encoding, once, for every head size, then kept on disk.
+The first layer that needs an encoding compiles its kernels, once for every head size; they are kept on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvant.kernels.cpu.compiled import compiled
 from kvant.kernels.cpu.vector import load_i64
 
 FEW_ROWS = 12
-"""Up to so many rows, codes are unpacked anew for every 6 of them; beyond, once into float32."""
+"""Up to this many rows, codes are unpacked again for every 6 rows; with more rows, once into float32."""
 _PITCH = 4 * TILE
 _BASE, _STRIDE, _SLOTS, _ROW_WORDS, _HEAD_DIM, _ROWS = (
     int(f) for f in (Tile.BASE, Tile.STRIDE, Tile.SLOTS, Tile.ROW_WORDS, Tile.HEAD_DIM, Tile.ROWS)

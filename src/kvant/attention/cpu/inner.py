@@ -7,8 +7,8 @@
     expand_values rows of codes -> float32 [64][head_dim]                   (many rows: then `multiply`)
     multiply      c (+)= a b in float32
 
-Either way a score is the sum over a row's numbers in their order, and an output the sum over keys
-in theirs, one fused multiply-add each: few rows and many give the same bits.
+Both ways sum a score over a row's numbers in order, and an output over keys in order, with one fused
+multiply-add per term. So few rows and many rows give the same bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LINE = 64
 _PITCH = 4 * TILE  # bytes of one row of [..][TILE] floats or words
 _ZERO = every(FLOATS, 0.0)
 _FEW = (6, 4, 3, 2, 1)
-"""Rows of queries that are taken together, where codes are unpacked for them."""
+"""Numbers of query rows that share one unpacking of codes."""
 
 
 def _literal(given: Any) -> int:

@@ -1,4 +1,4 @@
-"""What launches share: planes as kernels load them."""
+"""Arguments that launches share: planes as kernels load them, scales, paddings."""
 
 from __future__ import annotations
 

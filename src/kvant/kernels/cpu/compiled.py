@@ -80,7 +80,7 @@ def kept_on_disk() -> Iterator[bool]:
 
 
 WORKER = types.void(types.int64, types.int64)
-"""Signature of what a thread runs: the address of a block of fields, and a number that may be unused."""
+"""Signature of a worker: the address of a block of fields, and a number that may be unused."""
 
 
 def compiled(function: Callable[..., Any], signature: Any = WORKER) -> Any:
@@ -113,7 +113,7 @@ def _tell_once(place: str, why: str) -> None:
 
 @cache
 def compiled_worker(work: Callable[..., None], signature: Any = WORKER) -> int:
-    """Address of `work`, compiled: what every thread runs."""
+    """Address of `work`, compiled; every thread runs it."""
     return int(compiled(work, signature).address)
 
 
@@ -129,6 +129,6 @@ class Entry:
 
 @cache
 def compiled_entry(function: Callable[[int, int, int, int], int]) -> Entry:
-    """`function`, of four addresses or numbers, compiled."""
+    """Compile `function`, which takes four int64 (addresses or numbers)."""
     made = compiled(function, "int64(int64, int64, int64, int64)")
     return Entry(made.ctypes, int(made.address))

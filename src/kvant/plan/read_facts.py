@@ -32,8 +32,8 @@ def read_facts(
     """Read everything that planning `request` needs. Imports no torch for a CPU.
 
     memory: measure this machine's memory. weights: fetch or convert the weights, because they will be
-    loaded; progress is told about that. known: facts of the same request, read without weights: what has
-    not changed since is kept as it is. Raises ConfigError for files that are missing or broken.
+    loaded; progress is told about that. known: facts of the same request, read without weights; models
+    that have not changed since are not read again. Raises ConfigError for missing or broken files.
     """
 
     def model(name: str, revision: str | None, before: ModelFacts | None) -> ModelFacts:

@@ -146,10 +146,10 @@ def judge(
     answer_tokens: int = 0,
     num_answers: int | None = None,
 ) -> list[Judged]:
-    """Every format on the model that `llm` has loaded; the first is what the others drift from.
+    """Judge every format on the model of `llm`; drift is measured from the first one.
 
-    answer_tokens: of a greedy answer to each question; 0 leaves the answers out. num_answers: answer only
-    the first so many questions.
+    answer_tokens: length of a greedy answer to each question; 0 skips answers. num_answers: number of
+    questions to answer, None for all.
     """
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)

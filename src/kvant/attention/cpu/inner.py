@@ -44,7 +44,7 @@ from kvant.kernels.cpu.vector import (
 )  # fmt: skip
 
 TILE = 64
-"""Keys that are taken together; 4 vectors of lanes."""
+"""Keys per tile; 4 vectors of lanes."""
 _VECTORS = TILE // LANES
 _AHEAD = TILE
 _LINE = 64
@@ -60,7 +60,7 @@ def _literal(given: Any) -> int:
 
 
 def _accumulators(b: Any, rows: int, vectors: int) -> list[list[Any]]:
-    """Registers: LLVM keeps what is only loaded and stored here out of memory."""
+    """Accumulators in registers: LLVM keeps values that are only loaded and stored here out of memory."""
     return [[cgutils.alloca_once(b, FLOATS) for _ in range(vectors)] for _ in range(rows)]
 
 
@@ -86,7 +86,7 @@ def key_words(
     """Words offset / 4 .. of 16 rows, transposed: width (4, 8, 16) of them, or `count` if that is 4.
 
     slots: address of the rows' numbers, int64; row i begins at base + slot * stride. out: words
-    [..][TILE]. nans: WORDS, made other than 0 where an e4m3 row has NaN. Fetches what lies 64 rows on.
+    [..][TILE]. nans: WORDS, made other than 0 where an e4m3 row has NaN. Prefetches the rows 64 further on.
     """
     n, kind = _literal(width), codes_of(_literal(code))
     signature = types.void(width, code, *[types.int64] * 7)

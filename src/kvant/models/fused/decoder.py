@@ -314,7 +314,7 @@ def _dense_of(mlp: Any, name: str) -> Dense:
 
 
 def _experts_of(mlp: Any, name: str) -> Experts:
-    """Of Qwen2-MoE, Qwen3-MoE and Mixtral, whose weights stay where they are."""
+    """Return the experts of Qwen2-MoE, Qwen3-MoE or Mixtral; their weights are not moved."""
     router, experts = mlp.gate, mlp.experts
     weights = router.weight, experts.gate_up_proj, experts.down_proj
     if any(type(weight) is not nn.Parameter or not weight.is_contiguous() for weight in weights):

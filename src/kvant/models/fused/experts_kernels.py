@@ -41,7 +41,7 @@ def _up_row(m, WIDTH: tl.constexpr, ORDER: tl.constexpr):
 
 @triton.jit
 def _activated(gate, up, limit, alpha, CLAMP: tl.constexpr, dtype: tl.constexpr):
-    """Of float32 sums; rounds where modules round. NaN stays NaN."""
+    """Activate float32 sums; rounds where transformers' modules round. NaN stays NaN."""
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
     if CLAMP:

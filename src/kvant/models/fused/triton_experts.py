@@ -49,7 +49,7 @@ class FewTile:
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """pairs, rows and depth of a tile; tiles in flight. Of gates and ups: `rows` of each."""
+    """pairs, rows and depth of a tile; tiles in flight. Gates and ups have `rows` rows each."""
 
     pairs: int
     rows: int

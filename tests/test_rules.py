@@ -30,7 +30,8 @@ _EDGE = {
     "kv/dtype.py",  # where formats have their names
     "cli/demo.py",  # a command line of its own
     "plan/refused.py",  # a way out, as arguments
-    "models/geometry/weight_recipe.py",  # names of weight recipes in configs
+    "models/geometry/weight_methods.py",  # names of weight recipes in configs
+    "models/geometry/weight_recipe.py",  # the same
 }
 # Dialects of checkpoints have words of their own for formats: reading them is an edge too.
 _EDGE_ROOMS = ("kv/checkpoint/",)

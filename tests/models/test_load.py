@@ -253,7 +253,7 @@ def test_a_directory_without_a_tokenizer_says_so(llama: Path) -> None:
         load_tokenizer(llama)
 
 
-@pytest.mark.parametrize("where", ["AutoModelForCausalLM.from_pretrained", "LoadedModel"])
+@pytest.mark.parametrize("where", ["_read_weights", "LoadedModel"])
 def test_a_device_that_fills_up_while_weights_are_read_or_joined_is_too_small(
     llama: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

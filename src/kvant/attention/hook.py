@@ -24,8 +24,10 @@ from kvant.kv.geometry import LayerGeometry
 ATTENTION_NAME = "kvant"
 
 # Keywords that models pass to attention and that have no effect here: q and k contain positions
-# already, and hidden states are collected outside of attention.
-_WITHOUT_MEANING = frozenset({"position_ids", "cache_position", "output_hidden_states"})
+# already, and hidden states and logits are collected outside of attention.
+_WITHOUT_MEANING = frozenset(
+    {"position_ids", "cache_position", "output_hidden_states", "logits_to_keep"}
+)
 # Keywords without effect while they are False. None has no effect in any keyword.
 _MUST_BE_FALSE = frozenset({"use_cache", "output_attentions", "output_router_logits", "labels"})
 

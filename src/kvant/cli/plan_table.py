@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
+from kvant.models.shape import ShapeSource
 from kvant.plan.plan import Plan, PlannedModel
 from kvant.plan.resolution import what_if
 
@@ -55,6 +56,8 @@ def _print_forward(plan: Plan, console: Console) -> None:
     if forward.name is None:
         return
     console.print(Text(f"forward: {forward.name}"), soft_wrap=True)
+    if plan.target.shape_source is not ShapeSource.CONFIG:
+        console.print(Text(f"geometry: {plan.target.shape_source.value}"), soft_wrap=True)
     for one in forward.refused:
         console.print(Text(f"  not {one.forward}: {one.reason}", style="dim"), soft_wrap=True)
 

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from kvant.attention.hook import ATTENTION_NAME, register
@@ -27,6 +22,7 @@ from kvant.kv.checkpoint.values import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
+from kvant.models.classes import auto_class
 from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.loaded import LoadedModel
@@ -134,7 +130,7 @@ def _read_weights(
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """The module, and the names of tensors that it does not use."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             str(path),
             config=config,
             dtype=TORCH_COMPUTE[compute],
@@ -175,7 +171,7 @@ def _make_weights(
 ) -> PreTrainedModel:
     """The module with small random numbers, made on the device itself."""
     with torch.device(device), no_init_weights():
-        made: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        made: Any = auto_class(config).from_config(
             config,
             dtype=TORCH_COMPUTE[compute],
             attn_implementation=ATTENTION_NAME,
@@ -187,7 +183,7 @@ def _make_weights(
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0.0, 0.02, generator=generator)
-        elif name.endswith((".bias", ".sinks")):  # made without a value
+        elif name.endswith(".bias"):
             parameter.data.zero_()
     module.train(False)
     return module

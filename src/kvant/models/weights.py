@@ -18,7 +18,7 @@ from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.draft_weights import draft_weights
-from kvant.models.geometry.families import find_family, is_drafter, text_fields
+from kvant.models.geometry.families import find_family, is_drafter, is_listed, text_fields
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.parameters import Weight, embedding, vector
@@ -88,13 +88,17 @@ def weight_bytes_of(
     *,
     compute: ComputeDtype | None = None,
     decoded: bool = False,
+    num_weights: int | None = None,
 ) -> WeightBytes:
     """Bytes of the weights after loading. Pure.
 
     compute: the dtype that the model computes in; None for the bytes as stored. decoded: whether
     quantised matrices are decoded while they are loaded (`weight_recipe.are_decoded`); otherwise they
-    keep their size.
+    keep their size. num_weights: elements of a model whose weights Kvant does not list.
     """
+    if num_weights is not None and (decoded or _is_plain_and_absent(stored)):
+        size = num_weights * ELEMENT_BYTES[compute or geometry.dtype]
+        return WeightBytes(size, WeightSource.ESTIMATED, "counted in transformers' modules")
     if decoded:
         found = estimate_weight_bytes(config, geometry, compute=compute, decoded=True)
         if found.bytes is not None:
@@ -108,6 +112,11 @@ def weight_bytes_of(
             total = total * ELEMENT_BYTES[compute] // ELEMENT_BYTES[geometry.dtype]
         return WeightBytes(total, WeightSource.HEADERS, "from the index of the safetensors files")
     return estimate_weight_bytes(stored.config, geometry, compute=compute)
+
+
+def _is_plain_and_absent(stored: StoredWeights) -> bool:
+    """Whether there are no files of these weights, which are numbers."""
+    return stored.total is None and read_recipe(stored.config) is None
 
 
 def estimate_weight_bytes(
@@ -169,6 +178,8 @@ def _model_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterat
     """Every weight of the model, or why they cannot be listed."""
     if is_drafter(config):
         return draft_weights(config, geometry)
+    if not is_listed(geometry.model_type):
+        return f"Kvant does not list the weights of {geometry.model_type}"
     family = find_family(config)
     towers = () if family.towers is None else family.towers(Fields(config))
     if isinstance(towers, str):

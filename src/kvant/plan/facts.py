@@ -9,6 +9,7 @@ from typing import Any
 from kvant.errors import ConfigError
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.models.local import LocalModel
+from kvant.models.shape import ModelShape
 from kvant.models.weights import StoredWeights
 
 
@@ -16,6 +17,7 @@ from kvant.models.weights import StoredWeights
 class ModelFacts:
     """One model's files. config: its config.json. are_decoded: codes of its weights become numbers of the
     compute dtype while they are loaded. refusal: why its weights cannot be read on this machine.
+    shape: of a target, None for a drafter, whose shape follows its target's.
     """
 
     local: LocalModel
@@ -24,11 +26,12 @@ class ModelFacts:
     weights: StoredWeights
     are_decoded: bool
     refusal: ConfigError | None = None
+    shape: ModelShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of this machine's device before anything is loaded. A CPU's total is its free memory."""
+    """Bytes of the device of this machine before anything is loaded. On a CPU, total is what is free."""
 
     free: int
     total: int

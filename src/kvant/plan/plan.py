@@ -20,6 +20,7 @@ from kvant.models.forward_info import ForwardChoice
 from kvant.models.geometry import DraftFacts, MovingRotary
 from kvant.models.local import LocalModel
 from kvant.models.quantization import Quantization
+from kvant.models.shape import ShapeSource
 from kvant.models.weights import WeightBytes
 from kvant.plan.limits import Limits
 from kvant.plan.speculative_config import SpeculativeConfig
@@ -70,7 +71,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """One model of a plan. config: its config.json. refusal: why its weights cannot be read here."""
+    """One model of a plan.
+
+    config: its config.json. refusal: why its weights cannot be read here. shape_source: where its
+    geometry comes from.
+    """
 
     local: LocalModel
     config: Mapping[str, Any]
@@ -79,6 +84,7 @@ class PlannedModel:
     weights: WeightBytes
     kv: KVPlan
     refusal: ConfigError | None = None
+    shape_source: ShapeSource = ShapeSource.CONFIG
 
 
 @dataclass(frozen=True, slots=True)

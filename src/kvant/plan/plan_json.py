@@ -30,6 +30,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "rejected": [{"forward": r.forward, "reason": r.reason} for r in plan.forward.refused],
         },
         "rotary": None if plan.rotary is None else asdict(plan.rotary),
+        "geometry_source": plan.target.shape_source.value,
         "target": _model(plan.target),
         "draft": None if plan.draft is None else _draft(plan, plan.draft),
         "memory": {

@@ -10,9 +10,10 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import KVRequest
 from kvant.kv.spec import Role
 from kvant.models.forward_info import ForwardFacts
-from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry, read_geometry
+from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
 from kvant.models.quantization import check_quantization
 from kvant.models.select import select_forward
+from kvant.models.shape import ShapeSource
 from kvant.models.weights import quantized_weight_bytes, weight_bytes_of
 from kvant.plan.budget import fit
 from kvant.plan.facts import Facts, ModelFacts
@@ -31,7 +32,9 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     With facts.memory the plan divides this machine's memory, chooses max_model_len, and says in `refusal`
     what an engine could not run. Raises ConfigError for a request that is wrong on any device.
     """
-    geometry = read_geometry(facts.target.config)
+    shape = facts.target.shape
+    assert shape is not None, "a target has a shape"
+    geometry = shape.geometry
     _check_length(request, geometry)
     geometry, rotary = fix_rotary(facts.target.config, geometry, request.max_model_len)
     target = _plan_model(request, request.requests.target, facts.target, geometry, Role.TARGET)
@@ -143,9 +146,14 @@ def _plan_model(
     kv = resolve_kv(request, asked, facts.checkpoint, facts.local.name, geometry, role)
     if quantization is None or role is Role.DRAFT:
         weights = weight_bytes_of(
-            facts.weights, config, geometry, compute=kv.compute_dtype, decoded=facts.are_decoded
-        )
+            facts.weights, config, geometry,
+            compute=kv.compute_dtype, decoded=facts.are_decoded,
+            num_weights=None if facts.shape is None else facts.shape.num_weights,
+        )  # fmt: skip
     else:
         check_quantization(quantization, request.device, kv.compute_dtype)
         weights = quantized_weight_bytes(config, geometry, quantization)
-    return PlannedModel(facts.local, config, geometry, facts.checkpoint, weights, kv, facts.refusal)
+    source = ShapeSource.CONFIG if facts.shape is None else facts.shape.source
+    return PlannedModel(
+        facts.local, config, geometry, facts.checkpoint, weights, kv, facts.refusal, source
+    )

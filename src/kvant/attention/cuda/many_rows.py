@@ -1,8 +1,7 @@
 """Launches `many_rows.cu`: verification of drafts, and other steps of many queries, on Hopper.
 
-With many rows (query, head of the group) the matrix products cost as much as the reads. Triton cannot make
-decoded keys and values the register operands of `wgmma`; this kernel does, and reads a quantised cache at
-the speed of its bytes.
+Rows (query, head of the group) fill a matrix product there, and reading a quantised cache at the
+speed of its bytes needs keys and values as register operands of `wgmma`, which Triton does not make.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ WARPS = 8
 PROGRAMS = 2
 """Programs per multiprocessor: four warpgroups of 128 registers per thread."""
 FEWEST = 33
-"""Fewest rows with which this kernel is faster than the general one."""
+"""Rows from which this kernel is the faster one."""
 
 _PACKAGE = files(__package__)
 _SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SHARED = 227 * 1024 // PROGRAMS - 5 * 1024
-"""Most dynamic shared memory of a program: all programs of a multiprocessor fit beside static memory."""
+"""Bytes a program may ask for, so that all programs of a multiprocessor fit beside what is static."""
 _FIXED = 1024 + ROWS * HEAD * 2 + 2 * TILE * ROWS * 2  # to align, queries, probabilities twice
 _TURNED = 1024 + ROWS * HEAD * 2 + ROWS * (HEAD + 4) * 4  # queries, the output being turned
 _ARGUMENTS = (
@@ -47,10 +46,7 @@ _ARGUMENTS = (
 
 
 def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bool:
-    """True if this kernel serves the layer on this device. The answer is the same for all steps.
-
-    dtype: of the queries.
-    """
+    """Whether this kernel computes what the layer means, on this device; the same for all its steps."""
     g = cache.spec.geometry
     assert cache.spec.k is not None
     assert cache.spec.v is not None
@@ -88,7 +84,7 @@ SERVED = frozenset(
 
 
 def sources(k: KVDtype, v: KVDtype) -> tuple[str, ...]:
-    """Source files of the kernel, in the order in which they are concatenated."""
+    """The kernel's text, in the order of definition."""
     formats = dict.fromkeys((_format_source(k), _format_source(v)))
     return ("hopper.cuh", "codes.cuh", *formats, "items.cuh", "many_rows.cu")
 
@@ -101,7 +97,7 @@ def shape_for(k: KVDtype, v: KVDtype) -> Shape:
 
 
 def shared_bytes(k: KVDtype, v: KVDtype) -> int:
-    """Dynamic shared memory of a program in bytes."""
+    """What a program asks for beside its static shared memory."""
     tiles = shape_for(k, v).stages * TILE * (k.format.row_bytes(HEAD) + v.format.row_bytes(HEAD))
     return max(_FIXED + tiles, _TURNED)
 
@@ -121,7 +117,7 @@ def _kernel(
 
 
 def _side_defines(side: str, dtype: KVDtype) -> dict[str, int | str]:
-    """Macros for the format of K or of V: its struct, and facts of its declaration."""
+    """What the text calls the format of K or of V, and what its declaration says."""
     format = format_of(dtype)
     codes, *scales = dtype.format.planes(HEAD)
     return {
@@ -146,10 +142,7 @@ def launch(
     target: int,
     least: int,
 ) -> None:
-    """Attend to q [T, num_q_heads, head_dim], not rotated yet; write `out` or partial results of items.
-
-    out: [T, num_q_heads, head_dim_v]. partial, partial_lse, items, target, least: as in `paged_attention`.
-    """
+    """Fill out, or partials of items; arguments as of `paged_attention`. q is not rotated yet."""
     spec = cache.spec
     assert spec.k is not None
     assert spec.v is not None

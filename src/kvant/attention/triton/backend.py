@@ -149,10 +149,9 @@ def backend(*, batch_invariant: bool = False) -> AttentionBackend:
 def attend_fixed(
     cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, shape: Shape
 ) -> Tensor:
-    """Like `attend`, with items at fixed positions, in launches with at most `MOST_PARTS` bytes of parts.
+    """`attend` with items at fixed places, in launches whose parts are `MOST_PARTS` bytes at most.
 
-    q: [T, num_q_heads, head_dim_k]; returns [T, num_q_heads, head_dim_v]. Only the device knows the
-    lengths, so a launch has room for every item of every query.
+    Lengths are the device's knowledge, so a launch has room for every item of every query.
     """
     g = cache.spec.geometry
     tokens, num_seqs = q.shape[0], step.seqlens_kv.shape[0]
@@ -202,10 +201,9 @@ def attend(
     fixed: bool = False,
     wide: bool = False,
 ) -> Tensor:
-    """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v], with launches of a given shape.
+    """`TritonBackend.attend` in a given shape. fixed: items at fixed places, for batch invariance.
 
-    fixed: items end at fixed positions, for batch invariance. wide: use the kernel for many rows, which
-    must serve the layer.
+    wide: by the kernel for many rows, which must serve the layer.
     """
     spec = cache.spec
     assert spec.k is not None

@@ -46,10 +46,7 @@ class Codec(Protocol):
     """
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
-        """Encode x [..., num_kv_heads, head_dim] into planes. Does not mutate x.
-
-        A plane may be x itself if nothing changes.
-        """
+        """Encode x into planes. A plane may be x itself if nothing changes. Does not mutate x."""
         ...
 
     def decode(

@@ -1,26 +1,17 @@
-"""What planning knows about Kvant's own decoder of plain models, dense or of experts. No torch."""
+"""What planning knows about Kvant's own decoder of plain dense models. No torch."""
 
 from __future__ import annotations
 
-from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.weights import ELEMENT_BYTES
 
-DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
-FUSED_TYPES = DENSE_TYPES + EXPERT_TYPES
+FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """model_type of the models whose layers it computes."""
 
 MOST_ANGLES = 1 << 18
 """Positions whose rotary angles are kept: 64 MiB for heads of 128."""
 
 _DEFAULT_INNER = 11008  # LlamaConfig's; the other classes' defaults are multiples of 32 too
-
-_ELEMENT_BYTES = {
-    ComputeDtype.FLOAT64: 8,
-    ComputeDtype.FLOAT32: 4,
-    ComputeDtype.FLOAT16: 2,
-    ComputeDtype.BFLOAT16: 2,
-}
 
 
 def refuse_layers(facts: ForwardFacts) -> str | None:
@@ -35,21 +26,11 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
         return f"Kvant's own decoder computes silu, not {activation}"
     if facts.kept_codes is not None:
         return f"the weights stay quantised by {facts.kept_codes}"
-    if has_experts(facts) and facts.config.get("quantization_config") is not None:
-        return "it reads experts from checkpoints that do not quantise them"
     return None
 
 
-def has_experts(facts: ForwardFacts) -> bool:
-    """Whether layers choose among experts."""
-    return facts.geometry.model_type in EXPERT_TYPES
-
-
 def products(facts: ForwardFacts) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices that the decoder multiplies with: joined ones, and the head.
-
-    Without experts.
-    """
+    """Rows and columns of the matrices that the decoder multiplies with: joined ones, and the head."""
     geometry = facts.geometry
     hidden, layer = geometry.hidden_size, geometry.layers[0]
     heads, dim = layer.num_q_heads, layer.head_dim_k
@@ -68,14 +49,12 @@ def table_bytes(facts: ForwardFacts) -> int:
     if facts.on_cpu:
         return 0
     most = min(facts.geometry.max_model_len or MOST_ANGLES, MOST_ANGLES)
-    return most * facts.geometry.layers[0].head_dim_k * _ELEMENT_BYTES[facts.compute]
+    return most * facts.geometry.layers[0].head_dim_k * ELEMENT_BYTES[facts.compute]
 
 
 def _refuse(facts: ForwardFacts) -> str | None:
     if facts.quantization is not None:
         return "its products are torch's, which do not multiply with weights that Kvant rounds"
-    if facts.batch_invariant and has_experts(facts):
-        return "how an expert's rows are multiplied depends on their number"
     return refuse_layers(facts)
 
 

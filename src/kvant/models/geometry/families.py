@@ -69,6 +69,17 @@ def find_family(config: Mapping[str, Any]) -> Family:
     raise _unknown(architectures, model_type)
 
 
+def name_of(config: Mapping[str, Any]) -> str:
+    """What a message calls the model: its architecture, else its model_type."""
+    top = Fields(config)
+    return (top.words("architectures") or (top.text("model_type") or "of no name",))[0]
+
+
+def is_listed(model_type: str) -> bool:
+    """Whether Kvant reads the shape of such models from the config alone."""
+    return model_type in _BY_TYPE
+
+
 def is_drafter(config: Mapping[str, Any]) -> bool:
     """Whether a config describes a DFlash drafter, in either style."""
     return "dflash_config" in config or "speculators_model_type" in config

@@ -43,8 +43,7 @@ def fix_rotary(
 ) -> tuple[ModelGeometry, MovingRotary | None]:
     """The geometry with the longest context that is served, and what was decided; None if none moves.
 
-    max_model_len: what --max-model-len asks for, or None. BadCheckpoint for rotary types that
-    transformers does not have, NotServable for several moving ones.
+    max_model_len: what --max-model-len asks for, or None. NotServable for several moving types.
     """
     moving = _moving(config, geometry)
     if moving is None:
@@ -109,7 +108,9 @@ def _moving(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[str, in
     text = config.get("text_config")
     fields = Fields(text if isinstance(text, Mapping) else config)
     sections = _sections(fields)
-    kinds = [_type_of(section) for section in sections]
+    # `read_geometry` refuses unknown types; transformers did so where the shape was probed.
+    kinds = [str(s.raw("rope_type") or s.raw("type") or "default") for s in sections]
+    kinds = [_FORMER.get(kind, kind) for kind in kinds]
     if geometry.model_type in (
         "phi3",
         "phi4_multimodal",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from kvant.models.forward import apply_head
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.invariant.linear import TiledLinear, prove_all
 from kvant.models.invariant.mode import Paused, RowByRow
+from kvant.models.modules.keywords import handing_over
 
 
 def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> ModuleForward:
@@ -34,6 +36,8 @@ class ModuleForward:
     def __init__(self, module: PreTrainedModel, mode: RowByRow | None = None) -> None:
         self._module = module
         self._mode = mode
+        takes = inspect.signature(module.forward).parameters
+        self._keeps_rows = "logits_to_keep" in takes
 
     @property
     def extra_bytes(self) -> int:
@@ -63,15 +67,16 @@ class ModuleForward:
     def _call(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        with _tap(self._module, layers) as taps:
+        rows = {"logits_to_keep": logits_index} if self._keeps_rows else {}
+        with _tap(self._module, layers) as taps, handing_over(self._module, call):
             out = self._module(
                 input_ids=input_ids[None],  # the packed tokens as a batch of one
                 position_ids=call.step.positions[None],
                 use_cache=False,
-                logits_to_keep=logits_index,
-                **{ATTENTION_NAME: call},
+                **{ATTENTION_NAME: call, **rows},
             )
-        return out.logits[0], tuple(taps[index] for index in layers)
+        logits = out.logits[0] if self._keeps_rows else out.logits[0, logits_index]
+        return logits, tuple(taps[index] for index in layers)
 
 
 @contextmanager

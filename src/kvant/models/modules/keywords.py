@@ -1,0 +1,51 @@
+"""Keywords that a few families of transformers do not hand from their forward to their attention."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvant.attention.hook import ATTENTION_NAME
+
+_STEP, _WINDOW = ATTENTION_NAME, "sliding_window"
+
+_LACKING: Mapping[str, tuple[str, ...]] = {
+    "nemotron": (_STEP,),
+    "phimoe": (_WINDOW,),  # which it has in its mask alone
+    "stablelm": (_STEP,),
+}
+"""By model_type: what the attention of a family takes and its decoder layer does not pass."""
+
+
+@contextmanager
+def handing_over(module: PreTrainedModel, step: object) -> Iterator[None]:
+    """Inside, this thread's forwards of `module` hand their attention what the family leaves out."""
+    lacking = _LACKING.get(module.config.model_type, ())
+    if not lacking:
+        yield
+        return
+    given: dict[str, Any] = {}
+    if _STEP in lacking:
+        given[_STEP] = step
+    if _WINDOW in lacking:
+        given[_WINDOW] = module.config.get_text_config(decoder=True).sliding_window
+    own = threading.get_ident()
+
+    def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        return (args, {**kwargs, **given}) if threading.get_ident() == own else None
+
+    handles = [
+        part.register_forward_pre_hook(add, with_kwargs=True)
+        for name, part in module.named_modules()
+        if name.endswith(".self_attn")
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,441 @@
+"""The shape of a model as transformers' own forward shows it, for families that Kvant does not list.
+
+The model is made on the meta device, without a number of its weights, and runs eight tokens. An
+attention function and a mask function of our own record what every layer passes: heads, head sizes,
+window, scores' cap and sinks. What a layer would need beyond them is refused by its technique: states
+other than keys and values, sparse or biased attention, masks other than causal ones and windows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from kvant.attention.hook import ATTENTION_NAME
+from kvant.errors import BadCheckpoint, NotServable, WayOut
+from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
+from kvant.models.classes import auto_class
+from kvant.models.geometry.families import name_of
+from kvant.models.geometry.fields import Fields
+from kvant.models.geometry.read import read_dtype, read_max_model_len
+from kvant.models.modules.keywords import handing_over
+from kvant.models.quiet import quiet_transformers
+
+_NAME = "kvant_probe"
+_TOKENS = 8
+_MARKER = "the step"
+_FARTHEST = 1 << 20
+"""Tokens over which a mask is looked at: more than any window."""
+
+_MASK_DTYPES = (torch.float16, torch.float64, torch.bfloat16, torch.int8, torch.int16, torch.uint8)
+"""A mask that is made for one kind of layer is known again in another by its dtype."""
+
+_PLAIN_STATES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+"""transformers' cache layers that hold keys and values, or nothing."""
+
+_MOST_SAID = 160
+"""Characters of an exception that a message repeats."""
+
+_WITHOUT_MEANING = frozenset(
+    {"position_ids", "cache_position", "output_hidden_states", "use_cache", "logits_to_keep"}
+)
+
+
+_HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "LMHead")
+"""What the classes of models that generate text end with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe found. num_weights: elements of all weights, towers included."""
+
+    geometry: ModelGeometry
+    num_weights: int
+
+
+class _CannotRun(Exception):
+    """What a model needs and Kvant does not have, in one phrase."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attended:
+    """One call of a layer's attention. mask: the place of its mask among those made, or None."""
+
+    module: nn.Module
+    q: torch.Size
+    k: torch.Size
+    v: torch.Size
+    keys: Tensor
+    window: int | None
+    softcap: float
+    sinks: bool
+    mask: int | None
+
+
+def probe(config: Mapping[str, Any]) -> Probed:
+    """The shape of the model that a config.json describes, from transformers' modules.
+
+    BadCheckpoint for a config that transformers does not read, NotServable for a model that needs
+    what Kvant does not have.
+    """
+    model_type = str(config.get("model_type"))
+    with quiet_transformers():
+        made = _config(config)
+        text = made.get_text_config(decoder=True)
+        name = name_of(config)
+        try:
+            module = _module(made)
+            layers = _layers(module, text)
+        except _CannotRun as fault:
+            raise NotServable(
+                f"Kvant does not run {name} (model_type {model_type!r})",
+                why=str(fault),
+                ways_out=(WayOut("choose a model of another family: docs/models.md lists them"),),
+            ) from None
+    sections = Fields(config), Fields(_section(config))
+    limit = read_max_model_len(sections[1])
+    if limit is None:
+        said = getattr(text, "max_position_embeddings", None)
+        limit = said if isinstance(said, int) and said > 0 else None
+    geometry = ModelGeometry(
+        architecture=name,
+        model_type=model_type,
+        layers=layers,
+        dtype=read_dtype(*sections),
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        max_model_len=limit,
+    )
+    return Probed(geometry, sum(parameter.numel() for parameter in module.parameters()))
+
+
+def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def _config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """transformers' config, for weights that are not quantised."""
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise BadCheckpoint(
+            f"unknown model_type {model_type!r}",
+            why="neither Kvant nor the installed transformers has a model of this type",
+            ways_out=(
+                WayOut("choose a model of a family that Kvant runs: docs/models.md lists them"),
+                WayOut("install a transformers that has it: pip install --upgrade transformers"),
+            ),
+        )
+    architecture = name_of(config)
+    if architecture != model_type and not architecture.endswith(_HEADS):
+        raise BadCheckpoint(
+            f"unknown architecture {architecture!r} (model_type {model_type!r})",
+            why="it is no model that generates text",
+            ways_out=(WayOut("choose a model that does: docs/models.md lists families"),),
+        )
+    given = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    given = _with_floats(given)
+    try:
+        made = CONFIG_MAPPING[model_type].from_dict(given)
+    except Exception as fault:  # each family checks its fields in its own way
+        raise BadCheckpoint(
+            "config.json: transformers cannot read it", why=f"{type(fault).__name__}: {fault}"
+        ) from fault
+    for part in (made, made.get_text_config(decoder=True)):
+        part.return_dict = True
+        if hasattr(part, "output_router_logits"):
+            part.output_router_logits = False
+    assert isinstance(made, PreTrainedConfig)
+    return made
+
+
+def _with_floats(value: Any) -> Any:
+    """A JSON value with the floats that transformers writes as objects, such as infinity."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
+
+
+def _module(config: PreTrainedConfig) -> PreTrainedModel:
+    _register()
+    for section in (config, config.get_text_config(decoder=True)):
+        section._experts_implementation = _NAME
+    try:
+        with torch.device("meta"):
+            made = auto_class(config).from_config(config, attn_implementation=_NAME)
+    except KeyError as fault:
+        if fault.args[:1] == (_NAME,):
+            raise _CannotRun("its attention does not go through transformers' interface") from None
+        raise _CannotRun(f"transformers cannot make it: {_short(fault)}") from fault
+    except Exception as fault:  # whatever a family's own code makes of the config
+        raise _CannotRun(f"transformers cannot make it: {_short(fault)}") from fault
+    assert isinstance(made, PreTrainedModel)
+    for part in made.modules():
+        if hasattr(part, "warn_if_padding_and_no_attention_mask"):
+            # It looks at the tokens.
+            part.warn_if_padding_and_no_attention_mask = _warns_of_nothing  # type: ignore[assignment]
+    made.train(False)
+    return made
+
+
+def _short(fault: Exception) -> str:
+    """What an exception of transformers says, in one line."""
+    text = " ".join(f"{type(fault).__name__}: {fault}".split())
+    return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]}.."
+
+
+def _warns_of_nothing(*_: object) -> None:
+    pass
+
+
+def _layers(module: PreTrainedModel, text: PreTrainedConfig) -> tuple[LayerGeometry, ...]:
+    """One geometry for each decoder layer, in order."""
+    with _recording() as record, torch.no_grad():
+        output = _run(module)
+    count = text.num_hidden_layers
+    _refuse_states(output, module)
+    names = {id(part): name for name, part in module.named_modules()}
+    by_layer: dict[int, _Attended] = {}
+    for one in record.calls:
+        index = getattr(one.module, "layer_idx", None)
+        if not isinstance(index, int) or not 0 <= index < count:
+            raise _CannotRun(f"{type(one.module).__name__} attends without the index of a layer")
+        if index in by_layer:
+            raise _CannotRun(f"layer {index} attends more than once")
+        by_layer[index] = one
+    missing = [index for index in range(count) if index not in by_layer]
+    if missing:
+        raise _CannotRun(_why_missing(missing, count, len(record.calls)))
+    patterns = [_window_of(mask, text) for mask in record.masks]
+    found: list[LayerGeometry] = []
+    for index in range(count):
+        one = by_layer[index]
+        owner = next((o for o in range(index) if by_layer[o].keys is one.keys), None)
+        found.append(_layer(index, one, names[id(one.module)], patterns, owner))
+    return tuple(found)
+
+
+def _layer(
+    index: int, one: _Attended, name: str, patterns: Sequence[int | None], owner: int | None
+) -> LayerGeometry:
+    window = one.window if one.mask is None else patterns[one.mask]
+    if window != one.window:
+        raise _CannotRun(
+            f"layer {index} has the window {window} in its mask alone, which Kvant does not build"
+        )
+    if one.q[1] % one.k[1] or one.k[1] != one.v[1]:
+        raise _CannotRun(f"layer {index} has {one.q[1]} heads of queries for {one.k[1]} of keys")
+    kind = Attention.FULL if window is None else Attention.SLIDING
+    return LayerGeometry(
+        index=index,
+        name=name,
+        attention=kind if owner is None else Attention.SHARED,
+        num_q_heads=one.q[1],
+        num_kv_heads=one.k[1],
+        head_dim_k=one.k[3],
+        head_dim_v=one.v[3],
+        window=window,
+        shared_with=owner,
+        sinks=one.sinks,
+        softcap=one.softcap,
+    )
+
+
+def _run(module: PreTrainedModel) -> Any:
+    """The forward of a few tokens, called as `kvant.models.modules.forward` calls it."""
+    takes = inspect.signature(module.forward).parameters
+    if "position_ids" not in takes:
+        raise _CannotRun("its forward takes no positions, by which sequences in one batch differ")
+    if all(p.kind is not p.VAR_KEYWORD for p in takes.values()):
+        raise _CannotRun("its forward hands no keywords through to attention")
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    try:
+        with _Numberless(), handing_over(module, _MARKER):  # type: ignore[no-untyped-call]
+            return module(
+                input_ids=tokens, position_ids=tokens, use_cache=True, **{ATTENTION_NAME: _MARKER}
+            )
+    except _CannotRun:
+        raise
+    except Exception as fault:  # a forward that looks at numbers, which the meta device has not
+        raise _CannotRun(
+            f"its forward cannot be probed without numbers: {_short(fault)}"
+        ) from fault
+
+
+def _refuse_states(output: Any, module: PreTrainedModel) -> None:
+    """What the model would keep between steps beside keys and values."""
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        return
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise _CannotRun("it keeps a state that is no cache of keys and values")
+    others = sorted({type(layer).__name__ for layer in layers} - set(_PLAIN_STATES))
+    if others:
+        raise _CannotRun(f"it keeps {', '.join(map(_kind_of_state, others))}")
+
+
+def _kind_of_state(name: str) -> str:
+    if "Indexed" in name:
+        return "an index of keys for sparse attention (DSA)"
+    if "Linear" in name:
+        return "recurrent or convolution states"
+    return f"a state of its own ({name})"
+
+
+def _why_missing(missing: Sequence[int], count: int, num_calls: int) -> str:
+    if not num_calls:
+        return "its attention does not go through transformers' interface"
+    shown = ", ".join(map(str, missing[:6])) + (", .." if len(missing) > 6 else "")
+    return f"layers {shown} of {count} mix tokens in another way than attention"
+
+
+def _window_of(mask: Callable[..., Any], text: PreTrainedConfig) -> int | None:
+    """Tokens that a far query sees under a mask, itself included; None for all before it."""
+    keys = torch.arange(_FARTHEST)
+    last = torch.tensor(_FARTHEST - 1)
+    try:
+        seen = torch.as_tensor(mask(0, 0, last, keys)).expand(_FARTHEST)
+        beyond = torch.as_tensor(mask(0, 0, last - 1, last))
+    except Exception as fault:
+        raise _CannotRun(f"its mask depends on the batch ({type(fault).__name__})") from fault
+    if bool(beyond.any()):
+        raise _CannotRun("its queries see later tokens: it is no causal decoder")
+    count = int(seen.sum())
+    if not bool(seen[_FARTHEST - count :].all()) or _is_chunked(mask, count):
+        raise _CannotRun("it attends in chunks, or by a mask that is neither causal nor a window")
+    return None if count == _FARTHEST else count
+
+
+def _is_chunked(mask: Callable[..., Any], window: int) -> bool:
+    """Whether queries at different places see different numbers of tokens."""
+    if window == _FARTHEST:
+        return False
+    counts = []
+    for back in (1, 2, window // 2 + 1):
+        query = torch.tensor(_FARTHEST - 1 - back)
+        counts.append(int(torch.as_tensor(mask(0, 0, query, torch.arange(_FARTHEST))).sum()))
+    return any(count != window for count in counts)
+
+
+class _Record:
+    def __init__(self) -> None:
+        self.calls: list[_Attended] = []
+        self.masks: list[Callable[..., Any]] = []
+
+
+_record: list[_Record] = []
+"""The record of the probe that runs; `quiet_transformers` lets one thread in at a time."""
+
+
+@contextmanager
+def _recording() -> Iterator[_Record]:
+    _record.append(_Record())
+    try:
+        yield _record[-1]
+    finally:
+        _record.pop()
+
+
+def _register() -> None:
+    AttentionInterface.register(_NAME, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _mask)
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kvant: object = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """As `kvant.attention.hook.attend_through_pages`, of which it has the keywords; attends to nothing."""
+    name = type(module).__name__
+    asked = [k for k, v in others.items() if v is not None and v is not False]
+    asked = [keyword for keyword in asked if keyword not in _WITHOUT_MEANING]
+    if asked:
+        raise _CannotRun(f"{name} asks attention for {', '.join(asked)}")
+    if kvant != _MARKER:
+        raise _CannotRun(f"{name} gets no keywords of the forward, so no step")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise _CannotRun(f"{name} is not causal")
+    if query.shape[2] != key.shape[2]:
+        raise _CannotRun(f"{name} attends to other tokens than those of its own layer")
+    mask = None
+    if attention_mask is not None:
+        if attention_mask.dtype not in _MASK_DTYPES:
+            raise _CannotRun(f"{name} computes its mask or bias itself")
+        mask = _MASK_DTYPES.index(attention_mask.dtype)
+    record = _record[-1]
+    record.calls.append(
+        _Attended(
+            module, query.shape, key.shape, value.shape, key, sliding_window, softcap or 0.0,
+            s_aux is not None, mask,
+        )
+    )  # fmt: skip
+    return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3]), None
+
+
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable[..., Any], **_: Any
+) -> Tensor:
+    """A mask of no numbers, whose dtype tells which of the forward's masks it is."""
+    masks = _record[-1].masks
+    if len(masks) == len(_MASK_DTYPES):
+        raise _CannotRun(f"its forward makes more than {len(_MASK_DTYPES)} masks")
+    masks.append(mask_function)
+    dtype = _MASK_DTYPES[len(masks) - 1]
+    return torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device="meta")
+
+
+class _Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, a forward that looks at numbers on the meta device finds zeros, and no element that is not.
+
+    Such looks ask for images among the tokens, or for the experts that got a token.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name, options = func.overloadpacket.__name__, dict(kwargs or {})
+        on_meta = bool(args) and isinstance(args[0], Tensor) and args[0].device.type == "meta"
+        if on_meta and name == "_local_scalar_dense":
+            return False if args[0].dtype is torch.bool else 0
+        if on_meta and name == "nonzero":
+            return torch.empty(0, args[0].ndim, dtype=torch.int64, device="meta")
+        device = options.get("device")
+        if on_meta and name == "_to_copy" and device is not None and device.type != "meta":
+            dtype = options.get("dtype") or args[0].dtype
+            return torch.zeros(args[0].shape, dtype=dtype, device=device)
+        return func(*args, **options)
+
+
+def _experts(module: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Which expert a token gets depends on numbers; what experts give back has this shape."""
+    return torch.zeros_like(hidden_states)

@@ -1,0 +1,116 @@
+"""The shape of any model: read from its config where Kvant lists the family, else probed.
+
+A probe makes the model of transformers without its weights, which takes seconds; what it found is
+kept on disk. A probed family is served only if its greedy tokens equalled transformers' when all
+families were compared (`compared.json`, written by scripts/families.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import BadCheckpoint, NotServable, WayOut
+from kvant.kv.dtype import ComputeDtype
+from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
+from kvant.models.geometry.families import is_drafter, is_listed, name_of
+from kvant.models.geometry.fields import shown
+from kvant.models.geometry.read import read_geometry
+from kvant.models.import_cache import cache_root
+from kvant.models.shape import ModelShape, ShapeSource
+
+_FORM = 1
+"""Number of the form in which a probe is kept, and of what a probe looks at."""
+
+_COMPARED = Path(__file__).with_name("compared.json")
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape of the model that a config.json describes.
+
+    BadCheckpoint, naming field and value, for fields that are missing or make no sense; NotServable
+    for a model that needs what Kvant does not have, or that did not equal transformers.
+    """
+    model_type = config.get("model_type") if isinstance(config, Mapping) else None
+    if not isinstance(model_type, str) or is_listed(model_type) or is_drafter(config):
+        return ModelShape(read_geometry(config), ShapeSource.CONFIG)
+    if model_type not in compared():
+        raise _unknown(config)
+    reason = compared()[model_type]
+    if reason is not None:
+        raise _refusal(config, reason)
+    found = _kept(config)
+    if found is None:
+        from kvant.models.probe import probe
+
+        probed = probe(config)
+        found = ModelShape(probed.geometry, ShapeSource.PROBED, probed.num_weights)
+        _keep(config, found)
+    return found
+
+
+@cache
+def compared() -> Mapping[str, str | None]:
+    """By model_type: None for a family that equals transformers, else why it is not served."""
+    families: dict[str, str | None] = json.loads(_COMPARED.read_text(encoding="utf-8"))["families"]
+    return families
+
+
+def _refusal(config: Mapping[str, Any], reason: str) -> NotServable:
+    return NotServable(
+        f"Kvant does not run {name_of(config)} (model_type {config['model_type']!r})",
+        why=reason,
+        ways_out=(WayOut("choose a model of another family: docs/models.md lists them"),),
+    )
+
+
+def _unknown(config: Mapping[str, Any]) -> BadCheckpoint:
+    runs = (name for name, reason in compared().items() if reason is None)
+    return BadCheckpoint(
+        f"unknown model_type {shown(config['model_type'])} (architecture {name_of(config)})",
+        why=f"Kvant has compared and runs: {', '.join(runs)}",
+        ways_out=(WayOut("choose a model of a family that Kvant runs"),),
+    )
+
+
+def _file(config: Mapping[str, Any]) -> Path:
+    said = json.dumps([_FORM, version("transformers"), config], sort_keys=True)
+    return cache_root() / "probes" / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
+
+
+def _kept(config: Mapping[str, Any]) -> ModelShape | None:
+    """What an earlier probe of this config found; None where there was none or its file is broken."""
+    try:
+        body = json.loads(_file(config).read_text(encoding="utf-8"))
+        said = body["geometry"]
+        layers = tuple(
+            LayerGeometry(**{**layer, "attention": Attention(layer["attention"])})
+            for layer in said["layers"]
+        )
+        geometry = ModelGeometry(**{**said, "layers": layers, "dtype": ComputeDtype(said["dtype"])})
+        return ModelShape(geometry, ShapeSource.PROBED, int(body["num_weights"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _keep(config: Mapping[str, Any], shape: ModelShape) -> None:
+    """Write the file whole or not at all; a directory that cannot be written costs the next start time."""
+    said = asdict(shape.geometry)
+    said["dtype"] = shape.geometry.dtype.value
+    for layer, geometry in zip(said["layers"], shape.geometry.layers, strict=True):
+        layer["attention"] = geometry.attention.value
+    file = _file(config)
+    partial = file.with_suffix(".partial")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.write_text(
+            json.dumps({"geometry": said, "num_weights": shape.num_weights}), encoding="utf-8"
+        )
+        partial.replace(file)

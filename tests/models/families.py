@@ -1,0 +1,356 @@
+"""Tiny random models of every decoder family in transformers, and their comparison with Kvant.
+
+A family's tiny config is made from its class: every field of `_TINY` that the class has, and of what
+it needs beside them the entries of `_EXTRA`. Towers of multimodal models keep one layer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from kvant.attention.reference.backend import backend
+from kvant.errors import ConfigError, EngineFault
+from kvant.kv.dtype import KVDtype
+from kvant.kv.geometry import Attention, ModelGeometry
+from kvant.models.classes import auto_class
+from kvant.models.geometry import read_geometry
+from kvant.models.geometry.families import is_listed
+from kvant.models.loaded import LoadedModel
+from kvant.models.probe import probe
+from kvant.models.quiet import quiet_transformers
+from tests.attention import driver
+from tests.models import loading
+
+WINDOW = 12
+NUM_TOKENS = 24
+PROMPTS = ([3, 17, 5, 90, 41], [7], list(range(20, 43)), [(7 * i) % 97 + 3 for i in range(40)])
+CHUNKS = (1000, 7)
+LOGITS_BOUND = 1e-3
+"""Largest difference of logits over their largest number: float32 sums in other orders."""
+
+_MOST_WEIGHTS = 500_000_000
+
+_ENCODERS = """
+    bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert cpmant
+    data2vec-text electra ernie git marian mbart megatron-bert mvp pegasus plbart prophetnet rembert
+    roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet
+    xmod musicgen musicgen_melody moshi reformer gemma4_assistant gemma4_unified_assistant
+    blip blip-2 florence2 instructblip instructblipvideo pix2struct pp_formulanet t5gemma2 udop
+    vision-encoder-decoder pi0 evolla
+"""
+NO_DECODERS = frozenset(_ENCODERS.split())
+"""Encoders, decoders of encoder-decoder models, drafters and others that continue no text alone."""
+
+FAMILIES = tuple(
+    name
+    for name in {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    if name not in NO_DECODERS
+)
+"""By model_type: all that transformers makes a generating decoder of."""
+
+_SIZES: dict[int, str] = {
+    1: "bos_token_id n_group topk_group first_k_dense_replace",
+    2: "num_key_value_heads eos_token_id num_experts_per_tok moe_k moe_topk top_k_experts "
+    "linear_num_key_heads",
+    4: "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
+    "num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads "
+    "linear_conv_kernel_dim",
+    8: "qk_rope_head_dim linear_key_head_dim linear_value_head_dim",
+    WINDOW: "sliding_window",
+    16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim",
+    24: "q_lora_rank",
+    48: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+    "moe_shared_expert_intermediate_size",
+    64: "hidden_size n_embd d_model dim word_embed_proj_dim",
+    96: "intermediate_size ffn_dim n_inner",
+    128: "vocab_size",
+    512: "max_position_embeddings n_positions n_ctx max_seq_len",
+}
+_TINY: dict[str, Any] = {
+    "initializer_range": 0.15, "pad_token_id": 0, "tie_word_embeddings": False,
+    **{name: size for size, names in _SIZES.items() for name in names.split()},
+}  # fmt: skip
+
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_MAMBA = ["mamba", "attention"] * 2
+_LINEAR = ["linear_attention", "full_attention"] * 2
+_LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+_ROTARY_IN_THREE = {
+    "text_config": {
+        "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128,
+    }
+}  # fmt: skip
+_ROTARY_IN_THREE_OF_64 = {
+    "text_config": {
+        "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+    }
+}  # fmt: skip
+_TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+_PER_LAYER = {
+    "layer_types": _ALTERNATING, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 128,
+}  # fmt: skip
+
+_EXTRA: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "dots3_note_text", "glm4_moe_lite",
+         "longcat_flash", "minicpm3", "youtu"), _LATENT,
+    ),
+    **dict.fromkeys(
+        ("ernie4_5_vl_moe", "glm4v_moe", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl",
+         "qwen2_vl"), _ROTARY_IN_THREE,
+    ),
+    **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga"), _ROTARY_IN_THREE_OF_64),
+    "bailing_hybrid": {"layer_types": _LINEAR},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note": {"text_config": _LATENT},
+    "ernie4_5_vl_moe": {
+        "text_config": {**_ROTARY_IN_THREE["text_config"], "moe_intermediate_size": [48, 48]}
+    },
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False},
+    "gemma3": {
+        "vision_config": {**_TOWER, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4,
+    },
+    "gemma3n_text": {
+        **_PER_LAYER, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [96] * 4,
+    },
+    "gemma4": {
+        "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16}, "audio_config": None,
+    },
+    "gemma4_text": {**_PER_LAYER, "global_head_dim": 32, "num_global_key_value_heads": 2},
+    "got_ocr2": {
+        "vision_config": {
+            "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 32, "patch_size": 16, "mlp_dim": 32,
+        }
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "granite_docling": {"vision_config": {"out_hidden_size": 64}},
+    "granitemoehybrid": {"layer_types": _MAMBA},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": _LINEAR},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "olmo3": {"layer_types": _ALTERNATING},
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How a family fared.
+
+    equal: greedy tokens that are transformers', for each of `CHUNKS`: generate's, or else what the
+    forward without a cache chooses.
+
+    logits_error: largest difference over the largest logit. forward: what ran it, None for nothing.
+    why: the reason for which it is not served, None if it is.
+    """
+
+    geometry: ModelGeometry | None
+    forward: str | None
+    equal: tuple[int, ...]
+    logits_error: float
+    distinct: int
+    why: str | None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of its layers' attention."""
+        layers = () if self.geometry is None else self.geometry.layers
+        return tuple(kind.value for kind in Attention if any(x.attention is kind for x in layers))
+
+
+ALL_EQUAL = (NUM_TOKENS * len(PROMPTS),) * len(CHUNKS)
+
+
+def tiny_config(name: str) -> PreTrainedConfig:
+    """A family's config with few and small layers; transformers' error where it takes none such."""
+    kind = CONFIG_MAPPING[name]
+    extra, fields = _EXTRA.get(name, {}), _tiny_fields(kind)
+    if "text_config" in getattr(kind, "sub_configs", {}):
+        text = kind().text_config
+        if text is not None:
+            fields["text_config"] = {
+                **_tiny_fields(type(text)), **extra.get("text_config", {}),
+                "model_type": text.model_type,
+            }  # fmt: skip
+    made = kind(**{**fields, **{k: v for k, v in extra.items() if k != "text_config"}})
+    for section in getattr(kind, "sub_configs", {}):
+        if section not in ("text_config", "thinker_config"):
+            _cut_tower(getattr(made, section, None))
+    assert isinstance(made, PreTrainedConfig)
+    return made
+
+
+def _tiny_fields(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    try:
+        default = kind()
+    except Exception:  # a class without defaults takes what it is given
+        return dict(_TINY)
+    known = {*vars(default), *getattr(kind, "attribute_map", {}), *default.to_dict()}
+    return {field: value for field, value in _TINY.items() if field in known}
+
+
+def _cut_tower(tower: Any) -> None:
+    for field in ("num_hidden_layers", "depth", "num_layers", "encoder_layers"):
+        if isinstance(getattr(tower, field, None), int) and not hasattr(tower, "layer_types"):
+            setattr(tower, field, 1)
+
+
+def build(name: str, directory: Path) -> Mapping[str, Any]:
+    """Save a random float32 model of the family in `directory`; its config.json."""
+    config = tiny_config(name)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
+    if count > _MOST_WEIGHTS:
+        raise ValueError(f"its smallest model here has {count / 1e6:.0f} million weights")
+    torch.manual_seed(0)
+    model = auto_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif parameter.numel() and float(parameter.std()) < 1e-6:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(directory)
+    said: Mapping[str, Any] = json.loads((directory / "config.json").read_text())
+    return said
+
+
+def compare(name: str, directory: Path) -> Compared:
+    """Run a family through Kvant and through transformers; everything that goes wrong is a reason."""
+    try:
+        with quiet_transformers():
+            config = build(name, directory)
+    except Exception as fault:  # each class has its own rules for sizes
+        return _refused(None, f"no tiny model was made to compare: {_short(fault)}")
+    try:
+        return _compare(name, directory, config)
+    finally:
+        shutil.rmtree(directory)
+
+
+def _compare(name: str, directory: Path, config: Mapping[str, Any]) -> Compared:
+    try:
+        geometry = read_geometry(config) if is_listed(name) else probe(config).geometry
+    except ConfigError as refusal:
+        return _refused(None, refusal.why)
+    if geometry.not_runnable is not None:
+        return _refused(geometry, geometry.not_runnable)
+    try:
+        expected, logits = _transformers(directory)
+    except Exception as fault:  # whatever its code makes of a text without an image
+        return _refused(
+            geometry, f"transformers itself does not run its tiny model: {_short(fault)}"
+        )
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32)
+    try:
+        model = loading.load(directory, plan, geometry)
+    except ConfigError as refusal:
+        return _refused(geometry, refusal.why)
+    equal = []
+    try:
+        for chunk in CHUNKS:
+            found = driver.greedy(
+                model, driver.pool(plan, 60), backend(), PROMPTS, NUM_TOKENS, chunk=chunk
+            )
+            same = _num_equal(found, expected)
+            # A few families' generate contradicts their own forward over the whole text.
+            equal.append(same if same == ALL_EQUAL[0] else _num_chosen(directory, found))
+        error = _error(_logits(model), logits)
+    except EngineFault as fault:
+        return _refused(geometry, str(fault))
+    why = None
+    if tuple(equal) != ALL_EQUAL or not error < LOGITS_BOUND:
+        why = f"{min(equal)} of {ALL_EQUAL[0]} greedy tokens and logits within {error:.0e} are transformers'"
+    distinct = len({token for text in expected for token in text})
+    return Compared(geometry, model.choice.name, tuple(equal), error, distinct, why)
+
+
+def _short(fault: Exception) -> str:
+    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:160]}"
+
+
+def _refused(geometry: ModelGeometry | None, why: str) -> Compared:
+    return Compared(geometry, None, (), float("nan"), 0, why)
+
+
+def _num_equal(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
+    return sum(
+        a == b for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def _num_chosen(directory: Path, texts: Sequence[Sequence[int]]) -> int:
+    """How many tokens of these texts transformers' forward without a cache would choose as well."""
+    model, count = _eager(directory), 0
+    with quiet_transformers(), torch.no_grad():
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            ids = torch.tensor([[*prompt, *text]])
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+            chosen = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+            count += sum(a == b for a, b in zip(chosen, text, strict=True))
+    return count
+
+
+def _eager(directory: Path) -> Any:
+    """transformers' own model with eager attention."""
+    said = json.loads((directory / "config.json").read_text())
+    with quiet_transformers():
+        config = CONFIG_MAPPING[said["model_type"]].from_pretrained(directory)
+        return auto_class(config).from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32
+        )
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _logits(model: LoadedModel) -> Tensor:
+    """Of every token of the longest prompt, which its step brings in one piece."""
+    prompt = list(PROMPTS[-1])
+    made = driver.Driver(driver.pool(model.plan, 10), backend())
+    ids, call, _ = made.call([(driver.Text(prompt), len(prompt))])
+    return model.forward(ids, call, torch.arange(len(ids)))
+
+
+def _transformers(directory: Path) -> tuple[list[list[int]], Tensor]:
+    """Greedy texts of `PROMPTS`, one at a time, and logits of the longest prompt; eager attention."""
+    model = _eager(directory)
+    with quiet_transformers(), torch.no_grad():
+        model.generation_config.eos_token_id = None  # texts go on to their full length
+        model.generation_config.pad_token_id = 0
+        texts = []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS
+            )
+            texts.append([int(token) for token in made[0, len(prompt) :]])
+        ids = torch.tensor([PROMPTS[-1]])
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+    return texts, logits

@@ -1,0 +1,96 @@
+"""Every decoder family of transformers runs and equals transformers, or is refused with its technique."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvant.models.geometry.families import is_listed
+from kvant.models.read_shape import compared
+from tests.models.families import ALL_EQUAL, FAMILIES, LOGITS_BOUND, NO_DECODERS, compare
+
+ROOT = Path(__file__).parents[2]
+RECORD: dict[str, Any] = json.loads((ROOT / "docs" / "models.json").read_text())
+RECORDED: dict[str, Any] = RECORD["families"]
+
+FAST = (
+    "gemma",  # norms of 1 + w
+    "smollm3",  # layers without positions
+    "olmo3",  # windows
+    "cohere2",  # a parallel residual
+    "granitemoeshared",  # experts beside shared ones, multipliers
+    "minicpm3",  # latent attention, expanded
+    "phimoe",  # a window in the mask alone
+    "stablelm",  # attention that gets no keywords
+    "gpt2",  # learned positions
+    "modernbert-decoder",  # an encoder's layers as a decoder
+    "llava",  # a tower
+    "qwen2_vl",  # rotary positions in three parts
+)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_probed_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    assert not is_listed(name)
+    found = compare(name, tmp_path / "model")
+    assert found.why is None
+    assert found.equal == ALL_EQUAL
+    assert found.logits_error < LOGITS_BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "technique"),
+    [
+        ("bamba", "recurrent or convolution states"),
+        ("deepseek_v32", "indices"),
+        ("llama4_text", "mask"),
+        ("diffllama", "more than once"),
+        ("bloom", "takes no positions"),
+        ("gptj", "does not go through transformers' interface"),
+        ("paligemma", "not causal"),
+    ],
+)
+def test_a_family_that_kvant_cannot_run_is_refused_by_the_technique_it_lacks(
+    name: str, technique: str, tmp_path: Path
+) -> None:
+    found = compare(name, tmp_path / "model")
+    assert found.forward is None
+    assert technique in (found.why or "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_fares_as_recorded(name: str, tmp_path: Path) -> None:
+    if version("transformers") != RECORD["transformers"]:
+        pytest.skip("the record is of another release of transformers")
+    found = compare(name, tmp_path / "model")
+    assert (found.why is None) == RECORDED[name]["runs"], found.why
+
+
+def test_the_record_names_every_family_of_its_release() -> None:
+    if version("transformers") == RECORD["transformers"]:
+        assert set(RECORDED) == set(FAMILIES)
+    assert not NO_DECODERS & set(RECORDED)
+
+
+def test_at_least_a_hundred_families_run() -> None:
+    assert sum(entry["runs"] for entry in RECORDED.values()) >= 100
+    for entry in RECORDED.values():
+        assert entry["runs"] == (entry["why"] is None)
+        if entry["runs"]:
+            assert tuple(entry["equal_tokens"]) == ALL_EQUAL
+            assert entry["logits_error"] < LOGITS_BOUND
+
+
+def test_the_package_serves_what_the_record_says() -> None:
+    assert compared() == {name: entry["why"] for name, entry in RECORDED.items()}
+
+
+def test_the_page_is_the_record() -> None:
+    from scripts.families import page
+
+    assert (ROOT / "docs" / "models.md").read_text() == page(RECORD)

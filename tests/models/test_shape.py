@@ -1,0 +1,101 @@
+"""Where a model's shape comes from, what is kept of a probe, and what the plan shows of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvant import LLM, SamplingParams
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import BadCheckpoint, NotServable
+from kvant.models import read_shape as reading
+from kvant.models.geometry import read_geometry
+from kvant.models.probe import probe
+from kvant.models.read_shape import read_shape
+from kvant.models.shape import ShapeSource
+from kvant.plan.plan import PlanRequest
+from kvant.plan.plan_json import plan_json
+from tests.models import configs, families, tiny
+from tests.planned import plan_of
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVANT_CACHE", str(tmp_path / "cache"))
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(families.tiny_config(name).to_json_string(use_diff=False))
+    return {**made, "model_type": name, **changes}
+
+
+@pytest.mark.parametrize("name", [n for n in tiny.FAMILIES if n not in ("gemma3n", "gemma4")])
+def test_a_probe_finds_what_geometry_reads_from_the_config(name: str) -> None:
+    said = json.loads(tiny.config_of(name).to_json_string(use_diff=False))
+    assert probe(said).geometry.layers == read_geometry(said).layers
+
+
+def test_a_listed_family_is_read_from_its_config() -> None:
+    assert read_shape(configs.tiny("llama")).source is ShapeSource.CONFIG
+
+
+def test_a_probe_is_kept_and_a_broken_file_is_probed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = config("gemma")
+    first = read_shape(said)
+    assert first.source is ShapeSource.PROBED
+    (kept,) = (tmp_path / "cache" / "probes").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvant.models.probe.probe", None)  # calling it would be a TypeError
+        assert read_shape(said) == first
+    kept.write_text(kept.read_text()[:40])
+    assert read_shape(said) == first
+    assert read_shape({**said, "num_hidden_layers": 2}).geometry.layers == first.geometry.layers[:2]
+
+
+def test_a_model_type_that_nobody_knows_is_called_unknown() -> None:
+    with pytest.raises(BadCheckpoint, match="unknown model_type 'sorcery'"):
+        read_shape({"model_type": "sorcery", "architectures": ["LlamaForCausalLM"]})
+
+
+def test_a_model_without_a_head_for_text_is_refused() -> None:
+    with pytest.raises(BadCheckpoint, match="GemmaForSequenceClassification"):
+        read_shape(config("gemma", architectures=["GemmaForSequenceClassification"]))
+
+
+def test_a_family_that_was_not_compared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "compared", lambda: {"smollm3": None})
+    with pytest.raises(BadCheckpoint, match=r"unknown model_type 'gemma'") as refused:
+        read_shape(config("gemma"))
+    assert "smollm3" in str(refused.value)
+    assert refused.value.ways_out
+
+
+def test_a_family_that_differs_from_transformers_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "compared", lambda: {"gemma": "58 of 96 greedy tokens"})
+    with pytest.raises(NotServable, match="58 of 96"):
+        read_shape(config("gemma"))
+
+
+def test_a_probed_model_is_planned_with_its_bytes_and_runs(tmp_path: Path) -> None:
+    said = families.build("internlm3", tmp_path / "model")
+    assert not read_shape(said).geometry.not_runnable
+    made = plan_of(PlanRequest(str(tmp_path / "model"), DeviceFacts(DeviceKind.CPU)))
+    body = plan_json(made)
+    assert body["geometry_source"] == "probed from transformers' own forward"
+    assert body["forward"]["name"] == "transformers"
+    assert made.can_run
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text(json.dumps(said))
+    counted = plan_of(PlanRequest(str(bare), DeviceFacts(DeviceKind.CPU))).target.weights
+    assert counted.bytes == made.target.weights.bytes
+    llm = LLM(tmp_path / "model", max_model_len=64)
+    found = llm.generate([[3, 17, 5]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert len(found[0].token_ids) == 4

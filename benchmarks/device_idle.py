@@ -72,7 +72,7 @@ def measure_idle(
         return NotProfiled("steps run on the CPU")
     if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
         return NotProfiled("this build of torch cannot profile a GPU")
-    profiler = profile(activities=[ProfilerActivity.CUDA])
+    profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
     profiler.prepare_trace()
     for _ in range(WARM_UP_STEPS):
         step()

@@ -144,10 +144,12 @@ def judge(
     formats: Iterable[FormatRequest],
     *,
     answer_tokens: int = 0,
+    num_answers: int | None = None,
 ) -> list[Judged]:
-    """Every format on the model that `llm` has loaded; the first is what the others drift from.
+    """Judge every format on the model of `llm`; drift is measured from the first one.
 
-    answer_tokens: of a greedy answer to each question; 0 leaves the answers out.
+    answer_tokens: length of a greedy answer to each question; 0 skips answers. num_answers: number of
+    questions to answer, None for all.
     """
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
@@ -164,7 +166,7 @@ def judge(
         truth = found if truth is None else truth
         right = None
         if answer_tokens:
-            right = _num_right(llm, plan, problems, answer_tokens)
+            right = _num_right(llm, plan, problems[:num_answers], answer_tokens)
         rows.append(
             Judged(
                 format=str(wanted),

@@ -1,4 +1,4 @@
-"""Kvant's own engine for these measurements, also with long contexts that nobody has to compute.
+"""Kvant's own engine for these measurements, also with long contexts that are not computed.
 
 What a decode step costs at 4096 tokens does not depend on what these tokens are. `FilledRunner` holds
 pages of a prompt that was computed, copied to every other page, and answers prompts at once.

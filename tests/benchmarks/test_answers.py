@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from benchmarks import answers
 from benchmarks.answers import Answers, Way, answer, compare, compare_all, read_answers
-from kvant.execution.decodes import Decodes
 
 from kvant import LLM
 from kvant.errors import ConfigError
 from kvant.execution.graphs import StepGraphs
+from kvant.execution.launched import Launched
 from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
+from kvant.scheduling.schedule import Schedule
 from tests.models import tiny
 from tests.speculative.recorded import record_here
 
@@ -72,14 +73,14 @@ def test_steps_are_recorded_but_in_the_way_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    run = StepGraphs.run
+    launch = StepGraphs._launch_decodes
 
-    def count(graphs: StepGraphs, step: Decodes) -> object:
-        sizes.append(len(step.sequences))
-        return run(graphs, step)
+    def count(graphs: StepGraphs, schedule: Schedule, *given: object) -> Launched:
+        sizes.append(len(schedule.sequences))
+        return launch(graphs, schedule, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ModelRunner, "capture", record_here)
-    monkeypatch.setattr(StepGraphs, "run", count)
+    monkeypatch.setattr(StepGraphs, "_launch_decodes", count)
     monkeypatch.setattr(answers, "prompts_of", lambda _: [([3, 5 + i], 2 + i) for i in range(3)])
     llm = LLM(tiny.build("llama", tmp_path), dtype="float32", max_model_len=64, device="cpu")
     found = answer(llm, FP8, list(Way))

@@ -29,6 +29,7 @@ from tests.engine import tiny_chat
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEMS = ROOT / "data" / "gsm8k" / "gsm8k_test.jsonl"
 CI_COUNT = 50
+CI_ANSWERS = 16
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +123,16 @@ DRIFT_AND_LOSS = {
     "turboquant_k3/turboquant_v3": (0.783, 0.65),
 }
 """By format: drift a token as measured, and the most that solutions may be less likely, in nats a token."""
-MOST_RIGHT_APART = 5
-"""Answers of 50. The model solves next to none, in any format."""
+MOST_RIGHT_APART = 2
+"""Answers of CI_ANSWERS. The model solves next to none, in any format."""
 
 
 @pytest.mark.slow
-def test_smollm2_reads_and_answers_fifty_problems_as_each_format_should() -> None:
-    """Part of every submission's checks (`.ci/run`): four minutes on two cores."""
+def test_smollm2_reads_fifty_problems_and_answers_some_as_each_format_should() -> None:
+    """Part of every submission's checks (`.ci/run`)."""
     llm = LLM("smollm2", dtype="float32", kv_cache_dtype="float32")
     problems = read_problems(PROBLEMS, CI_COUNT, shortest=True)
-    rows = judge(llm, problems, all_formats(), answer_tokens=48)
+    rows = judge(llm, problems, all_formats(), answer_tokens=48, num_answers=CI_ANSWERS)
     print(table(rows, CI_COUNT))
     truth, *others = rows
     assert truth.format == "float32"
@@ -153,4 +154,4 @@ def test_the_table_in_the_docs_is_the_measured_one() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text()
     assert table(rows, measured["problems"]) in text
     options = measured["command"].partition("gsm8k ")[2]
-    assert f"python -m benchmarks.gsm8k {options}" in text
+    assert f"python -m benchmarks.gsm8k {options}" in " ".join(text.split())

@@ -56,7 +56,7 @@ class Bench:
         runner = ModelRunner(self.model, num_pages, self.plan)
         longest = max_model_len or (num_pages - 1) * page_size
         planned = self.llm.planned
-        proposer = load_proposer(planned, runner, longest) if drafting else None
+        proposer = load_proposer(planned, runner) if drafting else None
         if recorded:
             assert runner.capture(seqs, chunk, longest) is None
         return Engine(

@@ -50,7 +50,7 @@ def outside() -> LLM:
 @pytest.fixture(scope="module")
 def with_torchs_products() -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(info, "refuse_host", lambda: "the control has to run without kernels")
+        patch.setattr(info, "refuse_host", lambda device: "the control has to run without kernels")
         yield load(mode=False)
 
 

@@ -109,7 +109,7 @@ def test_one_wrong_request_runs_none_and_leaves_nothing_behind(llm: LLM) -> None
     with pytest.raises(RequestError, match="300 tokens"):
         llm.generate([llm.encode("fine"), [5] * 300], GREEDY)
     assert not llm.engine.has_work
-    with pytest.raises(RequestError, match="no valid Unicode"):
+    with pytest.raises(RequestError, match="not valid Unicode"):
         llm.generate("\ud800", GREEDY)
     assert llm.generate("fine", GREEDY)[0].finish_reason == "length"
 

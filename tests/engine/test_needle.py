@@ -84,7 +84,9 @@ def test_a_needle_gets_the_same_bits_at_any_place_of_any_batch(in_mode: LLM) -> 
 
 def test_with_torchs_products_it_does_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same trials, where sums go in whatever order is fast for so many rows."""
-    monkeypatch.setattr(info, "refuse_host", lambda: "the control has to run without kernels")
+    monkeypatch.setattr(
+        info, "refuse_host", lambda device: "the control has to run without kernels"
+    )
     assert num_different(load(path, mode=False), INT8, 10) > 0
 
 

@@ -62,7 +62,7 @@ def test_what_is_launched_ahead_is_used_and_forgotten_where_it_must_be(
     monkeypatch.setattr(StepGraphs, "launch", count)
     assert answers(path, "cuda", kv_cache_memory="2MiB", max_num_seqs=4) == expected
     assert launched.count(True) > 50
-    assert launched.count(False) > 1
+    assert launched.count(False) >= 1
 
 
 def test_steps_with_pieces_of_prompts_are_replayed(

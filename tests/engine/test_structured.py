@@ -389,6 +389,10 @@ def test_compiled_forms_are_kept_within_a_bound() -> None:
         compiler.start(StructuredOutputs(regex=f"cached{index}")).result(10)
     kept = [form.regex for form in compiler._compiled]
     assert kept == ["cached4"]
+    compiler = GrammarCompiler(TOKENIZER, VOCAB, [EOS], limits=CompileLimits(cached_forms=2))
+    for index in range(5):
+        compiler.start(StructuredOutputs(regex=f"cached{index}")).result(10)
+    assert [form.regex for form in compiler._compiled] == ["cached3", "cached4"]
 
 
 def test_a_form_larger_than_the_cache_compiles_all_the_same() -> None:

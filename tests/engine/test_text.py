@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvant.engine.stop import StopStrings
-from kvant.engine.text import TextStream
+from kvant.engine.text import StopStrings, TextStream
 
 ALPHABET = "abc"
 

@@ -29,10 +29,10 @@ def test_any_tokenizer_file_counts_in_both_processes(tmp_path: Path, name: str) 
 def test_lone_surrogates_are_a_fault_of_the_request_in_prompts_and_in_chats(tmp_path: Path) -> None:
     found = tokenizer.open_tokenizer(tiny_chat.build(tmp_path))
     assert found is not None
-    with pytest.raises(RequestError, match="no valid Unicode") as refused:
+    with pytest.raises(RequestError, match="not valid Unicode") as refused:
         found.encode("\ud800")
     assert refused.value.param == "prompt"
-    with pytest.raises(RequestError, match="no valid Unicode") as refused:
+    with pytest.raises(RequestError, match="not valid Unicode") as refused:
         found.encode_chat([{"role": "user", "content": "\ud800"}])
     assert refused.value.param == "messages"
 

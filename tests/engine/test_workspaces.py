@@ -193,6 +193,22 @@ def test_a_plan_is_made_again_only_where_downloaded_weights_add_facts(
     assert len(plans) == 1
 
 
+@pytest.mark.parametrize("device", [H200, DeviceFacts(DeviceKind.CPU)], ids=["gpu", "cpu"])
+def test_planning_reads_no_file(
+    request_: PlanRequest, device: DeviceFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = replace(request_, device=device, dtype=ComputeDtype.FLOAT32)
+    facts = replace(read_facts(request), memory=HERE)
+
+    def refuse(*given: object, **options: object) -> None:
+        raise AssertionError(f"planning opened {given[0]}")
+
+    for name in ("open", "read_text", "read_bytes", "stat", "exists", "is_file", "glob"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr("builtins.open", refuse)
+    assert make_plan(request, facts) == make_plan(request, facts)
+
+
 def test_an_engine_needs_the_size_of_its_weights_or_of_its_pages(
     request_: PlanRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,3 +296,14 @@ def test_the_request_log_has_a_line_for_each_request_and_no_contents(model: Any)
         )
         assert re.fullmatch(r"kvant: request - other 404 id=- seconds=[\d.]+\n", lines[1])
         assert "secret" not in "".join(server.output)
+
+
+def test_the_document_names_every_parameter() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    served = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
+    missing = [
+        name
+        for name in sorted({*served, *UNSUPPORTED, *NO_EFFECT})
+        if not re.search(rf"\b{name}\b", text)
+    ]
+    assert missing == []

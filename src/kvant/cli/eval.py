@@ -1,4 +1,4 @@
-"""`kvant eval`: what each format of the KV cache costs in quality on a model, against the widest one."""
+"""`kvant eval`: measure what each KV cache format costs in quality on a model."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CONTEXTS = (512, 2048, 8192, 32768)
 QUICK_CONTEXTS = (512, 2048)
+LEAST_NEEDLE_TOKENS = 256
 
 
 class Format(Enum):
@@ -40,19 +41,19 @@ def evaluate(
         typer.Option(
             "--kv-format",
             metavar="F",
-            help="KV cache format; may be repeated. All that this machine serves if not given.",
+            help="KV cache format; may be repeated. Default: all that this machine serves.",
             show_default=False,
         ),
     ] = None,
     baseline: Annotated[
-        str, typer.Option("--baseline", metavar="F", help="What formats are compared with.")
+        str, typer.Option("--baseline", metavar="F", help="Format to compare with.")
     ] = "model",
     text: Annotated[
         Path | None,
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Text in UTF-8 or JSON lines. Python's manual if not given.",
+            help="Text in UTF-8 or JSON lines. Default: Python's manual.",
         ),
     ] = None,
     contexts: Annotated[
@@ -60,8 +61,8 @@ def evaluate(
         typer.Option(
             "--context",
             min=64,
-            help="Tokens of a window; may be repeated. 512, 2048, 8192 and 32768 if not given, as far as "
-            "the model reaches.",
+            help="Tokens of a window; may be repeated. Default: 512, 2048, 8192 and 32768, up to the "
+            "model's limit.",
             show_default=False,
         ),
     ] = None,
@@ -73,7 +74,7 @@ def evaluate(
         typer.Option(
             "--layer-format",
             metavar="F",
-            help="What each layer stores alone. The narrowest format if not given.",
+            help="Format that one layer at a time stores alone. Default: the narrowest.",
             show_default=False,
         ),
     ] = None,
@@ -82,16 +83,18 @@ def evaluate(
         typer.Option("--quick", help="Less text: some minutes on two cores for a small model."),
     ] = False,
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="D", help="The model computes in it.")
+        str, typer.Option("--dtype", metavar="D", help="Dtype to compute in.")
     ] = "auto",
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     attention_backend: Annotated[
         str, typer.Option("--attention-backend", metavar="B", help="auto, or one by name.")
     ] = "auto",
     restart: Annotated[
-        bool, typer.Option("--restart", help="Do not go on with an interrupted evaluation.")
+        bool, typer.Option("--restart", help="Discard an interrupted evaluation and start again.")
     ] = False,
-    output: Annotated[Format, typer.Option("--format", help="What is printed.")] = Format.TABLE,
+    output: Annotated[
+        Format, typer.Option("--format", help="Format of the output.")
+    ] = Format.TABLE,
     page: Annotated[
         Path | None,
         typer.Option(
@@ -107,7 +110,7 @@ def evaluate(
 
     The model reads a text through its paged cache in every format. Each position's distribution is compared
     with the baseline's: KL divergence, most likely token, perplexity. Definitions are those of llama.cpp's
-    --kl-divergence. An interrupted evaluation goes on where it ended when the same command is given again.
+    --kl-divergence. The same command continues an interrupted evaluation.
     """
     from kvant.engine.llm import LLM
     from kvant.kv.names import parse_format, whole_formats
@@ -144,7 +147,7 @@ def evaluate(
         kept.forget()
         kept = Kept(cache_root() / "eval", evaluation.inputs())
     elif len(kept):
-        sys.stderr.write(f"goes on with {len(kept)} parts that were measured before: {kept.path}\n")
+        sys.stderr.write(f"continuing with {len(kept)} parts from an earlier run: {kept.path}\n")
     progress = _Progress()
     parts = run_parts(evaluation.parts(), kept, progress.tell)
     progress.end()
@@ -180,7 +183,8 @@ def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -
     short = wanted[0]
     if quick:
         return Extent(wanted, 1024, 16, min(512, short), min(256, short), 2, 64, ())
-    return Extent(wanted, tokens, 64, short, short, 8, 256, wanted)
+    needles = tuple(c for c in wanted if c >= LEAST_NEEDLE_TOKENS)
+    return Extent(wanted, tokens, 64, short, short, 8, 256, needles)
 
 
 class _Progress:

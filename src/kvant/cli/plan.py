@@ -16,8 +16,8 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.cli.configured import configured
 from kvant.cli.plan_plot import picture, plot_plan
 from kvant.errors import UnknownName
-from kvant.models.geometry.compute_dtype import host_cpu_has_avx2, host_cpu_has_bf16
 from kvant.plan.config import PlanOptions, plan_request
+from kvant.plan.device import host_device
 from kvant.plan.planning import make_plan
 from kvant.plan.read_facts import read_facts
 from kvant.plan.settings import Settings
@@ -85,9 +85,7 @@ _DEVICES = {
 def device_from(text: str) -> DeviceFacts:
     """The device to plan for, which need not be present."""
     if text == "cpu":
-        return DeviceFacts(
-            DeviceKind.CPU, has_bf16=host_cpu_has_bf16(), has_avx2=host_cpu_has_avx2()
-        )
+        return host_device("cpu")
     if text not in _DEVICES:
         raise UnknownName("device", text, ("cpu", *_DEVICES), asked_by="--device")
     return _DEVICES[text]

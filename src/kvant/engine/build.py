@@ -90,7 +90,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     ends = model.eos_token_ids or (() if tokenizing is None else tokenizing.eos_token_ids)
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages
-    # Random weights are made also where there are none to load.
+    # An obstacle to loading does not concern random weights.
     warnings = tuple(line for line in planned.warnings if line not in planned.obstacles)
     with _memory_for(planned):
         runner = ModelRunner(model, num_pages)

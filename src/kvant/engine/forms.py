@@ -107,7 +107,7 @@ class Forms:
 
     def _compiling(self) -> GrammarCompiler:
         if self._compiler is None:
-            # Not with the module: its library takes time to import, and timings do without it.
+            # Imported late: its library takes time to import, and timings do not need it.
             from kvant.sampling.grammar import GrammarCompiler
 
             assert self._tokenizer is not None

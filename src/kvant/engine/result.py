@@ -1,4 +1,4 @@
-"""What an engine says of its requests and of itself."""
+"""Results of requests, and statistics of an engine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvant.speculative.counts import SpeculationStats, spec_decode
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a request came to.
+    """The result of a request.
 
     token_ids: the answer's, with the token that ended it; text: without that token and without a stop
     string. stop_reason: the stop string or stop token that ended it, None for an end-of-sequence token.
     num_cached_tokens: prompt tokens whose K and V came from the prefix cache. num_pages: pages it held
     when it ended. prompt_logprobs: one entry a prompt token, None for the first, which follows nothing;
-    None where they were not asked or not finished. error: why it was refused.
+    None if they were not requested or not finished. error: why it was refused.
     """
 
     number: int
@@ -42,9 +42,9 @@ class Result:
 
 
 class Progress(NamedTuple):
-    """What one step added to one request. result: the whole, at its end.
+    """What one step added to one request. result: the whole result, with the last piece.
 
-    logprobs: of token_ids, where they were asked. prompt_logprobs: with the first piece, see `Result`.
+    logprobs: of token_ids, if requested. prompt_logprobs: with the first piece, see `Result`.
     """
 
     number: int
@@ -78,9 +78,9 @@ class EngineStats:
 
 
 def as_metrics(stats: EngineStats) -> dict[str, Any]:
-    """The numbers by name; with speculation `spec_decode_*` beside them.
+    """Return the numbers by name; with speculation, `spec_decode_*` too.
 
-    kv_saturated_values: by layer, how many of K and of V; layers without any are left out.
+    kv_saturated_values: counts of K and V by layer; layers without any are omitted.
     """
     found = {field.name: getattr(stats, field.name) for field in fields(stats)}
     found["kv_saturated_values"] = {

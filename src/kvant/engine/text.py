@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from kvant.engine.stop import StopStrings
-
 _CONTEXT_TOKENS = 8
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -46,7 +44,7 @@ class TextStream:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that was found."""
+        """Returns the stop string that was found, or None."""
         return self._stops.found
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
@@ -76,3 +74,47 @@ class TextStream:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
+class StopStrings:
+    """Finds the first complete stop string, and holds back text that may begin one.
+
+    The cut of the text into pieces does not change the result. If two are complete at the same
+    character, the one that begins earlier counts.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """Return the text that can be shown now: after a match, everything up to it, then nothing."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        first = min(
+            ((at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
+            default=None,
+        )
+        if first is not None:
+            end, at, self.found = first
+            self._held = ""
+            return text[: end if self._include else at]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def release(self) -> str:
+        """End the text; return what was held back."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -65,7 +65,7 @@ class Tokenizing:
         try:
             (found,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:  # tokenizers takes no lone surrogates
-            raise RequestError("the text is no valid Unicode", param=param) from None
+            raise RequestError("the text is not valid Unicode", param=param) from None
         if most is not None and len(found) > most:
             # Before building a list of millions, which would block other threads.
             raise TooManyTokens(len(found), most, param)

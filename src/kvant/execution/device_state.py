@@ -69,7 +69,8 @@ class DeviceState:
 
     def _attach(self, table: RowTable) -> None:
         rows, width = table.pages.shape
-        self.pages[:rows, :width].copy_(torch.from_numpy(table.pages.copy()))
+        pages = to_device(torch.from_numpy(table.pages.copy()), self.device)
+        self.pages[:rows, :width].copy_(pages)
         self._table = table
         table.start_log()
         self._send_sampling(table, list(range(rows)))

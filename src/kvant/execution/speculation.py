@@ -101,7 +101,7 @@ class Speculation:
             self._adaptive.note([len(t) for t in emitted], seconds, num_drafts=num_drafts)
 
     def _check(self, drafts: Sequence[int], room: int) -> None:
-        """Whatever a proposer does, nothing that is no token gets into the model."""
+        """Raise EngineFault if a proposer returns something that is not a token."""
         if len(drafts) > room or not all(0 <= token < self._vocab_size for token in drafts):
             raise EngineFault(
                 f"the proposer {type(self._proposer).__name__} drafted {list(drafts)}: "

@@ -98,7 +98,7 @@ class KVPool:
         )
 
     def refit(self, scales: Mapping[tuple[int, Side], Tensor]) -> None:
-        """Replace the values of scales outside the pages, in place. scales: as in the constructor."""
+        """Replace scales outside the pages in place, by layer and side: float32 [1] or [num_kv_heads]."""
         for (layer, side), value in scales.items():
             cache = self._layers[layer]
             scale = cache.k_scale if side is Side.K else cache.v_scale

@@ -1,4 +1,4 @@
-"""Engines for measuring: the weights that are loaded, over pages of their own, in any format."""
+"""Engines for measurements: loaded weights over separate pages in any format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STEP_TOKENS = 2048
 
 
 def plan_storing(llm: LLM, stored: FormatRequest, backend: BackendInfo | None = None) -> KVPlan:
-    """The plan of the model that `llm` runs, with K and V stored as asked. backend: None for its own."""
+    """Return the plan of `llm`'s model with K and V stored as asked. backend: None for the plan's."""
     asked = Asked(stored, f"--kv-cache-dtype {stored}")
     planned = llm.planned
     if backend is not None:
@@ -39,9 +39,9 @@ def engine_over(
     prefix_caching: bool = False,
     answers: bool = False,
 ) -> Engine:
-    """An engine that steps `runner`, whose pool has `num_pages` of `plan`.
+    """Build an engine that steps `runner`, whose pool has `num_pages` of `plan`.
 
-    answers: whether text is wanted and ends of sequence count, as in the engine of `llm`.
+    answers: produce text and honour ends of sequence, as in the engine of `llm`.
     """
     own = llm.engine
     return Engine(

@@ -183,7 +183,7 @@ def _make_weights(
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0.0, 0.02, generator=generator)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", ".sinks")):  # made without a value
             parameter.data.zero_()
     module.train(False)
     return module

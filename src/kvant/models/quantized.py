@@ -58,7 +58,7 @@ def decode_weights(model: PreTrainedModel, compute: torch.dtype) -> None:
 
     Left alone they would be decoded in the first forward, and activations quantised and decoded
     again in every one. The model computes as its dtype says; only its weights are as coarse as
-    the checkpoint's. What was decoded may be in bfloat16, whatever dtype was asked for.
+    the checkpoint's. Decoded weights may be bfloat16, regardless of the dtype asked for.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is not None:  # else there was none, or it has decoded all it had

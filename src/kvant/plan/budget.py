@@ -1,4 +1,4 @@
-"""How much memory the pages get, how long a sequence can be, and what is refused for lack of room."""
+"""The memory of the pages, the length of a sequence, and refusals for lack of memory."""
 
 from __future__ import annotations
 

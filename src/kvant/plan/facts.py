@@ -31,7 +31,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of the device of this machine before anything is loaded. On a CPU, total is what is free."""
+    """Bytes of this machine's device before anything is loaded. A CPU's total is its free memory."""
 
     free: int
     total: int

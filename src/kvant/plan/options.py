@@ -204,13 +204,13 @@ def option(default: Any, help: str, *, kind: Kind | None = None, **details: Any)
     )
 
 
-def options_of(*tables: type) -> tuple[Option, ...]:
-    """Every option of these classes and of the configuration classes nested in them."""
+def options_of(*tables: type, nested: bool = True) -> tuple[Option, ...]:
+    """Every option of these classes. nested: and of the configuration classes among their fields."""
     found: list[Option] = []
     for table in tables:
         types = typing.get_type_hints(table)
         for field in dataclasses.fields(table):
-            if dataclasses.is_dataclass(types[field.name]):
+            if nested and dataclasses.is_dataclass(types[field.name]):
                 found += options_of(types[field.name])
             elif _METADATA in field.metadata:
                 found.append(_option(field, types[field.name]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvant.attention.need import DeviceFacts
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.json_file import read_json_object
-from kvant.kv.checkpoint.read import read_declarations
+from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.models.directory import CONFIG_NAME
 from kvant.models.geometry import read_draft_geometry
@@ -34,8 +34,8 @@ def read_facts(
     It imports no torch for a CPU, except to probe a family that Kvant does not list.
 
     memory: measure this machine's memory. weights: fetch or convert the weights, because they will be
-    loaded; progress is told about that. known: facts of the same request, read without weights: what has
-    not changed since is kept as it is. Raises ConfigError for files that are missing or broken.
+    loaded; progress is told about that. known: facts of the same request, read without weights; models
+    that have not changed since are not read again. Raises ConfigError for missing or broken files.
     """
 
     def model(
@@ -73,7 +73,7 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     if local.source in (ModelSource.GGUF, ModelSource.DEMO):
         checkpoint = CheckpointKV(checked=True)  # says nothing about KV, converted yet or not
     else:
-        checkpoint = read_declarations(local.path, config, headers)
+        checkpoint = read_checkpoint(local.path, config, headers)
     weights = read_stored_weights(local.path, config, headers)
     decoded = are_decoded(config, device)
     if not is_target:

@@ -59,7 +59,7 @@ def resolve_kv(
     def otherwise(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> tuple[WayOut, ...]:
         ways = _other_ways(need(layer, k, v), only, role)
         wide = compute in (ComputeDtype.FLOAT32, ComputeDtype.FLOAT64)
-        # A whole resolution, because what is stored may follow the compute dtype.
+        # A whole resolution, because the stored format may follow the compute dtype.
         if only is not None and wide and works(replace(request, dtype=ComputeDtype.BFLOAT16)):
             text = "compute in 16 bits, which this backend does"
             ways = (*ways, WayOut(text, ("--dtype", ComputeDtype.BFLOAT16.value)))
@@ -79,7 +79,7 @@ def resolve_kv(
 
 
 def _other_ways(need: Need, only: BackendInfo | None, role: Role) -> tuple[WayOut, ...]:
-    """The page size or backend that would serve a layer, as it is asked, that no backend serves now."""
+    """Page size or backend that would serve a layer which no backend serves as requested."""
     ways = []
     usual = replace(need, page_size=DEFAULT_PAGE_SIZE)
     if usual != need and select(usual, only=only).is_served:

@@ -62,17 +62,15 @@ class Settings:
 
     def build(self, table: type[T]) -> T:
         """An instance of a configuration class, with the given values and its own defaults."""
-        types = typing.get_type_hints(table)
-        values: dict[str, Any] = {}
-        for option in options_of(table):
+        made: dict[str, Any] = {
+            name: self.build(type_)
+            for name, type_ in typing.get_type_hints(table).items()
+            if isinstance(type_, type) and dataclasses.is_dataclass(type_)
+        }
+        for option in options_of(table, nested=False):
             found = self.get(option.name)
             if found is not None:
-                values[option.field] = found.value
-        mine = {f.name for f in dataclasses.fields(table)}  # type: ignore[arg-type]
-        made = {name: value for name, value in values.items() if name in mine}
-        for name in mine:
-            if dataclasses.is_dataclass(types[name]):
-                made[name] = self.build(types[name])
+                made[option.field] = found.value
         return table(**made)
 
 

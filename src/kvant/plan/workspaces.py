@@ -60,6 +60,9 @@ def workspaces(
     # Elements of one token at the widest place: residual, its norm, input and output of attention, and
     # the two sides of the gated product beside their result.
     wide = 3 * geometry.hidden_size + 2 * (q + kv) + q + 3 * _intermediate(config, geometry)
+    wide += (
+        _experts_of_a_token(config) * geometry.hidden_size
+    )  # their results, before they are summed
     # Recorded steps with pieces of prompts have their own.
     activations = (
         (limits.max_num_batched_tokens + min(limits.max_num_batched_tokens, MOST_PIECES))
@@ -100,10 +103,16 @@ def _intermediate(config: Mapping[str, Any], geometry: ModelGeometry) -> int:
     text = config.get("text_config")
     fields = text if isinstance(text, Mapping) else config
     dense = _largest(fields.get("intermediate_size"))
-    experts = _largest(fields.get("moe_intermediate_size")) * max(
-        1, _largest(fields.get("num_experts_per_tok"))
-    )
+    chosen = max(1, _experts_of_a_token(config))
+    experts = (_largest(fields.get("moe_intermediate_size")) or dense) * chosen
     return max(dense, experts) or 4 * geometry.hidden_size
+
+
+def _experts_of_a_token(config: Mapping[str, Any]) -> int:
+    """0 for a model without experts."""
+    text = config.get("text_config")
+    fields = text if isinstance(text, Mapping) else config
+    return _largest(fields.get("num_experts_per_tok"))
 
 
 def _largest(value: object) -> int:

@@ -123,7 +123,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host there, without waiting for what runs."""
+    """Copy a host tensor [n, ..] to the device without waiting for running work."""
     if device.type == "cpu" or not len(numbers):
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)

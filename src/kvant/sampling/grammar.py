@@ -168,7 +168,8 @@ class GrammarCompiler:
     def _keep(self, form: StructuredOutputs, matcher: LLMatcher) -> None:
         self._compiled[form] = matcher
         self._cached_bytes += form.num_bytes
-        while self._cached_bytes > self._limits.cached_bytes:
+        limits = self._limits
+        while self._cached_bytes > limits.cached_bytes or len(self._compiled) > limits.cached_forms:
             oldest, _ = self._compiled.popitem(last=False)
             self._cached_bytes -= oldest.num_bytes
 

@@ -236,7 +236,9 @@ def _spellings(text: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
     try:
         found = tokenizer.encode_batch_fast([bare, " " + bare], add_special_tokens=False)
     except TypeError:  # tokenizers takes no lone surrogates
-        raise RequestError("bad_words holds no valid Unicode text", param="bad_words") from None
+        raise RequestError(
+            "bad_words contains text that is not valid Unicode", param="bad_words"
+        ) from None
     spellings = [tuple(one.ids) for one in found]
     if not all(spellings):
         raise RequestError("bad_words holds a text that has no tokens", param="bad_words")

@@ -17,11 +17,12 @@ _BRANCHING = ("anyOf", "oneOf", "allOf")
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
     """seconds: compile time of one form, without waiting for others. cached_bytes: bytes of the texts of
-    cached compiled forms.
+    cached compiled forms. cached_forms: their number; a compiled schema of 150 bytes takes 0.1 MiB.
     """
 
     seconds: float = 5.0
     cached_bytes: int = 4 * 2**20
+    cached_forms: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +107,16 @@ class StructuredOutputs:
             try:
                 schema = json.loads(given)
             except (ValueError, RecursionError):
-                raise self._wrong("the schema is no JSON") from None
+                raise self._wrong("the schema is not JSON") from None
         else:
             schema = given
         if not isinstance(schema, Mapping):
-            raise self._wrong("the schema is no JSON object")
+            raise self._wrong("the schema is not a JSON object")
         self._check_nodes(schema, limits)
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError):
-            raise self._wrong("the schema is no JSON object") from None
+            raise self._wrong("the schema is not a JSON object") from None
         self._check_text(text, limits)
         return text
 
@@ -170,7 +171,7 @@ class StructuredOutputs:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise self._wrong("it is no valid Unicode text") from None
+            raise self._wrong("it is not valid Unicode text") from None
 
     def _wrong(self, message: str) -> RequestError:
         return RequestError(f"{self.asked_as}: {message}", param=self.asked_as)

@@ -102,7 +102,10 @@ def draw_from_few(
 def narrow(
     logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space, *, by_share: bool
 ) -> None:
-    """Find the edge of top_k or, after that, the one of top_p, of those rows that still need it."""
+    """Find the edge of top_k, or after that of top_p, in rows that still need it.
+
+    Arguments as for `draw_from_few`; the result is in `space.state`.
+    """
     count, stretches = len(rows), space.sums.shape[1]
     per = _stretches_of_a_program(count, stretches)
     for place in range(_PASSES):
@@ -115,7 +118,7 @@ def narrow(
 
 
 def choose(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space) -> None:
-    """Put a drawn token into the place of the likeliest one, in rows that still need it.
+    """Replace the most likely token by a sampled one in rows that still need it; mutates tokens [n].
 
     The tokens that the filters keep are ordered by id; the sampled token is the first one whose
     cumulative weight exceeds u times the total. Rows with temperature 0, or whose largest logit is not
@@ -193,7 +196,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
     bound = least(best, temperature, tl.load(numbers + program * 5 + 3))
     wanted = wanted & _is_open(drawn, program, top_k, top_p)
     own = state + BY_SHARE * 4 * most + program
-    # Of the equals of top_k's edge some may be left out: they are added up apart.
+    # Some equals of top_k's edge may be left out: they are summed separately.
     edge = tl.full((), -2147483648, tl.int64)
     equals = tl.full((), 0.0, tl.float64)
     if BY_SHARE:

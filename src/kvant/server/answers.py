@@ -406,7 +406,13 @@ class EventStream(Response):
                     continue
                 for sequence, pieces in _by_sequence(news):
                     # One choice for each chunk: clients read choices[0].
-                    part = shape.chunk(self._counted(head), running, sequence, pieces)
+                    counted = self._counted(head)
+                    if wanted.sampling.prompt_logprobs is None or sequence.begun:
+                        part = shape.chunk(counted, running, sequence, pieces)
+                    else:  # up to half a million values of the prompt
+                        part = await asyncio.to_thread(
+                            shape.chunk, counted, running, sequence, pieces
+                        )
                     if part is not None:
                         yield _event(part)
             if wanted.include_usage:

@@ -118,7 +118,10 @@ async def _generate(call: Call, generation: Generation, *, chat: bool) -> Respon
             async for news in service.events(running):
                 for sequence, piece in news or ():
                     texts[sequence.index] += piece.text
-            return _json(shape.whole(running, texts))
+            if generation.sampling.prompt_logprobs is None:
+                return _json(shape.whole(running, texts))
+            # Up to half a million values: in a thread, so that other requests get their turns.
+            return await asyncio.to_thread(lambda: _json(shape.whole(running, texts)))
         finally:
             service.close(running)
 

@@ -423,6 +423,11 @@ def _schema(value: Any, name: str) -> Any:
 def _prompts(given: str | list[Any], limits: Limits, facts: Facts) -> tuple[Prompt, ...]:
     if isinstance(given, list) and not given:
         raise bad_request("prompt is empty", "prompt")
+    if isinstance(given, list) and len(given) > max(facts.max_model_len, limits.prompts):
+        # Before millions of items are looked at, in which time no other request is answered.
+        if isinstance(given[0], int):
+            raise _too_long(len(given), 1, "prompt", facts)
+        _at_most(len(given), limits.prompts, "prompt", "prompts")
     kinds = {str} if isinstance(given, str) else set(map(type, given))
     if len(kinds) > 1:
         raise bad_request("prompt mixes texts, token ids and lists", "prompt")
@@ -624,12 +629,16 @@ def check_length(count: int, generation: Generation, name: str, facts: Facts) ->
         raise bad_request(f"{name} has no tokens: there is nothing to go on from", name)
     wanted = 1 if generation.max_tokens is None else generation.max_tokens
     if count + wanted > facts.max_model_len:
-        raise bad_request(
-            f"a sequence may have {facts.max_model_len} tokens here; the prompt has {count} "
-            f"and {wanted} new ones are asked for",
-            name,
-            code="context_length_exceeded",
-        )
+        raise _too_long(count, wanted, name, facts)
+
+
+def _too_long(count: int, wanted: int, name: str, facts: Facts) -> ApiError:
+    return bad_request(
+        f"a sequence may have {facts.max_model_len} tokens here; the prompt has {count} "
+        f"and {wanted} new ones are asked for",
+        name,
+        code="context_length_exceeded",
+    )
 
 
 def check_prompt_logprobs(prompts: list[tuple[int, ...]], wanted: Generation, most: int) -> None:

@@ -57,7 +57,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Running:
-    """A request in the engine. Its opener closes it, on every path.
+    """A request in the engine. Its opener closes it on every path.
 
     sequences: by id, in the order of the choices, `copies` of each prompt. rendered: the conversation as
     text, where the answer is to be read.
@@ -135,7 +135,7 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """The engine runs and reports."""
+        """True if the engine runs and reports."""
         return self.supervisor.state is State.READY and self.facts is not None
 
     @property
@@ -152,13 +152,13 @@ class Service:
         return self.facts
 
     def refuse_if_full(self) -> None:
-        """ApiError 503 or 429 if no request could run now, whatever its body says."""
+        """ApiError 503 or 429 if no request could run now, with any body."""
         self.require()
         if fault := self.admission.full():
             raise fault
 
     def salt_of(self, key: str | None, asked: str) -> str:
-        """Cached pages are shared within one API key and one salt, never across."""
+        """Return the salt of cached pages, which are shared only within one API key and one client salt."""
         if key is None:
             return asked
         return hmac.new(self._salt_key, f"{key}\0{asked}".encode(), "sha256").hexdigest()
@@ -276,7 +276,7 @@ class Service:
     ) -> tuple[tuple[int, ...], str]:
         """Returns a conversation as token ids and as text, rendered by the model's template.
 
-        special: the tokenizer adds its special tokens to those that the template writes. Raises
+        special: the tokenizer adds its special tokens to the template's. Raises
         TooManyTokens above `most`.
         """
         tokenizing = self._with_tokenizer("messages")

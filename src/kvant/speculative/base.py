@@ -69,23 +69,23 @@ class Proposer(Protocol):
         ...
 
     def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
-        """The target ran a step; called where there are taps.
+        """Learn from a step of the target; called if there are taps.
 
-        step: the target's own, on its device. hidden: for each of `taps` what that decoder layer
-        handed on, [T, hidden_size].
+        step: the target's own, on its device. hidden: the outputs of the decoder layers in `taps`,
+        [T, hidden_size] each.
         """
         ...
 
 
 @runtime_checkable
 class DeviceProposer(Proposer, Protocol):
-    """One whose steps can be recorded: neither of these two reads a number back."""
+    """A proposer whose steps can be recorded: `draft` and `learn` never copy to the host."""
 
     def draft(self, tokens: Tensor, step: Step) -> Tensor:
-        """The likeliest token at every place that lacks one, [T] int64, anything elsewhere.
+        """Return the most likely token at every position without one, [T] int64; other entries are undefined.
 
-        tokens: [T] int64, of each sequence its newest one, then -1 for each draft.
-        step: where they stand, as the target will run them.
+        tokens: [T] int64, per sequence its newest token, then -1 for each draft.
+        step: their positions, as the target will run them.
         """
         ...
 

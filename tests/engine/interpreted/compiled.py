@@ -34,7 +34,7 @@ _TYPES = {
 _compiled: set[object] = set()
 
 
-def _type_of(value: object) -> str:
+def type_of(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + _TYPES[value.dtype]
     if value is None:
@@ -49,7 +49,7 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
     arguments |= {name: options.pop(name) for name in names if name in options}
     constant = {p.name for p in kernel.params if p.is_constexpr}
     constant |= {name for name, value in arguments.items() if value is None}
-    types = {n: "constexpr" if n in constant else _type_of(arguments[n]) for n in names}
+    types = {n: "constexpr" if n in constant else type_of(arguments[n]) for n in names}
     constants = {name: arguments[name] for name in constant}
     asked = {key: options[key] for key in ("num_warps", "num_stages", "maxnreg") if key in options}
     key = kernel.fn.__name__, *types.items(), *sorted(constants.items()), *asked.items()

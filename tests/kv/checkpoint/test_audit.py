@@ -21,7 +21,6 @@ from kvant.kv.checkpoint.facts import (
     UnreadableWish,
 )
 from kvant.kv.checkpoint.lookup import wish_for
-from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import CheckpointScales
 from kvant.kv.nvfp4_scales import NVFP4_GLOBAL_K, NVFP4_GLOBAL_V
@@ -38,6 +37,7 @@ from tests.kv.checkpoint.build import (
     scales,
     write,
 )
+from tests.kv.checkpoint.stored import read_checkpoint
 
 FP8, FNUZ, NVFP4 = KVDtype.FP8_E4M3, KVDtype.FP8_E4M3FNUZ, KVDtype.NVFP4
 TAKERS = (FP8, FNUZ, NVFP4)

@@ -9,7 +9,6 @@ import pytest
 
 from kvant.kv.checkpoint.facts import KVWish, ScalePromise, UnreadableWish
 from kvant.kv.checkpoint.lookup import wish_for
-from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.dtype import KVDtype
 from tests.kv.checkpoint.build import (
     MODELOPT_FP8_SCHEME,
@@ -20,6 +19,7 @@ from tests.kv.checkpoint.build import (
     scales,
     write,
 )
+from tests.kv.checkpoint.stored import read_checkpoint
 
 FP8, NVFP4 = KVDtype.FP8_E4M3, KVDtype.NVFP4
 FP8_ENTRY, NVFP4_ENTRY = {"quant_algo": "FP8"}, {"quant_algo": "NVFP4"}

@@ -9,9 +9,9 @@ import pytest
 
 from kvant.kv.checkpoint.facts import KVWish, ScalePromise, UnreadableWish
 from kvant.kv.checkpoint.lookup import wish_for
-from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.dtype import KVDtype
 from tests.kv.checkpoint.build import followed, layer, scales, write
+from tests.kv.checkpoint.stored import read_checkpoint
 
 FP8 = KVDtype.FP8_E4M3
 SPEC = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": None}

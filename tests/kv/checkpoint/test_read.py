@@ -10,7 +10,6 @@ import pytest
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, Side, UnreadableWish
-from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.dtype import KVDtype
 from tests.kv.checkpoint.build import (
     FP8_SCHEME,
@@ -25,6 +24,7 @@ from tests.kv.checkpoint.build import (
     weight,
     write,
 )
+from tests.kv.checkpoint.stored import read_checkpoint
 
 FP8 = KVDtype.FP8_E4M3
 DECLARED = compressed_tensors(FP8_SCHEME)

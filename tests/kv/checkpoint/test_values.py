@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.audit import audit
 from kvant.kv.checkpoint.facts import Side
-from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.checkpoint.values import LARGEST, SMALLEST, read_scale_values
 from kvant.kv.dtype import KVDtype
 from kvant.kv.spec import KVPlan
@@ -30,6 +29,7 @@ from tests.kv.checkpoint.build import (
     weight,
     write,
 )
+from tests.kv.checkpoint.stored import read_checkpoint
 
 FP8, FNUZ, NVFP4, BF16 = KVDtype.FP8_E4M3, KVDtype.FP8_E4M3FNUZ, KVDtype.NVFP4, KVDtype.BFLOAT16
 K_NAME, V_NAME = "model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"

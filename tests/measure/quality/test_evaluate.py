@@ -108,6 +108,33 @@ def test_each_layer_and_each_side_is_narrow_alone(llm: LLM) -> None:
             assert str(getattr(layer, wide).dtype) == "float32"
 
 
+def test_a_baseline_that_nothing_is_narrower_than_is_refused(llm: LLM) -> None:
+    with pytest.raises(BadValue, match="no format needs fewer bytes") as caught:
+        choose_contenders(llm, NARROW, [WIDE], None, named=False)
+    assert caught.value.ways_out[0].arguments == ("--baseline", "model")
+    assert choose_contenders(
+        llm, parse_format("model", asked_by="test"), [NARROW], None, named=False
+    )
+
+
+def test_logits_that_are_no_numbers_are_an_error_in_words(
+    llm: LLM, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(compare.TextReader):
+        def read(self, token_ids: torch.Tensor) -> torch.Tensor:
+            logits = super().read(token_ids)
+            logits[0, -1, 3] = torch.nan
+            return logits
+
+    monkeypatch.setattr(compare, "TextReader", Broken)
+    ids = windows(read_text(text, llm), llm, 32, 32)[:1]
+    with pytest.raises(BadValue, match=r"narrow: the logits of \d+ positions are NaN"):
+        compare_windows(
+            model_of(llm), plan_storing(llm, WIDE), {"narrow": plan_storing(llm, NARROW)}, ids,
+            vocab_size=llm.engine.vocab_size, decode=2, told=lambda _: None,
+        )  # fmt: skip
+
+
 def test_a_format_that_cannot_be_served_is_refused_if_it_was_named(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,14 +18,14 @@ from tests.models import loading, tiny
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests of the engine compare on a GPU")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_logits_and_hidden_states_are_those_of_the_fused_forward(
-    tokens: int, tmp_path: Path
+    tokens: int, family: str, tmp_path: Path
 ) -> None:
-    path = tiny.build("qwen3", tmp_path, num_hidden_layers=4, vocab_size=tiny.VOCAB)
-    model = loading.load(
-        path, driver.plan(tiny.geometry("qwen3").layers), tiny.geometry("qwen3"), only=MODULES
-    )
+    path = tiny.build(family, tmp_path, num_hidden_layers=4, vocab_size=tiny.VOCAB)
+    geometry = tiny.geometry(family)
+    model = loading.load(path, driver.plan(geometry.layers), geometry, only=MODULES)
     fused = fuse(model._module, model.plan)
     few = FewRowsDecoder(fused)
     text = [3 + i % 90 for i in range(tokens)]

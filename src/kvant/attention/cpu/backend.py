@@ -48,7 +48,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What stays the same between calls: blocks of `Call` and `Write` with the layer's facts.
+    """Constants of a layer between calls: blocks of `Call` and `Write` with the layer's facts.
 
     cache: kept, because the blocks hold addresses in it.
     """
@@ -63,7 +63,7 @@ class _Layer:
 class Recorded:
     """Attention of one layer over fixed memory: blocks for the entries of `write` and `attend`.
 
-    What the step says is not in them: see `kvant.models.cpu.program`. kept: what they hold addresses of.
+    They do not contain the step: see `kvant.models.cpu.program`. kept: objects whose addresses they hold.
     """
 
     write: int
@@ -72,7 +72,7 @@ class Recorded:
 
 
 class CpuBackend:
-    """A query's result has the same bits whatever else is in the step, however its prompt is cut and
+    """A query's result has the same bits in any step, however its prompt is cut and
     on any number of threads (torch's: `torch.get_num_threads`): batch-invariant as it is.
 
     For one thread of Python at a time: memory for threads and blocks of arguments are reused.
@@ -143,8 +143,8 @@ class CpuBackend:
         params: AttentionParams,
         scratch: Tensor,
     ) -> Recorded:
-        """For calls that find q [T, num_q_heads, head_dim_k], k, v [T, num_kv_heads, head_dim] and leave
-        out [T, num_q_heads, head_dim_v] in the same memory every time.
+        """Record calls whose q [T, num_q_heads, head_dim_k], k, v [T, num_kv_heads, head_dim] and out
+        [T, num_q_heads, head_dim_v] are in the same memory every time.
 
         scratch: uint8 [threads, at least `scratch_bytes`], which calls may share.
         """
@@ -166,13 +166,13 @@ class CpuBackend:
         )
 
     def _room(self, num_bytes: int) -> int:
-        """The address of scratch memory of this size at least, on a cache line."""
+        """Return the address of scratch memory of at least this size, aligned to a cache line."""
         if self._scratch.numel() < num_bytes + 64:
             self._scratch = torch.empty(num_bytes + 64, dtype=torch.uint8)
         return _aligned(self._scratch.data_ptr())
 
     def _layer(self, cache: LayerCache) -> _Layer:
-        """The layer's blocks; the first time, its formats' kernels are compiled or loaded."""
+        """Return the layer's blocks; the first call compiles or loads its formats' kernels."""
         found = self._layers.get(id(cache))
         if found is None:
             found = self._layers[id(cache)] = self._make(cache)
@@ -224,7 +224,7 @@ class CpuBackend:
 
 
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
-    """The backend as the engine uses it; batch-invariant whether asked or not."""
+    """Build the backend for the engine; it is always batch-invariant."""
     return CpuBackend()
 
 
@@ -242,7 +242,7 @@ def entries() -> tuple[int, int, int, int]:
 
 
 def scratch_bytes(cache: LayerCache) -> int:
-    """What one thread needs for this layer, with room to begin on a cache line."""
+    """Scratch bytes per thread for this layer, with room for alignment to a cache line."""
     g = cache.spec.geometry
     rows = _aligned(write.scratch_bytes(max(g.head_dim_k, g.head_dim_v)))
     return max(rows, _attend_bytes(cache)) + _aligned(1)
@@ -272,7 +272,7 @@ def _set_queries(call: Block, q: Tensor, out: Tensor) -> None:
 
 
 def _set_params(call: Block, params: AttentionParams) -> Tensor | None:
-    """The sinks as the block addresses them: the caller keeps them alive."""
+    """Set the parameters in the block; return the sinks, which the caller must keep alive."""
     sinks = None if params.sinks is None else params.sinks.float().contiguous()
     call[Call.SCALE // 8] = float_bits(params.scale)
     call[Call.SOFTCAP // 8] = float_bits(params.softcap)

@@ -1,6 +1,6 @@
 """The two kernels of an encoding: scores of a tile of keys, and weighted sums of a tile of values.
 
-Compiled when a layer first needs the encoding, once, for every head size, then kept on disk.
+The first layer that needs an encoding compiles its kernels, once for every head size; they are kept on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvant.kernels.cpu.compiled import compiled
 from kvant.kernels.cpu.vector import load_i64
 
 FEW_ROWS = 12
-"""Up to so many rows, codes are unpacked anew for every 6 of them; beyond, once into float32."""
+"""Up to this many rows, codes are unpacked again for every 6 rows; with more rows, once into float32."""
 _PITCH = 4 * TILE
 _BASE, _STRIDE, _SLOTS, _ROW_WORDS, _HEAD_DIM, _ROWS = (
     int(f) for f in (Tile.BASE, Tile.STRIDE, Tile.SLOTS, Tile.ROW_WORDS, Tile.HEAD_DIM, Tile.ROWS)
@@ -72,41 +72,12 @@ def key_kernel(number: int) -> Any:
         groups = row_words // group
         rows, q, pitch = load_i64(tile + _ROWS), load_i64(tile + _IN), load_i64(tile + _IN_PITCH)
         out = load_i64(tile + _OUT)
-        row = 0
         if rows > FEW_ROWS:
             expanded, depth = load_i64(tile + _EXPANDED), load_i64(tile + _HEAD_DIM)
             expand_keys(number, words, groups, scales, expanded)
-            while row < rows:
-                a, c = q + row * pitch, out + row * _PITCH
-                left = rows - row
-                if left >= 6:
-                    multiply(6, 4, False, a, pitch, expanded, _PITCH, c, _PITCH, depth)
-                    row += 6
-                elif left >= 3:
-                    multiply(3, 4, False, a, pitch, expanded, _PITCH, c, _PITCH, depth)
-                    row += 3
-                else:
-                    multiply(1, 4, False, a, pitch, expanded, _PITCH, c, _PITCH, depth)
-                    row += 1
-            return
-        while row < rows:
-            a, c = q + row * pitch, out + row * _PITCH
-            left = rows - row
-            if left >= 6:
-                score_keys(number, 6, a, pitch, words, groups, scales, c)
-                row += 6
-            elif left >= 4:
-                score_keys(number, 4, a, pitch, words, groups, scales, c)
-                row += 4
-            elif left == 3:
-                score_keys(number, 3, a, pitch, words, groups, scales, c)
-                row += 3
-            elif left == 2:
-                score_keys(number, 2, a, pitch, words, groups, scales, c)
-                row += 2
-            else:
-                score_keys(number, 1, a, pitch, words, groups, scales, c)
-                row += 1
+            multiply(4, False, rows, q, pitch, expanded, _PITCH, out, _PITCH, depth)
+        else:
+            score_keys(number, rows, q, pitch, words, groups, scales, out)
 
     return compiled(keys)
 
@@ -126,83 +97,32 @@ def value_kernel(number: int) -> Any:
         scales_pitch = head_dim // 4  # 4 bytes for 16 numbers
         start = 0
         while start < head_dim:
-            vectors = 4 if head_dim - start >= 64 else 2 if head_dim - start >= 32 else 1
             at, scale = base + start * bits // 8, scales + start // 4
-            row = 0
-            if rows > FEW_ROWS:
-                to = expanded + 4 * start
-                width = 4 * head_dim
-                if vectors == 4:
+            c, to, width = out + 4 * start, expanded + 4 * start, 4 * head_dim
+            left = head_dim - start
+            if left >= 64:
+                if rows > FEW_ROWS:
                     expand_values(number, 4, at, stride, slots, scale, scales_pitch, to, width)
-                elif vectors == 2:
+                    multiply(4, True, rows, weights, _PITCH, to, width, c, pitch, TILE)
+                else:
+                    weigh_values(number, 4, rows, weights, at, stride, slots, scale, scales_pitch, c,
+                                 pitch)  # fmt: skip
+                start += 64
+            elif left >= 32:
+                if rows > FEW_ROWS:
                     expand_values(number, 2, at, stride, slots, scale, scales_pitch, to, width)
+                    multiply(2, True, rows, weights, _PITCH, to, width, c, pitch, TILE)
                 else:
+                    weigh_values(number, 2, rows, weights, at, stride, slots, scale, scales_pitch, c,
+                                 pitch)  # fmt: skip
+                start += 32
+            else:
+                if rows > FEW_ROWS:
                     expand_values(number, 1, at, stride, slots, scale, scales_pitch, to, width)
-                while row < rows:
-                    a, c = weights + row * _PITCH, out + row * pitch + 4 * start
-                    left = rows - row
-                    if left >= 6:
-                        if vectors == 4:
-                            multiply(6, 4, True, a, _PITCH, to, width, c, pitch, TILE)
-                        elif vectors == 2:
-                            multiply(6, 2, True, a, _PITCH, to, width, c, pitch, TILE)
-                        else:
-                            multiply(6, 1, True, a, _PITCH, to, width, c, pitch, TILE)
-                        row += 6
-                    else:
-                        if vectors == 4:
-                            multiply(1, 4, True, a, _PITCH, to, width, c, pitch, TILE)
-                        elif vectors == 2:
-                            multiply(1, 2, True, a, _PITCH, to, width, c, pitch, TILE)
-                        else:
-                            multiply(1, 1, True, a, _PITCH, to, width, c, pitch, TILE)
-                        row += 1
-            while row < rows:
-                a, c = weights + row * _PITCH, out + row * pitch + 4 * start
-                left = rows - row
-                if vectors == 4:
-                    if left >= 6:
-                        weigh_values(
-                            number, 6, 4, a, at, stride, slots, scale, scales_pitch, c, pitch
-                        )
-                        row += 6
-                    elif left >= 4:
-                        weigh_values(
-                            number, 4, 4, a, at, stride, slots, scale, scales_pitch, c, pitch
-                        )
-                        row += 4
-                    elif left == 3:
-                        weigh_values(
-                            number, 3, 4, a, at, stride, slots, scale, scales_pitch, c, pitch
-                        )
-                        row += 3
-                    elif left == 2:
-                        weigh_values(
-                            number, 2, 4, a, at, stride, slots, scale, scales_pitch, c, pitch
-                        )
-                        row += 2
-                    else:
-                        weigh_values(
-                            number, 1, 4, a, at, stride, slots, scale, scales_pitch, c, pitch
-                        )
-                        row += 1
-                elif vectors == 2:
-                    if left >= 3:
-                        weigh_values(
-                            number, 3, 2, a, at, stride, slots, scale, scales_pitch, c, pitch
-                        )
-                        row += 3
-                    else:
-                        weigh_values(
-                            number, 1, 2, a, at, stride, slots, scale, scales_pitch, c, pitch
-                        )
-                        row += 1
-                elif left >= 3:
-                    weigh_values(number, 3, 1, a, at, stride, slots, scale, scales_pitch, c, pitch)
-                    row += 3
+                    multiply(1, True, rows, weights, _PITCH, to, width, c, pitch, TILE)
                 else:
-                    weigh_values(number, 1, 1, a, at, stride, slots, scale, scales_pitch, c, pitch)
-                    row += 1
-            start += 16 * vectors
+                    weigh_values(number, 1, rows, weights, at, stride, slots, scale, scales_pitch, c,
+                                 pitch)  # fmt: skip
+                start += 16
 
     return compiled(values)

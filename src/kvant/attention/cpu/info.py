@@ -1,4 +1,4 @@
-"""What the CPU kernels serve, without torch or numba."""
+"""Which layers the CPU kernels serve; imports neither torch nor numba."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _LANES = 16
 
 
 def refuse(need: Need) -> str | None:
-    """Every format and pair but another device's encodings; head sizes in steps of 16 up to 512."""
+    """Return why the CPU kernels cannot serve this layer, or None.
+
+    They serve every pair of formats except encodings of other devices, and head sizes that are multiples of
+    16 up to 512.
+    """
     layer = need.layer
     if need.device.kind is not DeviceKind.CPU:
         return "its kernels run on CPUs"

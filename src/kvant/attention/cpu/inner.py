@@ -7,12 +7,13 @@
     expand_values rows of codes -> float32 [64][head_dim]                   (many rows: then `multiply`)
     multiply      c (+)= a b in float32
 
-Either way a score is the sum over a row's numbers in their order, and an output the sum over keys
-in theirs, one fused multiply-add each: few rows and many give the same bits.
+Both ways sum a score over a row's numbers in order, and an output over keys in order, with one fused
+multiply-add per term. So few rows and many rows give the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -43,12 +44,14 @@ from kvant.kernels.cpu.vector import (
 )  # fmt: skip
 
 TILE = 64
-"""Keys that are taken together; 4 vectors of lanes."""
+"""Keys per tile; 4 vectors of lanes."""
 _VECTORS = TILE // LANES
 _AHEAD = TILE
 _LINE = 64
 _PITCH = 4 * TILE  # bytes of one row of [..][TILE] floats or words
 _ZERO = every(FLOATS, 0.0)
+_FEW = (6, 4, 3, 2, 1)
+"""Numbers of query rows that share one unpacking of codes."""
 
 
 def _literal(given: Any) -> int:
@@ -57,12 +60,22 @@ def _literal(given: Any) -> int:
 
 
 def _accumulators(b: Any, rows: int, vectors: int) -> list[list[Any]]:
-    """Registers: LLVM keeps what is only loaded and stored here out of memory."""
+    """Accumulators in registers: LLVM keeps values that are only loaded and stored here out of memory."""
     return [[cgutils.alloca_once(b, FLOATS) for _ in range(vectors)] for _ in range(rows)]
 
 
-def _row(b: Any, base: Any, pitch: Any, row: int) -> Any:
-    return b.add(base, b.mul(pitch, i64(row)))
+def _row(b: Any, base: Any, pitch: Any, row: Any) -> Any:
+    return b.add(base, b.mul(pitch, i64(row) if isinstance(row, int) else row))
+
+
+def _in_blocks(b: Any, rows: Any, sizes: tuple[int, ...], body: Callable[[int, Any], None]) -> None:
+    """Emit body(size, first row) for blocks of rows, the largest first; the last size is 1."""
+    first = i64(0)
+    for size in sizes:
+        count = b.sdiv(b.sub(rows, first), i64(size))
+        with cgutils.for_range(b, count) as loop:
+            body(size, b.add(first, b.mul(loop.index, i64(size))))
+        first = b.add(first, b.mul(count, i64(size)))
 
 
 @intrinsic(prefer_literal=True)
@@ -73,7 +86,7 @@ def key_words(
     """Words offset / 4 .. of 16 rows, transposed: width (4, 8, 16) of them, or `count` if that is 4.
 
     slots: address of the rows' numbers, int64; row i begins at base + slot * stride. out: words
-    [..][TILE]. nans: WORDS, made other than 0 where an e4m3 row has NaN. Fetches what lies 64 rows on.
+    [..][TILE]. nans: WORDS, made other than 0 where an e4m3 row has NaN. Prefetches the rows 64 further on.
     """
     n, kind = _literal(width), codes_of(_literal(code))
     signature = types.void(width, code, *[types.int64] * 7)
@@ -127,29 +140,34 @@ def score_keys(
     out: Any,
 ) -> Any:  # fmt: skip
     """out[r][TILE] = q[r] . keys, for `rows` rows. pitch: bytes between rows of q."""
-    kind, n = codes_of(_literal(code)), _literal(rows)
-    signature = types.void(code, rows, *[types.int64] * 6)
+    kind = codes_of(_literal(code))
+    signature = types.void(code, *[types.int64] * 7)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, q, pitch, words_, groups, scales, out = arguments
-        sums = _accumulators(b, n, _VECTORS)
-        for row in sums:
-            for place in row:
-                b.store(_ZERO, place)
-        q_rows = [_row(b, q, pitch, r) for r in range(n)]
+        _, rows, q, pitch, words_, groups, scales, out = arguments
         per_group = 32 * kind.group // kind.bits
-        with cgutils.for_range(b, groups) as loop:
-            numbers = _unpacked(context, b, kind, words_, loop.index, scales)
-            start = b.mul(loop.index, i64(4 * per_group))
-            for e in range(per_group):
-                for r in range(n):
-                    here = b.add(b.add(q_rows[r], start), i64(4 * e))
-                    factor = splat(b, load(b, F32, here, 4))
-                    for v, place in enumerate(sums[r]):
-                        b.store(fma(b, factor, numbers[v][e], b.load(place)), place)
-        for r in range(n):
-            for v, place in enumerate(sums[r]):
-                store(b, b.load(place), b.add(out, i64(_PITCH * r + 4 * LANES * v)), 4)
+
+        def block(n: int, first: Any) -> None:
+            sums = _accumulators(b, n, _VECTORS)
+            for row in sums:
+                for place in row:
+                    b.store(_ZERO, place)
+            q_rows = [_row(b, _row(b, q, pitch, first), pitch, r) for r in range(n)]
+            with cgutils.for_range(b, groups) as loop:
+                numbers = _unpacked(context, b, kind, words_, loop.index, scales)
+                start = b.mul(loop.index, i64(4 * per_group))
+                for e in range(per_group):
+                    for r in range(n):
+                        here = b.add(b.add(q_rows[r], start), i64(4 * e))
+                        factor = splat(b, load(b, F32, here, 4))
+                        for v, place in enumerate(sums[r]):
+                            b.store(fma(b, factor, numbers[v][e], b.load(place)), place)
+            to = _row(b, out, i64(_PITCH), first)
+            for r in range(n):
+                for v, place in enumerate(sums[r]):
+                    store(b, b.load(place), b.add(to, i64(_PITCH * r + 4 * LANES * v)), 4)
+
+        _in_blocks(b, rows, _FEW, block)
         return context.get_dummy_value()
 
     return signature, generate
@@ -192,37 +210,42 @@ def _values(
 
 @intrinsic(prefer_literal=True)
 def weigh_values(
-    typing: Any, code: Any, rows: Any, vectors: Any, weights: Any, base: Any, stride: Any,
+    typing: Any, code: Any, vectors: Any, rows: Any, weights: Any, base: Any, stride: Any,
     slots: Any, scales: Any, scales_pitch: Any, out: Any, pitch: Any,
 ) -> Any:  # fmt: skip
     """out[r][16 * vectors] += weights[r][TILE] . values. pitch: bytes between rows of out."""
-    kind, n, m = codes_of(_literal(code)), _literal(rows), _literal(vectors)
-    signature = types.void(code, rows, vectors, *[types.int64] * 8)
+    kind, m = codes_of(_literal(code)), _literal(vectors)
+    signature = types.void(code, vectors, *[types.int64] * 9)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, _, weights, base, stride, slots, scales, scales_pitch, out, pitch = arguments
-        sums = _accumulators(b, n, m)
-        out_rows = [_row(b, out, pitch, r) for r in range(n)]
-        for r in range(n):
-            for v, place in enumerate(sums[r]):
-                b.store(load(b, FLOATS, b.add(out_rows[r], i64(4 * LANES * v)), 4), place)
-        with cgutils.for_range(b, i64(TILE)) as loop:
-            place = b.add(slots, b.mul(loop.index, i64(8)))
-            address = b.add(base, b.mul(load(b, I64, place, 8), stride))
-            later = load(b, I64, b.add(place, i64(8 * _AHEAD)), 8)
-            later = b.add(base, b.mul(later, stride))
-            for line in range(0, m * LANES * kind.bits // 8, _LINE):
-                prefetch(b, b.add(later, i64(line)))
-            here = b.add(scales, b.mul(loop.index, scales_pitch))
-            numbers = _values(context, b, kind, address, m, here)
+        _, _, rows, weights, base, stride, slots, scales, scales_pitch, out, pitch = arguments
+
+        def block(n: int, first: Any) -> None:
+            sums = _accumulators(b, n, m)
+            out_rows = [_row(b, _row(b, out, pitch, first), pitch, r) for r in range(n)]
+            weight_rows = _row(b, weights, i64(_PITCH), first)
             for r in range(n):
-                at = b.add(b.add(weights, i64(_PITCH * r)), b.mul(loop.index, i64(4)))
-                factor = splat(b, load(b, F32, at, 4))
-                for number, total in zip(numbers, sums[r], strict=True):
-                    b.store(fma(b, factor, number, b.load(total)), total)
-        for r in range(n):
-            for v, total in enumerate(sums[r]):
-                store(b, b.load(total), b.add(out_rows[r], i64(4 * LANES * v)), 4)
+                for v, place in enumerate(sums[r]):
+                    b.store(load(b, FLOATS, b.add(out_rows[r], i64(4 * LANES * v)), 4), place)
+            with cgutils.for_range(b, i64(TILE)) as loop:
+                place = b.add(slots, b.mul(loop.index, i64(8)))
+                address = b.add(base, b.mul(load(b, I64, place, 8), stride))
+                later = load(b, I64, b.add(place, i64(8 * _AHEAD)), 8)
+                later = b.add(base, b.mul(later, stride))
+                for line in range(0, m * LANES * kind.bits // 8, _LINE):
+                    prefetch(b, b.add(later, i64(line)))
+                here = b.add(scales, b.mul(loop.index, scales_pitch))
+                numbers = _values(context, b, kind, address, m, here)
+                for r in range(n):
+                    at = b.add(b.add(weight_rows, i64(_PITCH * r)), b.mul(loop.index, i64(4)))
+                    factor = splat(b, load(b, F32, at, 4))
+                    for number, total in zip(numbers, sums[r], strict=True):
+                        b.store(fma(b, factor, number, b.load(total)), total)
+            for r in range(n):
+                for v, total in enumerate(sums[r]):
+                    store(b, b.load(total), b.add(out_rows[r], i64(4 * LANES * v)), 4)
+
+        _in_blocks(b, rows, _FEW if m == _VECTORS else (3, 1), block)
         return context.get_dummy_value()
 
     return signature, generate
@@ -253,34 +276,36 @@ def expand_values(
 
 @intrinsic(prefer_literal=True)
 def multiply(
-    typing: Any, rows: Any, vectors: Any, adds: Any, a: Any, a_pitch: Any, b_: Any, b_pitch: Any,
+    typing: Any, vectors: Any, adds: Any, rows: Any, a: Any, a_pitch: Any, b_: Any, b_pitch: Any,
     c: Any, c_pitch: Any, depth: Any,
 ) -> Any:  # fmt: skip
     """c[r][16 * vectors] = a[r][depth] b[depth][..], added to c where `adds`. Pitches in bytes."""
-    n, m, is_sum = _literal(rows), _literal(vectors), bool(_literal(adds))
-    signature = types.void(rows, vectors, adds, *[types.int64] * 7)
+    m, is_sum = _literal(vectors), bool(_literal(adds))
+    signature = types.void(vectors, adds, *[types.int64] * 8)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, _, a, a_pitch, right, right_pitch, c, c_pitch, depth = arguments
-        sums = _accumulators(b, n, m)
-        c_rows = [_row(b, c, c_pitch, r) for r in range(n)]
-        for r in range(n):
-            for v, place in enumerate(sums[r]):
-                before = (
-                    load(b, FLOATS, b.add(c_rows[r], i64(4 * LANES * v)), 4) if is_sum else _ZERO
-                )
-                b.store(before, place)
-        a_rows = [_row(b, a, a_pitch, r) for r in range(n)]
-        with cgutils.for_range(b, depth) as loop:
-            start = b.add(right, b.mul(loop.index, right_pitch))
-            numbers = [load(b, FLOATS, b.add(start, i64(4 * LANES * v)), 4) for v in range(m)]
+        _, _, rows, a, a_pitch, right, right_pitch, c, c_pitch, depth = arguments
+
+        def block(n: int, first: Any) -> None:
+            sums = _accumulators(b, n, m)
+            c_rows = [_row(b, _row(b, c, c_pitch, first), c_pitch, r) for r in range(n)]
             for r in range(n):
-                factor = splat(b, load(b, F32, b.add(a_rows[r], b.mul(loop.index, i64(4))), 4))
-                for number, place in zip(numbers, sums[r], strict=True):
-                    b.store(fma(b, factor, number, b.load(place)), place)
-        for r in range(n):
-            for v, place in enumerate(sums[r]):
-                store(b, b.load(place), b.add(c_rows[r], i64(4 * LANES * v)), 4)
+                for v, place in enumerate(sums[r]):
+                    at = b.add(c_rows[r], i64(4 * LANES * v))
+                    b.store(load(b, FLOATS, at, 4) if is_sum else _ZERO, place)
+            a_rows = [_row(b, _row(b, a, a_pitch, first), a_pitch, r) for r in range(n)]
+            with cgutils.for_range(b, depth) as loop:
+                start = b.add(right, b.mul(loop.index, right_pitch))
+                numbers = [load(b, FLOATS, b.add(start, i64(4 * LANES * v)), 4) for v in range(m)]
+                for r in range(n):
+                    factor = splat(b, load(b, F32, b.add(a_rows[r], b.mul(loop.index, i64(4))), 4))
+                    for number, place in zip(numbers, sums[r], strict=True):
+                        b.store(fma(b, factor, number, b.load(place)), place)
+            for r in range(n):
+                for v, place in enumerate(sums[r]):
+                    store(b, b.load(place), b.add(c_rows[r], i64(4 * LANES * v)), 4)
+
+        _in_blocks(b, rows, (6, 1) if is_sum else (6, 3, 1), block)
         return context.get_dummy_value()
 
     return signature, generate

@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard rotation of one row in memory; the order of sums is `kvant.kv.codecs.rotation`'s."""
+"""The Walsh-Hadamard rotation of one row in memory, in the order of sums of `kvant.kv.codecs.rotation`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Launches `fp8_prompts.cu`: attention of long stretches of queries in fp8 products, on Hopper.
+"""Launches `fp8_prompts.cu`: attention of long runs of queries with fp8 tensor cores, on Hopper.
 
-Codes of fp8 pages are multiplied as they are stored; queries and probabilities are rounded to e4m3's
-four significant bits for it. That is another result than decoding gives, so it is asked for by name.
+The tensor cores multiply codes of fp8 pages as they are stored. Queries and probabilities are rounded to the
+four significant bits of e4m3. The result differs from attention over decoded numbers, so users must ask for
+this kernel by name.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ THREADS = 128 * GROUPS
 STAGES = 5
 """Tiles in shared memory at once."""
 AT_ONCE = 32768
-"""Keys that are laid out at once, if they are of more than one sequence."""
+"""Most keys that one launch lays out, unless they belong to one sequence."""
 
 SOURCES = ("hopper.cuh", "fp8_prompts.cu")
 
@@ -51,7 +52,7 @@ def stage_bytes(k: KVDtype, v: KVDtype, head: int) -> int:
 def _kernels(
     k: KVDtype, v: KVDtype, head: int, heads: int, group: int, page_size: int, dtype: torch.dtype
 ) -> tuple[Kernel, Kernel]:
-    """What lays codes out, and what multiplies them."""
+    """The kernel that lays codes out in tiles, and the kernel that multiplies them."""
     a, b = k.format, v.format
     defines = {
         "HEAD": head, "HEADS": heads, "GROUP": group, "PAGE": page_size, "STAGES": STAGES, "GROUPS": GROUPS,
@@ -71,7 +72,10 @@ def _kernels(
 def attend_long(
     cache: LayerCache, q: Tensor, out: Tensor, step: Step, params: AttentionParams
 ) -> None:
-    """Fill the rows of `step.long` in out [T, num_q_heads, head_dim]."""
+    """Attend to the queries of `step.long`; other rows of `out` stay as they are.
+
+    q, out: [T, num_q_heads, head_dim], float16 or bfloat16, on the device of the pages.
+    """
     if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4 or q.stride(2) != 1:
         q = q.contiguous()  # rows are read 8 bytes at a time
     for some in together(step.long, AT_ONCE):
@@ -122,7 +126,7 @@ def _attend(
 
 
 def _plane_addresses(planes: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Codes, and scales or 0."""
+    """Addresses of the codes and of the scales; 0 without scales in the pages."""
     return planes[0].data_ptr(), planes[1].data_ptr() if len(planes) > 1 else 0
 
 

@@ -1,7 +1,8 @@
 """Launches `many_rows.cu`: verification of drafts, and other steps of many queries, on Hopper.
 
-Rows (query, head of the group) fill a matrix product there, and reading a quantised cache at the
-speed of its bytes needs keys and values as register operands of `wgmma`, which Triton does not make.
+With many rows (query, head of the group) the matrix products cost as much as the reads. Triton cannot make
+decoded keys and values the register operands of `wgmma`; this kernel does, and reads a quantised cache at
+the speed of its bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ WARPS = 8
 PROGRAMS = 2
 """Programs per multiprocessor: four warpgroups of 128 registers per thread."""
 FEWEST = 33
-"""Rows from which this kernel is the faster one."""
+"""Fewest rows with which this kernel is faster than the general one."""
 
 _PACKAGE = files(__package__)
 _SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SHARED = 227 * 1024 // PROGRAMS - 5 * 1024
-"""Bytes a program may ask for, so that all programs of a multiprocessor fit beside what is static."""
+"""Most dynamic shared memory of a program: all programs of a multiprocessor fit beside static memory."""
 _FIXED = 1024 + ROWS * HEAD * 2 + 2 * TILE * ROWS * 2  # to align, queries, probabilities twice
 _TURNED = 1024 + ROWS * HEAD * 2 + ROWS * (HEAD + 4) * 4  # queries, the output being turned
 _ARGUMENTS = (
@@ -46,7 +47,10 @@ _ARGUMENTS = (
 
 
 def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bool:
-    """Whether this kernel computes what the layer means, on this device; the same for all its steps."""
+    """True if this kernel serves the layer on this device. The answer is the same for all steps.
+
+    dtype: of the queries.
+    """
     g = cache.spec.geometry
     assert cache.spec.k is not None
     assert cache.spec.v is not None
@@ -84,7 +88,7 @@ SERVED = frozenset(
 
 
 def sources(k: KVDtype, v: KVDtype) -> tuple[str, ...]:
-    """The kernel's text, in the order of definition."""
+    """Source files of the kernel, in the order in which they are concatenated."""
     formats = dict.fromkeys((_format_source(k), _format_source(v)))
     return ("hopper.cuh", "codes.cuh", *formats, "items.cuh", "many_rows.cu")
 
@@ -97,7 +101,7 @@ def shape_for(k: KVDtype, v: KVDtype) -> Shape:
 
 
 def shared_bytes(k: KVDtype, v: KVDtype) -> int:
-    """What a program asks for beside its static shared memory."""
+    """Dynamic shared memory of a program in bytes."""
     tiles = shape_for(k, v).stages * TILE * (k.format.row_bytes(HEAD) + v.format.row_bytes(HEAD))
     return max(_FIXED + tiles, _TURNED)
 
@@ -117,7 +121,7 @@ def _kernel(
 
 
 def _side_defines(side: str, dtype: KVDtype) -> dict[str, int | str]:
-    """What the text calls the format of K or of V, and what its declaration says."""
+    """Macros for the format of K or of V: its struct, and facts of its declaration."""
     format = format_of(dtype)
     codes, *scales = dtype.format.planes(HEAD)
     return {
@@ -142,7 +146,10 @@ def launch(
     target: int,
     least: int,
 ) -> None:
-    """Fill out, or partials of items; arguments as of `paged_attention`. q is not rotated yet."""
+    """Attend to q [T, num_q_heads, head_dim], not rotated yet; write `out` or partial results of items.
+
+    out: [T, num_q_heads, head_dim_v]. partial, partial_lse, items, target, least: as in `paged_attention`.
+    """
     spec = cache.spec
     assert spec.k is not None
     assert spec.v is not None

@@ -24,6 +24,7 @@ LARGEST_HALF = tl.constexpr(Encoding.FLOAT16.largest)
 
 @triton.jit
 def divide(a, b, PTX: tl.constexpr):
+    """a / b in float32, correctly rounded."""
     if PTX:
         a, b = tl.broadcast(a, b)
         return tl.inline_asm_elementwise(
@@ -48,6 +49,7 @@ def bound(x, low, high):
 
 @triton.jit
 def widen(x):
+    """x as float32 within the bounds of the definitions; NaN stays."""
     return bound(x.to(tl.float32), -CLAMP, CLAMP)
 
 
@@ -76,6 +78,7 @@ def row_scale(span, steps, PTX: tl.constexpr):
 
 @triton.jit
 def pack_nibbles(code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes [ROWS, COLUMNS] of 4 bits as bytes [ROWS, COLUMNS / 2] in their integer type."""
     low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
     return low | (high << 4)
 
@@ -96,7 +99,7 @@ def half(x):
 
 @triton.jit
 def scale_rows(x, scales, row, there, STEPS: tl.constexpr, PTX: tl.constexpr):
-    """(rows in units of their own float32 scale, whether they hold NaN); the scales are stored.
+    """(rows x [ROWS, PAD] divided by a scale per row, whether they hold NaN [ROWS]); stores the scales.
 
     A row's largest magnitude becomes STEPS. Rows with NaN become zeros and get the scale NaN.
     """

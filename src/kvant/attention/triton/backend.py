@@ -149,9 +149,10 @@ def backend(*, batch_invariant: bool = False) -> AttentionBackend:
 def attend_fixed(
     cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, shape: Shape
 ) -> Tensor:
-    """`attend` with items at fixed places, in launches whose parts are `MOST_PARTS` bytes at most.
+    """Like `attend`, with items at fixed positions, in launches with at most `MOST_PARTS` bytes of parts.
 
-    Lengths are the device's knowledge, so a launch has room for every item of every query.
+    q: [T, num_q_heads, head_dim_k]; returns [T, num_q_heads, head_dim_v]. Only the device knows the
+    lengths, so a launch has room for every item of every query.
     """
     g = cache.spec.geometry
     tokens, num_seqs = q.shape[0], step.seqlens_kv.shape[0]
@@ -201,9 +202,10 @@ def attend(
     fixed: bool = False,
     wide: bool = False,
 ) -> Tensor:
-    """`TritonBackend.attend` in a given shape. fixed: items at fixed places, for batch invariance.
+    """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v], with launches of a given shape.
 
-    wide: by the kernel for many rows, which must serve the layer.
+    fixed: items end at fixed positions, for batch invariance. wide: use the kernel for many rows, which
+    must serve the layer.
     """
     spec = cache.spec
     assert spec.k is not None

@@ -23,10 +23,10 @@ def combine(
 ):  # fmt: skip
     """Program: per_program query heads of a token; it finds its items once for all of them.
 
-    See `paged_attention` for the shapes. Items are joined AT_ONCE at a time, in order. DIRECT: rows of
-    one item were already written. SEARCH: whether the items were made with a search. LISTED: tokens as
-    `list_items` wrote them. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no sequence
-    get zeros.
+    partial, partial_lse, out, sinks: as in `paged_attention`. Items are joined AT_ONCE at a time, in order.
+    DIRECT: rows of one item were already written. SEARCH: whether the items were made with a search.
+    LISTED: tokens is from `list_items`. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no
+    sequence get zeros.
     """
     first_head = tl.program_id(0) * per_program % (HEADS * GROUP)
     token = tl.program_id(0) * per_program // (HEADS * GROUP)

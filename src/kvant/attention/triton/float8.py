@@ -41,6 +41,7 @@ def decode_e4m3(x, PTX: tl.constexpr):
 
 @triton.jit
 def decode_e4m3fnuz(x, PTX: tl.constexpr):
+    """Two codes per word, by bits."""
     return (e4m3_value(x & 0xFF, True), e4m3_value((x >> 8) & 0xFF, True))
 
 

@@ -1,4 +1,4 @@
-"""What the Triton backend serves, without torch or triton."""
+"""Which layers the Triton kernels serve; imports neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _IN_BITS = 32
 
 
 def refuse(need: Need) -> str | None:
-    """Every format and pair on NVIDIA from sm_80 and on AMD's CDNA; head sizes up to 512."""
+    """Return why the Triton kernels cannot serve this layer, or None.
+
+    They serve every pair of formats on NVIDIA GPUs from sm_80 on and on AMD CDNA, with head sizes up to 512.
+    """
     layer = need.layer
     if layer.attention is Attention.MLA or need.v is None:
         return "MLA's latent cache is not implemented yet"

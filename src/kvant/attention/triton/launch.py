@@ -1,4 +1,4 @@
-"""What launches share: planes as kernels load them."""
+"""Arguments that launches share: planes as kernels load them, scales, paddings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
 
 def words(planes: tuple[Tensor, ...], format: Format) -> tuple[Tensor, Tensor | None]:
-    """A side's planes as kernels load them: words, and scales or None."""
+    """Planes [num_pages, page_size, num_kv_heads, width] as kernels load them: words, scales or None."""
     codes = planes[0].view(format.word)
     if format.scale_word is None:
         return codes, None
@@ -45,7 +45,7 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 def stores(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    """A side's planes as the writer stores them: codes, and scales (floats as bits) or None."""
+    """Return planes [num_pages, page_size, num_kv_heads, width] for the writer: codes, scale bits or None."""
     if len(planes) == 1:
         return planes[0], None
     bits = {torch.float32: torch.int32, torch.float16: torch.int16}
@@ -54,7 +54,7 @@ def stores(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
 
 
 def outer(scale: Tensor | None) -> int:
-    """0 without a scale outside the pages, 1 for one, 2 for one per KV head."""
+    """Return 0 without an outside scale, 1 for one [1], 2 for one per KV head [num_kv_heads]."""
     if scale is None:
         return 0
     return 1 if scale.numel() == 1 else 2

@@ -1,13 +1,12 @@
-"""The attention kernel: a block of query rows against a stretch of one sequence's pages.
+"""The attention kernel: a block of query rows against a range of one sequence's keys.
 
-Rows are (query, head of the group) pairs of one KV head, so K and V are read once for all of them.
-Online softmax in base 2. Scores are kept *raw* (before the row's factor, which holds the softmax
-scale, the outer key scale and the query's normalisation) and enter the exponential in one fused
-multiply-add.
+Rows are (query, head of the group) pairs of one KV head, so the kernel reads K and V once for all of them.
+It computes an online softmax in base 2. Scores stay *raw*: the row's factor (softmax scale, outer key scale
+and normalisation of the query) enters together with the exponential, in one fused multiply-add.
 
-Queries meet 8- and 4-bit keys in float16, divided by their row's largest magnitude, so nothing
-overflows. Probabilities times value scales are kept below 2^15 against the largest value scale seen,
-which leaves 29 bits of range for rows of small scale.
+Products with 8- and 4-bit keys are float16. The query is divided by its row's largest magnitude, so that
+nothing overflows. Probabilities times value scales are divided by the largest value scale so far and stay
+below 2^15, which leaves 29 bits of range for rows of small scale.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SMALL = tl.constexpr(2.0**-100)  # least reference for value scales: HEADROOM / 
 
 @triton.jit
 def _operand(x, FORMAT: tl.constexpr, FULL: tl.constexpr):
-    """x in the type that meets this format in a product; FULL: everything in float32."""
+    """x in the operand type of this format's products; float32 if FULL."""
     return x.to(tl.float32 if FULL else FORMAT.operand)
 
 
@@ -48,7 +47,7 @@ def _elements(words, scales, FORMAT: tl.constexpr, FULL: tl.constexpr, PTX: tl.c
 
 @triton.jit
 def _places(at, TILE: tl.constexpr, PAGE: tl.constexpr):
-    """Column of the page table and offset in the page of tokens at .. at + TILE; at % TILE == 0."""
+    """Page table columns and offsets in the page, [TILE] each, of tokens from `at` on; at % TILE == 0."""
     n = tl.arange(0, TILE)
     if TILE % PAGE == 0:
         return at // PAGE + n // PAGE, n % PAGE
@@ -66,7 +65,7 @@ def _page_ids(pages, at, end, TILE: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _at(page, small, WIDTH: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr):
-    """Offset of rows in a plane of this width. small: (offset in page) * HEADS + head."""
+    """Element offset of rows in a plane of this width. small: (offset in page) * HEADS + head."""
     return page.to(tl.int64) * (PAGE * HEADS * WIDTH) + small * WIDTH
 
 
@@ -166,7 +165,7 @@ def _tile(
         if V.minimum:
             zeros = zeros * fade + tl.sum(p * zero[None, :], 1)
         if FIXED:
-            # Each row's own, over what it sees: other queries of the block must not change its bits.
+            # Every row uses the keys that it sees: other queries of the block must not change its bits.
             if MASKED:
                 seen = tl.max(tl.where(ok, scale[None, :], 0.0), 1)
             else:
@@ -263,8 +262,8 @@ def _join(
              mask=there[:, None] & (c < HEAD_V)[None, :])  # fmt: skip
 
 
-# Numbers that change from step to step: a kernel compiled anew for each kind of number (1, multiples
-# of 16, others) would stop requests for a second.
+# Numbers that change from step to step. Triton would compile a kernel for each class of number (1, multiples
+# of 16, others), and requests would wait a second for each.
 _VARYING = ("max_pages", "num_seqs", "window", "target", "least", "num_tokens")
 
 
@@ -283,21 +282,20 @@ def paged_attention(
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
     PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Program item * HEADS + KV head: heads of one item run side by side and share memory pages.
+    """Program item * HEADS + KV head: programs of one item run side by side and share memory pages.
 
-    Writes `out` where a sequence is one item long and DIRECT, else partials.
+    Writes `out` if DIRECT and the sequence is one item long, else partial results.
 
-    K, V: `Format` of the pages. q: [T, HEADS * GROUP, HEAD_K] by its strides;
-    out: [T, HEADS * GROUP, HEAD_V];
-    partial: [items, HEADS, ROWS, HEAD_V] float32, each row divided by its sum;
-    partial_lse: [items, HEADS, ROWS] float32, base 2. shifts: see `load_24_bit_words`.
-    K_OUTER, V_OUTER: 0 where there is no scale outside the
-    pages, 1 for one float32, 2 for [HEADS]. FIXED: items are stretches of `least`
-    tiles counted from token 0, in any batch. LISTED: items as `list_items` wrote them.
-    JOIN: the last program of a row's items, JOIN
-    valid rows at most, puts their partials together, AT_ONCE items at a time and in order; arrived:
-    int32 [items, HEADS], zeros, and zeros again afterwards. Outputs that are written here are rotated
-    back if values are stored rotated.
+    K, V: `Format` of the pages. q: [T, HEADS * GROUP, HEAD_K] by its strides.
+    out: [T, HEADS * GROUP, HEAD_V], rotated back if values are stored rotated.
+    partial: [items, HEADS, ROWS, HEAD_V] float32, each row divided by its sum.
+    partial_lse: [items, HEADS, ROWS] float32, base 2.
+    shifts: see `load_24_bit_words`.
+    k_outer, v_outer: float32 scales outside the pages. K_OUTER, V_OUTER: 0 none, 1 for [1], 2 for [HEADS].
+    FIXED: an item is `least` tiles counted from token 0, in any batch. LISTED: items is from `list_items`.
+    JOIN: the last program of a row's items joins their partial results, AT_ONCE items at a time and in order;
+    JOIN is the number of valid rows, rounded up to a power of two; 0 leaves them to `combine`.
+    arrived: int32 [items, HEADS], zeros before and after the launch.
     """
     ELEMENTS_K: tl.constexpr = K.elements
     ELEMENTS_V: tl.constexpr = V.elements

@@ -1,13 +1,13 @@
-"""Long stretches of queries: keys and values are decoded once, then cuDNN multiplies.
+"""Long runs of queries: a kernel decodes keys and values once, then cuDNN computes attention.
 
-With hundreds of queries of one sequence, products cost more than bytes, and cuDNN's attention
-reaches 600 TFLOP/s on an H200 where the paged kernel reaches 360. It reads what was stored, decoded
-to the queries' dtype, never the keys and values that have not been through their format.
+With hundreds of queries per sequence, products cost more than memory traffic. cuDNN's attention reaches
+600 TFLOP/s on an H200; the paged kernel reaches 360. cuDNN reads the stored keys and values, decoded to the
+queries' dtype.
 
-cuDNN prepares a plan for every new shape, which takes 27 ms, and knows causal attention only where
-queries and keys start together. So everything is made of few shapes: a square at the end, padded at
-its end (no query sees the padding), and before it blocks of keys that every query sees; the parts are
-joined by their log-sum-exp. Sequences that begin in this step and fill squares of one size are
+cuDNN takes 27 ms to plan a new shape, and supports causal attention only if queries and keys start at the
+same token. So a query run is split into few shapes: a causal square at the end, padded at its end (no query
+sees the padding), and blocks of keys before it that every query sees. The parts are joined by their
+log-sum-exp. Sequences that begin in this step and fill squares of one size are
 multiplied together, a power of two at once.
 """
 
@@ -33,14 +33,14 @@ from kvant.kv.geometry import LayerGeometry
 from kvant.kv.pool import KVPool, LayerCache
 
 _BLOCKS = tuple(LONG_STRIDE << i for i in reversed(range(8)))
-"""Keys of one product before the square; what is left over goes into the square."""
+"""Sizes of key blocks before the square; the remaining keys go into the square."""
 
 _MOST_TOGETHER = 32
-"""Sequences of one product."""
+"""Most sequences in one call of cuDNN."""
 
 
 def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: bool) -> bool:
-    """Whether cuDNN computes what this layer means."""
+    """True if cuDNN serves this layer. Only the dtype and device of q [T, num_q_heads, head_dim] matter."""
     plain = params.window is None and not params.softcap and params.sinks is None
     return causal and plain and _serves(cache.spec.geometry, q.dtype, q.device)
 
@@ -84,9 +84,9 @@ def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, int,
 
 
 def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: int) -> None:
-    """Have cuDNN plan every shape now, so that no request waits for it: 27 ms each. The same for what
-    joins products: it is compiled for what is joined to what. Other backends multiply long stretches
-    in their own way.
+    """Plan every shape in cuDNN, and compile the joining kernel for every pair of dtypes, at start.
+
+    A request would otherwise wait 27 ms for each new shape. Layers of other backends are skipped.
     """
     shapes = {
         (g.num_q_heads, g.num_kv_heads, g.head_dim_k)
@@ -106,7 +106,10 @@ def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: i
 def attend_long(
     cache: LayerCache, q: Tensor, out: Tensor, step: Step, params: AttentionParams
 ) -> None:
-    """Fill the rows of `step.long` in out [T, num_q_heads, head_dim]; causal."""
+    """Attend causally to the queries of `step.long`; other rows of `out` stay as they are.
+
+    q, out: [T, num_q_heads, head_dim] in one 16-bit dtype.
+    """
     q = q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
     for some in _together(step.long):
         if len(some) > 1:
@@ -116,7 +119,7 @@ def attend_long(
 
 
 def _together(long: Sequence[LongQuery]) -> Iterator[Sequence[LongQuery]]:
-    """Neighbours of one square, a power of two of them at once; alone those with stored tokens."""
+    """Group neighbours with the same square size, a power of two each; sequences with a prefix stay alone."""
     start = 0
     while start < len(long):
         size = square_size(long[start].num_tokens)
@@ -249,7 +252,7 @@ def decoded(
 
 
 def _cut(x: Tensor, rows: slice) -> Tensor:
-    """Some rows of the one sequence of x, by strides of their own: cuDNN's plans know them apart."""
+    """Rows of the one sequence of x, as a batch of one with the strides that cuDNN planned for."""
     return x[0, rows][None]
 
 

@@ -1,4 +1,4 @@
-"""From the product of q, k and v to a query and stored rows, in one launch."""
+"""Rotary embedding of q and k, and storing of k and v, in one launch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def rotate_and_store(
     """Program: ROWS rows of q, of K or of V; a row is one token and head.
 
     qkv: [T, (Q_HEADS + 2 HEADS) * HEAD] by its stride. cos, sin: [.., HEAD / 2], of the row's position
-    or, without BY_POSITION, of the row's token. q_out: [T, Q_HEADS, HEAD]. The rest as in `store_rows`.
+    or, without BY_POSITION, of the row's token. q_out: [T, Q_HEADS, HEAD]. The other arguments are
+    those of `store_rows`.
     """
     block = tl.program_id(0)
     q_blocks = tl.cdiv(num_tokens * Q_HEADS, ROWS)

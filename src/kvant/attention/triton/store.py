@@ -1,4 +1,4 @@
-"""The writer: rows of K and V, encoded, into their slots; one launch for both sides."""
+"""The writer: encode rows of K and V and store them in their slots, in one launch."""
 
 from __future__ import annotations
 

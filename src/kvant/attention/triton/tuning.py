@@ -25,9 +25,9 @@ def shape_for(
 ) -> Shape:
     """The shape for `rows` query rows of one sequence and KV head. head_dims: of K and V.
 
-    full: float32 products. crowd: sequences times KV heads, over multiprocessors; where it is little,
-    every sequence is cut so often that larger programs, and fewer parts to join, are faster. single:
-    one query a sequence.
+    full: float32 products. crowd: sequences times KV heads, divided by the number of multiprocessors. If it
+    is small, every sequence is split often, and larger programs with fewer parts to join are faster.
+    single: every sequence has one query.
     """
     a, b = format_of(k), format_of(v)
     codes = k.format.encoding, v.format.encoding
@@ -77,10 +77,10 @@ def _native_row(crowd: float, *, single: bool) -> Shape:
 
 
 def _six_or_eight(crowd: float, gain: float) -> int:
-    """Programs a multiprocessor: six where that keeps them `gain` times as busy as eight."""
+    """Programs per multiprocessor: six if they are at least `gain` times as busy as eight."""
 
     def busy(programs: int) -> float:
-        """The share of the time, if equal sequences are cut into equal parts, at least one each."""
+        """Share of the time that programs work, if equal sequences are split into equal parts."""
         parts = max(1, programs // crowd)
         return parts * crowd / (programs * max(1, ceil(crowd / programs)))
 
@@ -97,8 +97,9 @@ def dense_shape(head_dim: int, *, causal: bool) -> Shape:
 
 
 def dense_bytes(head_dim: int, *, causal: bool) -> int:
-    """Shared memory of one of its programs on Hopper, but for 1 KiB at most: queries, and keys and values of
-    the tiles in flight. Elsewhere it is less.
+    """Shared memory in bytes of a `dense_attention` program on Hopper, without up to 1 KiB for barriers.
+
+    It holds queries, and keys and values of the tiles in flight. Other devices use less.
     """
     shape = dense_shape(head_dim, causal=causal)
     return 2 * head_dim * (shape.rows + 2 * shape.stages * shape.tile)

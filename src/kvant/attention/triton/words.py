@@ -1,4 +1,4 @@
-"""Words of codes: loading them from pages, and elements that several formats decode alike."""
+"""Words of codes: loading them from pages, and decoders that several formats share."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def load_words(pointer, j, there, shifts, MASKED: tl.constexpr, PTX: tl.constexp
 
 @triton.jit
 def load_24_bit_words(pointer, j, there, shifts, MASKED: tl.constexpr, PTX: tl.constexpr):
-    """The same for words of 24 bits; pointer counts units of 32 bits.
+    """`load_words` for words of 24 bits; pointer counts units of 32 bits.
 
-    A word lies in one unit or two. The result is int32 with noise in the upper 8 bits. shifts: int32 [4],
-    where words 0 to 3 begin in their unit. These numbers lie in memory because the compiler decodes in the
-    registers of a product only what comes from loads alone.
+    A word spans one or two units. The result is int32 with undefined upper 8 bits. shifts: int32 [4], the bit
+    where words 0 to 3 begin in their unit. The shifts are loaded from memory: the compiler decodes in the
+    operand registers of a product only values that come from loads alone.
     """
     # Words first, rows second: neighbours in memory are then loaded by neighbouring threads, which the
     # compiler cannot see in these addresses. It gives a warp the first dimension.
@@ -96,6 +96,6 @@ def decode_uint4(x, PTX: tl.constexpr):
 
 @triton.jit
 def load_row_scale(pointer, row, there):
-    """A float16 or float32 scale per row, as float32; the second number of the pair has no meaning."""
+    """A float16 or float32 scale per row as float32 [rows], and zeros in place of a zero point."""
     scale = tl.load(pointer + row, mask=there, other=0.0).to(tl.float32)
     return scale, tl.zeros_like(scale)

@@ -1,8 +1,7 @@
-"""Where compiled kernels are kept: the user's cache, under a name that changes with the sources.
+"""The cache of compiled kernels: in the user's cache, under a name that changes with the sources.
 
-numba would keep them beside the sources, which an installed package may not write to, and would look
-at one source file only, while these kernels are made of several. Where nothing can be written, they
-are compiled at every start.
+numba would keep them beside the sources, which an installed package may not write, and would check one
+source file only, but these kernels use several. If nothing can be written, every start compiles them.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def kernel_cache() -> Path | None:
 
 
 def _remove_unused(root: Path) -> None:
-    """Kernels of sources that nobody has started for KEPT_DAYS; another version may still be in use."""
+    """Remove kernels of sources that were not used for KEPT_DAYS; another version may still be in use."""
     oldest = time.time() - KEPT_DAYS * 24 * 3600
     for place in root.iterdir():
         if _DIGEST.fullmatch(place.name) and place.stat().st_mtime < oldest:
@@ -66,10 +65,10 @@ def _remove_unused(root: Path) -> None:
 
 @contextmanager
 def kept_on_disk() -> Iterator[bool]:
-    """Yields what to give numba as `cache`; what is decorated in here is kept in `kernel_cache`.
+    """Yield numba's `cache` argument; functions decorated in this context are kept in `kernel_cache`.
 
-    numba reads its setting when a function is decorated; other users of numba in this process keep
-    theirs.
+    numba reads its setting when it decorates a function, so other users of numba in this process are
+    not affected.
     """
     place = kernel_cache()
     before = config.CACHE_DIR
@@ -81,21 +80,21 @@ def kept_on_disk() -> Iterator[bool]:
 
 
 WORKER = types.void(types.int64, types.int64)
-"""Signature of what a thread runs: the address of a block of fields, and a number that may be unused."""
+"""Signature of a worker: the address of a block of fields, and a number that may be unused."""
 
 
 def compiled(function: Callable[..., Any], signature: Any = WORKER) -> Any:
-    """numba's cfunc of `function`, out of `kernel_cache` or from now on in it.
+    """Return numba's cfunc of `function`, loaded from `kernel_cache` or added to it.
 
-    numba fails where a file in there is cut short, as by a machine that stopped, and where the disk is
-    full. Cut files are removed; without room nothing is kept.
+    numba fails if a cached file is truncated, as after a crash, or if the disk is full. Truncated files
+    are removed; on a full disk nothing is kept.
     """
     with kept_on_disk() as is_kept:
         try:
             return _cfunc(function, signature, is_kept)
         except OSError as fault:
             _tell_once(config.CACHE_DIR, str(fault))
-        except Exception:  # of many kinds, as numba's files are pickles
+        except Exception:  # any type, since numba's files are pickles
             if not is_kept:
                 raise
             shutil.rmtree(config.CACHE_DIR, ignore_errors=True)
@@ -114,7 +113,7 @@ def _tell_once(place: str, why: str) -> None:
 
 @cache
 def compiled_worker(work: Callable[..., None], signature: Any = WORKER) -> int:
-    """Address of `work`, compiled: what every thread runs."""
+    """Address of `work`, compiled; every thread runs it."""
     return int(compiled(work, signature).address)
 
 
@@ -130,6 +129,6 @@ class Entry:
 
 @cache
 def compiled_entry(function: Callable[[int, int, int, int], int]) -> Entry:
-    """`function`, of four addresses or numbers, compiled."""
+    """Compile `function`, which takes four int64 (addresses or numbers)."""
     made = compiled(function, "int64(int64, int64, int64, int64)")
     return Entry(made.ctypes, int(made.address))

@@ -148,7 +148,7 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 
 
 def exp_lanes(b: Any, x: Any) -> Any:
-    """e^x for x <= 0: 0 below -87, 1 for 0, NaN for NaN."""
+    """e^x of FLOATS x <= 0: 0 below -87, 1 for 0, NaN for NaN."""
     is_small = b.fcmp_ordered("<", x, _floats(_SMALLEST))
     x = b.select(is_small, _floats(_SMALLEST), x)
     n = call(b, "llvm.rint.v16f32", FLOATS, b.fmul(x, _floats(_LOG2_E)))

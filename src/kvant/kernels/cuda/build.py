@@ -1,7 +1,7 @@
-"""CUDA C++ compiled when it is first needed, by the compiler library that torch's own wheels bring.
+"""Compile CUDA C++ at first use with NVRTC, which torch's CUDA wheels install.
 
-No toolkit is asked for: torch for CUDA depends on `cuda-bindings` and on NVRTC. Where either is
-missing, `unavailable` says so, and callers use another kernel from then on.
+No CUDA toolkit is needed: torch for CUDA depends on `cuda-bindings` and on NVRTC. If either is missing,
+`unavailable` returns the reason, and callers use another kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOPPER = "sm_90a"
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A loaded kernel, the shared memory it is launched with and what its arguments are.
+    """A loaded kernel, its dynamic shared memory in bytes, and the C types of its arguments.
 
     module: keeps the code loaded.
     """
@@ -45,14 +45,14 @@ class Kernel:
 
 
 def is_hopper() -> bool:
-    """Whether the device is an NVIDIA GPU of compute capability 9.0."""
+    """True if the device is an NVIDIA GPU of compute capability 9.0."""
     nvidia = torch.cuda.is_available() and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability() == (9, 0)
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why CUDA C++ cannot be compiled for this device, None where it can; asked once a process."""
+    """Return why CUDA C++ cannot be compiled for this device, or None; asked once per process."""
     if not is_hopper():
         return "the CUDA C++ kernel is written for sm_90 alone"
     try:
@@ -70,7 +70,10 @@ def build(
     shared_bytes: int,
     arguments: tuple[type, ...],
 ) -> Kernel:
-    """Compile `sources` of `package`, one behind the other, with `defines`; load kernel `name`."""
+    """Concatenate and compile `sources` of `package` with macros `defines`; load kernel `name`.
+
+    Raises RuntimeError with NVRTC's log if the text does not compile.
+    """
     text = b"".join(files(package).joinpath(source).read_bytes() for source in sources)
     code = _compiled(text, defines)
     driver = import_module("cuda.bindings.driver")
@@ -101,7 +104,7 @@ def _compiled(source: bytes, defines: Mapping[str, int | str]) -> bytes:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """What a binding returns behind its status."""
+    """The result of a binding call after its status; RuntimeError if the status is an error."""
     if int(answer[0]):
         raise RuntimeError(repr(answer[0]))
     return answer[1] if len(answer) > 1 else None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class PageEraser:
-    """Clears pages of planes [num_pages, ..] whose pages are whole numbers of 4 bytes long."""
+    """Clears pages of planes [num_pages, ..]; the bytes of a page must be a multiple of 4."""
 
     def __init__(self, planes: Sequence[Tensor]) -> None:
         device = planes[0].device

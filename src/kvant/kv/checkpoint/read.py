@@ -23,7 +23,6 @@ from kvant.kv.checkpoint.safetensors_header import (
     INDEX_NAME,
     Header,
     find_weight_files,
-    read_headers,
 )
 
 CONFIG_NAME, MODELOPT_NAME = "config.json", "hf_quant_config.json"
@@ -50,21 +49,14 @@ _KV_KEYS = (
 )  # fmt: skip
 
 
-def read_checkpoint(directory: Path, config: Mapping[str, Any] | None = None) -> CheckpointKV:
-    """Facts about the KV cache of the model in `directory`.
-
-    config: its config.json, where the caller has read it already.
-    Raises BadCheckpoint for files that are broken, naming them.
-    """
-    if config is None:
-        config = read_json_object(directory / CONFIG_NAME)
-    return read_declarations(directory, config, read_headers(directory))
-
-
-def read_declarations(
+def read_checkpoint(
     directory: Path, config: Mapping[str, Any], headers: Sequence[Header] | None
 ) -> CheckpointKV:
-    """The same, where the caller has read the headers already. headers: None without weight files."""
+    """Read what a checkpoint says about its KV cache.
+
+    config: its config.json. headers: of its weight files, None without any. Raises BadCheckpoint, naming
+    a broken file.
+    """
     declared = agreed(list(_declarations(directory, config)))
     found = find_scales(headers or (), directory)
     if declared is not None:

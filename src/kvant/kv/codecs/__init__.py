@@ -46,7 +46,10 @@ class Codec(Protocol):
     """
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
-        """Encode x into planes. A plane may be x itself if nothing changes. Does not mutate x."""
+        """Encode x [..., num_kv_heads, head_dim] into planes. Does not mutate x.
+
+        A plane may be x itself if nothing changes.
+        """
         ...
 
     def decode(

@@ -13,12 +13,12 @@ MIN_ROW_SCALE = 2.0**-126
 
 
 def widen(x: Tensor) -> Tensor:
-    """x as float32 in [-CLAMP, CLAMP]; infinities become the bound, NaN stays."""
+    """x [..] of any floating dtype as float32 in [-CLAMP, CLAMP]. Infinities become the bound, NaN stays."""
     return x.to(torch.float32).clamp(-CLAMP, CLAMP)
 
 
 def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float values as `dtype`: rounded to nearest even, saturating (infinities too), NaN stays.
+    """Convert values [..] to `dtype`: rounded to nearest even, saturating (infinities too), NaN stays.
 
     Between float32 and float64 in the widening direction, and within one dtype, nothing changes.
     """
@@ -31,7 +31,7 @@ def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide(x: Tensor, by: float) -> Tensor:
-    """x / by, correctly rounded. Torch on CUDA makes `x / 127.0` a product with a rounded 1/127."""
+    """x [..] / by, correctly rounded. Torch on CUDA turns `x / 127.0` into a product with a rounded 1/127."""
     return x / torch.full((), by, dtype=x.dtype, device=x.device)
 
 

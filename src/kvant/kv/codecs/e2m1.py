@@ -11,7 +11,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def encode(x: Tensor) -> Tensor:
-    """float32 to int32 codes 0..15: nearest, ties to even, saturating; -0 has code 8. No NaN.
+    """float32 [..] without NaN to int32 codes 0..15 [..]: nearest, ties to even, saturating; -0 is 8.
 
     The magnitudes stand 0.5 apart up to 2, then 1 up to 4, then 2 up to 6; rounding within each
     stretch and adding up gives the code, and ties to even integers are ties to even codes.

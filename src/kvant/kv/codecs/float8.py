@@ -39,12 +39,12 @@ class Float8:
         return 1 - round(math.log2(torch.finfo(self.dtype).smallest_normal))
 
     def encode(self, x: Tensor) -> Tensor:
-        """float32 to uint8 codes: nearest, ties to even, saturating. Same shape."""
+        """float32 [..] to uint8 codes [..]: nearest, ties to even, saturating."""
         codes = x.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         return codes.masked_fill_(x.isnan(), self.nan_code)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """uint8 codes to the float32 numbers that they are. Same shape.
+        """uint8 codes [..] to their float32 numbers [..].
 
         By table: several times faster than torch's cast on a CPU.
         """

@@ -71,7 +71,7 @@ class RotatedInt4Codec:
 
 
 def split_stored_scale(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero points and scales, both float32, out of the float32 scale plane."""
+    """Split the float32 scale plane [.., 1] into zero points and scales, both float32 [.., 1]."""
     bits = stored.view(torch.int32)
     zero_point = (bits & ZERO_POINT_MASK).to(torch.float32)
     return zero_point, (bits & ~ZERO_POINT_MASK).view(torch.float32)

@@ -34,5 +34,5 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def unrotate(y: Tensor) -> Tensor:
-    """The inverse of `rotate`; the division by a power of two is exact."""
+    """The inverse of `rotate` for y [.., head_dim]; the division by a power of two is exact."""
     return rotate(y).mul_(1.0 / block_length(y.shape[-1]))

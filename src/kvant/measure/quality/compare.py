@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvant.errors import BadValue, WayOut
 from kvant.kv.spec import KVPlan
 from kvant.measure.quality.kl_statistics import Baseline, Distances, join
 from kvant.measure.teacher_forced import TextReader
@@ -56,7 +57,8 @@ def compare_windows(
 ) -> dict[str, Compared]:
     """Compare every plan with `baseline` over windows [count, context], int64.
 
-    decode: how many of the last positions are read again one token at a time. The result has one more entry,
+    decode: how many of the last positions are read again one token at a time. BadValue for logits that are
+    no numbers. The result has one more entry,
     "": the baseline's decode path against its own prefill, which is the noise floor.
     """
     windows = windows.to(model.device)
@@ -104,11 +106,11 @@ def _compare(
         num = min(ids.shape[1], context - 1 - start)
         following = windows[:, start + 1 : start + 1 + num].reshape(-1)
         logits = own.read(ids)[:, :num]
-        judge = Baseline(logits.reshape(-1, vocab_size), following)
+        judge = Baseline(logits.flatten(0, 1), following)
         tail.append(logits[:, max(0, first - start) :].clone())
         told(ids.numel())
         for name, reader in readers.items():
-            read = reader.read(ids)[:, :num].reshape(-1, vocab_size)
+            read = reader.read(ids)[:, :num].flatten(0, 1)
             parts[name].append(judge.distances(read))
             told(ids.numel())
         positions.append(np.tile(np.arange(start, start + num), count))
@@ -130,8 +132,19 @@ def _compare(
     floor = join(decoded[""])
     found = {"": Compared(floor, where[:0], floor, np.array(times[""]))}
     for name in plans:
+        _check_finite(name, parts[name] + decoded[name])
         found[name] = Compared(join(parts[name]), where, join(decoded[name]), np.array(times[name]))
     return found
+
+
+def _check_finite(name: str, parts: Sequence[Distances]) -> None:
+    bad = sum(int((~np.isfinite(part.kl)).sum()) for part in parts)
+    if bad:
+        raise BadValue(
+            f"{name}: the logits of {bad} positions are NaN or infinite, or the baseline's are",
+            why="a KL divergence from them says nothing",
+            ways_out=(WayOut("compute in a wider dtype", ("--dtype", "float32")),),
+        )
 
 
 def _timed(reader: TextReader, ids: Tensor, times: list[float]) -> Tensor:
@@ -145,7 +158,7 @@ def _timed(reader: TextReader, ids: Tensor, times: list[float]) -> Tensor:
 
 
 def contender_tokens(num_plans: int, windows: Tensor, decode: int) -> int:
-    """How many tokens `compare_windows` reads, if all plans fit into one group."""
+    """Tokens that `compare_windows` reads of windows [n, context] if all plans fit into one group."""
     return (num_plans + 1) * (windows.numel() + decode * windows.shape[0])
 
 

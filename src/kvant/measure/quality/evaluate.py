@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvant.engine.llm import LLM
-from kvant.errors import ConfigError
+from kvant.errors import BadValue, ConfigError, WayOut
 from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.kv.request import Asked, KVRequest, parse_rule
@@ -33,7 +33,7 @@ from kvant.plan.resolution import resolve_again
 
 MOST_WINDOWS = 4
 """Windows that are read side by side."""
-_DECODE_COST = 3  # a generated token takes about as long as so many tokens of a prompt
+_DECODE_COST = 3  # a generated token takes about as long as this many tokens of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """Plans by the names of their formats, without those that need as many bytes as the baseline.
+    """Return plans by format name, without formats that need as many bytes as the baseline.
 
     refused: why a format cannot be measured here, by its name. layered: the format that each layer stores
     alone, in `layers`. k_only, v_only: the other side is stored as in the baseline.
@@ -92,6 +92,8 @@ def choose_contenders(
 ) -> Contenders:
     """Plans of all formats. named: the user named them, so a refusal is an error (ConfigError).
 
+    BadValue if none is left.
+
     layered None: the format with the fewest bytes.
     """
     wide = plan_storing(llm, baseline)
@@ -113,6 +115,13 @@ def choose_contenders(
             refused[name] = fault.why or fault.what
             continue
         plans[name], k_only[name], v_only[name] = plan, k_plan, v_plan
+    if not plans:
+        raise BadValue(
+            f"no format needs fewer bytes than the baseline, {baseline}",
+            why="; ".join(f"{name}: {why}" for name, why in refused.items())
+            or "a baseline is the widest format, such as the model's own dtype",
+            ways_out=(WayOut("compare with the model's own dtype", ("--baseline", "model")),),
+        )
     least = min(plans, key=lambda name: plans[name].bytes_per_token)
     chosen = least if layered is None else str(layered)
     return Contenders(
@@ -174,7 +183,9 @@ class Evaluation:
             batches = torch.split(texts, MOST_WINDOWS)
             for number, batch in enumerate(batches):
                 name = f"formats-{context}-{number}"
-                found.append(self._comparison(name, who.formats, batch, extent.decode))
+                found.append(
+                    self._comparison(name, who.formats, batch, min(extent.decode, context // 4))
+                )
         if extent.side_tokens:
             batch = windows(self.text, self.llm, extent.side_tokens, 0)[:1]
             sides = {f"k {name}": plan for name, plan in who.k_only.items()}
@@ -233,7 +244,7 @@ class Evaluation:
 def run_parts(
     parts: Sequence[Part], kept: Kept, told: Callable[[int, int], None]
 ) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """All parts by name; those that are kept already are not measured again.
+    """Return all parts by name; kept parts are not measured again.
 
     told: called with the number of tokens that are done, and of all that this call reads.
     """

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_ROWS = 64  # so many rows at a time, for the processor's cache
+_ROWS = 64  # rows at a time, for the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,10 @@ class Baseline:
 
 
 def distances(baseline: Tensor, logits: Tensor, next_ids: Tensor) -> Distances:
-    """Compare two computations of the same positions; see `Baseline`."""
+    """Compare two computations of the same positions, [positions, vocab_size] each; see `Baseline`.
+
+    next_ids: [positions] int64, the tokens that follow.
+    """
     return Baseline(baseline, next_ids).distances(logits)
 
 

@@ -104,7 +104,7 @@ def _of_context(parts: Mapping[str, Arrays], context: int) -> dict[str, list[Com
 
 
 def _statistics(batches: Sequence[Compared], context: int) -> dict[str, Any]:
-    """Of the positions that count, as in llama.cpp."""
+    """Statistics over the counted positions, as in llama.cpp."""
     first = evaluated(context)[0]
     chosen = [_where(one.prefill, one.positions >= first) for one in batches]
     return asdict(statistics_of(join(chosen)))

@@ -37,7 +37,7 @@ from kvant.models.cpu.rows import gate_worker, norm_worker, rotate_worker
 from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, pack
 from kvant.models.forward_info import ForwardChoice
-from kvant.models.fused.decoder import FusedDecoder, Layer, frequencies, fuse
+from kvant.models.fused.decoder import Dense, FusedDecoder, Layer, frequencies, fuse
 from kvant.models.quantization import Quantization
 
 _ALONE = 8
@@ -138,7 +138,10 @@ def _mismatch(decoder: FusedDecoder) -> str | None:
     for layer in decoder.layers:
         if layer.q_norm is not None and _head_dim(layer) % NORM_STEP:
             return f"heads of {_head_dim(layer)} are normed in steps of {NORM_STEP}"
-        for weight, _ in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        forward = layer.feed_forward
+        if not isinstance(forward, Dense):
+            return "it has layers of experts"
+        for weight, _ in (layer.qkv, layer.output, forward.gate_up, forward.down):
             reason = refuse_shape(*weight.shape)
             if reason is not None:
                 return reason
@@ -375,10 +378,12 @@ class CpuDecoder:
 
 
 def _layer(layer: Layer, code: Code) -> _Layer:
+    forward = layer.feed_forward
+    assert isinstance(forward, Dense), "see `_mismatch`"
     return _Layer(
         layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm, layer.num_q_heads,
         layer.num_kv_heads, _head_dim(layer), layer.params, _linear(layer.qkv, code),
-        _linear(layer.output, code), _linear(layer.gate_up, code), _linear(layer.down, code),
+        _linear(layer.output, code), _linear(forward.gate_up, code), _linear(forward.down, code),
     )  # fmt: skip
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
+from kvant.attention.need import DeviceFacts
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
-from kvant.models.fused.info import products, refuse_layers
-from kvant.models.geometry.compute_dtype import host_cpu_has_avx2
+from kvant.models.fused.info import has_experts, products, refuse_layers
 from kvant.models.geometry.weight_recipe import read_recipe
 
 GROUP = 32
@@ -29,9 +29,9 @@ def refuse_shape(rows: int, columns: int) -> str | None:
     return None
 
 
-def refuse_host() -> str | None:
-    """Return why this machine does not run the compiled forward, or None."""
-    if not host_cpu_has_avx2():
+def refuse_host(device: DeviceFacts) -> str | None:
+    """Return why this CPU does not run the compiled forward, or None."""
+    if not device.has_avx2:
         return "its kernels need a CPU with AVX2"
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
@@ -45,7 +45,9 @@ def _refuse(facts: ForwardFacts) -> str | None:
         return f"it computes in float32, not in {facts.compute.value}"
     if facts.quantization is not None and read_recipe(facts.config) is not None:
         return "the checkpoint's weights are quantised already"
-    return refuse_layers(facts) or refuse_host() or _refuse_shapes(facts)
+    if has_experts(facts):
+        return "it runs dense layers, and this model has experts"
+    return refuse_layers(facts) or refuse_host(facts.device) or _refuse_shapes(facts)
 
 
 def _refuse_shapes(facts: ForwardFacts) -> str | None:

@@ -1,4 +1,4 @@
-"""The forward of plain dense decoders (Llama, Mistral, Qwen2, Qwen3) over packed tokens.
+"""The forward of plain decoders over packed tokens, dense (Llama, Qwen3) or of experts (Qwen3-MoE, Mixtral).
 
 It runs the weights of a transformers module that was loaded as usual: q, k and v in one matrix
 product, gate and up in another, with few launches between them. A model that differs in anything
@@ -17,9 +17,12 @@ from torch.nn import functional as F
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 
 from kvant.attention.base import AttentionParams, HeadRotation, RotatingWriter, Step, StepCall
@@ -27,8 +30,10 @@ from kvant.errors import EngineFault
 from kvant.kv.spec import KVPlan
 from kvant.models.forward import apply_head
 from kvant.models.forward_info import ForwardChoice
+from kvant.models.fused.experts import ExpertKernels, Experts, Shared, TorchExperts
 from kvant.models.fused.info import MOST_ANGLES
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
+from kvant.models.fused.routing import Routing
 from kvant.models.invariant.linear import TiledLinear, prove_all
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -37,8 +42,11 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _FUSED: tuple[type[PreTrainedModel], ...] = (
     LlamaForCausalLM,
     MistralForCausalLM,
+    MixtralForCausalLM,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 
 
@@ -47,8 +55,16 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """A feed-forward layer. gate_up: weight and bias of two products."""
+
+    gate_up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. qkv, gate_up: weight and bias of products that were several."""
+    """One decoder layer. qkv: weight and bias of three products."""
 
     input_norm: Tensor
     qkv: tuple[Tensor, Tensor | None]
@@ -56,8 +72,7 @@ class Layer:
     k_norm: Tensor | None
     output: tuple[Tensor, Tensor | None]
     post_norm: Tensor
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
+    feed_forward: Dense | Experts
     num_q_heads: int
     num_kv_heads: int
     params: AttentionParams
@@ -108,6 +123,7 @@ class FusedDecoder:
         self.eps = float(decoder.norm.variance_epsilon)
         self._module = module
         self._kernels = kernels_for(self.embedding, batch_invariant=linear is not None)
+        self.experts = experts_for(self.embedding)
         self._table: tuple[Tensor, Tensor] | None = None
         if self.embedding.device.type != "cpu" and self.rotary.rope_type in _FIXED_ROPE:
             most = module.config.get_text_config().max_position_embeddings
@@ -145,7 +161,7 @@ class FusedDecoder:
                 q, residual, step = q[logits_index], residual[logits_index], step.wanted
             x = linear(self.attend(index, q, call, step), *layer.output)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = linear(kernels.silu_mul(linear(x, *layer.gate_up)), *layer.down)
+            x = self.feed_forward(x, layer.feed_forward)
             if last:
                 if index in layers:
                     taps[index] = x + residual
@@ -160,6 +176,18 @@ class FusedDecoder:
         logits = linear(x, self.head, self.head_bias)
         return logits, tuple(taps[index] for index in layers)
 
+    def feed_forward(self, x: Tensor, layer: Dense | Experts) -> Tensor:
+        """x [n, hidden_size], normalised -> [n, hidden_size]. May reuse x."""
+        linear, silu_mul = self.linear, self._kernels.silu_mul
+        if isinstance(layer, Dense):
+            return linear(silu_mul(linear(x, *layer.gate_up)), *layer.down)
+        found = self.experts.apply(x, linear(x, *layer.router), layer)
+        shared = layer.shared
+        if shared is None:
+            return found
+        beside = linear(silu_mul(linear(x, shared.gate_up, None)), shared.down, None)
+        return found + torch.sigmoid(linear(x, shared.gate, None)) * beside
+
     def angles(self, step: Step) -> Angles:
         """cos and sin for the tokens of a step: of all positions where they are kept."""
         table = self._table
@@ -168,7 +196,10 @@ class FusedDecoder:
         return Angles(*frequencies(self.rotary, self.embedding, step.positions), by_position=False)
 
     def enter(self, index: int, qkv: Tensor, angles: Angles, call: StepCall) -> Tensor:
-        """Split the product qkv of a layer: write keys and values to their slots, return the queries."""
+        """Split qkv [T, (Hq + 2 Hkv) * head_dim]: write keys and values, return rotated queries.
+
+        Returns [T, num_q_heads, head_dim].
+        """
         layer, step = self.layers[index], call.step
         backend, cache = call.backends[index], call.pool[index]
         weights = layer.q_norm, layer.k_norm
@@ -210,7 +241,7 @@ def frequencies(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tens
 
 
 def linear_for(weight: Tensor) -> Linear:
-    """Return torch's product; on a GPU, with Kvant's kernel for single rows."""
+    """Return the product for weights [out, in] on this device; a GPU has a kernel for single rows."""
     if weight.device.type == "cuda":
         from kvant.models.fused.matvec import linear
 
@@ -219,7 +250,7 @@ def linear_for(weight: Tensor) -> Linear:
 
 
 def kernels_for(weight: Tensor, *, batch_invariant: bool = False) -> Kernels:
-    """Triton's on a GPU, plain torch elsewhere and for float64."""
+    """Return kernels for weight [..]: Triton's on a GPU, plain torch elsewhere and for float64."""
     if weight.device.type == "cuda" and weight.dtype is not torch.float64:
         from kvant.models.fused.triton_kernels import TritonKernels
 
@@ -227,17 +258,22 @@ def kernels_for(weight: Tensor, *, batch_invariant: bool = False) -> Kernels:
     return InvariantTorchKernels() if batch_invariant else TorchKernels()
 
 
+def experts_for(weight: Tensor) -> ExpertKernels:
+    """Triton's on a GPU, plain torch elsewhere and for float64."""
+    if weight.device.type == "cuda" and weight.dtype is not torch.float64:
+        from kvant.models.fused.triton_experts import TritonExperts
+
+        return TritonExperts(weight.device)
+    return TorchExperts()
+
+
 def _layer_of(layer: Any, plan: KVPlan) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     spec = plan.layers[attention.layer_idx]
     geometry = spec.geometry
     products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    products += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     name = f"{type(attention).__name__} (layer {attention.layer_idx})"
-    if any(type(product) is not nn.Linear for product in products):
-        raise EngineFault(
-            f"{name} is to run in Kvant's own decoder, but its weights are no numbers"
-        )
+    _check_numbers(products, name)
     window = _window_of(attention)
     if window != geometry.window or geometry.sinks or geometry.softcap or not geometry.causal:
         raise EngineFault(f"{name} has the window {window}, the plan says {geometry.window}")
@@ -249,12 +285,53 @@ def _layer_of(layer: Any, plan: KVPlan) -> Layer:
         k_norm=None if k_norm is None else k_norm.weight,
         output=(attention.o_proj.weight, attention.o_proj.bias),
         post_norm=layer.post_attention_layernorm.weight,
-        gate_up=_join(mlp.gate_proj, mlp.up_proj),
-        down=(mlp.down_proj.weight, mlp.down_proj.bias),
+        feed_forward=_feed_forward_of(layer.mlp, name),
         num_q_heads=geometry.num_q_heads,
         num_kv_heads=geometry.num_kv_heads,
         params=AttentionParams(scale=attention.scaling, window=window),
     )
+
+
+def _check_numbers(products: Sequence[Any], name: str) -> None:
+    if any(type(product) is not nn.Linear for product in products):
+        raise EngineFault(
+            f"{name} is to run in Kvant's own decoder, but its weights are no numbers"
+        )
+
+
+def _feed_forward_of(mlp: Any, name: str) -> Dense | Experts:
+    if hasattr(mlp, "experts"):
+        return _experts_of(mlp, name)
+    return _dense_of(mlp, name)
+
+
+def _dense_of(mlp: Any, name: str) -> Dense:
+    _check_numbers([mlp.gate_proj, mlp.up_proj, mlp.down_proj], name)
+    return Dense(
+        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        down=(mlp.down_proj.weight, mlp.down_proj.bias),
+    )
+
+
+def _experts_of(mlp: Any, name: str) -> Experts:
+    """Return the experts of Qwen2-MoE, Qwen3-MoE or Mixtral; their weights are not moved."""
+    router, experts = mlp.gate, mlp.experts
+    weights = router.weight, experts.gate_up_proj, experts.down_proj
+    if any(type(weight) is not nn.Parameter or not weight.is_contiguous() for weight in weights):
+        raise EngineFault(f"{name} has experts in a layout that Kvant's own decoder does not read")
+    mixtral = not hasattr(router, "norm_topk_prob")
+    routing = Routing(
+        router.num_experts, router.top_k,
+        renormalise=mixtral or bool(router.norm_topk_prob), rounded=not mixtral,
+    )  # fmt: skip
+    shared = None
+    if hasattr(mlp, "shared_expert"):
+        dense = _dense_of(mlp.shared_expert, name)
+        shared = Shared(mlp.shared_expert_gate.weight, dense.gate_up[0], dense.down[0])
+    return Experts(
+        routing, (router.weight, None), (experts.gate_up_proj, None), (experts.down_proj, None),
+        shared=shared,
+    )  # fmt: skip
 
 
 def _window_of(attention: Any) -> int | None:

@@ -12,8 +12,10 @@ from kvant.attention.base import StepCall
 from kvant.errors import EngineFault
 from kvant.kv.spec import KVPlan
 from kvant.models.forward_info import ForwardChoice
-from kvant.models.fused.decoder import FusedDecoder, Layer, fuse
-from kvant.models.fused.few_rows import FewRows
+from kvant.models.fused.decoder import Dense, FusedDecoder, Layer, fuse
+from kvant.models.fused.experts import Experts
+from kvant.models.fused.few_rows import FewRows, Stream
+from kvant.models.fused.triton_experts import TritonExperts
 
 
 def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> FewRowsDecoder:
@@ -34,6 +36,7 @@ class FewRowsDecoder:
     def __init__(self, fused: FusedDecoder) -> None:
         self._fused = fused
         self._few = FewRows(fused.embedding.device, fused.eps)
+        self._experts = TritonExperts(fused.embedding.device)
 
     @property
     def extra_bytes(self) -> int:
@@ -67,8 +70,7 @@ class FewRowsDecoder:
             q = fused.enter(index, few.normed(stream, *layer.qkv), angles, call)
             attended = fused.attend(index, q, call, call.step)
             stream = few.added(attended, *layer.output, stream, layer.post_norm)
-            x = few.normed(stream, *layer.gate_up, gated=True)
-            stream = few.added(x, *layer.down, stream, norm)
+            stream = self._feed_forward(layer.feed_forward, stream, norm)
             if index in layers:
                 taps[index] = stream.residual
         logits = few.normed(
@@ -76,6 +78,27 @@ class FewRowsDecoder:
         )
         return logits, tuple(taps[index] for index in layers)
 
+    def _feed_forward(self, layer: Dense | Experts, stream: Stream, norm: Tensor) -> Stream:
+        """Add a feed-forward layer to the stream. norm: of what comes behind it."""
+        few = self._few
+        if isinstance(layer, Dense):
+            x = few.normed(stream, *layer.gate_up, gated=True)
+            return few.added(x, *layer.down, stream, norm)
+        logits, residual = few.normed(stream, *layer.router), stream.residual
+        choice, normed = self._experts.route(
+            logits, layer.routing, residual, stream.norm_weight, self._fused.eps
+        )
+        assert normed is not None
+        if stream.weighted is None:
+            h = self._experts.one_gate_up(normed, choice, layer)
+            return Stream(self._experts.one_down(h, choice, layer, residual), norm)
+        parts = self._experts.few(normed, choice, layer)
+        total, weighted, squares = self._experts.combine_stream(parts, residual, norm)
+        return Stream(total, norm, weighted, squares)
+
 
 def _weights(layer: Layer) -> list[Tensor]:
-    return [layer.qkv[0], layer.output[0], layer.gate_up[0], layer.down[0]]
+    forward = layer.feed_forward
+    if isinstance(forward, Dense):
+        return [layer.qkv[0], layer.output[0], forward.gate_up[0], forward.down[0]]
+    return [layer.qkv[0], layer.output[0], forward.router[0]]

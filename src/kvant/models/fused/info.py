@@ -1,11 +1,13 @@
-"""What planning knows about Kvant's own decoder of plain dense models. No torch."""
+"""What planning knows about Kvant's own decoder of plain models, dense or of experts. No torch."""
 
 from __future__ import annotations
 
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.weights import ELEMENT_BYTES
 
-FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
+FUSED_TYPES = DENSE_TYPES + EXPERT_TYPES
 """model_type of the models whose layers it computes."""
 
 MOST_ANGLES = 1 << 18
@@ -26,11 +28,21 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
         return f"Kvant's own decoder computes silu, not {activation}"
     if facts.kept_codes is not None:
         return f"the weights stay quantised by {facts.kept_codes}"
+    if has_experts(facts) and facts.config.get("quantization_config") is not None:
+        return "it reads experts from checkpoints that do not quantise them"
     return None
 
 
+def has_experts(facts: ForwardFacts) -> bool:
+    """Whether layers choose among experts."""
+    return facts.geometry.model_type in EXPERT_TYPES
+
+
 def products(facts: ForwardFacts) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices that the decoder multiplies with: joined ones, and the head."""
+    """Rows and columns of the matrices that the decoder multiplies with: joined ones, and the head.
+
+    Without experts.
+    """
     geometry = facts.geometry
     hidden, layer = geometry.hidden_size, geometry.layers[0]
     heads, dim = layer.num_q_heads, layer.head_dim_k
@@ -55,6 +67,8 @@ def table_bytes(facts: ForwardFacts) -> int:
 def _refuse(facts: ForwardFacts) -> str | None:
     if facts.quantization is not None:
         return "its products are torch's, which do not multiply with weights that Kvant rounds"
+    if facts.batch_invariant and has_experts(facts):
+        return "how an expert's rows are multiplied depends on their number"
     return refuse_layers(facts)
 
 

@@ -51,7 +51,7 @@ class TiledLinear:
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def prove(self, weight: Tensor, bias: Tensor | None = None) -> int:
-        """Return the smallest tile for this weight. NotServable if no tile treats its rows alike.
+        """Return the smallest tile for weight [out, in]. NotServable if no tile treats its rows alike.
 
         Prefers a tile whose bits the next larger tile reproduces, so that prompts can use larger ones.
         """

@@ -21,7 +21,10 @@ _PIECE = 16384
 
 
 def by_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) of x's shape. function: elementwise, of finite values at 0."""
+    """Apply an elementwise `function` to x [..], such that a result does not depend on its position.
+
+    function must be finite at 0.
+    """
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)

@@ -63,7 +63,7 @@ class DFlashProposer:
 
     @torch.no_grad()
     def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
-        """Write the context of what was run; the pages carry it from now on."""
+        """Write the drafter's context of a step into its pages. hidden: [T, hidden_size] for each tap."""
         self._network.write_context(hidden, step.slot_mapping, step.positions)
 
     def _step(self, asks: Sequence[Ask]) -> Step:

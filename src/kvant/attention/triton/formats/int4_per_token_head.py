@@ -28,6 +28,7 @@ DROPPED = tl.constexpr(1 << DROPPED_BITS)
 
 @triton.jit
 def load_scale_and_zero_point(pointer, row, there):
+    """Scale and zero point of rows, float32 [rows] each; pointer: the scale plane as int32."""
     bits = tl.load(pointer + row, mask=there, other=0)
     return (bits & ~MASK).to(tl.float32, bitcast=True), (bits & MASK).to(tl.float32)
 

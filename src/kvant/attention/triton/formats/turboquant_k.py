@@ -114,6 +114,7 @@ def _centroid(lower, upper, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def decode4(x, PTX: tl.constexpr):
+    """Four centroids per word, as float16 times 2^-16."""
     if PTX:
         return tl.inline_asm_elementwise(
             DECODE4_PTX, "=&r,=&r,=&r,=&r,r", [x],
@@ -128,6 +129,7 @@ def decode4(x, PTX: tl.constexpr):
 
 @triton.jit
 def decode3(x, PTX: tl.constexpr):
+    """Eight centroids per word, as float16 times 2^-16."""
     if PTX:
         return tl.inline_asm_elementwise(
             DECODE3_PTX, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [x],

@@ -43,6 +43,7 @@ def decode_uint3(x, PTX: tl.constexpr):
 
 @triton.jit
 def load_scale_and_minimum(pointer, row, there):
+    """Scale and minimum of rows, float32 [rows] each; pointer: the scale plane as int32."""
     bits = tl.load(pointer + row, mask=there, other=0)
     return float16_of(bits & 0xFFFF).to(tl.float32), float16_of(bits >> 16).to(tl.float32)
 

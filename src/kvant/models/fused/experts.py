@@ -1,0 +1,120 @@
+"""Feed-forward layers of experts: their weights, and their computation in plain torch.
+
+A pair is one token with one of its experts; pair p belongs to token p // top_k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvant.models.fused.routing import Routing, route
+
+
+class GateOrder(Enum):
+    """Where the rows of gates and ups stand in their joined weight."""
+
+    HALVES = "all gates, then all ups"
+    ALTERNATING = "gate 0, up 0, gate 1, up 1, .."
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """The activation (up + 1) * gate * sigmoid(alpha * gate), gate and up clamped at limit."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """An expert of every token, weighted by the sigmoid of its gate.
+
+    gate: [1, H]. gate_up: [2 S, H]. down: [H, S].
+    """
+
+    gate: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The weights of one layer. E experts of width I in a model of width H; biases may be None.
+
+    router: [E, H], bias [E]. gate_up: [E, 2 I, H], bias [E, 2 I]. down: [E, H, I], bias [E, H].
+    clamp: None for silu(gate) * up. shared: None, or what `ExpertKernels` leave to the decoder.
+    """
+
+    routing: Routing
+    router: tuple[Tensor, Tensor | None]
+    gate_up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+    order: GateOrder = GateOrder.HALVES
+    clamp: Clamp | None = None
+    shared: Shared | None = None
+
+    @property
+    def width(self) -> int:
+        return self.down[0].shape[2]
+
+
+class ExpertKernels(Protocol):
+    """Computes layers of experts on one device."""
+
+    def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
+        """Return the weighted sums of the experts' results [T, H].
+
+        x: [T, H], normalised. logits: [T, E], of the router.
+        """
+        ...
+
+
+class TorchExperts:
+    """Any device and dtype. Reads the counts of experts on the host."""
+
+    def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
+        weights, ids = route(logits, experts.routing)
+        top_k = experts.routing.top_k
+        order = torch.argsort(ids.flatten(), stable=True)
+        counts = torch.bincount(ids.flatten(), minlength=experts.routing.num_experts).tolist()
+        results = x.new_empty(len(order), x.shape[1])
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                pairs = order[start : start + count]
+                results[pairs] = _one_expert(x[pairs // top_k], experts, expert)
+                start += count
+        # transformers' grouped products round in the same places.
+        weighted = results.view(*ids.shape, x.shape[1]) * weights[..., None]
+        return weighted.sum(1).to(x.dtype)
+
+
+def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
+    """x: [n, H] -> [n, H]."""
+    gate_up = F.linear(x, *_of(experts.gate_up, expert))
+    return F.linear(activate(gate_up, experts), *_of(experts.down, expert))
+
+
+def _of(product: tuple[Tensor, Tensor | None], expert: int) -> tuple[Tensor, Tensor | None]:
+    weight, bias = product
+    return weight[expert], None if bias is None else bias[expert]
+
+
+def activate(gate_up: Tensor, experts: Experts) -> Tensor:
+    """[n, 2 I] -> [n, I]."""
+    if experts.order is GateOrder.HALVES:
+        gate, up = gate_up.chunk(2, dim=-1)
+    else:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    clamp = experts.clamp
+    if clamp is None:
+        return F.silu(gate) * up
+    gate = gate.clamp(max=clamp.limit)
+    up = up.clamp(min=-clamp.limit, max=clamp.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))

@@ -1,0 +1,307 @@
+"""`ExpertKernels` for NVIDIA GPUs: how a layer of experts is cut into launches.
+
+No launch depends on what the router chooses, so recorded steps replay with any choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvant.kernels.triton.device import launches_ahead
+from kvant.models.fused import experts_kernels as kernels
+from kvant.models.fused.experts import Experts, GateOrder
+from kvant.models.fused.routing import Routing, Scoring
+
+MOST_FEW = 512
+"""Tokens up to which weights are the first operand of a product: memory bounds it, not arithmetic."""
+
+_CHUNK = 128  # pairs that one program counts or places
+_STREAM_TOKENS = 64  # width of a row of sums of squares in `few_rows_kernels`
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A step's choice of experts. ids: int32 [T, top_k]. weights: float32 [T, top_k]."""
+
+    ids: Tensor
+    weights: Tensor
+
+    @property
+    def pairs(self) -> int:
+        return self.ids.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class FewTile:
+    """pairs of an expert at a time; rows and depth of a weight's tile; tiles in flight."""
+
+    pairs: int
+    rows: int = 64
+    depth: int = 128
+    stages: int = 4
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ManyTile:
+    """pairs, rows and depth of a tile; tiles in flight. Gates and ups have `rows` rows each."""
+
+    pairs: int
+    rows: int
+    depth: int = 64
+    stages: int = 3
+    warps: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OneTile:
+    """rows of a weight that one program multiplies with a single row, and columns at a time."""
+
+    rows: int
+    block: int
+    warps: int = 4
+
+
+class TritonExperts:
+    """float16, bfloat16 and float32."""
+
+    def __init__(self, device: torch.device) -> None:
+        ahead = launches_ahead(device)
+        self._options: dict[str, Any] = {"AHEAD": ahead, **({"launch_pdl": True} if ahead else {})}
+
+    def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
+        tokens = x.shape[0]
+        if tokens == 0:
+            return torch.empty_like(x)
+        choice, _ = self.route(logits, experts.routing)
+        if tokens == 1:
+            h = self.one_gate_up(x, choice, experts)
+            return self.one_down(h, choice, experts)
+        multiply = self.few if tokens <= MOST_FEW else self.many
+        return self.combine(multiply(x, choice, experts), x)
+
+    def route(
+        self,
+        logits: Tensor,
+        routing: Routing,
+        residual: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> tuple[Choice, Tensor | None]:
+        """Choose the experts of every token, logits [T, E]; also return residual [T, H] normalised."""
+        tokens = logits.shape[0]
+        ids = logits.new_empty(tokens, routing.top_k, dtype=torch.int32)
+        weights = logits.new_empty(tokens, routing.top_k, dtype=torch.float32)
+        normed = None if residual is None else torch.empty_like(residual)
+        width = 1 if residual is None else residual.shape[1]
+        kernels.route[(tokens,)](
+            logits.contiguous(), ids, weights, residual, norm_weight, normed, eps,
+            E=routing.num_experts, E_PAD=_padded(routing.num_experts), TOP_K=routing.top_k,
+            K_PAD=_padded(routing.top_k),
+            SOFTMAX_FIRST=routing.scoring is Scoring.SOFTMAX_THEN_TOP_K,
+            RENORMALISE=routing.renormalise, ROUNDED=routing.rounded,
+            WIDTH=width, PAD=triton.next_power_of_2(width), NORM=residual is not None,
+            **self._options,
+            num_warps=1 if width <= 2048 else 2,
+        )  # fmt: skip
+        return Choice(ids, weights), normed
+
+    def one_gate_up(
+        self, x: Tensor, choice: Choice, experts: Experts, tile: OneTile | None = None
+    ) -> Tensor:
+        """x [T, H] -> [pairs, I]: every pair alone."""
+        weight, bias = experts.gate_up
+        width, columns = experts.width, weight.shape[2]
+        tile = tile or OneTile(2, min(2048, triton.next_power_of_2(columns)))
+        out = x.new_empty(choice.pairs, width)
+        kernels.one_gate_up[(triton.cdiv(width, tile.rows), choice.pairs)](
+            x, weight, bias, choice.ids, out, *_clamp(experts),
+            TOP_K=experts.routing.top_k, COLUMNS=columns, WIDTH=width, ROWS=tile.rows,
+            BLOCK=tile.block, ORDER=_order(experts), BIAS=bias is not None,
+            CLAMP=experts.clamp is not None, **self._options,
+            num_warps=tile.warps,
+        )  # fmt: skip
+        return out
+
+    def one_down(
+        self,
+        h: Tensor,
+        choice: Choice,
+        experts: Experts,
+        residual: Tensor | None = None,
+        tile: OneTile | None = None,
+    ) -> Tensor:
+        """h [pairs, I] -> weighted sums [T, H]; with residual [T, H] added to it."""
+        weight, bias = experts.down
+        rows = weight.shape[1]
+        tile = tile or OneTile(4, min(256, triton.next_power_of_2(experts.width)))
+        tokens = choice.ids.shape[0]
+        out = h.new_empty(tokens, rows)
+        kernels.one_down[(triton.cdiv(rows, tile.rows), tokens)](
+            h, weight, bias, choice.ids, choice.weights, residual, out,
+            TOP_K=experts.routing.top_k, N=rows, WIDTH=experts.width, ROWS=tile.rows,
+            BLOCK=tile.block, BIAS=bias is not None, ADD=residual is not None, **self._options,
+            num_warps=tile.warps,
+        )  # fmt: skip
+        return out
+
+    def few(
+        self,
+        x: Tensor,
+        choice: Choice,
+        experts: Experts,
+        tiles: tuple[FewTile, FewTile] | None = None,
+    ) -> Tensor:
+        """x [T, H] -> weighted results [pairs, H]: weights are the first operand.
+
+        tiles: of gate and up, and of down.
+        """
+        up, down = tiles or (_few_tile(choice, experts),) * 2
+        count, most = experts.routing.num_experts, choice.ids.shape[0]
+        lists = choice.ids.new_empty(count, most)
+        counts = choice.ids.new_empty(count)
+        chunk = min(1024, max(32, triton.next_power_of_2(choice.pairs)))
+        kernels.list_pairs[(count,)](
+            choice.ids, lists, counts, choice.pairs, most, CHUNK=chunk, **self._options,
+            num_warps=1 if chunk <= 256 else 4,
+        )  # fmt: skip
+        h = x.new_empty(choice.pairs, experts.width)
+        parts = x.new_empty(choice.pairs, x.shape[1])
+        for kind, source, (weight, bias), out, tile in (
+            (kernels.GATED.value, x, experts.gate_up, h, up),
+            (kernels.DOWN.value, h, experts.down, parts, down),
+        ):
+            n, columns = weight.shape[1:]
+            kernels.few[(triton.cdiv(n, tile.rows), count)](
+                source, weight, bias, lists, counts, choice.weights, out, *_clamp(experts), most,
+                TOP_K=experts.routing.top_k, N=n, COLUMNS=columns, ROWS=tile.rows,
+                DEPTH=min(tile.depth, max(16, triton.next_power_of_2(columns))), PAIRS=tile.pairs,
+                STAGES=tile.stages, KIND=kind, ORDER=_order(experts), BIAS=bias is not None,
+                CLAMP=experts.clamp is not None, PRECISION=_precision(x), **self._options,
+            num_warps=tile.warps,
+            )  # fmt: skip
+        return parts
+
+    def sort(self, choice: Choice, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Return all pairs by expert (int32 [pairs]) and where an expert's pairs end (int32 [E])."""
+        pairs, pad = choice.pairs, _padded(routing.num_experts)
+        chunks = triton.cdiv(pairs, _CHUNK)
+        partial = choice.ids.new_empty(chunks, pad)
+        places = torch.empty_like(partial)
+        order, ends = choice.ids.new_empty(pairs), choice.ids.new_empty(routing.num_experts)
+        kernels.count_pairs[(chunks,)](
+            choice.ids, partial, pairs, E_PAD=pad, CHUNK=_CHUNK, **self._options
+        )
+        kernels.sum_counts[(1,)](
+            partial, places, ends, chunks, E=routing.num_experts, E_PAD=pad, STEP=64, num_warps=8,
+            **self._options,
+        )  # fmt: skip
+        kernels.place_pairs[(chunks,)](
+            choice.ids, places, order, pairs, E_PAD=pad, CHUNK=_CHUNK, num_warps=8, **self._options
+        )
+        return order, ends
+
+    def many(
+        self,
+        x: Tensor,
+        choice: Choice,
+        experts: Experts,
+        tiles: tuple[ManyTile, ManyTile] | None = None,
+    ) -> Tensor:
+        """x [T, H] -> weighted results [pairs, H]: pairs are the first operand.
+
+        tiles: of gate and up, and of down.
+        """
+        up, down = tiles or _many_tiles(choice, experts)
+        order, ends = self.sort(choice, experts.routing)
+        count = experts.routing.num_experts
+        h = x.new_empty(choice.pairs, experts.width)
+        parts = x.new_empty(choice.pairs, x.shape[1])
+        for kind, source, (weight, bias), out, tile in (
+            (kernels.GATED.value, x, experts.gate_up, h, up),
+            (kernels.DOWN.value, h, experts.down, parts, down),
+        ):
+            n, columns = weight.shape[1:]
+            blocks = choice.pairs // tile.pairs + min(count, choice.pairs)
+            kernels.many[(blocks * triton.cdiv(out.shape[1], tile.rows),)](
+                source, weight, bias, order, ends, choice.weights, out, *_clamp(experts),
+                E=count, E_PAD=_padded(count), TOP_K=experts.routing.top_k, N=n, COLUMNS=columns,
+                PAIRS=tile.pairs, ROWS=tile.rows,
+                DEPTH=min(tile.depth, max(16, triton.next_power_of_2(columns))),
+                STAGES=tile.stages, KIND=kind, ORDER=_order(experts), BIAS=bias is not None,
+                CLAMP=experts.clamp is not None, PRECISION=_precision(x), **self._options,
+            num_warps=tile.warps,
+            )  # fmt: skip
+        return parts
+
+    def combine(self, parts: Tensor, like: Tensor) -> Tensor:
+        """Sums [T, H] of weighted results [pairs, H], in the order of a token's experts."""
+        tokens, width = like.shape
+        out = torch.empty_like(like)
+        self._combine(parts, out, None, None, None, None, tokens, width)
+        return out
+
+    def combine_stream(
+        self, parts: Tensor, residual: Tensor, norm_weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the sums to residual [T, H]; also return it times norm_weight, and its squares [1, 64]."""
+        tokens, width = residual.shape
+        assert tokens <= _STREAM_TOKENS
+        out, weighted = torch.empty_like(residual), torch.empty_like(residual)
+        squares = residual.new_empty(1, _STREAM_TOKENS, dtype=torch.float32)
+        self._combine(parts, out, residual, norm_weight, weighted, squares, tokens, width)
+        return out, weighted, squares
+
+    def _combine(
+        self,
+        parts: Tensor,
+        out: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        weighted: Tensor | None,
+        squares: Tensor | None,
+        tokens: int,
+        width: int,
+    ) -> None:
+        kernels.combine[(tokens,)](
+            parts, out, residual, norm_weight, weighted, squares,
+            TOP_K=parts.shape[0] // tokens, WIDTH=width, PAD=triton.next_power_of_2(width),
+            STREAM=residual is not None, **self._options,
+            num_warps=4 if width <= 2048 else 8,
+        )  # fmt: skip
+
+
+def _padded(count: int) -> int:
+    return max(2, int(triton.next_power_of_2(count)))
+
+
+def _order(experts: Experts) -> int:
+    found = kernels.HALVES if experts.order is GateOrder.HALVES else kernels.ALTERNATING
+    return int(found.value)
+
+
+def _clamp(experts: Experts) -> tuple[float, float]:
+    clamp = experts.clamp
+    return (0.0, 0.0) if clamp is None else (clamp.limit, clamp.alpha)
+
+
+def _precision(x: Tensor) -> str:
+    """float32 is multiplied as such, not as TF32."""
+    return "ieee" if x.dtype is torch.float32 else "tf32"
+
+
+def _few_tile(choice: Choice, experts: Experts) -> FewTile:
+    """As many pairs as an expert has on average, and half as many again."""
+    average = 1.5 * choice.pairs / experts.routing.num_experts
+    return FewTile(min(64, max(16, int(triton.next_power_of_2(int(average))))))
+
+
+def _many_tiles(choice: Choice, experts: Experts) -> tuple[ManyTile, ManyTile]:
+    if choice.pairs <= 96 * experts.routing.num_experts:
+        return ManyTile(64, 128), ManyTile(64, 128, stages=4)
+    return ManyTile(128, 128), ManyTile(128, 256)

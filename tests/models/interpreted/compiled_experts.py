@@ -1,0 +1,80 @@
+"""Run as a program without `TRITON_INTERPRET`: compiles the kernels of experts for an H200, in bfloat16 and
+with the widths of Qwen3-30B-A3B and gpt-oss-20b, on a machine without a GPU, and prints what it compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kvant.models.fused.experts import Clamp, Experts, GateOrder
+from kvant.models.fused.routing import Routing, Scoring
+from kvant.models.fused.triton_experts import TritonExperts
+from tests.engine.interpreted.compiled import H200, type_of
+
+MOST_SHARED = 232448
+"""Bytes of shared memory that a program may have on an H200."""
+
+
+def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
+    """In the place of a launch."""
+    names = [parameter.name for parameter in kernel.params]
+    arguments = dict(zip(names, given, strict=False))
+    arguments |= {name: options.pop(name) for name in names if name in options}
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    constant |= {name for name, value in arguments.items() if value is None}
+    types = {n: "constexpr" if n in constant else type_of(arguments[n]) for n in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if types[name].startswith("*")
+    }
+    asked = {key: options[key] for key in ("num_warps", "launch_pdl") if key in options}
+    source = ASTSource(kernel, types, {name: arguments[name] for name in constant}, aligned)
+    made = triton.compile(source, target=H200, options=asked)
+    shared = made.metadata.shared
+    assert made.asm["cubin"]
+    assert shared <= MOST_SHARED, (kernel.fn.__name__, shared)
+    print(kernel.fn.__name__, shared, flush=True)
+
+
+def _layer(
+    routing: Routing, hidden: int, width: int, order: GateOrder, clamp: Clamp | None
+) -> Experts:
+    count = routing.num_experts
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def bias(*shape: int) -> torch.Tensor | None:
+        return None if clamp is None else empty(*shape)
+
+    return Experts(
+        routing, (empty(count, hidden), bias(count)),
+        (empty(count, 2 * width, hidden), bias(count, 2 * width)),
+        (empty(count, hidden, width), bias(count, hidden)), order, clamp,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    JITFunction.run = _compile  # type: ignore[method-assign,assignment]
+    made = TritonExperts(torch.device("cpu"))
+    made._options = {"AHEAD": True, "launch_pdl": True}
+    gpt_oss = Routing(32, 4, Scoring.TOP_K_THEN_SOFTMAX, rounded=True)
+    for layer in (
+        _layer(Routing(128, 8, rounded=True), 2048, 768, GateOrder.HALVES, None),
+        _layer(gpt_oss, 2880, 2880, GateOrder.ALTERNATING, Clamp(7.0, 1.702)),
+    ):
+        hidden, count = layer.down[0].shape[1], layer.routing.num_experts
+        for tokens in (1, 8, 1024):
+            x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
+            logits = torch.empty(tokens, count, dtype=torch.bfloat16, device="meta")
+            made.apply(x, logits, layer)
+        x = x[:64]
+        choice, _ = made.route(logits[:64], layer.routing, x, x[0], 1e-6)
+        made.one_down(x.new_empty(choice.pairs, layer.width), choice, layer, x)
+        made.combine_stream(x.new_empty(choice.pairs, hidden), x, x[0])

@@ -1,0 +1,226 @@
+"""Triton's layers of experts against float64 sums of all experts; interpreted without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from kvant.models.fused.experts import Clamp, Experts, GateOrder, TorchExperts
+from kvant.models.fused.routing import Routing, Scoring, route
+from kvant.models.fused.triton_experts import Choice, FewTile, ManyTile, OneTile, TritonExperts
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# The interpreter's bfloat16 is broken.
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if ON_GPU else [])]
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+
+HIDDEN, WIDTH = 48, 40
+SILU = (GateOrder.HALVES, None, False)
+CLAMPED = (GateOrder.ALTERNATING, Clamp(7.0, 1.702), True)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
+
+
+def make(
+    count: int,
+    top_k: int,
+    kind: tuple[GateOrder, Clamp | None, bool] = SILU,
+    dtype: torch.dtype = torch.float32,
+) -> Experts:
+    order, clamp, biased = kind
+
+    def bias(*shape: int) -> Tensor | None:
+        return normal(*shape, dtype=dtype) if biased else None
+
+    return Experts(
+        Routing(count, top_k),
+        (normal(count, HIDDEN, dtype=dtype), bias(count)),
+        (normal(count, 2 * WIDTH, HIDDEN, scale=HIDDEN**-0.5, dtype=dtype), bias(count, 2 * WIDTH)),
+        (normal(count, HIDDEN, WIDTH, scale=WIDTH**-0.5, dtype=dtype), bias(count, HIDDEN)),
+        order, clamp,
+    )  # fmt: skip
+
+
+def choose(tokens: int, experts: Experts) -> Choice:
+    """Experts of random tokens; the upper half of the experts is not used where top_k allows it."""
+    routing = experts.routing
+    used = max(routing.top_k, routing.num_experts // 2)
+    ids = torch.stack([torch.randperm(used)[: routing.top_k] for _ in range(tokens)])
+    return Choice(ids.to(DEVICE, torch.int32), torch.rand(ids.shape, device=DEVICE))
+
+
+def results(x: Tensor, choice: Choice, experts: Experts) -> Tensor:
+    """The definition in float64: weighted results [pairs, H]."""
+
+    def apply(product: tuple[Tensor, Tensor | None], expert: int, row: Tensor) -> Tensor:
+        weight, bias = product
+        return F.linear(
+            row, weight[expert].double(), None if bias is None else bias[expert].double()
+        )
+
+    found = []
+    for row, ids, weights in zip(x.double(), choice.ids.tolist(), choice.weights, strict=True):
+        for expert, weight in zip(ids, weights.double(), strict=True):
+            both = apply(experts.gate_up, expert, row)
+            if experts.order is GateOrder.HALVES:
+                gate, up = both.chunk(2)
+            else:
+                gate, up = both[::2], both[1::2]
+            if experts.clamp is None:
+                h = F.silu(gate) * up
+            else:
+                limit = experts.clamp.limit
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                h = (up + 1) * gate * torch.sigmoid(experts.clamp.alpha * gate)
+            found.append(weight * apply(experts.down, expert, h))
+    return torch.stack(found)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    bound = BOUNDS[found.dtype]
+    return bool((found.double() - expected).norm() <= bound * expected.norm())
+
+
+CASES = [(1, 8, 2), (3, 8, 1), (17, 8, 4), (40, 4, 2),
+         pytest.param(70, 128, 8, marks=() if ON_GPU else pytest.mark.slow)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize(("tokens", "count", "top_k"), CASES)
+def test_few_multiplies_each_pair_with_its_expert(
+    tokens: int,
+    count: int,
+    top_k: int,
+    kind: tuple[GateOrder, Clamp | None, bool],
+    dtype: torch.dtype,
+) -> None:
+    experts = make(count, top_k, kind, dtype)
+    x, choice = normal(tokens, HIDDEN, dtype=dtype), choose(tokens, experts)
+    tiles = FewTile(16, depth=32), FewTile(16, depth=16)
+    parts = TritonExperts(DEVICE).few(x, choice, experts, tiles)
+    assert close(parts, results(x, choice, experts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize(("tokens", "count", "top_k"), CASES)
+def test_many_multiplies_each_pair_with_its_expert(
+    tokens: int,
+    count: int,
+    top_k: int,
+    kind: tuple[GateOrder, Clamp | None, bool],
+    dtype: torch.dtype,
+) -> None:
+    experts = make(count, top_k, kind, dtype)
+    x, choice = normal(tokens, HIDDEN, dtype=dtype), choose(tokens, experts)
+    tiles = ManyTile(16, 32, 16), ManyTile(16, 32, 16)
+    parts = TritonExperts(DEVICE).many(x, choice, experts, tiles)
+    assert close(parts, results(x, choice, experts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 8, 2), (1, 128, 8), (2, 8, 4)])
+def test_single_rows_give_the_sum_of_their_experts(
+    tokens: int,
+    count: int,
+    top_k: int,
+    kind: tuple[GateOrder, Clamp | None, bool],
+    dtype: torch.dtype,
+) -> None:
+    experts = make(count, top_k, kind, dtype)
+    x, choice = normal(tokens, HIDDEN, dtype=dtype), choose(tokens, experts)
+    residual = normal(tokens, HIDDEN, dtype=dtype)
+    made = TritonExperts(DEVICE)
+    h = made.one_gate_up(x, choice, experts, OneTile(16, 32))
+    expected = results(x, choice, experts).view(tokens, top_k, -1).sum(1)
+    assert close(made.one_down(h, choice, experts, tile=OneTile(16, 16)), expected)
+    added = made.one_down(h, choice, experts, residual, OneTile(16, 64))
+    assert close(added, expected + residual.double())
+
+
+@pytest.mark.parametrize("pairs", [(1, 1), (5, 2), (200, 4)])
+def test_pairs_are_sorted_by_expert_in_their_order(pairs: tuple[int, int]) -> None:
+    tokens, top_k = pairs
+    experts = make(8, top_k)
+    choice = choose(tokens, experts)
+    order, ends = TritonExperts(DEVICE).sort(choice, experts.routing)
+    ids = choice.ids.flatten().long()
+    assert torch.equal(order.long(), torch.argsort(ids, stable=True))
+    assert torch.equal(ends.long(), torch.bincount(ids, minlength=8).cumsum(0))
+
+
+ROUTINGS = [
+    Routing(128, 8), Routing(128, 8, renormalise=False), Routing(60, 4, rounded=True),
+    Routing(8, 2), Routing(8, 1), Routing(4, 4), Routing(32, 4, Scoring.TOP_K_THEN_SOFTMAX),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_routing_is_that_of_torch(routing: Routing, tokens: int) -> None:
+    logits = normal(tokens, routing.num_experts, scale=3.0)
+    choice, _ = TritonExperts(DEVICE).route(logits, routing)
+    weights, ids = route(logits, routing)
+    assert torch.equal(choice.ids.long(), ids)
+    torch.testing.assert_close(choice.weights, weights.float(), atol=1e-6, rtol=1e-5)
+
+
+def test_the_lowest_ids_win_among_equal_logits() -> None:
+    logits = torch.zeros(2, 16, device=DEVICE)
+    logits[1, 3::2] = 1.0
+    logits[0, ::2] = -0.0
+    choice, _ = TritonExperts(DEVICE).route(logits, Routing(16, 4))
+    assert choice.ids.tolist() == [[0, 1, 2, 3], [3, 5, 7, 9]]
+    assert torch.allclose(choice.weights, torch.full((2, 4), 0.25, device=DEVICE))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+def test_logits_that_are_no_numbers_choose_valid_experts_with_weights_that_are_none() -> None:
+    logits = torch.zeros(3, 10, device=DEVICE)
+    logits[0], logits[1, 2] = float("nan"), float("nan")
+    choice, _ = TritonExperts(DEVICE).route(logits, Routing(10, 4))
+    assert bool(((choice.ids >= 0) & (choice.ids < 10)).all())
+    assert choice.weights.isnan().tolist() == [[True] * 4, [True] * 4, [False] * 4]
+
+
+def test_routing_normalises_the_residual_beside_its_choice() -> None:
+    residual, weight = normal(3, 40), normal(40)
+    _, normed = TritonExperts(DEVICE).route(normal(3, 8), Routing(8, 2), residual, weight, 1e-6)
+    assert normed is not None
+    wide = residual.double()
+    expected = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+    assert close(normed, expected)
+
+
+def test_the_stream_behind_a_layer_has_its_sum_and_the_inputs_of_its_norm() -> None:
+    parts, residual, weight = normal(10, 48), normal(5, 48), normal(48)
+    out, weighted, squares = TritonExperts(DEVICE).combine_stream(parts, residual, weight)
+    expected = residual.double() + parts.double().view(5, 2, 48).sum(1)
+    assert close(out, expected)
+    assert close(weighted, expected * weight.double())
+    assert close(squares[0, :5], expected.pow(2).sum(-1))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 30])
+def test_a_layer_is_that_of_plain_torch(tokens: int) -> None:
+    experts = make(8, 2)
+    x, logits = normal(tokens, HIDDEN), normal(tokens, 8)
+    found = TritonExperts(DEVICE).apply(x, logits, experts)
+    torch.testing.assert_close(
+        found, TorchExperts().apply(x, logits, experts), atol=1e-5, rtol=1e-4
+    )

@@ -1,0 +1,31 @@
+"""Weights that are made up for timings are numbers, whatever the memory held before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvant.attention.hook import register
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.load import _make_weights
+from tests.models import tiny
+
+
+@pytest.fixture
+def _memory_holds_nan() -> Iterator[None]:
+    """Inside, torch fills memory without a value with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_memory_holds_nan")
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_number_is_finite(family: str) -> None:
+    register()
+    config = tiny.config_of(family)
+    module = _make_weights(config, ComputeDtype.FLOAT32, torch.device("cpu"))
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        assert bool(tensor.isfinite().all()), name

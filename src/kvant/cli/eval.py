@@ -112,6 +112,9 @@ def evaluate(
     with the baseline's: KL divergence, most likely token, perplexity. Definitions are those of llama.cpp's
     --kl-divergence. The same command continues an interrupted evaluation.
     """
+    from kvant.engine.threads import wait_without_spinning
+
+    wait_without_spinning()  # before torch is imported
     from kvant.engine.llm import LLM
     from kvant.kv.names import parse_format, whole_formats
     from kvant.measure.facts import command_line, measurement_facts

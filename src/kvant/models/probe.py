@@ -179,7 +179,7 @@ def _module(config: PreTrainedConfig) -> PreTrainedModel:
         if fault.args[:1] == (_NAME,):
             raise _CannotRun("its attention does not go through transformers' interface") from None
         raise _CannotRun(f"transformers cannot make it: {_short(fault)}") from fault
-    except Exception as fault:  # whatever a family's own code makes of the config
+    except Exception as fault:  # a family's own code may raise anything
         raise _CannotRun(f"transformers cannot make it: {_short(fault)}") from fault
     assert isinstance(made, PreTrainedModel)
     for part in made.modules():

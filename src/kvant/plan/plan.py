@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int | None:
-        """Of target and drafter; None if the target's are not known."""
+        """Bytes of target and drafter; None if the target's are unknown."""
         draft = 0 if self.draft is None else self.draft.weights.bytes or 0
         return None if self.target.weights.bytes is None else self.target.weights.bytes + draft
 

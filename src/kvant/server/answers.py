@@ -208,7 +208,7 @@ class Shape:
     def _completion_logprobs(
         self, sequence: Sequence, fresh: Items[TokenLogprobs]
     ) -> wire.CompletionLogprobs | None:
-        """Of the tokens that are shown now. The first token of a prompt follows nothing and has null."""
+        """Log-probabilities of the tokens that are sent now. A prompt's first token has null."""
         num_top = self.generation.sampling.logprobs
         if num_top is None:
             return None

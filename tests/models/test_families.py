@@ -11,6 +11,7 @@ import pytest
 
 from kvant.models.geometry.families import is_listed
 from kvant.models.read_shape import compared
+from tests.models import families
 from tests.models.families import ALL_EQUAL, FAMILIES, LOGITS_BOUND, NO_DECODERS, compare
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,16 @@ def test_the_record_names_every_family_of_its_release() -> None:
     if version("transformers") == RECORD["transformers"]:
         assert set(RECORDED) == set(FAMILIES)
     assert not NO_DECODERS & set(RECORDED)
+
+
+def test_qwen2_moe_runs_in_the_own_decoder_and_its_windows_in_masks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = compare("qwen2_moe", tmp_path / "model")
+    assert (found.forward, found.why, found.kinds) == ("fused", None, ("full",))
+    extra = {"use_sliding_window": True, "max_window_layers": 4}
+    monkeypatch.setitem(families._EXTRA, "qwen2_moe", extra)
+    assert "in its mask alone" in (compare("qwen2_moe", tmp_path / "model").why or "")
 
 
 def test_at_least_a_hundred_families_run() -> None:

@@ -50,6 +50,9 @@ _FUSED: tuple[type[PreTrainedModel], ...] = (
 )
 
 
+_ONE_WINDOW = ("mistral", "mixtral")
+"""Families whose attention modules leave the window to the config, which has one for all layers."""
+
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose frequencies depend on a token's own position alone."""
 
@@ -335,9 +338,12 @@ def _experts_of(mlp: Any, name: str) -> Experts:
 
 
 def _window_of(attention: Any) -> int | None:
-    """The window in the module, or in its config where the family has one for all layers (Mistral)."""
-    holder = attention if hasattr(attention, "sliding_window") else attention.config
-    found: int | None = getattr(holder, "sliding_window", None)
+    """The window of one layer: its module's, or the config's in families with one for all layers.
+
+    A full layer of Qwen2-MoE has none in its module, whatever the config says.
+    """
+    for_all = attention.config.model_type in _ONE_WINDOW
+    found: int | None = getattr(attention.config if for_all else attention, "sliding_window", None)
     return found
 
 

@@ -102,4 +102,4 @@ def _scaling(declared: KVFormat) -> Scaling:
         return Scaling.ROW_ZERO_POINT
     if declared.scale_encoding is Encoding.FLOAT32:
         return Scaling.ROW
-    return Scaling.ROW_HALF if declared.scales_per_row == 1 else Scaling.ROW_HALF_OFFSET
+    return Scaling.ROW_HALF if declared.symmetric else Scaling.ROW_HALF_OFFSET

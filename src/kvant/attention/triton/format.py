@@ -143,7 +143,7 @@ def format_of(dtype: KVDtype) -> Format:
         per_row=in_pages and declared.granularity is Granularity.TOKEN_HEAD,
         per_block=in_pages and declared.granularity is Granularity.BLOCK,
         zero_point=declared.zero_point is ZeroPoint.SCALE_MANTISSA,
-        minimum=declared.scales_per_row == 2,
+        minimum=not declared.symmetric and declared.zero_point is ZeroPoint.NONE,
         block=declared.block,
         float8=FLOAT8.get(declared.encoding) or FLOAT8.get(cast(Encoding, declared.scale_encoding)),
         load=load_24_bit_words if in_bits else load_words,

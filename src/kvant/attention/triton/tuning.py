@@ -97,7 +97,7 @@ def dense_shape(head_dim: int, *, causal: bool) -> Shape:
 
 
 def dense_bytes(head_dim: int, *, causal: bool) -> int:
-    """Shared memory in bytes of a `dense_attention` program on Hopper, without up to 1 KiB for barriers.
+    """Shared memory in bytes of a `dense_attention` program on Hopper, less up to 1 KiB.
 
     It holds queries, and keys and values of the tiles in flight. Other devices use less.
     """

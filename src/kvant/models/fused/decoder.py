@@ -340,7 +340,7 @@ def _experts_of(mlp: Any, name: str) -> Experts:
 def _window_of(attention: Any) -> int | None:
     """The window of one layer: its module's, or the config's in families with one for all layers.
 
-    A full layer of Qwen2-MoE has none in its module, whatever the config says.
+    A full layer of Qwen2-MoE has none in its module, regardless of the config.
     """
     for_all = attention.config.model_type in _ONE_WINDOW
     found: int | None = getattr(attention.config if for_all else attention, "sliding_window", None)

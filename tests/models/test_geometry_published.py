@@ -128,7 +128,8 @@ def test_recurrent_layers_keep_no_kv_and_their_index() -> None:
 RUNNABLE = {
     "llama-3.1-8b", "llama-3.1-70b", "smollm2-135m", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b",
     "mistral-7b-v0.1", "mistral-7b-v0.3", "mixtral-8x7b", "gemma-2-9b", "gemma-3-1b",
-    "gemma-3-4b", "gemma-3n-e4b-text", "gpt-oss-20b", "phi-3-mini-4k", "olmo-2-7b",
+    "gemma-3-4b", "gemma-3n-e4b-text", "gemma-4-26b-a4b", "gemma-4-31b", "gemma-4-e2b",
+    "gpt-oss-20b", "phi-3-mini-4k", "olmo-2-7b",
 }  # fmt: skip
 
 

@@ -96,6 +96,6 @@ def test_a_probed_model_is_planned_with_its_bytes_and_runs(tmp_path: Path) -> No
     (bare / "config.json").write_text(json.dumps(said))
     counted = plan_of(PlanRequest(str(bare), DeviceFacts(DeviceKind.CPU))).target.weights
     assert counted.bytes == made.target.weights.bytes
-    llm = LLM(tmp_path / "model", max_model_len=64)
+    llm = LLM(tmp_path / "model", max_model_len=64, attention_backend="reference")
     found = llm.generate([[3, 17, 5]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert len(found[0].token_ids) == 4

@@ -74,7 +74,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["ahead" if is_ahead else "read"] += 1
         found["pieces ahead"] += is_ahead and schedule.num_prefills > 0
         found["drafts ahead"] += is_ahead and schedule.max_drafts is not None
-        found["uncertain"] += schedule.uncertain is not None
+        found["uncertain"] += schedule.limits is not None
         found["drawn"] += is_ahead and not table.is_greedy[schedule.rows].all()
         return launch(graphs, schedule, table, drafts)
 

@@ -42,7 +42,17 @@ class Play:
         self.in_flight: deque[Schedule] = deque()
         self.sequences: dict[int, Sequence] = {}
         self.seen: dict[str, int] = dict.fromkeys(
-            ("ahead", "uncertain", "short", "ended", "reused", "preempted", "accepted", "shared"), 0
+            (
+                "ahead",
+                "uncertain",
+                "short",
+                "ended",
+                "reused",
+                "preempted",
+                "accepted",
+                "shared",
+            ),
+            0,
         )
 
     def arrive(self) -> None:
@@ -85,17 +95,19 @@ class Play:
             assert not drafts[schedule.num_decodes :].any(), "pieces of prompts have none"
         assert 0 < schedule.num_tokens + drafts.sum() <= limits.max_num_batched_tokens
         assert len(set(schedule.rows.tolist())) == len(schedule.sequences)
-        uncertain = np.zeros_like(drafts) if schedule.uncertain is None else schedule.uncertain
+        held = -np.ones_like(drafts) if schedule.limits is None else schedule.limits
         self.seen["ahead"] += bool(schedule.is_pending.any())
-        self.seen["uncertain"] += bool(uncertain.any())
+        self.seen["uncertain"] += bool((held >= 0).any())
         lengths = schedule.counts + drafts
         for place, sequence in enumerate(schedule.sequences):
             self.seen["shared"] += bool(sequence.num_cached_tokens)
-            row, start, most = sequence.row, int(schedule.starts[place]), int(uncertain[place])
+            row, start, limit = sequence.row, int(schedule.starts[place]), int(held[place])
             assert sequence.status is Status.RUNNING
             assert row == schedule.rows[place]
             assert table.owner[row] == sequence.number == schedule.numbers[place]
             end = start + int(lengths[place])
+            if limit >= 0:  # the device stores nothing from there on
+                end = min(end, limit)
             assert end <= len(sequence.pages) * PAGE, "a token has no page"
             assert table.pages[row, : len(sequence.pages)].tolist() == sequence.pages
             assert SCRATCH not in sequence.pages
@@ -103,7 +115,7 @@ class Play:
             assert end < sequence.request.max_total_tokens
             waiting = [s for s in self.in_flight if sequence.number in s.numbers]
             if not waiting:
-                assert (most, bool(schedule.is_pending[place])) == (0, False)
+                assert (limit, bool(schedule.is_pending[place])) == (-1, False)
             is_pending = any(s.samples[s.sequences.index(sequence)] for s in waiting)
             assert bool(schedule.is_pending[place]) == is_pending
             if place < schedule.num_decodes:
@@ -127,6 +139,9 @@ class Play:
             if not schedule.samples[place]:
                 continue
             most = int(schedule.most_tokens[place])
+            if schedule.limits is not None and schedule.limits[place] >= 0:
+                most = min(most, int(schedule.limits[place]) - (sequence.num_tokens - 1))
+                assert most > 0, "a sequence that goes on has room for a token"
             wanted = numbers.choice((1, most, numbers.randint(1, most)))
             self.seen["accepted"] += wanted > 1
             is_broken = numbers.random() < 0.02
@@ -171,7 +186,7 @@ class Play:
             assert table.num_uncertain[row] == uncertain
             assert table.num_tokens[row] - pending == sequence.num_tokens
             computed = int(table.num_computed[row])
-            assert 0 <= computed <= len(sequence.pages) * PAGE
+            assert 0 <= computed - uncertain <= len(sequence.pages) * PAGE
             assert computed < table.num_tokens[row], "the newest token was not run"
             if not pending:
                 assert computed < sequence.num_tokens
@@ -258,8 +273,9 @@ def test_rejected_drafts_are_taken_back(accepted: int) -> None:
     assert (first.starts.tolist(), first.max_drafts.tolist()) == ([3], [4])
     second = scheduler.schedule(4)
     assert second is not None
-    assert second.uncertain is not None
-    assert (second.starts.tolist(), second.uncertain.tolist()) == ([8], [4])
+    assert second.limits is not None
+    assert (second.starts.tolist(), table.num_uncertain.tolist()) == ([8], [8])
+    assert second.limits.tolist() == [min(LONGEST - 1, len(sequence.pages) * PAGE)]
     scheduler.append(sequence, 5)
     scheduler.commit(prompt)
     for _ in range(1 + accepted):

@@ -84,7 +84,7 @@ def configured(
         own = [
             parameter
             for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
-            if name not in ("settings", "sampling")
+            if name != "settings" and not (sampling and name == "sampling")
         ]
         parameters = [_parameter(o, model, needed=needs_model) for o in options]
         parameters += [_CONFIG, _PRINT_CONFIG]

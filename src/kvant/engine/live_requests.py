@@ -74,7 +74,8 @@ class LiveRequests:
 
         At a thousand sequences a loop that asks each of them would be most of a step's host time.
         """
-        if not outcome.is_final or schedule.max_drafts is not None or schedule.num_prefills:
+        has_drafts = schedule.max_drafts is not None or schedule.limits is not None
+        if not outcome.is_final or has_drafts or schedule.num_prefills:
             return None
         batch = self._batch
         if batch is None or batch.sequences is not schedule.sequences:

@@ -48,7 +48,7 @@ def build_batch(
 
     drafts: of each sequence, behind its last token.
     """
-    assert schedule.uncertain is None, "positions depend on drafts that are not verified"
+    assert schedule.limits is None, "positions depend on drafts that are not verified"
     starts, rows = schedule.starts, schedule.rows
     count = len(rows)
     lengths = schedule.counts

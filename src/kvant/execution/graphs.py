@@ -52,10 +52,12 @@ MOST_CONTEXT = 8192
 MOST_READ = 1 << 17
 """Stored tokens of all sequences in a mixed graph, for the same reason."""
 
+_NO_LIMIT = 1 << 40
+
 _FEW = 128
 """Rows of the smaller chooser."""
 
-_ROWS, _TOKENS, _STARTS, _COUNTS, _INDEX, _VALUES = range(6)
+_ROWS, _TOKENS, _STARTS, _COUNTS, _LIMITS, _INDEX, _VALUES = range(7)
 """Rows of a step's numbers; the last two are changes of page ids."""
 
 
@@ -79,7 +81,7 @@ class _Staging:
     """
 
     def __init__(self, recorder: Recorder, seqs: int, rows: int, mixed: int) -> None:
-        self.numbers = recorder.host_buffer(6, seqs, dtype=torch.int64)
+        self.numbers = recorder.host_buffer(7, seqs, dtype=torch.int64)
         self.mixed = recorder.host_buffer(mixed, dtype=torch.int64)
         self.u = recorder.host_buffer(seqs, dtype=torch.float64)
         # One piece, as the graph's: a copy into strided memory would make the host wait.
@@ -120,7 +122,7 @@ class StepGraphs:
         max_pages = -(-max_model_len // page_size)
         self.state = DeviceState(most_seqs, max_pages, device)
         self.logits = SharedLogits()
-        self._numbers = torch.zeros(6, most_seqs, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(7, most_seqs, dtype=torch.int64, device=device)
         self._table = torch.zeros(most_seqs, max_pages, dtype=torch.int32, device=device)
         self._draws = torch.zeros(most_seqs, 5, dtype=torch.float64, device=device)
         self._u = torch.zeros(most_seqs, dtype=torch.float64, device=device)
@@ -187,8 +189,10 @@ class StepGraphs:
         host[_ROWS, :count] = schedule.rows
         host[_TOKENS, :count] = newest_tokens(schedule)
         host[_STARTS, :count] = schedule.starts
-        if schedule.uncertain is not None:
-            host[_STARTS, :count][schedule.uncertain > 0] = -1
+        if schedule.limits is not None:
+            inexact = schedule.limits >= 0
+            host[_STARTS, :count][inexact] = -1
+            host[_LIMITS, :count][inexact] = schedule.limits[inexact]
         host[_COUNTS, :count] = schedule.counts
         if k and schedule.max_drafts is not None:
             host[_COUNTS, :count] += schedule.max_drafts
@@ -228,6 +232,7 @@ class StepGraphs:
         host = self._clear(staging, size)
         host[_ROWS, :count] = rows
         host[_STARTS, :count] = last
+        host[_COUNTS, :count] = 1
         self._numbers.copy_(staging.numbers, non_blocking=True)
         graph = self._choosers[size]
         graph.replay()
@@ -239,10 +244,11 @@ class StepGraphs:
         return Launched(schedule, graph.logits, read, is_final, batch)
 
     def _clear(self, staging: _Staging, size: int) -> NDArray[np.int64]:
-        """The staging numbers [6, most_seqs], whose first `size` columns are padding."""
+        """The staging numbers [7, most_seqs], whose first `size` columns are padding."""
         host: NDArray[np.int64] = staging.numbers.numpy()
         host[:, :size] = 0
         host[_ROWS, :size] = self.state.padding_row
+        host[_LIMITS, :size] = _NO_LIMIT
         host[_INDEX, :size] = -1
         return host
 
@@ -327,24 +333,25 @@ class StepGraphs:
     def _run_decodes(self, size: int, k: int) -> tuple[Tensor, Tensor]:
         """Recorded: `size` sequences with one token and up to k drafts each."""
         state, table = self.state, self._table[:size]
-        rows, tokens, starts, counts, index, values = self._numbers[:, :size]
+        rows, tokens, starts, counts, limits, index, values = self._numbers[:, :size]
         if has_kernels(state.device):
             from kvant.execution.triton_step import most_likely, plain_step, write_pages
 
             write_pages(state, index, values)
             if not k:
                 ids, step = plain_step(
-                    rows, tokens, starts, counts, state, table, self._page_size,
+                    rows, tokens, starts, counts, limits, state, table, self._page_size,
                     self._max_model_len,
                 )  # fmt: skip
                 logits = self.logits.keep(self._forward(ids, step, self._places[:size]))
-                return logits, most_likely(logits, rows, step.positions, state)
+                return logits, most_likely(logits, rows, step.positions, step.seqlens_kv, state)
         else:
             there = index >= 0
             state.pages.view(-1).index_put_((index[there],), values[there].to(torch.int32))
         newest, step, owners, is_first, counts = lay_out(
-            rows, tokens, starts, counts, state, table, k, self._page_size, self._max_model_len
-        )
+            rows, tokens, starts, counts, limits, state, table, k, self._page_size,
+            self._max_model_len,
+        )  # fmt: skip
         tokens = newest[owners]
         if k:
             assert self._draft is not None
@@ -355,8 +362,14 @@ class StepGraphs:
         sound = torch.isfinite(best).to(torch.int64)
         firsts = step.cu_seqlens_q[:-1].to(torch.int64)
         num_new = accepted(tokens, chosen, owners, is_first, counts)
-        state.tokens.index_copy_(0, rows, chosen[firsts + num_new - 1])
-        state.lengths.index_copy_(0, rows, step.positions[firsts] + num_new)
+        is_there = step.seqlens_kv > 0
+        after = torch.where(is_there, step.positions[firsts] + num_new, state.lengths[rows])
+        state.tokens.index_copy_(
+            0, rows, torch.where(is_there, chosen[firsts + num_new - 1], newest)
+        )
+        state.lengths.index_copy_(0, rows, after)
+        chosen = torch.where(is_there[owners], chosen, -1)
+        sound = torch.where(is_there[owners], sound, 1)
         if not k:
             return logits, torch.cat([sound, chosen])
         return logits, torch.cat([sound, chosen, tokens, counts])
@@ -367,7 +380,9 @@ class StepGraphs:
         if has_kernels(self.state.device):
             from kvant.execution.triton_step import most_likely
 
-            return logits, most_likely(logits, numbers[_ROWS], numbers[_STARTS], self.state)
+            return logits, most_likely(
+                logits, numbers[_ROWS], numbers[_STARTS], numbers[_COUNTS], self.state
+            )
         best, chosen = logits.max(dim=-1)
         self.state.tokens.index_copy_(0, numbers[_ROWS], chosen)
         self.state.lengths.index_copy_(0, numbers[_ROWS], numbers[_STARTS] + 1)
@@ -467,6 +482,7 @@ def lay_out(
     tokens: Tensor,
     starts: Tensor,
     counts: Tensor,
+    limits: Tensor,
     state: DeviceState,
     table: Tensor,
     num_drafts: int,
@@ -476,14 +492,16 @@ def lay_out(
     """Where the tokens of a step stand: n sequences with one token and up to k drafts, T = n (1 + k).
 
     rows: [n] int64. tokens, starts: [n] int64, negative for what the device has in the row. counts: [n]
-    int64, tokens with drafts; 0 for padding, which stores nothing and sees nothing. table: [n, columns]
-    int32, overwritten.
+    int64, tokens with drafts; 0 for padding, which stores nothing and sees nothing. limits: [n] int64,
+    the first position that may not be stored; a sequence that starts there is padding, too. table: [n,
+    columns] int32, overwritten.
     Returns the newest tokens [n]; the step; owners [T] int64, each token's sequence, where unused
     tokens belong to the last one; is_first [T] bool, the newest tokens; counts [n] int64, 1 at least.
     """
     count = rows.shape[0]
-    is_there = counts > 0
     starts = torch.where(starts < 0, state.lengths.index_select(0, rows), starts)
+    is_there = (counts > 0) & (starts < limits)
+    counts = torch.minimum(counts, limits - starts)
     starts = torch.where(is_there, starts, 0)
     tokens = torch.where(tokens < 0, state.tokens.index_select(0, rows), tokens)
     table.copy_(state.pages.index_select(0, rows)[:, : table.shape[1]])

@@ -37,8 +37,8 @@ def gather_pages(
 
 
 def plain_step(
-    rows: Tensor, tokens: Tensor, starts: Tensor, counts: Tensor, state: DeviceState, table: Tensor,
-    page_size: int, max_model_len: int,
+    rows: Tensor, tokens: Tensor, starts: Tensor, counts: Tensor, limits: Tensor, state: DeviceState,
+    table: Tensor, page_size: int, max_model_len: int,
 ) -> tuple[Tensor, Step]:  # fmt: skip
     """As `graphs.lay_out` without drafts. Returns the tokens [n] int64 and the step.
 
@@ -49,7 +49,7 @@ def plain_step(
     seqlens = rows.new_empty(count, dtype=torch.int32)
     slots, ids, positions = (torch.empty_like(rows) for _ in range(3))
     _lay_out[(count,)](
-        rows, tokens, starts, counts, state.tokens, state.lengths, state.pages,
+        rows, tokens, starts, counts, limits, state.tokens, state.lengths, state.pages,
         state.pages.stride(0), cu_seqlens, seqlens, slots, ids, positions,
         PAGE=page_size, COLUMNS=table.shape[1], num_warps=1,
     )  # fmt: skip
@@ -65,12 +65,15 @@ def plain_step(
     )
 
 
-def most_likely(logits: Tensor, rows: Tensor, positions: Tensor, state: DeviceState) -> Tensor:
+def most_likely(
+    logits: Tensor, rows: Tensor, positions: Tensor, counts: Tensor, state: DeviceState
+) -> Tensor:
     """Choose each row's most likely token, and make it its sequence's newest. Returns found [2 n] int64.
 
     logits: [n, vocab_size] float32, any row of which may hold NaN or infinities. rows, positions: [n]
-    int64, the sequence's row and the position of the token before. found: whether each row's largest
-    logit is finite, then the tokens; of equal logits the first is chosen.
+    int64, the sequence's row and the position of the token before. counts: [n] integers, 0 for rows that
+    are padding. found: whether each row's largest logit is finite, then the tokens, -1 for padding; of
+    equal logits the first is chosen.
     """
     count, size = logits.shape
     found = rows.new_empty(2 * count)
@@ -78,7 +81,7 @@ def most_likely(logits: Tensor, rows: Tensor, positions: Tensor, state: DeviceSt
     best = logits.new_empty(count, stretches)
     places = rows.new_empty(count, stretches, dtype=torch.int32)
     _most_likely[(count, stretches)](
-        logits, logits.stride(0), size, rows, positions, best, places,
+        logits, logits.stride(0), size, rows, positions, counts, best, places,
         arrivals(logits.device, count), found, state.tokens, state.lengths, count, stretches,
         STRETCH=_STRETCH, PAD=triton.next_power_of_2(stretches), num_warps=4,
     )  # fmt: skip
@@ -94,8 +97,8 @@ def _write_pages(pages, index, values, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("stride",))
-def _lay_out(rows, tokens, starts, counts, newest, lengths, pages, stride, cu_seqlens, seqlens,
-             slots, ids, positions, PAGE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def _lay_out(rows, tokens, starts, counts, limits, newest, lengths, pages, stride, cu_seqlens,
+             seqlens, slots, ids, positions, PAGE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Program: a sequence. A negative token or start stands for what the device has in its row."""
     i = tl.program_id(0)
     row = tl.load(rows + i)
@@ -103,7 +106,7 @@ def _lay_out(rows, tokens, starts, counts, newest, lengths, pages, stride, cu_se
     start = tl.where(start < 0, tl.load(lengths + row), start)
     token = tl.load(tokens + i)
     token = tl.where(token < 0, tl.load(newest + row), token)
-    is_there = tl.load(counts + i) > 0
+    is_there = (tl.load(counts + i) > 0) & (start < tl.load(limits + i))
     start = tl.where(is_there, start, 0)
     column = tl.minimum(start // PAGE, COLUMNS - 1)
     page = tl.load(pages + row * stride + column).to(tl.int64)
@@ -131,7 +134,7 @@ def _gather_pages(rows, seqlens, pages, stride, table, out_stride, PAGE: tl.cons
 
 
 @triton.jit(do_not_specialize=("count",))
-def _most_likely(logits, stride, size, rows, positions, best, places, arrived, found, newest,
+def _most_likely(logits, stride, size, rows, positions, counts, best, places, arrived, found, newest,
                  lengths, count, stretches, STRETCH: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
     """Program: a stretch of a row of logits; the last one to finish a row compares all stretches.
 
@@ -158,9 +161,10 @@ def _most_likely(logits, stride, size, rows, positions, best, places, arrived, f
         highest = tl.max(tops, 0)
         chosen = tl.min(tl.where(tops == highest, spots, size - 1), 0).to(tl.int64)
         sound = (highest < float("inf")) & (highest > float("-inf"))
-        tl.store(found + row, sound.to(tl.int64))
-        tl.store(found + count + row, chosen)
+        is_there = tl.load(counts + row) > 0
+        tl.store(found + row, (sound | (is_there == 0)).to(tl.int64))
+        tl.store(found + count + row, tl.where(is_there, chosen, -1))
         owner = tl.load(rows + row)
-        tl.store(newest + owner, chosen)
-        tl.store(lengths + owner, tl.load(positions + row) + 1)
+        tl.store(newest + owner, chosen, mask=is_there)
+        tl.store(lengths + owner, tl.load(positions + row) + 1, mask=is_there)
         tl.store(arrived + row, 0)

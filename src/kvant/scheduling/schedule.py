@@ -17,10 +17,11 @@ class Schedule:
 
     rows: [n] int64, rows of the row table. numbers: [n] int64, the sequences' numbers, which tell
     whether a row still has the same owner. starts: [n] int64, position of each first token; too high
-    by up to `uncertain` where drafts of a launched step are not verified yet.
+    where drafts of a launched step are not verified yet: the device knows the position there.
     counts: [n] int64, tokens without drafts. samples: [n] bool, whether the last one is followed by a
     token that is not known yet. num_prefills: pieces of prompts, at the end.
-    uncertain: [n] int64, or None for zeros. is_pending: [n] bool, whether a launched step that was not
+    limits: [n] int64, -1 where the start is exact, else the first position that the sequence may not
+    store; None where all starts are exact. is_pending: [n] bool, whether a launched step that was not
     read yet finds the sequence's newest token. max_drafts: [n] int64, drafts that each sequence has
     room for, or None. num_drafts: the largest of them, as it was asked for.
     needs_host: whether the host must compute something between this step's logits and its tokens.
@@ -34,7 +35,7 @@ class Schedule:
     counts: NDArray[np.int64]
     samples: NDArray[np.bool_]
     num_prefills: int
-    uncertain: NDArray[np.int64] | None
+    limits: NDArray[np.int64] | None
     is_pending: NDArray[np.bool_]
     max_drafts: NDArray[np.int64] | None
     num_drafts: int

@@ -236,11 +236,13 @@ class Scheduler:
         sequences, rows = self._ordered()
         starts = table.num_computed[rows]
         left = table.num_tokens[rows] - starts
-        # A launched step may have found a sequence's last token already.
-        is_last = (table.num_pending[rows] > 0) & (starts >= table.max_tokens[rows] - 1)
+        # A launched step may find a sequence's last token: certainly, if no draft of it counts.
+        uncertain, end = table.num_uncertain[rows], table.max_tokens[rows] - 1
+        is_last = (table.num_pending[rows] > 0) & (starts - uncertain >= end)
         chosen = np.flatnonzero((left == 1) & ~is_last)[: self.limits.max_num_batched_tokens]
         prefilling = [sequences[place] for place in np.flatnonzero(left > 1).tolist()]
-        lacks = chosen[starts[chosen] >= table.num_pages[rows[chosen]] * page_size]
+        stored = np.where(uncertain > 0, np.minimum(starts, end - 1), starts)
+        lacks = chosen[stored[chosen] >= table.num_pages[rows[chosen]] * page_size]
         preempted: list[Sequence] = []
         if len(lacks) > 1 and self.pages.extend_all([sequences[p] for p in lacks.tolist()]):
             lacks = lacks[:0]
@@ -311,15 +313,18 @@ class Scheduler:
         running sequence stays free: none is preempted for drafts that may be rejected.
         """
         table, page_size = self.table, self.limits.page_size
-        next_token = table.num_computed[rows] + 1
-        left = np.maximum(table.max_tokens[rows] - 1 - next_token, 0)
-        wanted = np.minimum(left, most)
-        missing = -(-(next_token + wanted) // page_size) - table.num_pages[rows]
+        next_token, end = table.num_computed[rows] + 1, table.max_tokens[rows] - 1
+        uncertain = table.num_uncertain[rows]
+        wanted = np.minimum(np.maximum(end - (next_token - uncertain), 0), most)
+        stored = np.minimum(next_token + wanted, end)
+        missing = -(-stored // page_size) - table.num_pages[rows]
         for place in np.flatnonzero((missing > 0) & (wanted > 0)).tolist():
             count = int(missing[place])
             if count <= self.allocator.num_available - len(self._running):
                 self.pages.extend(decoding[place], count)
         room = np.minimum(wanted, table.num_pages[rows] * page_size - next_token)
+        # Where the position is not known the device drops drafts behind `Schedule.limits`.
+        room = np.where(uncertain > 0, wanted, room)
         taken = np.cumsum(room) - room
         chosen: NDArray[np.int64] = np.clip(budget - taken, 0, room)
         return chosen
@@ -361,7 +366,7 @@ class Scheduler:
             counts=counts,
             samples=samples,
             num_prefills=len(chosen),
-            uncertain=uncertain if uncertain.any() else None,
+            limits=self._limits(rows, uncertain) if uncertain.any() else None,
             is_pending=table.num_pending[rows] > 0,
             max_drafts=max_drafts,
             num_drafts=num_drafts,
@@ -373,6 +378,14 @@ class Scheduler:
             self._in_flight.append(schedule)
             table.launched(rows, counts, samples, max_drafts)
         return schedule
+
+    def _limits(self, rows: NDArray[np.int64], uncertain: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n] int64, the first position that each sequence may not store; -1 where its start is exact."""
+        table = self.table
+        stored = np.minimum(
+            table.max_tokens[rows] - 1, table.num_pages[rows] * self.limits.page_size
+        )
+        return np.where(uncertain > 0, stored, -1)
 
     # -- pages that run short ------------------------------------------------------------------
 

@@ -84,10 +84,10 @@ def _engine() -> None:
         logits = torch.zeros(3, 9000, dtype=dtype)
         draw_once(logits)
         tokens = torch.zeros(3, dtype=torch.int64)
-        most_likely(logits, tokens, tokens, state)
+        most_likely(logits, tokens, tokens, tokens, state)
     write_pages(state, tokens, tokens)
     table = torch.zeros(3, 4, dtype=torch.int32)
-    plain_step(tokens, tokens, tokens, tokens, state, table, 16, 64)
+    plain_step(tokens, tokens, tokens, tokens, tokens, state, table, 16, 64)
     clear_pages[(1,)](tokens, tokens, tokens, BLOCK=1024, num_warps=4)
 
 

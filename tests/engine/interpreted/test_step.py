@@ -34,12 +34,14 @@ def test_a_plain_step_is_laid_out_as_one_without_drafts() -> None:
             [-1, 0, 77, -1, 5, 0],  # tokens
             [5, 0, -1, 16, -1, 0],  # starts
             [1, 0, 1, 1, 1, 0],  # counts
+            [900, 0, 900, 16, 900, 0],  # limits; the fourth sequence stands at its own
         )
     ]
     tables = [torch.zeros(6, COLUMNS, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     ids, found = plain_step(*given, state, tables[0], PAGE, 800)
     tokens, expected, *_ = lay_out(*given, state, tables[1], 0, PAGE, 800)
-    is_there = given[3] > 0
+    is_there = (given[3] > 0) & torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.bool, device=DEVICE)
+    assert found.seqlens_kv[3] == 0
     assert ids[is_there].tolist() == tokens[is_there].tolist()
     for name in ("cu_seqlens_q", "seqlens_kv", "slot_mapping", "positions"):
         a, b = getattr(found, name), getattr(expected, name)
@@ -85,7 +87,8 @@ def test_the_most_likely_token_is_the_first_of_the_largest_and_unsound_rows_are_
     rows = torch.tensor([6, 0, 3, 8, 1, 2, ROWS], device=DEVICE)
     positions = 10 * torch.arange(7, device=DEVICE)
     untouched = state.tokens[[4, 5, 7]].tolist()
-    sound, tokens = most_likely(logits, rows, positions, state).view(2, 7)
+    counts = torch.ones_like(rows)
+    sound, tokens = most_likely(logits, rows, positions, counts, state).view(2, 7)
     expected = torch.isfinite(logits.max(-1).values)
     assert sound.tolist() == expected.tolist() == [1, 0, 0, 1, 0, 1, 1]
     assert tokens[expected].tolist() == logits.argmax(-1)[expected].tolist()
@@ -94,3 +97,10 @@ def test_the_most_likely_token_is_the_first_of_the_largest_and_unsound_rows_are_
     assert state.tokens[rows].tolist() == tokens.tolist()
     assert state.lengths[rows].tolist() == (positions + 1).tolist()
     assert state.tokens[[4, 5, 7]].tolist() == untouched
+    counts[3] = 0
+    before = state.tokens.tolist(), state.lengths.tolist()
+    sound, tokens = most_likely(logits, rows, 2 * positions, counts, state).view(2, 7)
+    assert tokens[3] == -1
+    assert sound[3] == 1
+    assert state.tokens[8] == before[0][8]
+    assert state.lengths[8] == before[1][8]

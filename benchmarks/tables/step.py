@@ -12,7 +12,7 @@ LOADS = tuple(
 )
 IDLE = tuple(f"h200-step-{when}-idle.json" for when in ("before", "after"))
 REPLAY = tuple(f"h200-step-{when}-replay.json" for when in ("before", "after"))
-MOE = "h200-moe-qwen3-30b.json"
+MOE = ("h200-moe-qwen3-30b.json", "h200-moe-qwen3-30b-256.json")
 
 
 @table("step-loads", *LOADS)
@@ -60,9 +60,9 @@ def drafts(*files: Any) -> Cells:
     return lines
 
 
-@table("moe-loads", MOE)
-def moe(data: Any) -> Cells:
+@table("moe-loads", *MOE)
+def moe(*files: Any) -> Cells:
     lines = [["requests x input/output", "tok/s"]]
-    for (load, _), r in rounds(data).items():
+    for (load, _), r in rounds(*files).items():
         lines.append([load, f"{output_tokens_per_second(load, r['seconds']):.0f}"])
     return lines

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import run_command
+from kvant.cli.out_file import OutFile, write_json
+from kvant.measure.facts import command_line, measurement_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ def moe(
         list[int] | None, typer.Option("--tokens", help="Tokens of a step; may be repeated.")
     ] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Time other tiles too.")] = False,
+    out: OutFile = None,
 ) -> None:
     """Microseconds of one layer of experts with random weights and a random choice, in CUDA graphs.
 
@@ -50,8 +53,10 @@ def moe(
     run = _Bench(SHAPES[shape])
     print(f"{shape}: {run.device_name}")
     print("tokens path        route  sort+gate_up+down+sum     all   TB/s  TFLOP/s    error  torch")
-    for count in tokens or _TOKENS:
-        run.row(count, sweep=sweep)
+    rows = [row for count in tokens or _TOKENS for row in run.rows(count, sweep=sweep)]
+    if out is not None:
+        facts = measurement_facts(command_line("python -m benchmarks.moe"), ["torch", "triton"])
+        write_json(out, {**facts, "shape": shape, "rows": rows})
 
 
 class _Bench:
@@ -90,7 +95,8 @@ class _Bench:
         graph = captured(lambda: run(next(turn)), inner)
         return median(replay_us(graph) / inner for _ in range(5))
 
-    def row(self, tokens: int, *, sweep: bool) -> None:
+    def rows(self, tokens: int, *, sweep: bool) -> list[dict[str, Any]]:
+        """Time every kernel for this number of tokens, and print a line for each."""
         import torch
 
         from kvant.models.fused.triton_experts import MOST_FEW
@@ -135,10 +141,11 @@ class _Bench:
             paths["many"] = many
         if sweep:
             paths |= self._tiles(tokens, single, few, many)
-        expected, rows = self._expected(x, choices[0], layers[0])
+        expected, picked = self._expected(x, choices[0], layers[0])
+        found_rows: list[dict[str, Any]] = []
         for name, path in paths.items():
             try:
-                found = path(0)[rows].double()
+                found = path(0)[picked].double()
                 error = float((found - expected).norm() / expected.norm())
                 us = self.time(path)
             except Exception as fault:  # a tile that the device does not take
@@ -149,6 +156,11 @@ class _Bench:
                 f"{weight_bytes / us / 1e6:6.2f} {flops / us / 1e6:8.0f} {error:9.1e} {torch_us:8.1f}",
                 flush=True,
             )
+            found_rows.append(
+                {"tokens": tokens, "path": name, "route_us": route, "us": us, "torch_us": torch_us,
+                 "used_bytes": weight_bytes, "flops": flops, "error": error}
+            )  # fmt: skip
+        return found_rows
 
     def _tiles(
         self, tokens: int, single: Any, few: Any, many: Any

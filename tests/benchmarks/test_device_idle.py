@@ -99,7 +99,7 @@ def test_only_steps_behind_the_warm_up_are_seen_and_all_of_each(
 ) -> None:
     happened: list[str] = []
     monkeypatch.setattr(device_idle, "supported_activities", lambda: {ProfilerActivity.CUDA})
-    monkeypatch.setattr(device_idle, "profile", lambda activities: _Recorded(happened))
+    monkeypatch.setattr(device_idle, "profile", lambda activities, acc_events: _Recorded(happened))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
 
     def step() -> None:

@@ -100,7 +100,7 @@ def test_a_killed_template_process_costs_no_answer(server: Server) -> None:
 
 def test_a_template_process_that_always_dies_is_an_api_error(model: Path) -> None:
     with Server(model) as server:
-        killing = threading.Event()
+        killing, killed = threading.Event(), threading.Event()
 
         def kill() -> None:
             while not killing.wait(0.005):
@@ -108,9 +108,11 @@ def test_a_template_process_that_always_dies_is_an_api_error(model: Path) -> Non
                     os.kill(_child(server, b"template_process"), signal.SIGKILL)
                 except (AssertionError, OSError, ProcessLookupError):
                     continue
+                killed.set()
 
         killer = threading.Thread(target=kill)
         killer.start()
+        assert killed.wait(30), "the process of the start could answer before it dies"
         try:
             answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 2})
         finally:

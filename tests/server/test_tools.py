@@ -22,7 +22,7 @@ TEMPLATE = """{%- if tools %}<|im_start|>system
 {% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking %}<think>
 {% endif %}{% endif %}"""
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "add",
@@ -79,8 +79,27 @@ def test_a_forced_call_comes_whole_and_in_parts(tooled: Server, choice: Any) -> 
     joined = "".join(part["function"]["arguments"] for part in parts)
     assert json.loads(joined) == json.loads(call["function"]["arguments"])
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    if choice == NAMED:
-        assert len(parts) > 1, "arguments are streamed"
+
+
+def test_arguments_of_a_named_call_are_streamed(tooled: Server) -> None:
+    """Long ones: tokens that arrive together are sent together."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "minLength": 300, "maxLength": 320, "pattern": "^[a-z]*$"}
+        },
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {**TOOL["function"], "parameters": parameters}}
+    body = {
+        "messages": HELLO, "tools": [tool], "max_tokens": 900, "seed": 1, "stream": True,
+        "tool_choice": NAMED, "parallel_tool_calls": False,
+    }  # fmt: skip
+    chunks = events(tooled.post(CHAT, body).body)
+    parts = [p for k in chunks for c in k["choices"] for p in c["delta"].get("tool_calls", ())]
+    assert len(parts) > 1
+    assert len(json.loads("".join(part["function"]["arguments"] for part in parts))["a"]) >= 300
 
 
 def test_tools_reach_the_template_only_where_they_may_be_called(tooled: Server) -> None:

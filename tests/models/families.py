@@ -331,7 +331,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def _logits(model: LoadedModel) -> Tensor:
-    """Of every token of the longest prompt, which its step brings in one piece."""
+    """Logits of every token of the longest prompt, which runs as one piece."""
     prompt = list(PROMPTS[-1])
     made = driver.Driver(driver.pool(model.plan, 10), backend())
     ids, call, _ = made.call([(driver.Text(prompt), len(prompt))])

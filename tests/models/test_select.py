@@ -1,4 +1,4 @@
-"""Which forward runs a model, and what the plan says about those that do not."""
+"""Which forward runs a model, and the plan's reasons against the other forwards."""
 
 from __future__ import annotations
 

@@ -54,9 +54,8 @@ class DeviceState:
             [row * width + start + np.arange(len(pages)) for row, start, pages in log]
         )
         values = np.array([page for _, _, pages in log for page in pages], np.int64)
-        if len({row for row, _, _ in log}) < len(
-            log
-        ):  # a row may have changed owner: the last wins
+        # A row may have changed its owner between two calls: its last change counts.
+        if len({row for row, _, _ in log}) < len(log):
             index, last = np.unique(index[::-1], return_index=True)
             values = values[::-1][last]
         return index, values

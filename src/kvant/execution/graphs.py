@@ -201,17 +201,16 @@ class StepGraphs:
         self._numbers.copy_(staging.numbers, non_blocking=True)
         graph = self._decodes[size, k]
         graph.replay()
-        is_final = not schedule.needs_host
         if k:  # with rules or sampling the host chooses in every row which drafts it accepts
-            is_final = is_final and bool(table.is_greedy[schedule.rows].all())
+            is_greedy = bool(table.is_greedy[schedule.rows].all())
+            is_final = is_greedy and not schedule.needs_host
             found = self._send(staging, graph)
             read = partial(_read_drafts, staging, found, count, size, is_final)
             return Launched(schedule, graph.logits, read, is_final)
-        if is_final:
-            self._draw(graph, staging, table, schedule.rows, schedule.starts + 1)
-        found = self._send(staging, graph)
-        read = partial(_read, staging, found, count, list(range(count)), is_final)
-        return Launched(schedule, graph.logits, read, is_final)
+        places = schedule.starts + 1
+        return self._chosen(
+            schedule, table, graph, staging, schedule.rows, places, list(range(count))
+        )
 
     def _launch_batch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None) -> Launched:
         """A step that the host laid out; its tokens are chosen on the device, but for those behind drafts."""
@@ -236,11 +235,21 @@ class StepGraphs:
         self._numbers.copy_(staging.numbers, non_blocking=True)
         graph = self._choosers[size]
         graph.replay()
+        return self._chosen(
+            schedule, table, graph, staging, rows, last + 1, batch.first_rows, batch
+        )
+
+    def _chosen(
+        self, schedule: Schedule, table: RowTable, graph: _Graph, staging: _Staging,
+        rows: NDArray[np.int64], places: NDArray[np.int64], first_rows: list[int],
+        batch: Batch | None = None,
+    ) -> Launched:  # fmt: skip
+        """A replayed step in which each of `rows` gets one token, at the positions `places`, [n] int64."""
         is_final = not schedule.needs_host
         if is_final:
-            self._draw(graph, staging, table, rows, last + 1)
+            self._draw(graph, staging, table, rows, places)
         found = self._send(staging, graph)
-        read = partial(_read, staging, found, count, batch.first_rows, is_final)
+        read = partial(_read, staging, found, len(rows), first_rows, is_final)
         return Launched(schedule, graph.logits, read, is_final, batch)
 
     def _clear(self, staging: _Staging, size: int) -> NDArray[np.int64]:

@@ -33,7 +33,7 @@ class RowTable:
     is_followed: whether a finite token followed the prompt, so that its pages may be shared.
     max_tokens: prompt and answer together. num_prompt: tokens of the prompt.
     needs_host: the next token depends on rules or log-probabilities that the host computes.
-    is_greedy, sampling [num_rows, 4] (`random_numbers.wishes`), seeds: how tokens are drawn.
+    sampling [num_rows, 4] (`random_numbers.wishes`), seeds: how tokens are drawn.
     log: (row, first column, page ids) of every change of `pages`, once `start_log` was called.
     """
 
@@ -49,11 +49,16 @@ class RowTable:
         self.max_tokens = np.zeros(num_rows, np.int64)
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.needs_host = np.zeros(num_rows, np.bool_)
-        self.is_greedy = np.ones(num_rows, np.bool_)
         self.sampling = np.tile(np.array([0.0, np.inf, 1.0, 0.0]), (num_rows, 1))
         self.seeds = np.zeros(num_rows, np.int64)
         self.log: list[tuple[int, int, Items[int]]] | None = None
         self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def is_greedy(self) -> NDArray[np.bool_]:
+        """Whether each row takes the most likely token."""
+        found: NDArray[np.bool_] = self.sampling[:, 0] == 0.0
+        return found
 
     @property
     def num_rows(self) -> int:
@@ -83,7 +88,6 @@ class RowTable:
         self.max_tokens[row] = request.max_total_tokens
         self.num_prompt[row] = sequence.num_prompt_tokens
         self.needs_host[row] = sequence.needs_host
-        self.is_greedy[row] = params.is_greedy
         self.sampling[row] = wishes(params)
         self.seeds[row] = request.seed
         return row

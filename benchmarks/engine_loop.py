@@ -21,15 +21,14 @@ from benchmarks.scheduler_steps import MODEL_LEN, PAGE_SIZE, PROMPT_TOKENS, STEP
 from kvant.attention.base import Step
 from kvant.engine.engine import Engine
 from kvant.engine.garbage import search_rarely
-from kvant.execution.batch import Drafts
+from kvant.execution.batch import Drafts, Launched
 from kvant.execution.graphs import StepGraphs
-from kvant.execution.launched import Launched
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
 from kvant.plan.limits import Limits
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.row_table import RowTable
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 
 _VOCAB = 64
 

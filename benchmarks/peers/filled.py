@@ -13,8 +13,7 @@ import torch
 
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
-from kvant.execution.batch import Drafts, build_batch
-from kvant.execution.launched import Launched, on_host
+from kvant.execution.batch import Drafts, Launched, build_batch, on_host
 from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import SCRATCH
@@ -22,7 +21,7 @@ from kvant.kv.saturation import Saturated
 from kvant.measure.own_engine import engine_over, plan_storing
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.row_table import RowTable
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 
 SAMPLE_TOKENS = 512
 _STEP_TOKENS = 2048

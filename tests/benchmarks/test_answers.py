@@ -12,12 +12,12 @@ from benchmarks.answers import Answers, Way, answer, compare, compare_all, read_
 
 from kvant import LLM
 from kvant.errors import ConfigError
+from kvant.execution.batch import Launched
 from kvant.execution.graphs import StepGraphs
-from kvant.execution.launched import Launched
 from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 from tests.models import tiny
 from tests.speculative.recorded import record_here
 

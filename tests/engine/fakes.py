@@ -17,14 +17,13 @@ from torch import Tensor
 
 from kvant.engine.engine import Engine
 from kvant.engine.result import Result
-from kvant.execution.batch import Batch, Drafts, build_batch
-from kvant.execution.launched import Launched, on_host
+from kvant.execution.batch import Batch, Drafts, Launched, build_batch, on_host
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.saturation import Saturated
 from kvant.plan.limits import Limits
 from kvant.scheduling import request
 from kvant.scheduling.row_table import RowTable
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 
 VOCAB = 97
 EOS = 3

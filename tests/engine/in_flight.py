@@ -19,16 +19,15 @@ from torch import Tensor
 from kvant.attention.base import Step
 from kvant.engine.engine import Engine
 from kvant.engine.result import Progress, Result
-from kvant.execution.batch import Batch, Drafts
+from kvant.execution.batch import Batch, Drafts, Launched, Outcome
 from kvant.execution.graphs import StepGraphs
-from kvant.execution.launched import Launched, Outcome
 from kvant.execution.speculation import Speculation
 from kvant.kv.pages import CacheIdentity
 from kvant.plan.limits import Limits
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import Status
 from kvant.scheduling.row_table import RowTable
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.base import Ask
 from tests.engine.fakes import EOS, UNWRITTEN, VOCAB, RememberingRunner, finish, logits, make_engine
 from tests.speculative.recorded import Again

@@ -29,14 +29,12 @@ from kvant.engine.engine import Engine
 from kvant.engine.live_requests import LiveRequests
 from kvant.engine.result import Result
 from kvant.engine.text import TextStream
-from kvant.execution.batch import Drafts
+from kvant.execution.batch import Drafts, Launched
 from kvant.execution.graphs import StepGraphs
-from kvant.execution.launched import Launched
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason
 from kvant.scheduling.row_table import RowTable
-from kvant.scheduling.schedule import Schedule
-from kvant.scheduling.scheduler import Scheduler
+from kvant.scheduling.scheduler import Schedule, Scheduler
 from tests.engine.fakes import EOS, VOCAB, answer, finish
 from tests.engine.in_flight import (
     PAGE,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvant import LLM, SamplingParams
-from kvant.execution.launched import Launched
+from kvant.execution.batch import Launched
 from kvant.scheduling.row_table import RowTable
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 from tests.gpu import waiting_is_an_error
 from tests.models import tiny
 

@@ -19,8 +19,7 @@ from kvant.kv.pages import SCRATCH, CacheIdentity, PageAllocator, root_hash
 from kvant.plan.limits import Limits
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason, Request, Sequence, Status
-from kvant.scheduling.schedule import Schedule
-from kvant.scheduling.scheduler import Scheduler
+from kvant.scheduling.scheduler import Schedule, Scheduler
 
 PAGE = 4
 LONGEST = 48

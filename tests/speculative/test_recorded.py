@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvant import LLM, SamplingParams
+from kvant.execution.batch import Launched
 from kvant.execution.device_state import DeviceState
 from kvant.execution.graphs import StepGraphs, accepted, lay_out
-from kvant.execution.launched import Launched
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 from tests.engine.in_flight import Admissions
 from tests.speculative.engines import make_llm
 from tests.speculative.pair import BLOCK, Pair

@@ -29,7 +29,7 @@ from kvant.engine.saturation import saturation_warning
 from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault
-from kvant.execution.launched import Launched
+from kvant.execution.batch import Launched
 from kvant.execution.runner import Runner
 from kvant.execution.speculation import Speculation
 from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
@@ -40,8 +40,7 @@ from kvant.sampling.logit_rules import make_rules
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.structured_outputs import CompileLimits
 from kvant.scheduling.request import Request, Sequence
-from kvant.scheduling.schedule import Schedule
-from kvant.scheduling.scheduler import Scheduler
+from kvant.scheduling.scheduler import Schedule, Scheduler
 
 _COMPILE_LIMITS = CompileLimits()
 SATURATION_STEPS = 512

@@ -12,11 +12,10 @@ from kvant.engine.forms import Forms
 from kvant.engine.live import Live
 from kvant.engine.result import Progress, Result
 from kvant.errors import RequestError
-from kvant.execution.launched import Launched, Outcome
+from kvant.execution.batch import Launched, Outcome
 from kvant.sampling.sampler import RowRequest, RowSampler, Sampled, greedy, token_logprobs
 from kvant.scheduling.request import FinishReason, Sequence, Status
-from kvant.scheduling.schedule import Schedule
-from kvant.scheduling.scheduler import Scheduler
+from kvant.scheduling.scheduler import Schedule, Scheduler
 from kvant.speculative.accept import verify
 
 Sample = Callable[[int], Sampled]

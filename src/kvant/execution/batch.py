@@ -1,8 +1,9 @@
-"""A scheduled step as the tensors of one forward, on the host."""
+"""A scheduled step as the tensors of one forward, the launched step, and what it found."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from kvant.attention.base import Step
 from kvant.attention.long import list_long
+from kvant.sampling.sampler import greedy
 from kvant.scheduling.request import Sequence
 from kvant.scheduling.row_table import RowTable
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 
 Drafts = Items[tuple[int, ...]]
 """Draft tokens of each sequence of a schedule."""
@@ -39,6 +41,37 @@ class Batch:
     num_sampled: int
     first_rows: list[int]
     scored: list[tuple[Sequence, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step found, by row of its logits.
+
+    sound: whether the row's largest logit is finite. tokens: the row's token: the most likely one or,
+    where `is_final`, the one that was sampled on the device. first_rows: each sequence's first row, one
+    more per draft. drafts: tokens that were run behind each sequence's last one, or None.
+    """
+
+    sound: list[bool]
+    tokens: list[int]
+    first_rows: list[int]
+    drafts: Drafts | None
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """logits: [m, vocab_size], valid until the next launch. read: waits for the step.
+
+    batch: what was run, where the host built it. is_final: whether `Outcome` will be, so that the next
+    step may be launched before this one is read.
+    """
+
+    schedule: Schedule
+    logits: Tensor
+    read: Callable[[], Outcome]
+    is_final: bool
+    batch: Batch | None = None
 
 
 def build_batch(
@@ -160,3 +193,13 @@ def _tokens(schedule: Schedule, drafts: Drafts | None) -> array[int]:
     for sequence, start, length in pieces:
         tokens += sequence.token_ids[start : start + length]
     return array("q", tokens)  # several times as fast as numpy
+
+
+def on_host(schedule: Schedule, batch: Batch, drafts: Drafts | None, logits: Tensor) -> Launched:
+    """A step whose tokens the host chooses from logits [m, vocab_size]."""
+
+    def read() -> Outcome:
+        sound, tokens = greedy(logits[: batch.num_sampled])
+        return Outcome(sound, tokens, batch.first_rows, drafts, is_final=False)
+
+    return Launched(schedule, logits, read, is_final=False, batch=batch)

@@ -28,9 +28,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import Step
-from kvant.execution.batch import Batch, Drafts, build_batch, newest_tokens
+from kvant.execution.batch import (
+    Batch,
+    Drafts,
+    Launched,
+    Outcome,
+    build_batch,
+    newest_tokens,
+    on_host,
+)
 from kvant.execution.device_state import DeviceState
-from kvant.execution.launched import Launched, Outcome, on_host
 from kvant.execution.recorder import Recorder
 from kvant.execution.shared_logits import SharedLogits
 from kvant.models.loaded import widened
@@ -38,7 +45,7 @@ from kvant.plan.graph_sizes import batch_sizes, draft_sizes, piece_sizes
 from kvant.sampling.drawing import Drawer, DrawParts, has_kernels, parts_for, to_device
 from kvant.sampling.random_numbers import uniforms
 from kvant.scheduling.row_table import RowTable
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 
 Forward = Callable[[Tensor, Step, Tensor], Tensor]
 """input_ids [T], step, logits_index [m] -> logits [m, vocab_size], in the dtype they were computed in."""

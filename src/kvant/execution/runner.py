@@ -12,9 +12,8 @@ from torch import Tensor
 from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
 from kvant.errors import NotServable
-from kvant.execution.batch import Batch, Drafts, build_batch
+from kvant.execution.batch import Batch, Drafts, Launched, build_batch, on_host
 from kvant.execution.graphs import StepGraphs
-from kvant.execution.launched import Launched, on_host
 from kvant.execution.recorder import CudaRecorder, Recorder
 from kvant.execution.warm_up import warm_up
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
@@ -23,7 +22,7 @@ from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel, widened
 from kvant.sampling.drawing import to_device
 from kvant.scheduling.row_table import RowTable
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.base import DeviceProposer, Proposer
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvant.errors import EngineFault
 from kvant.execution.batch import Drafts
-from kvant.scheduling.schedule import Schedule
+from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.adaptive import Adaptive
 from kvant.speculative.base import Ask, Proposer
 from kvant.speculative.counts import Counts, SpeculationStats

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kvant.server.admission import QUEUE_SECONDS, Admission
 from kvant.server.api_error import ApiError
+from kvant.server.service import QUEUE_SECONDS, Admission
 
 
 def _refused(call: object, *arguments: int) -> ApiError:

@@ -92,7 +92,7 @@ def test_a_killed_template_process_costs_no_answer(server: Server) -> None:
     before = server.post(CHAT, body)
     assert before.status == 200
     for _ in range(3):
-        os.kill(_child(server, b"template_process"), signal.SIGKILL)
+        os.kill(_child(server, b"kvant.server.template"), signal.SIGKILL)
         again = server.post(CHAT, body)
         assert again.status == 200, again.body
         assert again.json["choices"] == before.json["choices"]
@@ -105,7 +105,7 @@ def test_a_template_process_that_always_dies_is_an_api_error(model: Path) -> Non
         def kill() -> None:
             while not killing.wait(0.005):
                 try:
-                    os.kill(_child(server, b"template_process"), signal.SIGKILL)
+                    os.kill(_child(server, b"kvant.server.template"), signal.SIGKILL)
                 except (AssertionError, OSError, ProcessLookupError):
                     continue
                 killed.set()

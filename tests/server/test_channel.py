@@ -3,9 +3,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvant.server.admission import Admission
 from kvant.server.api_error import ApiError
 from kvant.server.messages import Failure, Piece
+from kvant.server.service import Admission
 from kvant.server.supervisor import Channel, Event
 
 

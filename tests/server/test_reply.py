@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvant.server.reply import Part, ReplyReader, Tools
-from kvant.server.reply_formats import reply_format, writes_reasoning
+from kvant.server.reply import Part, ReplyReader, Tools, reply_format, writes_reasoning
 
 # ruff: noqa: RUF001  DeepSeek's marks have characters of their own
 

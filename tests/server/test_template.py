@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvant.errors import RequestError
-from kvant.server.template import Renderer
-from kvant.server.template_process import Render
+from kvant.server.template import Render, Renderer
 from tests.engine.tiny_chat import TEMPLATE
 
 TALK = ({"role": "user", "content": "hello"},)

@@ -23,9 +23,9 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from kvant.server.admission import Admission
     from kvant.server.messages import Ready, Report, Stats, Times
     from kvant.server.requests import Generation
+    from kvant.server.service import Admission
     from kvant.server.supervisor import Supervisor
     from kvant.speculative.counts import SpeculationStats
 

@@ -28,8 +28,7 @@ from kvant.server.refused import (
     UNSUPPORTED,
     IsNeutral,
 )
-from kvant.server.reply import Tools
-from kvant.server.reply_formats import writes_reasoning
+from kvant.server.reply import Tools, writes_reasoning
 from kvant.server.wire import (
     ChatBody,
     ChatMessage,
@@ -61,7 +60,7 @@ class Facts:
     """What the server knows about its model.
 
     defaults: sampling parameters of requests that do not set them. template: the chat template; None
-    without one. reply: how its answers are written, see `kvant.server.reply_formats`; None if unknown.
+    without one. reply: how its answers are written, see `kvant.server.reply`; None if unknown.
     """
 
     names: tuple[str, ...]

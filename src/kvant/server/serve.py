@@ -24,11 +24,10 @@ from kvant.plan.settings import Settings
 from kvant.sampling.generation_defaults import recommendation
 from kvant.server.app import make_app
 from kvant.server.config import ServerConfig
-from kvant.server.deadlines import protocol_with
+from kvant.server.guard import protocol_with
 from kvant.server.messages import Ready
 from kvant.server.metrics import Metrics
 from kvant.server.service import Service
-from kvant.server.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -87,14 +86,15 @@ class _Server:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         metrics = Metrics(self.config.served_names[0])
-        supervisor = Supervisor(
+        service = Service(
+            self.config,
             self.settings,
-            self.config.restarts,
+            metrics,
+            self.say,
             on_ready=lambda ready: self._on_ready(service, ready),
             on_loading=_Loading(self.say),
-            on_report=lambda before, report: service.note_report(before, report),
         )
-        service = Service(self.config, supervisor, metrics, self.say)
+        supervisor = service.supervisor
         metrics.watch(supervisor, service.admission)
         service.renderer.start()
         signals: asyncio.Queue[int] = asyncio.Queue()

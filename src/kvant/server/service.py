@@ -1,10 +1,15 @@
-"""A request inside the server: its place, its tokens, its sequences in the engine and their events."""
+"""A request inside the server: its place, its tokens, its sequences in the engine and their events.
+
+Places are counted before a body is tokenised or even read: running and waiting sequences, and waiting
+prompt tokens.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -12,15 +17,22 @@ from pathlib import Path
 
 from kvant.engine.tokenizing import Tokenizing, TooManyTokens
 from kvant.errors import RequestError
+from kvant.plan.settings import Settings
 from kvant.sampling.generation_defaults import recommended_params
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampling_params import SamplingParams
-from kvant.server.admission import Admission
-from kvant.server.api_error import ApiError, bad_request, of_failure, of_request, unavailable
+from kvant.server.api_error import (
+    ApiError,
+    bad_request,
+    of_failure,
+    of_request,
+    overloaded,
+    unavailable,
+)
 from kvant.server.config import ServerConfig
 from kvant.server.messages import Failure, Piece, Ready, Report
 from kvant.server.metrics import Metrics
-from kvant.server.reply_formats import reply_format
+from kvant.server.reply import reply_format
 from kvant.server.requests import (
     Conversation,
     Facts,
@@ -30,9 +42,93 @@ from kvant.server.requests import (
     check_prompt_logprobs,
 )
 from kvant.server.supervisor import Channel, Event, State, Supervisor
-from kvant.server.template import Renderer
-from kvant.server.template_process import Render
-from kvant.server.tokenizer import open_tokenizer
+from kvant.server.template import Render, Renderer, open_tokenizer
+
+QUEUE_SECONDS = 10.0
+"""Without a token limit, waiting prompts may take this long at the measured speed."""
+_MOST_RETRY_SECONDS = 60
+
+
+class Admission:
+    """capacity: sequences; set when the engine reports how many it runs. most_tokens: tokens of prompts
+    without a first token; None allows QUEUE_SECONDS of them.
+    """
+
+    def __init__(self, most_tokens: int | None = None) -> None:
+        self.capacity = 0
+        self.held = 0
+        self.queued_tokens = 0
+        self.tokens_per_second = 0.0  # prompt tokens per second, from the engine; 0 if unknown
+        self._most_tokens = most_tokens
+        self._seconds_each = 0.0  # between two sequences that ended, smoothed
+        self._last_end = 0.0
+
+    @property
+    def most_tokens(self) -> float:
+        """Prompt tokens that may wait; infinite until the speed is known."""
+        if self._most_tokens is not None:
+            return self._most_tokens
+        return self.tokens_per_second * QUEUE_SECONDS or math.inf
+
+    def full(self) -> ApiError | None:
+        """Return a 429 if not even one sequence of one token fits, else None."""
+        if self.capacity and self.held >= self.capacity:
+            return self._too_many()
+        if self.queued_tokens and self.queued_tokens >= self.most_tokens:
+            return self._too_long(1)
+        return None
+
+    def take(self, count: int) -> None:
+        """Reserve `count` places; ApiError 429 if the server is full, 400 if it can never hold them."""
+        if count > self.capacity:
+            raise bad_request(
+                f"the request asks for {count} sequences at once; this server holds at most "
+                f"{self.capacity} (--max-num-seqs and --max-num-queued-reqs)",
+                "prompt",
+            )
+        if self.held + count > self.capacity:
+            raise self._too_many()
+        self.held += count
+
+    def take_tokens(self, count: int) -> None:
+        """Reserve prompt tokens; ApiError 429 if too many wait. If none waits, any prompt is accepted."""
+        if self.queued_tokens and self.queued_tokens + count > self.most_tokens:
+            raise self._too_long(count)
+        self.queued_tokens += count
+
+    def give_back_tokens(self, count: int) -> None:
+        self.queued_tokens -= count
+
+    def give_back(self, count: int) -> None:
+        self.held -= count
+        now = time.monotonic()
+        if self._last_end:
+            each = min((now - self._last_end) / count, _MOST_RETRY_SECONDS)
+            self._seconds_each += 0.2 * (each - self._seconds_each)
+        self._last_end = now
+
+    @property
+    def retry_after(self) -> int:
+        """Estimated seconds until half of the held sequences have ended."""
+        return _bounded(self._seconds_each * self.held / 2)
+
+    def _too_many(self) -> ApiError:
+        return overloaded(
+            f"this server holds {self.held} sequences and at most {self.capacity}; try again",
+            retry_after=self.retry_after,
+        )
+
+    def _too_long(self, count: int) -> ApiError:
+        speed = self.tokens_per_second
+        return overloaded(
+            f"prompts of {self.queued_tokens} tokens wait here, {count} more are too many "
+            f"(at most {self.most_tokens:.0f}); try again",
+            retry_after=_bounded(self.queued_tokens / 2 / speed if speed else 1.0),
+        )
+
+
+def _bounded(seconds: float) -> int:
+    return max(1, min(_MOST_RETRY_SECONDS, math.ceil(seconds)))
 
 
 @dataclass(slots=True)
@@ -77,17 +173,29 @@ class Running:
 
 
 class Service:
-    """The server's side of every endpoint, without HTTP. say: prints a line for the user."""
+    """The server's side of every endpoint, without HTTP. say: prints a line for the user.
+
+    on_ready, on_loading: see `Supervisor`.
+    """
 
     def __init__(
         self,
         config: ServerConfig,
-        supervisor: Supervisor,
+        settings: Settings,
         metrics: Metrics,
         say: Callable[[str], None],
+        *,
+        on_ready: Callable[[Ready], None],
+        on_loading: Callable[[str, int, int], None],
     ) -> None:
         self.config = config
-        self.supervisor = supervisor
+        self.supervisor = Supervisor(
+            settings,
+            config.restarts,
+            on_ready=on_ready,
+            on_loading=on_loading,
+            on_report=self.note_report,
+        )
         self.metrics = metrics
         self.say = say
         self.admission = Admission(config.max_queued_tokens)

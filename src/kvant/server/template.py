@@ -1,21 +1,60 @@
-"""Renders chat templates within limits, in the process of `kvant.server.template_process`."""
+"""The tokenizer in the API process, and chat templates in a process of their own; neither imports torch.
+
+A template is a program of the checkpoint. transformers' sandbox protects the system from it; the process
+protects the server's time and memory: `python -P -m kvant.server.template SECONDS`. Frames on standard
+input and output: four bytes of length, then msgpack. The process ends with its standard input, and when
+a template takes longer than SECONDS.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
+import signal
 import sys
 import time
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
+from kvant.engine import tokenizing
 from kvant.errors import RequestError
 from kvant.server.api_error import unavailable
-from kvant.server.template_process import Render, Rendered
+
+_MEMORY = 640 * 2**20
+"""Beside what the process has before it renders: room for the largest body, written out."""
+
+OUTPUT_FACTOR, OUTPUT_BASE = 8, 2**20
+"""A rendered conversation has at most 8 times its characters and a million more."""
+
+
+class Render(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One conversation. variables: further values for the template, such as the special tokens."""
+
+    template: str
+    messages: tuple[dict[str, Any], ...]
+    variables: dict[str, Any]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+class Rendered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The text, or why there is none."""
+
+    text: str | None
+    fault: str | None = None
+
+
+_requests = msgspec.msgpack.Decoder(Render)
+_answers = msgspec.msgpack.Decoder(Rendered)
+
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 0.5
-_answers = msgspec.msgpack.Decoder(Rendered)
 
 
 class Renderer:
@@ -116,7 +155,7 @@ class Renderer:
         return self._process
 
     async def _start(self) -> asyncio.subprocess.Process:
-        command = ("-P", "-m", "kvant.server.template_process", str(self._seconds))
+        command = ("-P", "-m", "kvant.server.template", str(self._seconds))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *command,
@@ -149,3 +188,92 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 async def _frame(source: asyncio.StreamReader) -> bytes:
     size = int.from_bytes(await source.readexactly(4), "big")
     return await source.readexactly(size)
+
+
+# -- in the process ---------------------------------------------------------------------------
+
+
+def main(seconds: float) -> int:
+    sys.modules["torch"] = None  # type: ignore[assignment] # transformers would import it
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    most = _virtual_memory() + _MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    send(sink, b"")  # ready
+    while (data := receive(source)) is not None:
+        # No handler: the signal ends the process at any point.
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        answer = msgspec.msgpack.encode(_render(_requests.decode(data), render_jinja_template))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(sink, answer)
+    return 0
+
+
+def _render(request: Render, render: Any) -> Rendered:
+    try:
+        (text,), _ = render(
+            conversations=[list(request.messages)],
+            tools=None if request.tools is None else list(request.tools),
+            chat_template=request.template,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **request.variables,
+        )
+    except MemoryError:
+        return Rendered(None, "it needs too much memory")
+    except Exception as fault:  # the template is a program and may raise anything
+        return Rendered(None, str(fault)[:500] or type(fault).__name__)
+    most = OUTPUT_FACTOR * len(str([*request.messages])) + OUTPUT_BASE
+    if len(text) > most:
+        return Rendered(None, f"it wrote {len(text)} characters, more than {most}")
+    return Rendered(text)
+
+
+def send(sink: BinaryIO, data: bytes) -> None:
+    sink.write(len(data).to_bytes(4, "big") + data)
+    sink.flush()
+
+
+def receive(source: BinaryIO) -> bytes | None:
+    """The next frame; None at the end."""
+    head = source.read(4)
+    return source.read(int.from_bytes(head, "big")) if len(head) == 4 else None
+
+
+def _virtual_memory() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+# -- the tokenizer ----------------------------------------------------------------------------
+
+
+def open_tokenizer(path: Path) -> tokenizing.Tokenizing | None:
+    """Like `kvant.engine.tokenizing.open_tokenizer`, without torch.
+
+    transformers imports torch if it finds it, though tokenizers do not need it. So torch is hidden while
+    transformers is imported here.
+    """
+    if not tokenizing.has_tokenizer(path):
+        return None
+    _import_transformers()
+    return tokenizing.open_tokenizer(path)
+
+
+def _import_transformers() -> None:
+    if "transformers" in sys.modules or "torch" in sys.modules:
+        return
+    # Its threads would not survive the fork that starts the next engine.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        import transformers  # noqa: F401
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1])))

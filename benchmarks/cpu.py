@@ -54,7 +54,7 @@ def cpu(
     """Time attention in every KV format beside the read bandwidth of memory, and with --peers whole
     steps of the demo model beside other engines.
     """
-    from kvant.engine.threads import wait_without_spinning
+    from kvant.engine.process import wait_without_spinning
 
     if parts and peers is None:
         raise BadValue(

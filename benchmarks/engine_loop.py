@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.scheduler_steps import MODEL_LEN, PAGE_SIZE, PROMPT_TOKENS, STEP_TOKENS
 from kvant.attention.base import Step
 from kvant.engine.engine import Engine
-from kvant.engine.garbage import search_rarely
+from kvant.engine.process import search_rarely
 from kvant.execution.batch import Drafts, Launched
 from kvant.execution.graphs import StepGraphs
 from kvant.kv.pages import CacheIdentity

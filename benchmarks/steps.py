@@ -43,7 +43,7 @@ def steps(
     out: OutFile = None,
 ) -> None:
     """Time decode steps and a prompt of the demo model, and how much of a step is Python's."""
-    from kvant.engine.threads import wait_without_spinning
+    from kvant.engine.process import wait_without_spinning
     from kvant.errors import UnknownName
     from kvant.models.quantization import Quantization
 

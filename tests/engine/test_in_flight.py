@@ -26,7 +26,7 @@ from torch import Tensor
 from kvant import LLM
 from kvant.attention.base import Step
 from kvant.engine.engine import Engine
-from kvant.engine.live_requests import LiveRequests
+from kvant.engine.requests import LiveRequests
 from kvant.engine.result import Result
 from kvant.engine.text import TextStream
 from kvant.execution.batch import Drafts, Launched

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvant.engine.threads import wait_without_spinning
+from kvant.engine.process import wait_without_spinning
 
 
 def test_openmp_spins_little_unless_the_user_says_otherwise(

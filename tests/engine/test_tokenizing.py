@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvant.engine import tokenizing
-from kvant.engine.tokenizing import Tokenizing
+from kvant.engine.text import Tokenizing
 from kvant.errors import BadCheckpoint, RequestError
 from kvant.server import tokenizer
 from tests.engine import tiny_chat

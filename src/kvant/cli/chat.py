@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvant.engine.llm import LLM
     from kvant.engine.result import Result
-    from kvant.engine.tokenizing import Message
+    from kvant.engine.text import Message
     from kvant.sampling.sampling_params import SamplingParams
 
 COMMANDS = {

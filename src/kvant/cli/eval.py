@@ -112,7 +112,7 @@ def evaluate(
     with the baseline's: KL divergence, most likely token, perplexity. Definitions are those of llama.cpp's
     --kl-divergence. The same command continues an interrupted evaluation.
     """
-    from kvant.engine.threads import wait_without_spinning
+    from kvant.engine.process import wait_without_spinning
 
     wait_without_spinning()  # before torch is imported
     from kvant.engine.llm import LLM

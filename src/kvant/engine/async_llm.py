@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from kvant.engine.llm import LLM, Prompt
 from kvant.engine.result import Progress, as_metrics
-from kvant.engine.tokenizing import Message
+from kvant.engine.text import Message
 from kvant.engine.worker import Mailbox, Submit, Worker, post
 from kvant.errors import EngineFault, KvantError
 from kvant.kv.spec import KVPlan

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvant.engine.threads import wait_without_spinning
-from kvant.engine.tokenizing import Tokenizing, open_tokenizer
+from kvant.engine.process import wait_without_spinning
+from kvant.engine.text import Tokenizing, open_tokenizer
 from kvant.errors import DoesNotFit, NotServable, WayOut
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.spec import KVPlan

@@ -1,9 +1,13 @@
-"""Checks, while nothing runs, that scales in cached pages are still the ones that were written."""
+"""What an engine notices about its cache: scales that changed, and values beyond a layer's range."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvant.kv.pages import PageAllocator
+from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
+from kvant.kv.spec import Choice
 
 SLICE_BYTES = 2 * 2**20
 """Bytes of scales checked per call: a few milliseconds, by which an arriving request is late."""
@@ -63,3 +67,25 @@ class CacheAudit:
                 found.append((page, generation))
         self._next = 0
         return found
+
+
+def saturation_warning(found: Sequence[Saturated]) -> str:
+    """Return one line for layers that were not reported before."""
+    shown = ", ".join(_layer(one) for one in found[:4])
+    more = f" and {len(found) - 4} more layers" if len(found) > 4 else ""
+    return (
+        f"values were beyond what the KV cache holds and were stored as its largest: {shown}{more}; "
+        "answers may suffer. Ways out: --kv-cache-dtype fp8_per_token_head, bfloat16 for these layers "
+        "(--kv-cache-rule), or a checkpoint with calibrated scales"
+    )
+
+
+def _layer(one: Saturated) -> str:
+    sides = ((one.k, one.spec.k, "K"), (one.v, one.spec.v, "V"))
+    parts = [_side(count, choice, name) for count, choice, name in sides if count]
+    return f"layer {one.layer} ({', '.join(parts)})"
+
+
+def _side(count: int, choice: Choice | None, name: str) -> str:
+    assert choice is not None
+    return f"{count} of {name} in {choice.dtype}"

@@ -19,14 +19,9 @@ from collections.abc import Sequence as Items
 
 from tokenizers import Tokenizer
 
-from kvant.engine.cache_audit import CacheAudit
-from kvant.engine.forms import Forms
-from kvant.engine.live import Live
-from kvant.engine.live_requests import LiveRequests
-from kvant.engine.request_check import check_request
+from kvant.engine.cache_audit import CacheAudit, saturation_warning
+from kvant.engine.requests import Forms, Live, LiveRequests, TokenStream, check_request
 from kvant.engine.result import EngineStats, Progress, Result
-from kvant.engine.saturation import saturation_warning
-from kvant.engine.stream import TokenStream
 from kvant.engine.text import TextStream
 from kvant.errors import EngineFault
 from kvant.execution.batch import Launched

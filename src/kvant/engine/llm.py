@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from kvant.engine.build import BuiltEngine, build_engine
+from kvant.engine.requests import TokenStream
 from kvant.engine.result import Result, as_metrics
-from kvant.engine.stream import TokenStream
-from kvant.engine.tokenizing import Message, Tokenizing
+from kvant.engine.text import Message, Tokenizing
 from kvant.errors import RequestError
 from kvant.kv.spec import KVPlan
 from kvant.models import local

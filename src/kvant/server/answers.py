@@ -18,7 +18,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvant.engine.tokenizing import Tokenizing
+from kvant.engine.text import Tokenizing
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.server import wire
 from kvant.server.api_error import ApiError, Disconnected, internal

@@ -19,7 +19,7 @@ import zmq
 
 from kvant.engine.build import BuiltEngine, build_engine
 from kvant.engine.driver import Driver, Event, Job
-from kvant.engine.garbage import search_rarely
+from kvant.engine.process import search_rarely
 from kvant.engine.result import Progress
 from kvant.errors import KvantError, RequestError
 from kvant.plan.config import engine_config

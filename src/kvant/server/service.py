@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvant.engine.tokenizing import Tokenizing, TooManyTokens
+from kvant.engine.text import Tokenizing, TooManyTokens
 from kvant.errors import RequestError
 from kvant.plan.settings import Settings
 from kvant.sampling.generation_defaults import recommended_params

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvant.engine import tokenizing
+from kvant.engine import text as engine_text
 from kvant.errors import RequestError
 from kvant.server.api_error import unavailable
 
@@ -249,16 +249,16 @@ def _virtual_memory() -> int:
 # -- the tokenizer ----------------------------------------------------------------------------
 
 
-def open_tokenizer(path: Path) -> tokenizing.Tokenizing | None:
-    """Like `kvant.engine.tokenizing.open_tokenizer`, without torch.
+def open_tokenizer(path: Path) -> engine_text.Tokenizing | None:
+    """Like `kvant.engine.text.open_tokenizer`, without torch.
 
     transformers imports torch if it finds it, though tokenizers do not need it. So torch is hidden while
     transformers is imported here.
     """
-    if not tokenizing.has_tokenizer(path):
+    if not engine_text.has_tokenizer(path):
         return None
     _import_transformers()
-    return tokenizing.open_tokenizer(path)
+    return engine_text.open_tokenizer(path)
 
 
 def _import_transformers() -> None:

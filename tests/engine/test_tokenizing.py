@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvant.engine import tokenizing
+from kvant.engine import text
 from kvant.engine.text import Tokenizing
 from kvant.errors import BadCheckpoint, RequestError
-from kvant.server import tokenizer
+from kvant.server import template
 from tests.engine import tiny_chat
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
@@ -19,15 +19,15 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tek
 
 @pytest.mark.parametrize("name", FILES)
 def test_any_tokenizer_file_counts_in_both_processes(tmp_path: Path, name: str) -> None:
-    assert tokenizing.open_tokenizer(tmp_path) is tokenizer.open_tokenizer(tmp_path) is None
+    assert text.open_tokenizer(tmp_path) is template.open_tokenizer(tmp_path) is None
     (tmp_path / name).write_text("nothing of the kind")
-    for read in (tokenizing.open_tokenizer, tokenizer.open_tokenizer):
+    for read in (text.open_tokenizer, template.open_tokenizer):
         with pytest.raises(BadCheckpoint):
             read(tmp_path)
 
 
 def test_lone_surrogates_are_a_fault_of_the_request_in_prompts_and_in_chats(tmp_path: Path) -> None:
-    found = tokenizer.open_tokenizer(tiny_chat.build(tmp_path))
+    found = template.open_tokenizer(tiny_chat.build(tmp_path))
     assert found is not None
     with pytest.raises(RequestError, match="not valid Unicode") as refused:
         found.encode("\ud800")
@@ -46,7 +46,7 @@ def test_lone_surrogates_are_a_fault_of_the_request_in_prompts_and_in_chats(tmp_
     ],
     ids=str,
 )
-@pytest.mark.parametrize("read", [tokenizing.open_tokenizer, tokenizer.open_tokenizer])
+@pytest.mark.parametrize("read", [text.open_tokenizer, template.open_tokenizer])
 def test_whatever_is_wrong_with_a_tokenizer_is_its_files_fault(
     tmp_path: Path,
     file: str,
@@ -68,20 +68,20 @@ FILLED = {
 
 
 @pytest.mark.parametrize("kept", [{"truncation": CUT}, {"padding": FILLED}], ids=str)
-@pytest.mark.parametrize("read", [tokenizing.open_tokenizer, tokenizer.open_tokenizer])
+@pytest.mark.parametrize("read", [text.open_tokenizer, template.open_tokenizer])
 def test_no_prompt_is_cut_or_filled_up_as_it_was_in_training(
     tmp_path: Path, kept: dict[str, object], read: Callable[[Path], Tokenizing | None]
 ) -> None:
     """Files say so wherever a tokenizer was saved after its last batch; transformers passes over it."""
     path = tiny_chat.build(tmp_path)
     file = path / "tokenizer.json"
-    text = "a text of more than five tokens"
+    said = "a text of more than five tokens"
     plain = read(path)
     assert plain is not None
-    ids = plain.encode(text)
+    ids = plain.encode(said)
     assert 5 < len(ids) < 64
     file.write_text(json.dumps({**json.loads(file.read_text()), **kept}))
     found = read(path)
     assert found is not None
-    assert found.encode(text) == ids == found.tokenizer(text)["input_ids"]
-    assert found.encode_rendered(text) == plain.encode_rendered(text)
+    assert found.encode(said) == ids == found.tokenizer(said)["input_ids"]
+    assert found.encode_rendered(said) == plain.encode_rendered(said)

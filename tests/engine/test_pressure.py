@@ -26,6 +26,7 @@ from kvant.kv.pages import page_hash
 from kvant.sampling.grammar import GrammarCompiler
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.structured_outputs import StructuredOutputs
+from kvant.scheduling import row_table
 from kvant.scheduling.request import FinishReason
 from tests.engine import tiny_chat
 from tests.engine.equality import Bench

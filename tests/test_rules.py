@@ -28,6 +28,7 @@ _AMBIGUOUS = {
 }
 _EDGE = {
     "kv/dtype.py",  # where formats have their names
+    "weights/format.py",  # the same for weights
     "cli/demo.py",  # a command line of its own
     "plan/refused.py",  # a way out, as arguments
     "models/geometry/weight_methods.py",  # names of weight recipes in configs

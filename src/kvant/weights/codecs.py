@@ -1,0 +1,238 @@
+"""The torch definition of every weight format: `encode` and `decode` here define its bytes.
+
+All arithmetic is float32, one IEEE operation at a time; rounding is to nearest even and saturates.
+
+    codes    8 bits: uint8 [rows, columns], the code's bits. 4 bits: uint8 [rows, columns / 2]; of a run of
+             inputs, byte j holds input j in its low half and input j + run / 2 in its high half. The run
+             is the group.
+    scales   per matrix [1], per output [rows], per block [row blocks, column blocks], per group
+             [groups, rows]: groups first, so that the scales of neighbouring outputs are neighbours.
+    zeros    uint8 [groups, rows], or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvant.kv.codecs import e2m1
+from kvant.kv.codecs.float8 import FLOAT8
+from kvant.kv.format import Encoding
+from kvant.weights.format import FP8_CHANNEL, WHOLE, Code, Scale, WeightFormat
+
+TORCH_SCALE = {
+    Scale.FLOAT32: torch.float32,
+    Scale.FLOAT16: torch.float16,
+    Scale.BFLOAT16: torch.bfloat16,
+    Scale.E4M3: torch.uint8,
+    Scale.E8M0: torch.uint8,
+}
+
+_E4M3 = FLOAT8[Encoding.E4M3FN]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NarrowWeight:
+    """A weight [rows, columns] in its format's bytes. global_scale: float32 [1], or None."""
+
+    format: WeightFormat
+    rows: int
+    columns: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        found = (self.codes, self.scales, self.zeros, self.global_scale)
+        return tuple(one for one in found if one is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in self.tensors)
+
+
+def pack_nibbles(codes: Tensor, run: int) -> Tensor:
+    """uint8 codes 0..15 [rows, columns] to [rows, columns / 2], see the module."""
+    rows, columns = codes.shape
+    parts = codes.view(rows, columns // run, 2, run // 2)
+    return (parts[:, :, 0] | (parts[:, :, 1] << 4)).reshape(rows, columns // 2)
+
+
+def unpack_nibbles(packed: Tensor, run: int) -> Tensor:
+    """The inverse of `pack_nibbles`."""
+    rows, half = packed.shape
+    parts = packed.view(rows, 2 * half // run, run // 2)
+    return torch.cat((parts & 15, parts >> 4), -1).view(rows, 2 * half)
+
+
+def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
+    """Round a weight [rows, columns] of finite numbers, any float dtype, to a format.
+
+    A scale is the block's largest magnitude over the largest code, rounded as it is stored; a block of
+    zeros has the scale 1. With zero points a group spans its smallest and largest number, and zero.
+    """
+    rows, columns = weight.shape
+    refusal = fmt.refuse(rows, columns)
+    if refusal is not None:
+        raise ValueError(refusal)
+    wide = weight.to(torch.float32)
+    if fmt.zero_points:
+        return _encode_asymmetric(wide, fmt)
+    largest = _block_largest(wide, fmt)
+    global_scale = None
+    if fmt.scale is Scale.E8M0:
+        # The OCP rule: the block's exponent less that of the largest code (4 = 2^2).
+        exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-120))) - 2
+        stored = (exponent + 127).clamp(0, 254).to(torch.uint8)
+        stored = torch.where(largest > 0, stored, torch.full_like(stored, 127))
+    elif fmt.global_scale:
+        top = largest.amax()
+        global_scale = torch.where(top > 0, top / (6.0 * 448.0), torch.ones_like(top)).view(1)
+        stored = _E4M3.encode(largest / fmt.code.largest / global_scale)
+        stored = stored.clamp(min=1)  # the smallest scale above zero
+    else:
+        scale = largest / fmt.code.largest
+        if fmt.scale is Scale.FLOAT16:
+            scale = scale.clamp(max=65504.0)
+        stored = scale.to(TORCH_SCALE[fmt.scale])
+        stored = torch.where(stored > 0, stored, torch.ones_like(stored))
+    scaled = wide / _spread(_scale_values(stored, fmt, global_scale), fmt, rows, columns)
+    if fmt.code is Code.E4M3:
+        codes = _E4M3.encode(scaled)
+    elif fmt.code is Code.E2M1:
+        codes = pack_nibbles(e2m1.encode(scaled).to(torch.uint8), fmt.columns)
+    else:
+        most = fmt.code.largest
+        rounded = torch.round(scaled).clamp_(-most - (fmt.code is Code.INT4), most)
+        if fmt.code is Code.INT8:
+            codes = rounded.to(torch.int8).view(torch.uint8)
+        else:
+            codes = pack_nibbles((rounded + 8).to(torch.uint8), fmt.columns)
+    return NarrowWeight(
+        fmt, rows, columns, codes.contiguous(), stored.contiguous(), None, global_scale
+    )
+
+
+def _encode_asymmetric(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
+    rows, columns = wide.shape
+    groups = wide.view(rows, -1, fmt.columns)
+    low = groups.amin(-1).clamp(max=0.0).t()
+    high = groups.amax(-1).clamp(min=0.0).t()
+    scale = ((high - low) / 15.0).to(TORCH_SCALE[fmt.scale])
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale)).contiguous()
+    zeros = torch.round(-low / scale.to(torch.float32)).clamp_(0, 15).to(torch.uint8)
+    spread = _spread(scale.to(torch.float32), fmt, rows, columns)
+    shifted = torch.round(wide / spread) + _spread(zeros.to(torch.float32), fmt, rows, columns)
+    codes = pack_nibbles(shifted.clamp_(0, 15).to(torch.uint8), fmt.columns)
+    return NarrowWeight(fmt, rows, columns, codes, scale, zeros.contiguous())
+
+
+def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers [rows, columns], computed in float32 and rounded once to `dtype`."""
+    fmt, rows, columns = weight.format, weight.rows, weight.columns
+    if fmt.code is Code.E4M3:
+        numbers = _E4M3.decode(weight.codes)
+    elif fmt.code is Code.INT8:
+        numbers = weight.codes.view(torch.int8).to(torch.float32)
+    elif fmt.code is Code.E2M1:
+        codes = unpack_nibbles(weight.codes, fmt.columns)
+        numbers = e2m1.values(codes.device)[codes.to(torch.int64)]
+    else:
+        numbers = unpack_nibbles(weight.codes, fmt.columns).to(torch.float32)
+        if weight.zeros is None:
+            numbers -= 8.0
+        else:
+            numbers -= _spread(weight.zeros.to(torch.float32), fmt, rows, columns)
+    scale = _scale_values(weight.scales, fmt, weight.global_scale)
+    return (numbers * _spread(scale, fmt, rows, columns)).to(dtype)
+
+
+def join(parts: Sequence[NarrowWeight]) -> NarrowWeight:
+    """Weights of one input as one weight, rows after rows; decodes to the same numbers.
+
+    A scale per matrix becomes one per output. ValueError for formats that differ, and for blocks that end
+    inside a part.
+    """
+    first = parts[0]
+    if any(part.format != first.format or part.columns != first.columns for part in parts):
+        raise ValueError("weights of different formats or inputs cannot be joined")
+    if len(parts) == 1:
+        return first
+    fmt = first.format
+    if fmt.global_scale:
+        raise ValueError("weights with global scales of their own cannot be joined")
+    if fmt.rows > 1 and any(part.rows % fmt.rows for part in parts[:-1]):
+        raise ValueError(f"blocks of {fmt.rows} outputs end inside a part")
+    if fmt.rows == WHOLE:
+        parts = [per_output(part) for part in parts]
+        fmt = parts[0].format
+    across = 1 if fmt.rows == 1 and fmt.columns != WHOLE else 0
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return NarrowWeight(
+        fmt, sum(part.rows for part in parts), first.columns,
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts], across),
+        torch.cat(zeros, 1) if zeros else None,
+    )  # fmt: skip
+
+
+def per_output(weight: NarrowWeight) -> NarrowWeight:
+    """A weight with one scale as the same with equal scales for all outputs."""
+    assert weight.format.rows == WHOLE
+    made = replace(weight.format, rows=1)
+    if made == FP8_CHANNEL:
+        made = FP8_CHANNEL
+    scales = weight.scales.expand(weight.rows).contiguous()
+    return replace(weight, format=made, scales=scales)
+
+
+def _block_largest(wide: Tensor, fmt: WeightFormat) -> Tensor:
+    """The largest magnitude of each block, in the shape of the scales."""
+    rows, columns = wide.shape
+    size = wide.abs()
+    if fmt.rows == WHOLE:
+        return size.amax().view(1)
+    if fmt.columns == WHOLE:
+        return size.amax(1)
+    if fmt.rows == 1:
+        return size.view(rows, -1, fmt.columns).amax(-1).t()
+    down, along = fmt.blocks(rows, columns)
+    padded = size.new_zeros(down * fmt.rows, along * fmt.columns)
+    padded[:rows, :columns] = size
+    return padded.view(down, fmt.rows, along, fmt.columns).amax((1, 3))
+
+
+def _scale_values(stored: Tensor, fmt: WeightFormat, global_scale: Tensor | None) -> Tensor:
+    """Stored scales as float32."""
+    if fmt.scale is Scale.E4M3:
+        found = _E4M3.decode(stored)
+    elif fmt.scale is Scale.E8M0:
+        found = torch.exp2(stored.to(torch.float32) - 127.0)
+    else:
+        found = stored.to(torch.float32)
+    return found if global_scale is None else found * global_scale
+
+
+def _spread(scales: Tensor, fmt: WeightFormat, rows: int, columns: int) -> Tensor:
+    """Scales by block as something that broadcasts to [rows, columns]."""
+    if fmt.rows == WHOLE:
+        return scales.view(1, 1)
+    if fmt.columns == WHOLE:
+        return scales[:, None]
+    if fmt.rows == 1:
+        return scales.t().repeat_interleave(fmt.columns, 1)
+    wide = scales.repeat_interleave(fmt.rows, 0)[:rows]
+    return wide.repeat_interleave(fmt.columns, 1)[:, :columns]

@@ -1,0 +1,117 @@
+"""What a weight format is: its identity and its byte arithmetic, without torch.
+
+A weight is a matrix [outputs, inputs]. A format is the whole rule by which its numbers become bytes and
+come back. Numbers of one block share a scale: value = (code - zero point) * scale. `kvant.weights.codecs`
+defines each format in torch; docs/formats.md has the layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Code(Enum):
+    """How one number becomes one code: a name, bits, and the largest magnitude of a code."""
+
+    E4M3 = "e4m3", 8, 448.0
+    INT8 = "int8", 8, 127.0
+    INT4 = "int4", 4, 7.0  # stored as code + 8, 0..15; with zero points 0..15 as they are
+    E2M1 = "e2m1", 4, 6.0
+
+    @property
+    def bits(self) -> int:
+        return self.value[1]
+
+    @property
+    def largest(self) -> float:
+        return self.value[2]
+
+
+class Scale(Enum):
+    """How a scale is stored; the value is its name and its bytes."""
+
+    FLOAT32 = "float32", 4
+    FLOAT16 = "float16", 2
+    BFLOAT16 = "bfloat16", 2
+    E4M3 = "e4m3", 1
+    E8M0 = "e8m0", 1  # a power of two, 2^(code - 127)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.value[1]
+
+
+WHOLE = 0
+"""A block as long as the matrix in this direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """One storage format of a weight [outputs, inputs].
+
+    rows, columns: outputs and inputs that share a scale; `WHOLE` for all. zero_points: a code beside
+    each scale is what zero is stored as. global_scale: one float32 factor for the whole matrix.
+    """
+
+    name: str
+    code: Code
+    rows: int
+    columns: int
+    scale: Scale
+    zero_points: bool = False
+    global_scale: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The format in words, as the plan shows it."""
+        per = {
+            (WHOLE, WHOLE): "a scale per matrix",
+            (1, WHOLE): "a scale per output",
+        }.get((self.rows, self.columns))
+        if per is None and self.rows == 1:
+            per = f"a scale per {self.columns} inputs"
+        if per is None:
+            per = f"a scale per {self.rows} x {self.columns}"
+        return f"{self.name}, {per}" + (" and a zero point" if self.zero_points else "")
+
+    def blocks(self, rows: int, columns: int) -> tuple[int, int]:
+        """Blocks of a matrix along its outputs and along its inputs."""
+        down = 1 if self.rows == WHOLE else -(-rows // self.rows)
+        along = 1 if self.columns == WHOLE else -(-columns // self.columns)
+        return down, along
+
+    def refuse(self, rows: int, columns: int) -> str | None:
+        """Why a matrix of this shape cannot be stored, or None."""
+        if self.code.bits == 4 and columns % 2:
+            return f"{self.name} packs two inputs in a byte, and {columns} is odd"
+        if self.rows == 1 and self.columns != WHOLE and columns % self.columns:
+            return f"groups of {self.columns} do not divide {columns} inputs"
+        return None
+
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix: codes, scales and zero points."""
+        down, along = self.blocks(rows, columns)
+        shared = self.scale.num_bytes + (1 if self.zero_points else 0)
+        found = rows * columns * self.code.bits // 8 + down * along * shared
+        return found + (4 if self.global_scale else 0)
+
+
+FP8_TENSOR = WeightFormat("fp8_e4m3", Code.E4M3, WHOLE, WHOLE, Scale.FLOAT32)
+FP8_CHANNEL = WeightFormat("fp8_e4m3", Code.E4M3, 1, WHOLE, Scale.FLOAT32)
+FP8_BLOCK = WeightFormat("fp8_e4m3", Code.E4M3, 128, 128, Scale.FLOAT32)
+INT8_CHANNEL = WeightFormat("int8", Code.INT8, 1, WHOLE, Scale.FLOAT32)
+MXFP4 = WeightFormat("mxfp4", Code.E2M1, 1, 32, Scale.E8M0)
+NVFP4 = WeightFormat("nvfp4", Code.E2M1, 1, 16, Scale.E4M3, global_scale=True)
+
+
+def int4_groups(
+    columns: int, *, zero_points: bool = False, scale: Scale = Scale.FLOAT16
+) -> WeightFormat:
+    """4-bit integers in groups of `columns` inputs."""
+    return WeightFormat("int4", Code.INT4, 1, columns, scale, zero_points)
+
+
+def int8_groups(columns: int, *, scale: Scale = Scale.FLOAT16) -> WeightFormat:
+    """8-bit integers in groups of `columns` inputs."""
+    return WeightFormat("int8", Code.INT8, 1, columns, scale)

@@ -1,0 +1,324 @@
+"""Products of rows of bfloat16 with narrow weights, which are decoded in registers.
+
+Two kernels: `product` multiplies decoded tiles by matrix instructions, `vector` multiplies one row on the
+ordinary units. Sums are float32. A scale multiplies sums of codes: per output at the end, per group of
+inputs after each step. In finer groups it multiplies the decoded numbers, which rounds them to bfloat16
+(not for e2m1 with a power of two or an e4m3 scale, whose numbers fit).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvant.weights.triton.decode import (
+    E2M1,
+    E4M3,
+    INT4,
+    decode_e2m1,
+    decode_e4m3,
+    decode_int4,
+    decode_int4_less,
+    decode_int8,
+)
+
+PER_OUTPUT = tl.constexpr(0)  # scales [rows]
+PER_STEP = tl.constexpr(1)  # one block of inputs a step
+FINE = tl.constexpr(2)  # several groups a step
+
+
+@triton.jit
+def _halves(tile, zeros, dtype, CODE: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr):
+    """A tile of 4-bit codes as its low and its high halves."""
+    if CODE == E2M1:
+        low, high = decode_e2m1(tile, PTX)
+    elif ZEROS:
+        low, high = decode_int4_less(tile, tl.broadcast_to(zeros, tile.shape), PTX)
+    else:
+        low, high = decode_int4(tile, PTX)
+    return low.to(dtype), high.to(dtype)
+
+
+@triton.jit
+def _whole(tile, dtype, CODE: tl.constexpr, PTX: tl.constexpr):
+    if CODE == E4M3:
+        return decode_e4m3(tile, PTX).to(dtype)
+    else:
+        return decode_int8(tile, PTX).to(dtype)
+
+
+@triton.jit
+def scale_value(stored, SCALE: tl.constexpr):
+    """Stored scales as float32. SCALE: 0 a float, 1 e8m0, 2 e4m3."""
+    if SCALE == 1:
+        return tl.exp2(stored.to(tl.float32) - 127.0)
+    elif SCALE == 2:
+        c = stored.to(tl.int32)
+        return (c << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=("tokens", "split"))
+def product(
+    x, weight, scales, zeros, factor, bias, out, partial, arrived, tokens, split, N, COLUMNS, SCALE_N,
+    SCALE_K, CODE: tl.constexpr, SHARE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Program (a tile of tokens, a stripe of ROWS rows of the weight, one of `split` parts of its columns).
+
+    x: [tokens, COLUMNS]. weight: codes, uint8. scales: of the group (n // BLOCK_ROWS, k // GROUP) at
+    n * SCALE_N + k * SCALE_K; zeros alike. factor: float32 [1] where FACTOR. out: [tokens, N].
+    PARTS: split > 1. partial: float32 [programs, split, ROWS, TOKENS].
+    arrived: int32, zeros, and zeros again afterwards.
+    EVEN: every tile lies within the weight, and every part is equally long.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    tile = tl.program_id(0)
+    stripe = tl.program_id(1)
+    part = tl.program_id(2)
+    r = tl.arange(0, ROWS)
+    n = stripe * ROWS + r
+    inside = n < N
+    t = tile * TOKENS + tl.arange(0, TOKENS)
+    there = t < tokens
+    steps = (COLUMNS + DEPTH - 1) // DEPTH
+    span = (steps + split - 1) // split * DEPTH
+    lo = part * span
+    hi = tl.minimum(lo + span, COLUMNS)
+    NIBBLES: tl.constexpr = CODE >= INT4
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    x_at = x + t[None, :].to(tl.int64) * COLUMNS
+    s_at = scales + (n // BLOCK_ROWS) * SCALE_N
+    if ZEROS:
+        z_at = zeros + (n // BLOCK_ROWS) * SCALE_N
+    if NIBBLES:
+        HALF: tl.constexpr = DEPTH // 2
+        RUN: tl.constexpr = GROUP // 2
+        j = tl.arange(0, HALF)
+        k = j // RUN * (2 * RUN) + j % RUN
+        w_at = weight + n[:, None].to(tl.int64) * (COLUMNS // 2) + j[None, :]
+        for s in tl.range(lo, hi, DEPTH, num_stages=STAGES):
+            if EVEN:
+                codes = tl.load(w_at + s // 2, eviction_policy="evict_first")
+                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :], other=0.0)
+                b = tl.load(x_at + (s + RUN + k)[:, None], mask=there[None, :], other=0.0)
+            else:
+                left = j < (hi - s) // 2
+                codes = tl.load(w_at + s // 2, mask=inside[:, None] & left[None, :], other=0)
+                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :] & left[:, None], other=0.0)
+                b = tl.load(
+                    x_at + (s + RUN + k)[:, None], mask=there[None, :] & left[:, None], other=0.0
+                )
+            if SHARE == FINE:
+                at = ((s + k) // GROUP)[None, :] * SCALE_K
+                live = inside[:, None] & (s + k < hi)[None, :]
+                g = scale_value(tl.load(s_at[:, None] + at, mask=live, other=0), SCALE)
+                z = tl.load(z_at[:, None] + at, mask=live, other=0) if ZEROS else codes
+                low, high = _halves(codes, z, dtype, CODE, ZEROS, PTX)
+                low = (low.to(tl.float32) * g).to(dtype)
+                high = (high.to(tl.float32) * g).to(dtype)
+                acc = tl.dot(low, a, acc)
+                acc = tl.dot(high, b, acc)
+            else:
+                at = s // GROUP * SCALE_K
+                g = scale_value(tl.load(s_at + at, mask=inside, other=0), SCALE)
+                z = tl.load(z_at + at, mask=inside, other=0)[:, None] if ZEROS else codes
+                low, high = _halves(codes, z, dtype, CODE, ZEROS, PTX)
+                found = tl.dot(low, a)
+                found = tl.dot(high, b, found)
+                acc += found * g[:, None]
+    else:
+        k = tl.arange(0, DEPTH)
+        w_at = weight + n[:, None].to(tl.int64) * COLUMNS + k[None, :]
+        for s in tl.range(lo, hi, DEPTH, num_stages=STAGES):
+            if EVEN:
+                codes = tl.load(w_at + s, eviction_policy="evict_first")
+                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :], other=0.0)
+            else:
+                left = k < hi - s
+                codes = tl.load(w_at + s, mask=inside[:, None] & left[None, :], other=0)
+                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :] & left[:, None], other=0.0)
+            numbers = _whole(codes, dtype, CODE, PTX)
+            if SHARE == PER_OUTPUT:
+                acc = tl.dot(numbers, a, acc)
+            elif SHARE == PER_STEP:
+                g = scale_value(tl.load(s_at + s // GROUP * SCALE_K, mask=inside, other=0), SCALE)
+                acc += tl.dot(numbers, a) * g[:, None]
+            else:
+                at = ((s + k) // GROUP)[None, :] * SCALE_K
+                live = inside[:, None] & (s + k < hi)[None, :]
+                g = scale_value(tl.load(s_at[:, None] + at, mask=live, other=0), SCALE)
+                acc = tl.dot((numbers.to(tl.float32) * g).to(dtype), a, acc)
+    if not PARTS:
+        _store(acc, n, inside, t, there, s_at, factor, bias, out, N, SHARE, SCALE, FACTOR, BIAS)
+    else:
+        at = r[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        place = stripe * tl.num_programs(0) + tile
+        parts = partial + place.to(tl.int64) * (split * ROWS * TOKENS)
+        tl.store(parts + part * (ROWS * TOKENS) + at, acc)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + place, 1, sem="acq_rel")
+        if before == split - 1:
+            total = tl.zeros((ROWS, TOKENS), tl.float32)
+            for i in range(split):
+                total += tl.load(parts + i * (ROWS * TOKENS) + at, cache_modifier=".cg")
+            _store(
+                total, n, inside, t, there, s_at, factor, bias, out, N, SHARE, SCALE, FACTOR, BIAS
+            )
+            tl.store(arrived + place, 0)
+
+
+@triton.jit
+def _store(
+    acc, n, inside, t, there, s_at, factor, bias, out, N,
+    SHARE: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Sums [ROWS, TOKENS] with what belongs to outputs."""
+    if SHARE == PER_OUTPUT:
+        acc *= scale_value(tl.load(s_at, mask=inside, other=0), SCALE)[:, None]
+    if FACTOR:
+        acc *= tl.load(factor)
+    if BIAS:
+        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+    at = t[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside[:, None] & there[None, :])
+
+
+@triton.jit
+def vector(
+    x, weight, scales, zeros, factor, bias, out, N, COLUMNS, SCALE_N, SCALE_K,
+    CODE: tl.constexpr, SHARE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One row x [COLUMNS]. Program: ROWS rows of the weight. The names are those of `product`.
+
+    BLOCK: columns at a time, of which 4-bit codes take two a byte. EVEN: BLOCK divides COLUMNS.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = n < N
+    s_at = scales + (n // BLOCK_ROWS) * SCALE_N
+    if ZEROS:
+        z_at = zeros + (n // BLOCK_ROWS) * SCALE_N
+    NIBBLES: tl.constexpr = CODE >= INT4
+    if NIBBLES:
+        HALF: tl.constexpr = BLOCK // 2
+        RUN: tl.constexpr = GROUP // 2
+        GROUPS: tl.constexpr = BLOCK // GROUP
+        j = tl.arange(0, HALF)
+        k = j // RUN * (2 * RUN) + j % RUN
+        g = tl.arange(0, GROUPS)
+        w_at = weight + n[:, None].to(tl.int64) * (COLUMNS // 2) + j[None, :]
+        totals = tl.zeros((ROWS, GROUPS), tl.float32)
+        for s in range(0, COLUMNS, BLOCK):
+            left = s + k < COLUMNS
+            live = inside[:, None] & left[None, :]
+            groups = s // GROUP + g
+            there = inside[:, None] & (groups * GROUP < COLUMNS)[None, :]
+            at = groups[None, :] * SCALE_K
+            if EVEN:
+                codes = tl.load(w_at + s // 2, eviction_policy="evict_first")
+            else:
+                codes = tl.load(w_at + s // 2, mask=live, other=0)
+            scale = scale_value(tl.load(s_at[:, None] + at, mask=there, other=0), SCALE)
+            a = tl.load(x + s + k, mask=left, other=0.0).to(tl.float32)
+            b = tl.load(x + s + RUN + k, mask=left, other=0.0).to(tl.float32)
+            if ZEROS:
+                z = tl.load(z_at[:, None] + (s + k)[None, :] // GROUP * SCALE_K, mask=live, other=0)
+            else:
+                z = codes
+            low, high = _halves(codes, z, dtype, CODE, ZEROS, PTX)
+            y = low.to(tl.float32) * a[None, :] + high.to(tl.float32) * b[None, :]
+            totals += tl.sum(tl.reshape(y, (ROWS, GROUPS, RUN)), 2) * scale
+        acc = tl.sum(totals, 1)
+    elif SHARE == PER_OUTPUT:
+        c = tl.arange(0, BLOCK)
+        w_at = weight + n[:, None].to(tl.int64) * COLUMNS + c[None, :]
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for s in range(0, COLUMNS, BLOCK):
+            left = s + c < COLUMNS
+            if EVEN:
+                codes = tl.load(w_at + s, eviction_policy="evict_first")
+            else:
+                codes = tl.load(w_at + s, mask=inside[:, None] & left[None, :], other=0)
+            a = tl.load(x + s + c, mask=left, other=0.0).to(tl.float32)
+            total += _whole(codes, dtype, CODE, PTX).to(tl.float32) * a[None, :]
+        acc = tl.sum(total, 1)
+    else:
+        SPREAD: tl.constexpr = BLOCK // GROUP
+        c = tl.arange(0, BLOCK)
+        g = tl.arange(0, SPREAD)
+        w_at = weight + n[:, None].to(tl.int64) * COLUMNS + c[None, :]
+        totals = tl.zeros((ROWS, SPREAD), tl.float32)
+        for s in range(0, COLUMNS, BLOCK):
+            left = s + c < COLUMNS
+            groups = s // GROUP + g
+            there = inside[:, None] & (groups * GROUP < COLUMNS)[None, :]
+            at = groups[None, :] * SCALE_K
+            if EVEN:
+                codes = tl.load(w_at + s, eviction_policy="evict_first")
+            else:
+                codes = tl.load(w_at + s, mask=inside[:, None] & left[None, :], other=0)
+            scale = scale_value(tl.load(s_at[:, None] + at, mask=there, other=0), SCALE)
+            a = tl.load(x + s + c, mask=left, other=0.0).to(tl.float32)
+            y = _whole(codes, dtype, CODE, PTX).to(tl.float32) * a[None, :]
+            totals += tl.sum(tl.reshape(y, (ROWS, SPREAD, GROUP)), 2) * scale
+        acc = tl.sum(totals, 1)
+    if SHARE == PER_OUTPUT:
+        acc *= scale_value(tl.load(s_at, mask=inside, other=0), SCALE)
+    if FACTOR:
+        acc *= tl.load(factor)
+    if BIAS:
+        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + n, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def decode_tile(
+    weight, scales, zeros, factor, out, N, COLUMNS, SCALE_N, SCALE_K,
+    CODE: tl.constexpr, SHARE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Program (ROWS rows, BLOCK columns): numbers of a weight, rounded once to out's dtype [N, COLUMNS]."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = n < N
+    s_at = scales + (n // BLOCK_ROWS) * SCALE_N
+    if ZEROS:
+        z_at = zeros + (n // BLOCK_ROWS) * SCALE_N
+    first = tl.program_id(1) * BLOCK
+    dtype: tl.constexpr = tl.float32
+    common = 1.0
+    if FACTOR:
+        common = tl.load(factor)
+    if CODE >= INT4:
+        RUN: tl.constexpr = GROUP // 2
+        j = tl.arange(0, BLOCK // 2)
+        k = first + j // RUN * (2 * RUN) + j % RUN
+        live = inside[:, None] & (k < COLUMNS)[None, :]
+        codes = tl.load(
+            weight + n[:, None].to(tl.int64) * (COLUMNS // 2) + (first // 2 + j)[None, :],
+            mask=live, other=0,
+        )  # fmt: skip
+        at = (k // GROUP)[None, :] * SCALE_K
+        z = tl.load(z_at[:, None] + at, mask=live, other=0) if ZEROS else codes
+        low, high = _halves(codes, z, dtype, CODE, ZEROS, PTX)
+        scale = scale_value(tl.load(s_at[:, None] + at, mask=live, other=0), SCALE) * common
+        to = out + n[:, None].to(tl.int64) * COLUMNS + k[None, :]
+        tl.store(to, (low * scale).to(out.dtype.element_ty), mask=live)
+        tl.store(to + RUN, (high * scale).to(out.dtype.element_ty), mask=live)
+    else:
+        k = first + tl.arange(0, BLOCK)
+        live = inside[:, None] & (k < COLUMNS)[None, :]
+        at = n[:, None].to(tl.int64) * COLUMNS + k[None, :]
+        numbers = _whole(tl.load(weight + at, mask=live, other=0), dtype, CODE, PTX)
+        if SHARE == PER_OUTPUT:
+            scale = scale_value(tl.load(s_at, mask=inside, other=0), SCALE)[:, None] * common
+        else:
+            where = s_at[:, None] + (k // GROUP)[None, :] * SCALE_K
+            scale = scale_value(tl.load(where, mask=live, other=0), SCALE) * common
+        tl.store(out + at, (numbers * scale).to(out.dtype.element_ty), mask=live)

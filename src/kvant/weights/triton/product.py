@@ -1,0 +1,118 @@
+"""Launches of products with narrow weights: which kernel, and how a weight is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvant.kernels.triton.device import arrivals, has_ptx, multiprocessors
+from kvant.weights.codecs import NarrowWeight
+from kvant.weights.format import WHOLE, Code, Scale
+from kvant.weights.triton import kernels
+from kvant.weights.triton.decode import E2M1, E4M3, INT4, INT8
+
+_CODES = {
+    Code.E4M3: E4M3.value,
+    Code.INT8: INT8.value,
+    Code.INT4: INT4.value,
+    Code.E2M1: E2M1.value,
+}
+_SCALES = {Scale.E8M0: 1, Scale.E4M3: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How `kernels.product` cuts a product: tokens and rows of a program, columns of a step, parts of the
+    columns, steps in flight, warps.
+    """
+
+    tokens: int
+    rows: int
+    depth: int
+    split: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """How `kernels.vector` cuts a product: rows of a program, columns at a time, warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def layout(weight: NarrowWeight, depth: int) -> dict[str, Any]:
+    """Arguments that say where a weight's scales are. depth: columns of a step of the kernel."""
+    fmt = weight.format
+    group = weight.columns if fmt.columns == WHOLE else fmt.columns
+    if fmt.columns == WHOLE:
+        share, scale_n, scale_k = kernels.PER_OUTPUT, int(fmt.rows != WHOLE), 0
+        block_rows, group = 1, 32
+    else:
+        share = kernels.PER_STEP if depth == group else kernels.FINE
+        block_rows = fmt.rows
+        if fmt.rows == 1:
+            scale_n, scale_k = 1, weight.rows
+        else:
+            scale_n, scale_k = weight.scales.shape[1], 1
+    return {
+        "SCALE_N": scale_n, "SCALE_K": scale_k, "CODE": _CODES[fmt.code], "SHARE": share.value,
+        "SCALE": _SCALES.get(fmt.scale, 0), "GROUP": group, "BLOCK_ROWS": block_rows,
+        "ZEROS": weight.zeros is not None, "FACTOR": weight.global_scale is not None,
+    }  # fmt: skip
+
+
+def tiled(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Tiles) -> Tensor:
+    """x [T, columns] times a weight by `kernels.product`: [T, rows] in x's dtype."""
+    tokens, (n, columns) = x.shape[0], weight.shape
+    out = x.new_empty(tokens, n)
+    tiles, stripes = triton.cdiv(tokens, cut.tokens), triton.cdiv(n, cut.rows)
+    partial = None
+    if cut.split > 1:
+        room = tiles * stripes * cut.split * cut.rows * cut.tokens
+        partial = x.new_empty(room, dtype=torch.float32)
+    even = n % cut.rows == 0 and columns % (cut.depth * cut.split) == 0
+    kernels.product[(tiles, stripes, cut.split)](
+        x, weight.codes, weight.scales, weight.zeros, weight.global_scale, bias, out, partial,
+        arrivals(x.device, tiles * stripes), tokens, cut.split, n, columns, **layout(weight, cut.depth),
+        TOKENS=cut.tokens, ROWS=cut.rows, DEPTH=cut.depth, PARTS=cut.split > 1, STAGES=cut.stages,
+        BIAS=bias is not None, EVEN=even, PTX=_ptx(x), num_warps=cut.warps,
+    )  # fmt: skip
+    return out
+
+
+def one(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Stripe) -> Tensor:
+    """One row x [1, columns] times a weight by `kernels.vector`: [1, rows] in x's dtype."""
+    n, columns = weight.shape
+    out = x.new_empty(1, n)
+    kernels.vector[(triton.cdiv(n, cut.rows),)](
+        x, weight.codes, weight.scales, weight.zeros, weight.global_scale, bias, out, n, columns,
+        **layout(weight, 0), ROWS=cut.rows, BLOCK=cut.block, BIAS=bias is not None,
+        EVEN=columns % cut.block == 0 and n % cut.rows == 0, PTX=_ptx(x), num_warps=cut.warps,
+    )  # fmt: skip
+    return out
+
+
+def decoded(weight: NarrowWeight, out: Tensor) -> Tensor:
+    """Write a weight's numbers into out [rows, columns], and return it."""
+    n, columns = weight.shape
+    rows, block = 8, 256
+    kernels.decode_tile[(triton.cdiv(n, rows), triton.cdiv(columns, block))](
+        weight.codes, weight.scales, weight.zeros, weight.global_scale, out, n, columns,
+        **layout(weight, 0), ROWS=rows, BLOCK=block, PTX=_ptx(out), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _ptx(x: Tensor) -> bool:
+    return x.dtype is torch.bfloat16 and has_ptx(x.device)
+
+
+def processors(x: Tensor) -> int:
+    return multiprocessors(x.device)

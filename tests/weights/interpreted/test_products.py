@@ -1,0 +1,71 @@
+"""Products with narrow weights against float64 products of the decoded bytes; interpreted without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from kvant.weights.codecs import decode, encode
+from kvant.weights.format import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    INT8_CHANNEL,
+    MXFP4,
+    NVFP4,
+    Scale,
+    WeightFormat,
+    int4_groups,
+    int8_groups,
+)
+from kvant.weights.triton.product import Stripe, Tiles, decoded, one, tiled
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# The interpreter's bfloat16 is broken; compiled, float32 would be multiplied in another precision.
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+BOUND = 6e-3 if ON_GPU else 1e-5
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+
+FORMATS = [
+    FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int8_groups(32, scale=Scale.BFLOAT16),
+    int4_groups(32), int4_groups(64, zero_points=True), int4_groups(128, scale=Scale.FLOAT32),
+    int4_groups(128, zero_points=True), MXFP4, NVFP4,
+]  # fmt: skip
+
+
+def _name(fmt: WeightFormat) -> str:
+    return fmt.summary.replace(" ", "-")
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=_name)
+@pytest.mark.parametrize(("tokens", "split"), [(1, 1), (17, 1), (5, 2)])
+def test_tiles(fmt: WeightFormat, tokens: int, split: int) -> None:
+    torch.manual_seed(0)
+    weight = encode(torch.randn(150, 384, device=DEVICE), fmt)
+    x, bias = torch.randn(tokens, 384, device=DEVICE), torch.randn(150, device=DEVICE)
+    x, bias = x.to(DTYPE), bias.to(DTYPE)
+    found = tiled(x, weight, bias, Tiles(16, 64, 128, split, 3, 4))
+    expected = x.double() @ decode(weight, torch.float64).T + bias.double()
+    assert (found.double() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=_name)
+@pytest.mark.parametrize("block", [128, 256])
+def test_one_row(fmt: WeightFormat, block: int) -> None:
+    torch.manual_seed(0)
+    weight = encode(torch.randn(37, 384, device=DEVICE), fmt)
+    x = torch.randn(1, 384, device=DEVICE).to(DTYPE)
+    found = one(x, weight, None, Stripe(2, block, 4))
+    expected = x.double() @ decode(weight, torch.float64).T
+    assert (found.double() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=_name)
+def test_decoding_gives_the_definitions_numbers(fmt: WeightFormat) -> None:
+    torch.manual_seed(0)
+    weight = encode(torch.randn(37, 384, device=DEVICE), fmt)
+    out = torch.empty(37, 384, device=DEVICE, dtype=DTYPE)
+    assert torch.equal(decoded(weight, out), decode(weight, DTYPE))

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvant.sampling.drawing import FEW, Draw, parts_for
 from kvant.sampling.logit_rules import make_rules
-from kvant.sampling.random_numbers import uniform, uniforms
-from kvant.sampling.sampler import Sampled
+from kvant.sampling.sampler import FEW, Draw, Sampled, parts_for, uniform, uniforms
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import Request, Sequence
 from tests.engine.fakes import make_engine
@@ -145,8 +143,8 @@ def test_sorting_the_head_alone_gives_the_tokens_of_sorting_everything(
     ):
         fast = tokens(row, params, 40)
         with monkeypatch.context() as patch:
-            patch.setattr("kvant.sampling.drawing.HEAD", 10_000)
-            patch.setattr("kvant.sampling.drawing.FEW", 0)
+            patch.setattr("kvant.sampling.sampler.HEAD", 10_000)
+            patch.setattr("kvant.sampling.sampler.FEW", 0)
             assert tokens(row, params, 40) == fast
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from kvant.sampling.random_numbers import uniform
+from kvant.sampling.sampler import uniform
 from kvant.speculative.accept import verify
 
 DRAWS = 20_000

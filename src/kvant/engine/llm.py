@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from kvant.engine.build import BuiltEngine, build_engine
-from kvant.engine.requests import TokenStream
 from kvant.engine.result import Result, as_metrics
 from kvant.engine.text import Message, Tokenizing
 from kvant.errors import RequestError
@@ -22,6 +21,7 @@ from kvant.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
+    from kvant.engine.requests import TokenStream
 
 Prompt = str | Sequence[int]
 _log = logging.getLogger(__name__)

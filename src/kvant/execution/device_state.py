@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvant.sampling.drawing import to_device
+from kvant.kernels.transfer import to_device
 from kvant.scheduling.row_table import RowTable
 
 
@@ -21,7 +21,7 @@ class DeviceState:
     tokens: [num_rows + 1] int64, the newest token of each sequence, which was not run yet.
     lengths: [num_rows + 1] int64, its position. pages: [num_rows + 1, max_pages] int32, page ids;
     entries behind a sequence's end are never read. sampling: [num_rows + 1, 4] float64, as
-    `random_numbers.wishes`.
+    `SamplingParams.numbers`.
     """
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:

@@ -40,10 +40,10 @@ from kvant.execution.batch import (
 from kvant.execution.device_state import DeviceState
 from kvant.execution.recorder import Recorder
 from kvant.execution.shared_logits import SharedLogits
+from kvant.kernels.transfer import to_device
 from kvant.models.loaded import widened
 from kvant.plan.graph_sizes import batch_sizes, draft_sizes, piece_sizes
-from kvant.sampling.drawing import Drawer, DrawParts, has_kernels, parts_for, to_device
-from kvant.sampling.random_numbers import uniforms
+from kvant.sampling.sampler import Drawer, DrawParts, has_kernels, parts_for, uniforms
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 

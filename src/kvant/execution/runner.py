@@ -16,11 +16,11 @@ from kvant.execution.batch import Batch, Drafts, Launched, build_batch, on_host
 from kvant.execution.graphs import StepGraphs
 from kvant.execution.recorder import CudaRecorder, Recorder
 from kvant.execution.warm_up import warm_up
+from kvant.kernels.transfer import to_device
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel, widened
-from kvant.sampling.drawing import to_device
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.base import DeviceProposer, Proposer

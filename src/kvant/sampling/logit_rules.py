@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.errors import RequestError
-from kvant.sampling.drawing import to_device
+from kvant.kernels.transfer import to_device
 from kvant.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

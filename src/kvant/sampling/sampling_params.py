@@ -286,6 +286,18 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """temperature, top_k (infinity for none), top_p, min_p; temperature 0 takes the most likely token."""
+        if self.is_greedy:
+            return 0.0, math.inf, 1.0, 0.0
+        return (
+            self.temperature,
+            float(self.top_k) if self.top_k > 0 else math.inf,
+            self.top_p,
+            self.min_p,
+        )
+
 
 def seed_of_choice(seed: int, index: int) -> int:
     """Returns seed + index, wrapped at 64 bits."""

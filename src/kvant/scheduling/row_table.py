@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvant.kv.pages import SCRATCH, PageAllocator, page_hash
-from kvant.sampling.random_numbers import wishes
 from kvant.scheduling.request import FinishReason, Sequence
 
 
@@ -33,7 +32,7 @@ class RowTable:
     is_followed: whether a finite token followed the prompt, so that its pages may be shared.
     max_tokens: prompt and answer together. num_prompt: tokens of the prompt.
     needs_host: the next token depends on rules or log-probabilities that the host computes.
-    sampling [num_rows, 4] (`random_numbers.wishes`), seeds: how tokens are drawn.
+    sampling [num_rows, 4] (`SamplingParams.numbers`), seeds: how tokens are drawn.
     log: (row, first column, page ids) of every change of `pages`, once `start_log` was called.
     """
 
@@ -88,7 +87,7 @@ class RowTable:
         self.max_tokens[row] = request.max_total_tokens
         self.num_prompt[row] = sequence.num_prompt_tokens
         self.needs_host[row] = sequence.needs_host
-        self.sampling[row] = wishes(params)
+        self.sampling[row] = params.numbers
         self.seeds[row] = request.seed
         return row
 

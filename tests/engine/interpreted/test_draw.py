@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvant.sampling.drawing import FEW, Drawer, DrawParts, parts_for
+from kvant.sampling.sampler import FEW, Drawer, DrawParts, parts_for
 from kvant.sampling.triton_draw import choose, draw_from_few, make_space, narrow
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from kvant.engine.result import Result
 from kvant.execution import graphs
-from kvant.sampling import drawing, triton_draw
+from kvant.sampling import sampler, triton_draw
 from tests.engine.in_flight import alone, make, some_params
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors lie on the host")
@@ -23,7 +23,7 @@ def test_answers_are_those_of_each_request_alone(
     num_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and drawn ones; where steps begin and which tokens follow is the kernels' to say."""
-    for module in (drawing, graphs):
+    for module in (sampler, graphs):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
     numbers = random.Random(num_pages)
     drawn: list[int] = []
@@ -36,7 +36,7 @@ def test_answers_are_those_of_each_request_alone(
     monkeypatch.setattr(triton_draw, "draw_from_few", count)
     engine, _ = make(num_pages)
     recorded = len(drawn)
-    for module in (drawing, graphs):  # those alone are drawn without kernels
+    for module in (sampler, graphs):  # those alone are drawn without kernels
         monkeypatch.setattr(module, "has_kernels", lambda device: False)
     asked = {}
     results: dict[int, Result] = {}
@@ -48,7 +48,7 @@ def test_answers_are_those_of_each_request_alone(
             asked[engine.submit(prompt, params)] = prompt, params
             left -= 1
         with monkeypatch.context() as kernels:
-            for module in (drawing, graphs):
+            for module in (sampler, graphs):
                 kernels.setattr(module, "has_kernels", lambda device: True)
             found = engine.step()
         results |= {piece.number: piece.result for piece in found if piece.result is not None}

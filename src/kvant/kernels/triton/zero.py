@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvant.kernels.transfer import to_device
+
 
 class PageEraser:
     """Clears pages of planes [num_pages, ..]; the bytes of a page must be a multiple of 4."""
@@ -24,7 +26,7 @@ class PageEraser:
 
     def clear(self, pages: Sequence[int]) -> None:
         device = self._addresses.device
-        ids = torch.tensor(pages, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        ids = to_device(torch.tensor(pages, dtype=torch.int64), device)
         block = 1024
         grid = (len(pages), len(self._planes), triton.cdiv(self._most, block))
         clear_pages[grid](self._addresses, self._words, ids, BLOCK=block, num_warps=4)

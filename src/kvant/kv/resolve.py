@@ -26,8 +26,7 @@ from kvant.kv.checkpoint.lookup import wish_for
 from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
 from kvant.kv.names import Request
-from kvant.kv.request import Asked, KVRequest, LayerRule
-from kvant.kv.request_check import check_request
+from kvant.kv.request import Asked, KVRequest, LayerRule, check_request
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Rejected, Role, Source
 from kvant.kv.warn import plan_warnings
 

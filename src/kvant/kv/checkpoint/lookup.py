@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScaleTensor, Side, UnreadableWish, Wish
-from kvant.kv.checkpoint.scale_names import ATTENTION_MODULES
+from kvant.kv.checkpoint.scales import ATTENTION_MODULES
 from kvant.kv.geometry import LayerGeometry
 
 LAYER_LISTS = frozenset({"layers", "h", "blocks", "block", "layer"})

@@ -17,7 +17,7 @@ from typing import Any
 from kvant.kv.checkpoint.declaration import Declaration, unreadable
 from kvant.kv.checkpoint.facts import KVWish, ScalePromise, Side, UnreadableWish, Wish
 from kvant.kv.checkpoint.lookup import LAYER_LISTS, TEXT_PREFIXES, read_place
-from kvant.kv.checkpoint.scale_names import ATTENTION_MODULES
+from kvant.kv.checkpoint.scales import ATTENTION_MODULES
 from kvant.kv.dtype import KVDtype
 
 GROUP = "kv_cache_group"

@@ -17,13 +17,13 @@ from typing import Any
 from kvant.kv.checkpoint import compressed_tensors, legacy_fp8, modelopt, quark
 from kvant.kv.checkpoint.declaration import Declaration, Reader, agreed, unreadable
 from kvant.kv.checkpoint.facts import CheckpointKV
-from kvant.kv.checkpoint.find_scales import FoundScales, find_scales
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.checkpoint.safetensors_header import (
     INDEX_NAME,
     Header,
     find_weight_files,
 )
+from kvant.kv.checkpoint.scales import FoundScales, find_scales
 
 CONFIG_NAME, MODELOPT_NAME = "config.json", "hf_quant_config.json"
 

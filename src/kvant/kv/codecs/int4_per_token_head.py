@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvant.kv.codecs import Codec, nibbles
+from kvant.kv.codecs import Codec, packed
 from kvant.kv.codecs.conversion import narrow, row_scale, widen
 from kvant.kv.codecs.rotation import rotate, unrotate
 from kvant.kv.format import Encoding, KVFormat
@@ -50,7 +50,7 @@ class RotatedInt4Codec:
         codes = (y / scales).round_().add_(zero_point).clamp_(0.0, STEPS)
         codes = codes.masked_fill_(broken, 0.0)
         stored = (scales.view(torch.int32) | zero_point.to(torch.int32)).view(torch.float32)
-        return nibbles.pack(codes), torch.where(broken, float("nan"), stored)
+        return packed.pack(codes, 4), torch.where(broken, float("nan"), stored)
 
     def decode(
         self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
@@ -64,10 +64,10 @@ class RotatedInt4Codec:
         For attention in rotated space: q . k = rotate(q) . decode_rotated / B, and a weighted sum
         of values needs `unrotate` once, on the result.
         """
-        packed, stored = planes
+        codes, stored = planes
         zero_point, scales = split_stored_scale(stored)
-        numbers = torch.arange(16, dtype=torch.float32, device=packed.device)
-        return nibbles.look_up(packed, numbers).sub_(zero_point).mul_(scales)
+        numbers = torch.arange(16, dtype=torch.float32, device=codes.device)
+        return packed.look_up(codes, numbers, 4).sub_(zero_point).mul_(scales)
 
 
 def split_stored_scale(stored: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvant.kv.codecs import Codec, e2m1, nibbles
+from kvant.kv.codecs import Codec, e2m1, packed
 from kvant.kv.codecs.conversion import divide, narrow, per_head, widen
 from kvant.kv.codecs.float8 import FLOAT8, Float8
 from kvant.kv.format import Encoding, KVFormat
@@ -41,13 +41,13 @@ class BlockScaledE2M1Codec:
         step = (self.scale_float8.decode(scale_codes) * outer).unsqueeze(-1)
         # Not positive: a block of zeros, where 0 / 0 is NaN, or a block with NaN.
         steps = (blocks / step).masked_fill_(~(step > 0), 0.0)
-        return nibbles.pack(e2m1.encode(steps).flatten(-2)), scale_codes
+        return packed.pack(e2m1.encode(steps).flatten(-2), 4), scale_codes
 
     def decode(
         self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
     ) -> Tensor:
-        packed, scale_codes = planes
-        numbers = nibbles.look_up(packed, e2m1.values(packed.device))
+        codes, scale_codes = planes
+        numbers = packed.look_up(codes, e2m1.values(codes.device), 4)
         step = self.scale_float8.decode(scale_codes) * per_head(scale)
         values = self._in_blocks(numbers) * step.unsqueeze(-1)
         return narrow(values.flatten(-2), dtype)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvant.kv.codecs import nibbles
-
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Integer codes [.., n] to uint8 [.., n * bits / 8]; n * bits is a multiple of 8."""
     if bits == 4:
-        return nibbles.pack(codes)
+        codes = codes.to(torch.uint8)
+        return codes[..., 0::2] | (codes[..., 1::2] << 4)
     codes = codes.to(torch.int32)
     eights = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
     shifts = torch.arange(0, 8 * bits, bits, dtype=torch.int32, device=codes.device)
@@ -26,7 +25,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def look_up(packed: Tensor, values: Tensor, bits: int) -> Tensor:
     """uint8 [.., n * bits / 8] to float32 [.., n], each code c replaced by `values[c]`."""
     if bits == 4:
-        return nibbles.look_up(packed, values)
+        return _look_up_pairs(packed, values)
     threes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 3, 3).to(torch.int32)
     words = (threes << _bytes(packed.device)).sum(-1, dtype=torch.int32).unsqueeze(-1)
     shifts = torch.arange(0, 8 * bits, bits, dtype=torch.int32, device=packed.device)
@@ -38,3 +37,14 @@ def look_up(packed: Tensor, values: Tensor, bits: int) -> Tensor:
 def _bytes(device: torch.device) -> Tensor:
     """Where the three bytes of eight codes begin, in bits."""
     return torch.arange(0, 24, 8, dtype=torch.int32, device=device)
+
+
+def _look_up_pairs(packed: Tensor, values: Tensor) -> Tensor:
+    """uint8 [.., n / 2] to float32 [.., n], each code c replaced by `values[c]` (float32 [16])."""
+    code = torch.arange(16, device=values.device).repeat(16)
+    low, high = values[code], values[code.view(16, 16).t().reshape(-1)]
+    # One look-up per byte: its two float32 values travel as one int64.
+    pairs = torch.stack((low, high), dim=-1).view(torch.int64).view(256)
+    flat = packed.reshape(-1).to(torch.int32)
+    found = torch.index_select(pairs, 0, flat).view(torch.float32)
+    return found.view(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.safetensors_header import read_headers
-from kvant.kv.checkpoint.scale_names import read_scale_name
+from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry import DraftFacts
 from kvant.models.geometry.fields import Fields

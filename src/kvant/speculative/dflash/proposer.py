@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import Step
-from kvant.kv.checkpoint.values import read_scale_values
+from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.pool import KVPool
 from kvant.speculative.base import Ask, PlannedDraft, Proposer, Setting
 from kvant.speculative.dflash.network import DraftNetwork

@@ -59,3 +59,13 @@ def fp8_products(data: Any) -> Cells:
         same = "-" if r["same_top"] is None else percent(r["same_top"], digits=1)
         lines.append([r["format"], r["backend"], kl, error, same, f"{r['nll']:.4f}"])
     return lines
+
+
+@table("calibrate", "smollm2-calibrate.json")
+def calibrated(data: Any) -> Cells:
+    lines = [["scales", "mean KL", "its standard error", "99 %", "same top token"]]
+    for name, one in data["compared"].items():
+        figures = (one["kld_mean"], one["kld_mean_error"], one["kld_p99"])
+        same = percent(one["same_top"], digits=1)
+        lines.append([name, *(f"{x:.5f}" for x in figures), same])
+    return lines

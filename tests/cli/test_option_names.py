@@ -27,7 +27,7 @@ def test_format_is_how_a_command_prints_and_kv_format_what_a_benchmark_stores() 
     found: dict[str, set[str]] = {}
     for option, path in options(typer.main.get_command(app)):
         found.setdefault(option, set()).add(path)
-    printing = {"kvant eval", "kvant generate", "kvant plan", "kvant verify"}
+    printing = {"kvant calibrate", "kvant eval", "kvant generate", "kvant plan", "kvant verify"}
     assert found["--format"] == printing
     measuring = ("kvant bench ", "kvant eval")
     assert all(path.startswith(measuring) for path in found["--kv-format"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvant.cli.out_file import OutFile, writable, write_json
+from kvant.cli.share_done import ShareDone
 from kvant.errors import BadValue, WayOut
 from kvant.plan.config import DEFAULT_MODEL
 
@@ -151,7 +151,7 @@ def evaluate(
         kept = Kept(cache_root() / "eval", evaluation.inputs())
     elif len(kept):
         sys.stderr.write(f"continuing with {len(kept)} parts from an earlier run: {kept.path}\n")
-    progress = _Progress()
+    progress = ShareDone()
     parts = run_parts(evaluation.parts(), kept, progress.tell)
     progress.end()
     if kept.note:
@@ -188,30 +188,6 @@ def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -
         return Extent(wanted, 1024, 16, min(512, short), min(256, short), 2, 64, ())
     needles = tuple(c for c in wanted if c >= LEAST_NEEDLE_TOKENS)
     return Extent(wanted, tokens, 64, short, short, 8, 256, needles)
-
-
-class _Progress:
-    """Share and time left, on stderr: one line that changes on a terminal, else a line every 10 %."""
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._shown = -1.0
-        self._terminal = sys.stderr.isatty()
-
-    def tell(self, done: int, total: int) -> None:
-        share = done / max(total, 1)
-        if share < self._shown + (0.001 if self._terminal else 0.1):
-            return
-        self._shown = share
-        spent = time.monotonic() - self._begin
-        left = spent / share - spent if share else 0.0
-        line = f"{share:4.0%} of {total:,} tokens, {left:.0f} s left"
-        sys.stderr.write(f"\r{line}\033[K" if self._terminal else f"{line}\n")
-        sys.stderr.flush()
-
-    def end(self) -> None:
-        if self._terminal:
-            sys.stderr.write("\r\033[K")
 
 
 def _print(found: dict[str, Any]) -> None:

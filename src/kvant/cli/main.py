@@ -37,7 +37,7 @@ def _root(
 
 
 def _add_commands() -> None:
-    from kvant.cli import bench, chat, demo, doctor, eval, generate, plan, serve, verify
+    from kvant.cli import bench, calibrate, chat, demo, doctor, eval, generate, plan, serve, verify
     from kvant.cli.configured_command import ConfiguredCommand, ServeCommand
 
     app.command("chat", cls=ConfiguredCommand)(chat.chat)
@@ -48,6 +48,7 @@ def _add_commands() -> None:
     app.command("doctor")(doctor.doctor)
     app.command("demo")(demo.demo)
     app.command("eval")(eval.evaluate)
+    app.command("calibrate")(calibrate.calibrate)
     app.add_typer(bench.app)
 
 

@@ -7,7 +7,7 @@ one token are decode steps; pieces of `kvant.attention.need.LONG` tokens are lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from kvant.attention.backends import load_backends
 from kvant.attention.base import AttentionBackend, Step, StepCall
 from kvant.attention.long import list_long
+from kvant.kv.checkpoint.facts import Side
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel
@@ -26,9 +27,10 @@ CHUNK = 128
 class TextReader:
     """Reads texts side by side with the KV cache stored as in `plan`, in a pool of its own.
 
-    model: the loaded model. plan: may differ from the model's plan in formats and backends only; scales are
-    the model's. num_texts, length: how many texts, and the most tokens of each. backend: reads and writes
-    every layer instead of the plan's backends.
+    model: the loaded model. plan: may differ from the model's plan in formats and backends only. num_texts,
+    length: how many texts, and the most tokens of each. backend: reads and writes every layer instead of
+    the plan's backends; backends: likewise, by layer. scales: what lies outside the pages, by layer and
+    side; None for the model's. first_position: the rotary position of the texts' first tokens.
     """
 
     def __init__(
@@ -39,16 +41,23 @@ class TextReader:
         length: int,
         *,
         backend: AttentionBackend | None = None,
+        backends: tuple[AttentionBackend, ...] | None = None,
+        scales: Mapping[tuple[int, Side], Tensor] | None = None,
+        first_position: int = 0,
     ) -> None:
         self.position = 0
+        self._first_position = first_position
         self._model = model
         self._num_texts = num_texts
         self._page_size = plan.page_size
         self._pages = -(-length // plan.page_size)
         device = model.device
         num_pages = SCRATCH_PAGE + 1 + num_texts * self._pages
-        self._pool = KVPool(plan, num_pages, device=device, scales=model.scales)
-        if backend is None:
+        given = model.scales if scales is None else scales
+        self._pool = KVPool(plan, num_pages, device=device, scales=given)
+        if backends is not None:
+            self._backends = backends
+        elif backend is None:
             self._backends = load_backends(plan, batch_invariant=model.batch_invariant)
         else:
             self._backends = (backend,) * len(plan.layers)
@@ -62,6 +71,16 @@ class TextReader:
         and moves `position` behind them.
         """
         count, texts = token_ids.shape[1], self._num_texts
+        index = torch.arange(texts * count, device=token_ids.device)
+        return self._step(token_ids, index).view(texts, count, -1)
+
+    def fill(self, token_ids: Tensor) -> None:
+        """`read` with no logits but the last token's, which saves the head's product."""
+        self._step(token_ids, torch.tensor([token_ids.numel() - 1], device=token_ids.device))
+
+    def _step(self, token_ids: Tensor, index: Tensor) -> Tensor:
+        """Logits at places `index` of the packed tokens, [len(index), vocab_size]."""
+        count, texts = token_ids.shape[1], self._num_texts
         start, end = self.position, self.position + count
         device = token_ids.device
         positions = torch.arange(start, end, device=device)
@@ -72,16 +91,15 @@ class TextReader:
             seqlens_kv=torch.full((texts,), end, dtype=torch.int32, device=device),
             page_table=self._table,
             slot_mapping=slots.reshape(-1),
-            positions=positions.repeat(texts),
+            positions=(positions + self._first_position).repeat(texts),
             max_seqlen_q=count,
             max_seqlen_kv=end,
         )
         step = list_long(step, np.full(texts, count), np.full(texts, end))
         call = StepCall(step, self._pool, self._backends)
-        index = torch.arange(texts * count, device=device)
         logits = self._model.forward(token_ids.reshape(-1), call, index)
         self.position = end
-        return logits.view(texts, count, -1)
+        return logits
 
 
 def text_logits(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import BadValue, WayOut
+from kvant.kv.checkpoint.facts import Side
 from kvant.kv.spec import KVPlan
 from kvant.measure.quality.kl_statistics import Baseline, Distances, join
 from kvant.measure.teacher_forced import TextReader
@@ -26,6 +27,7 @@ POOL_BYTES = 1 << 30
 LOGITS_BYTES = 64 << 20
 MOST_CHUNK = 256
 
+Outside = Mapping[tuple[int, Side], Tensor]
 Told = Callable[[int], None]
 """Called with the number of tokens that were read."""
 
@@ -54,17 +56,19 @@ def compare_windows(
     vocab_size: int,
     decode: int,
     told: Told,
+    scales: Mapping[str, Outside] | None = None,
 ) -> dict[str, Compared]:
     """Compare every plan with `baseline` over windows [count, context], int64.
 
-    decode: how many of the last positions are read again one token at a time. BadValue for logits that are
-    no numbers. The result has one more entry,
+    decode: how many of the last positions are read again one token at a time. scales: what lies outside
+    the pages, by the name of a plan; the model's where a name is missing. BadValue for logits that are no
+    numbers. The result has one more entry,
     "": the baseline's decode path against its own prefill, which is the noise floor.
     """
     windows = windows.to(model.device)
     found: dict[str, Compared] = {}
     for group in _groups(baseline, plans, windows.numel()):
-        found |= _compare(model, baseline, group, windows, vocab_size, decode, told)
+        found |= _compare(model, baseline, group, windows, vocab_size, decode, told, scales or {})
     return found
 
 
@@ -92,10 +96,14 @@ def _compare(
     vocab_size: int,
     decode: int,
     told: Told,
+    scales: Mapping[str, Outside],
 ) -> dict[str, Compared]:
     count, context = windows.shape
     own = TextReader(model, baseline, count, context)
-    readers = {name: TextReader(model, plan, count, context) for name, plan in plans.items()}
+    readers = {
+        name: TextReader(model, plan, count, context, scales=scales.get(name))
+        for name, plan in plans.items()
+    }
     chunk = max(1, min(MOST_CHUNK, LOGITS_BYTES // 4 // vocab_size // count))
     parts: dict[str, list[Distances]] = {name: [] for name in plans}
     positions = []

@@ -1,0 +1,30 @@
+"""Progress of commands that measure."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class ShareDone:
+    """Share and time left, on stderr: one line that changes on a terminal, else a line every 10 %."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._shown = -1.0
+        self._terminal = sys.stderr.isatty()
+
+    def tell(self, done: int, total: int) -> None:
+        share = done / max(total, 1)
+        if share < self._shown + (0.001 if self._terminal else 0.1):
+            return
+        self._shown = share
+        spent = time.monotonic() - self._begin
+        left = spent / share - spent if share else 0.0
+        line = f"{share:4.0%} of {total:,} tokens, {left:.0f} s left"
+        sys.stderr.write(f"\r{line}\033[K" if self._terminal else f"{line}\n")
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._terminal:
+            sys.stderr.write("\r\033[K")

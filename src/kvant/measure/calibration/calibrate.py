@@ -1,0 +1,218 @@
+"""One calibration: read a text, make candidates, compare them on text that was held out, keep the best.
+
+Parts are kept on disk when they are done (`kvant.measure.quality.kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.attention.backends import load_backends
+from kvant.engine.llm import LLM
+from kvant.errors import BadValue, WayOut
+from kvant.execution.runner import ModelRunner
+from kvant.kv.dtype import KVDtype
+from kvant.kv.names import FormatRequest, parse_format
+from kvant.kv.spec import KVPlan
+from kvant.measure.calibration.scales import Candidate, candidates, check_seen
+from kvant.measure.calibration.seen import (
+    SeeingBackend,
+    Seen,
+    add_packed,
+    nothing_seen,
+    pack,
+)
+from kvant.measure.own_engine import plan_storing
+from kvant.measure.quality import evaluate
+from kvant.measure.quality.compare import Told, compare_windows, contender_tokens
+from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, run_parts, unpack
+from kvant.measure.quality.kept import Arrays, Kept
+from kvant.measure.quality.kl_statistics import join, statistics_of
+from kvant.measure.quality.texts import Text, windows
+from kvant.measure.teacher_forced import TextReader
+from kvant.models.loaded import LoadedModel
+
+CHUNK = 256
+UNCALIBRATED = "uncalibrated"
+LEAST_HELD_OUT = 2000
+"""Positions on which candidates are compared, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """The text in windows [n, context] int64. seen: to measure scales on. held_out: to compare them on."""
+
+    seen: Tensor
+    held_out: Tensor
+
+    @property
+    def context(self) -> int:
+        return self.seen.shape[1]
+
+
+def divide_text(text: Text, llm: LLM, context: int, tokens: int) -> Lesson:
+    """Windows for calibration, `tokens` tokens together at most, and later ones to compare on.
+
+    BadValue, saying how much is needed, for a text that is too short.
+    """
+    judges = -(-LEAST_HELD_OUT // (context - 1))
+    have, least = len(text.token_ids), (judges + judges) * context
+    if have < least:
+        raise BadValue(
+            f"the text {text.name} is too short to calibrate on",
+            why=f"it has {have} tokens; {least} are needed: half to measure, and {LEAST_HELD_OUT} "
+            "positions at least to compare on",
+            ways_out=(WayOut("give a longer text", ("--text", "FILE")),),
+        )
+    cut = windows(text, llm, context, have)
+    measured = max(judges, min(len(cut) - judges, tokens // context))
+    return Lesson(cut[:measured], cut[measured : measured + judges])
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A candidate on held-out text. name: of the candidate, or `UNCALIBRATED`."""
+
+    name: str
+    kld_mean: float
+    kld_mean_error: float
+    kld_p99: float
+    same_top: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """winner: the candidate with the least mean KL divergence. compared: all, the best first."""
+
+    seen: Seen
+    winner: Candidate
+    compared: tuple[Compared, ...]
+    positions: int
+
+
+class Calibrator:
+    """llm: the model; its plan stores the model dtype. lesson: the text."""
+
+    def __init__(self, llm: LLM, lesson: Lesson, fmt: KVDtype, kept: Kept) -> None:
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        self._llm = llm
+        self._model: LoadedModel = runner.model
+        self._lesson = lesson
+        self._wide = plan_storing(llm, parse_format("model", asked_by="kvant calibrate"))
+        self._narrow = plan_storing(llm, FormatRequest(fmt, fmt))
+        self._kept = kept
+
+    def run(self, told: Callable[[int, int], None]) -> Calibration:
+        """Raise BadValue for text on which no scale can be made. told: tokens done, and of all."""
+        seen, made = self.look(told), []
+        names = {spec.geometry.index: spec.geometry.name for spec in self._wide.layers}
+        check_seen(seen, names)
+        made = candidates(seen)
+        found = self._compare(made, told)
+        best = min((one for one in found if one.name != UNCALIBRATED), key=lambda one: one.kld_mean)
+        winner = next(one for one in made if one.name == best.name)
+        ordered = tuple(sorted(found, key=lambda one: one.kld_mean))
+        return Calibration(seen, winner, ordered, self._lesson.held_out[:, 1:].numel())
+
+    def look(self, told: Callable[[int, int], None]) -> Seen:
+        """Read the calibration windows with the KV cache in the model dtype."""
+        batches = torch.split(self._lesson.seen, MOST_WINDOWS)
+        longest = self._llm.planned.target.geometry.max_model_len or self._lesson.context
+        room = max(0, longest - self._lesson.context)
+        parts = [
+            Part(
+                f"seen-{number}",
+                batch.numel(),
+                # Moments of rotated heads turn with the position: batches begin at several.
+                partial(self._look, batch, room * number // max(1, len(batches) - 1)),
+            )
+            for number, batch in enumerate(batches)
+        ]
+        found = run_parts(parts, self._kept, told)
+        seen = nothing_seen(self._wide)
+        add_packed(seen, found.values())
+        return seen
+
+    def _look(self, batch: Tensor, first_position: int, told: Told) -> Arrays:
+        seen = nothing_seen(self._wide)
+        backends = load_backends(self._wide, batch_invariant=self._model.batch_invariant)
+        reader = TextReader(
+            self._model,
+            self._wide,
+            len(batch),
+            batch.shape[1],
+            backends=tuple(SeeingBackend(inner, seen) for inner in backends),
+            first_position=first_position,
+        )
+        for ids in torch.split(batch.to(self._model.device), CHUNK, dim=1):
+            reader.fill(ids)
+            told(ids.numel())
+        return pack(seen)
+
+    def _compare(self, made: list[Candidate], told: Callable[[int, int], None]) -> list[Compared]:
+        scales = {one.name: one.scales for one in made}
+        plans: dict[str, KVPlan] = dict.fromkeys((UNCALIBRATED, *scales), self._narrow)
+        parts = []
+        for number, batch in enumerate(torch.split(self._lesson.held_out, MOST_WINDOWS)):
+            parts.append(
+                Part(
+                    f"compared-{number}",
+                    contender_tokens(len(plans), batch, 0),
+                    partial(self._compare_batch, plans, scales, batch),
+                )
+            )
+        arrays = run_parts(parts, self._kept, told)
+        batches = [unpack(one) for one in arrays.values()]
+        found = []
+        for name in plans:
+            whole = statistics_of(join([one[name].prefill for one in batches]))
+            found.append(
+                Compared(name, whole.kld_mean, whole.kld_mean_error, whole.kld_p99, whole.same_top)
+            )
+        return found
+
+    def _compare_batch(
+        self,
+        plans: Mapping[str, KVPlan],
+        scales: Mapping[str, Any],
+        batch: Tensor,
+        told: Told,
+    ) -> Arrays:
+        return evaluate.pack(
+            compare_windows(
+                self._model,
+                self._wide,
+                plans,
+                batch,
+                vocab_size=self._llm.engine.vocab_size,
+                decode=0,
+                told=told,
+                scales={UNCALIBRATED: {}, **scales},
+            )
+        )
+
+
+def report(found: Calibration) -> dict[str, Any]:
+    """Schema 1 of `kvant calibrate --format json`, without files and facts."""
+    values = [value for tensor in found.winner.scales.values() for value in tensor.tolist()]
+    return {
+        "schema": 1,
+        "winner": found.winner.name,
+        "positions": found.positions,
+        "compared": {one.name: _entry(one) for one in found.compared},
+        "scales": {"least": float(np.min(values)), "most": float(np.max(values))},
+    }
+
+
+def _entry(one: Compared) -> dict[str, float]:
+    entry = asdict(one)
+    del entry["name"]
+    return entry

@@ -102,3 +102,45 @@ def test_formats_are_not_told_apart_by_spelling(path: Path) -> None:
             words = [a.value for a in ast.walk(node) if isinstance(a, ast.Constant)]
             spelled = [w for w in words if isinstance(w, str) and w[:3] in starts]
             assert not spelled, f"{path}:{node.lineno} {spelled}"
+
+
+def public_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef, bool, str]]:
+    """Name, definition, whether it belongs to a Protocol, and its class's docstring."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield node.name, node, False, ""
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            is_protocol = any("Protocol" in ast.unparse(base) for base in node.bases)
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
+                    of_class = ast.get_docstring(node) or ""
+                    yield f"{node.name}.{inner.name}", inner, is_protocol, of_class
+
+
+def has_tensors(function: ast.FunctionDef) -> bool:
+    given = function.args
+    annotations = [one.annotation for one in (*given.args, *given.kwonlyargs)]
+    return any(
+        isinstance(part, ast.Name) and part.id == "Tensor"
+        for annotation in (*annotations, function.returns)
+        if annotation is not None
+        for part in ast.walk(annotation)
+    )
+
+
+def test_public_functions_of_tensors_say_their_shapes() -> None:
+    """With "[", or by the function that they refer to, or in the protocol that they implement."""
+    found = [(path, *one) for path in FILES for one in public_functions(path)]
+    documented = {
+        name.partition(".")[2]
+        for _, name, function, is_protocol, _ in found
+        if is_protocol and "[" in (ast.get_docstring(function) or "")
+    }
+    lacking = []
+    for path, name, function, _, of_class in found:
+        said = ast.get_docstring(function) or ""
+        implements = not said and name.partition(".")[2] in documented
+        in_class = "." in name and "[" in of_class
+        if has_tensors(function) and not (set("[`") & set(said) or implements or in_class):
+            lacking.append(f"{relative(path)}:{function.lineno} {name}")
+    assert not lacking

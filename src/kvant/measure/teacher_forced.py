@@ -75,7 +75,7 @@ class TextReader:
         return self._step(token_ids, index).view(texts, count, -1)
 
     def fill(self, token_ids: Tensor) -> None:
-        """`read` with no logits but the last token's, which saves the head's product."""
+        """`read` of token_ids [num_texts, n] int64 without logits, which saves the head's product."""
         self._step(token_ids, torch.tensor([token_ids.numel() - 1], device=token_ids.device))
 
     def _step(self, token_ids: Tensor, index: Tensor) -> Tensor:

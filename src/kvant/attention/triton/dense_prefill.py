@@ -25,8 +25,9 @@ AT_ONCE = 16384
 
 
 def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: bool) -> bool:
-    """True if the kernel serves this layer on this device. Blackwell for desktops has bulk copies too, but
-    less than half of the shared memory.
+    """True if the kernel serves this layer on the device of q [T, num_q_heads, head_dim].
+
+    Blackwell for desktops has bulk copies too, but less than half of the shared memory.
     """
     g = cache.spec.geometry
     return (

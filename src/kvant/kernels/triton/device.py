@@ -19,7 +19,7 @@ _arrivals: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def arrivals(device: torch.device, count: int) -> Tensor:
-    """Return zeroed counters for programs that share a result; the last program resets them.
+    """Return zeroed int32 counters [>= count] for programs that share a result; the last one resets them.
 
     Launches that use them must not overlap. Never freed: recorded steps keep the address.
     """

@@ -97,7 +97,7 @@ def config_with_scheme(config: Mapping[str, Any], sharing: Sharing) -> dict[str,
 
 
 def scale_tensors(geometry: ModelGeometry, winner: Candidate) -> dict[str, Tensor]:
-    """float32 tensors by name."""
+    """float32 scales [1] or [num_kv_heads, 1, 1] by tensor name."""
     names = {layer.index: layer.name for layer in geometry.layers}
     found = {}
     for (index, side), values in winner.scales.items():

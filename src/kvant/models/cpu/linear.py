@@ -18,7 +18,7 @@ _CHUNKS_A_THREAD = 4
 
 
 def float_rows(rows: int, columns: int) -> Tensor:
-    """Allocate float32 memory on the CPU for compiled code, regardless of torch's defaults."""
+    """Allocate float32 [rows, columns] on the CPU for compiled code, regardless of torch's defaults."""
     return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
 
 

@@ -262,7 +262,7 @@ def kernels_for(weight: Tensor, *, batch_invariant: bool = False) -> Kernels:
 
 
 def experts_for(weight: Tensor) -> ExpertKernels:
-    """Triton's on a GPU, plain torch elsewhere and for float64."""
+    """Triton's for weights [..] on a GPU, plain torch elsewhere and for float64."""
     if weight.device.type == "cuda" and weight.dtype is not torch.float64:
         from kvant.models.fused.triton_experts import TritonExperts
 

@@ -115,4 +115,5 @@ def _ptx(x: Tensor) -> bool:
 
 
 def processors(x: Tensor) -> int:
+    """Multiprocessors of the device of x [..]."""
     return multiprocessors(x.device)

@@ -61,7 +61,7 @@ def calibrate(
     KL divergence. --save writes a checkpoint with k_scale, v_scale and a kv_cache_scheme, which Kvant and
     readers of compressed-tensors load. The same command continues an interrupted calibration.
     """
-    from kvant.engine.threads import wait_without_spinning
+    from kvant.engine.process import wait_without_spinning
 
     wait_without_spinning()  # before torch is imported
     from kvant.engine.llm import LLM

@@ -51,8 +51,8 @@ class Part(Enum):
 
 
 _QUANTIZATION = {
-    Part.INT8: Quantization.INT8_WEIGHT_ONLY.value,
-    Part.INT4: Quantization.INT4_WEIGHT_ONLY.value,
+    Part.INT8: Quantization.INT8.value,
+    Part.INT4: Quantization.INT4.value,
 }
 
 

@@ -18,8 +18,7 @@ def steps(
         list[str] | None,
         typer.Option(
             "--quantization",
-            help="Weight formats: none, int8_weight_only, int4_weight_only; may be repeated, all "
-            "without.",
+            help="Weight formats: none, int8, int4; may be repeated, all without.",
             show_default=False,
         ),
     ] = None,

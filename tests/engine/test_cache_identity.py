@@ -30,8 +30,8 @@ def identity(path: Path, **options: object) -> CacheIdentity:
 @pytest.mark.parametrize(
     "other",
     [
-        {"quantization": "int8_weight_only"},
-        {"quantization": "int4_weight_only"},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
         {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
         {"kv_cache_dtype": "int8_per_token_head"},
         {"kv_cache_rules": "0:fp8_e5m2"},

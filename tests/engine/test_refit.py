@@ -131,6 +131,6 @@ def test_weights_do_not_change_under_a_request(tmp_path: Path) -> None:
 
 def test_rounded_weights_are_not_exchanged(tmp_path: Path) -> None:
     path = tiny.build("llama", tmp_path)
-    llm = open_(path, batch_invariant=False, quantization="int8_weight_only")
+    llm = open_(path, batch_invariant=False, quantization="int8")
     with pytest.raises(NotServable, match="rounded"):
         llm.refit(path)

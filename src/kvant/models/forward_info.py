@@ -33,6 +33,19 @@ class ForwardFacts:
         return self.device.kind is DeviceKind.CPU
 
     @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the largest rounded weight once it is decoded, for products of many rows on a GPU."""
+        if self.quantization is None:
+            return 0
+        text = self.config.get("text_config")
+        inner = self.config.get("intermediate_size") or (text or {}).get("intermediate_size")
+        hidden, layers = self.geometry.hidden_size, self.geometry.layers
+        heads = max(
+            (g.num_q_heads + 2 * g.num_kv_heads) * max(g.head_dim_k, g.head_dim_v) for g in layers
+        )
+        return 2 * hidden * max(heads, 2 * int(inner or 4 * hidden))
+
+    @property
     def kept_codes(self) -> str | None:
         """The method whose codes stay quantised in memory; None for weights that are numbers."""
         declared = self.config.get("quantization_config")
@@ -47,13 +60,15 @@ class ForwardInfo:
 
     module: where `make(module, plan, choice) -> Forward` is, which imports torch. refuse: returns
     why the forward cannot run the model, or None; it is pure and needs no device. extra_bytes: bytes
-    on the device beside weights and activations.
+    on the device beside weights and activations. rounds_itself: it wants the weights as they are, and
+    rounds them for `--quantization`.
     """
 
     name: str
     module: str
     refuse: Callable[[ForwardFacts], str | None]
     extra_bytes: Callable[[ForwardFacts], int] = lambda _: 0
+    rounds_itself: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +95,7 @@ class ForwardChoice:
     @property
     def name(self) -> str | None:
         return None if self.info is None else self.info.name
+
+    @property
+    def rounds_itself(self) -> bool:
+        return self.info is not None and self.info.rounds_itself

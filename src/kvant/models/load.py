@@ -26,6 +26,8 @@ from kvant.models.classes import auto_class
 from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.loaded import LoadedModel
+from kvant.models.narrow import RoundingConfig, round_loaded
+from kvant.models.quantization import Quantization
 from kvant.models.quantized import (
     check_nothing_quantises_kv,
     check_weights,
@@ -77,12 +79,16 @@ def load_model(
         if plan.compute_dtype is ComputeDtype.FLOAT64:
             config._experts_implementation = "eager"  # grouped products know no float64
         with quiet_compressed_tensors(is_compressed(config)):
+            rounded = None if forward.rounds_itself else forward.quantization
             if dummy_weights:
                 module = _make_weights(config, plan.compute_dtype, device)
+                if rounded is not None:
+                    round_loaded(module, rounded)
                 unused: tuple[str, ...] = ()
             else:
-                module, unused = _read_weights(path, config, plan.compute_dtype, device)
-            decode_weights(module, TORCH_COMPUTE[plan.compute_dtype])
+                module, unused = _read_weights(path, config, plan.compute_dtype, device, rounded)
+            if rounded is None:
+                decode_weights(module, TORCH_COMPUTE[plan.compute_dtype])
     fix_frequencies(module, rotary_length)
     check_nothing_quantises_kv(module)
     text = module.config.get_text_config(decoder=True)
@@ -126,9 +132,14 @@ def _read_config(path: Path) -> PreTrainedConfig:
 
 
 def _read_weights(
-    path: Path, config: PreTrainedConfig, compute: ComputeDtype, device: torch.device
+    path: Path,
+    config: PreTrainedConfig,
+    compute: ComputeDtype,
+    device: torch.device,
+    rounded: Quantization | None,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The module, and the names of tensors that it does not use."""
+    """The module, and the names of tensors that it does not use. rounded: as they arrive."""
+    rounding = None if rounded is None else RoundingConfig(rounded)
     try:
         loaded: Any = auto_class(config).from_pretrained(
             str(path),
@@ -140,6 +151,7 @@ def _read_weights(
             local_files_only=True,
             device_map=None if device.type == "cpu" else {"": device},
             output_loading_info=True,
+            **({} if rounding is None else {"quantization_config": rounding}),
         )
     except torch.OutOfMemoryError:
         raise
@@ -156,12 +168,16 @@ def _read_weights(
             ways_out=(WayOut("convert .bin weights with transformers' save_pretrained"),),
         ) from fault
     except Exception as fault:  # a family's own code may raise anything
+        if rounding is not None and rounding.fault is not None:
+            raise rounding.fault from None
         raise NotServable(
             f"transformers cannot load {path}", why=f"{type(fault).__name__}: {fault}"
         ) from fault
     module, info = loaded
     _check_complete(path, info)
     assert isinstance(module, PreTrainedModel)
+    if rounding is not None:
+        rounding.finish(path, module)
     check_finite(path, module)
     return module, tuple(sorted(info["unexpected_keys"]))
 

@@ -1,6 +1,7 @@
-"""Weight quantisation at load (`--quantization`): methods, devices and bytes.
+"""Rounding weights while they are loaded (`--quantization`): methods, formats, devices and bytes.
 
-Needs no torch, since plans use it. `kvant.models.cpu.weights` defines the layout of codes and scales.
+Needs no torch, since plans use it. On a GPU the formats are those of `kvant.weights`; on a CPU
+`kvant.models.cpu.weights` defines the layout of codes and scales.
 """
 
 from __future__ import annotations
@@ -12,21 +13,43 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable, WayOut
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.parameters import Weight, WeightKind
+from kvant.weights.format import FP8_CHANNEL, INT8_CHANNEL, WeightFormat, int4_groups
 
-_GROUP = 32
+_CPU_GROUP = 32
+_GROUPS = (128, 64, 32)
 
 
 class Quantization(Enum):
-    """Weights of linear layers are rounded, activations are not. Norms and embeddings stay."""
+    """Weights of linear layers are rounded, activations are not. Norms and embeddings stay.
 
-    INT8_WEIGHT_ONLY = "int8_weight_only"  # a scale for each output
-    INT4_WEIGHT_ONLY = "int4_weight_only"  # scale and offset for 32 weights; the head is int8
+    The head stays on a GPU, and is int8 on a CPU.
+    """
 
-    def row_bytes(self, columns: int, *, is_head: bool) -> int:
-        """Bytes of one output's codes and scales."""
-        if self is Quantization.INT4_WEIGHT_ONLY and not is_head:
-            return columns // 2 + 4 * (columns // _GROUP)
+    FP8 = "fp8"  # e4m3, a scale for each output
+    INT8 = "int8"  # a scale for each output
+    INT4 = "int4"  # on a GPU a scale for 128 weights, on a CPU scale and offset for 32
+
+    def cpu_row_bytes(self, columns: int, *, is_head: bool) -> int:
+        """Bytes of one output's codes and scales on a CPU."""
+        if self is Quantization.INT4 and not is_head:
+            return columns // 2 + 4 * (columns // _CPU_GROUP)
         return columns + 4
+
+
+def format_of(asked: Quantization, columns: int) -> WeightFormat:
+    """The format on a GPU of a weight with `columns` inputs. NotServable if no group divides them."""
+    if asked is Quantization.FP8:
+        return FP8_CHANNEL
+    if asked is Quantization.INT8:
+        return INT8_CHANNEL
+    group = next((size for size in _GROUPS if columns % size == 0), None)
+    if group is None:
+        raise NotServable(
+            f"--quantization {asked.value} cannot round a weight with {columns} inputs",
+            why=f"its groups have {_GROUPS[-1]} inputs or more",
+            ways_out=(WayOut("take 8 bits", ("--quantization", Quantization.INT8.value)),),
+        )
+    return int4_groups(group)
 
 
 def check_quantization(asked: Quantization, device: DeviceFacts, compute: ComputeDtype) -> None:
@@ -36,35 +59,63 @@ def check_quantization(asked: Quantization, device: DeviceFacts, compute: Comput
     """
     flag = f"--quantization {asked.value}"
     without = WayOut("run without --quantization")
-    if device.kind is not DeviceKind.CPU:
+    if device.kind is DeviceKind.ROCM:
         raise NotServable(
-            f"{flag} runs on CPUs only",
-            why="there are no kernels for such weights on GPUs",
+            f"{flag} runs on NVIDIA GPUs and on CPUs",
+            why="there are no kernels for such weights on this device",
             ways_out=(without, WayOut("run on the CPU", ("--device", "cpu"))),
+        )
+    if device.kind is DeviceKind.CUDA:
+        if compute is not ComputeDtype.BFLOAT16:
+            raise NotServable(
+                f"{flag} does not compute in {compute.value} on a GPU",
+                why="its kernels decode weights to bfloat16",
+                ways_out=(WayOut("compute in bfloat16", ("--dtype", "bfloat16")), without),
+            )
+        return
+    if asked is Quantization.FP8:
+        raise NotServable(
+            f"{flag} runs on GPUs only",
+            why="there are no kernels for such weights on CPUs",
+            ways_out=(WayOut("take 8-bit integers", ("--quantization", "int8")), without),
         )
     if compute is not ComputeDtype.FLOAT32:
         raise NotServable(
-            f"{flag} does not compute in {compute.value}",
+            f"{flag} does not compute in {compute.value} on a CPU",
             why="its kernels decode weights to float32",
             ways_out=(WayOut("compute in float32", ("--dtype", "float32")), without),
         )
 
 
 def quantized_bytes(
-    asked: Quantization, weights: Iterable[Weight], tied_head: tuple[int, int] | None
+    asked: Quantization,
+    weights: Iterable[Weight],
+    tied_head: tuple[int, int] | None,
+    *,
+    on_gpu: tuple[int, str] | None = None,
 ) -> int:
-    """Bytes of all weights in memory; weights that stay are float32.
+    """Bytes of all weights in memory.
 
-    tied_head: (outputs, inputs) of a head that is the embedding; it is then stored twice.
+    on_gpu: the bytes of a number that stays, and how names of the layers begin whose weights are rounded;
+    None for a CPU, where what stays is float32. tied_head: (outputs, inputs) of a head that is the
+    embedding; a CPU stores it twice.
     """
+    if on_gpu is not None:
+        return sum(_gpu_bytes(asked, weight, *on_gpu) for weight in weights)
     found = 0
     for weight in weights:
         is_head = weight.name == "lm_head"
         if is_head or weight.kind is WeightKind.LINEAR:
-            found += weight.rows * (asked.row_bytes(weight.columns, is_head=is_head) + 4)
+            found += weight.rows * (asked.cpu_row_bytes(weight.columns, is_head=is_head) + 4)
         elif not weight.name.endswith(".bias"):  # which are counted with their products
             found += 4 * weight.numel
     if tied_head is not None:
         rows, columns = tied_head
-        found += rows * (asked.row_bytes(columns, is_head=True) + 4)
+        found += rows * (asked.cpu_row_bytes(columns, is_head=True) + 4)
     return found
+
+
+def _gpu_bytes(asked: Quantization, weight: Weight, element_bytes: int, layers: str) -> int:
+    if weight.kind is not WeightKind.LINEAR or not weight.name.startswith(layers):
+        return weight.numel * element_bytes
+    return format_of(asked, weight.columns).matrix_bytes(weight.rows, weight.columns)

@@ -150,9 +150,16 @@ def estimate_weight_bytes(
 
 
 def quantized_weight_bytes(
-    config: Mapping[str, Any], geometry: ModelGeometry, quantization: Quantization
+    config: Mapping[str, Any],
+    geometry: ModelGeometry,
+    quantization: Quantization,
+    *,
+    compute: ComputeDtype | None = None,
 ) -> WeightBytes:
-    """Bytes in memory after weights were quantised while they were loaded, counted from the config."""
+    """Bytes in memory after weights were quantised while they were loaded, counted from the config.
+
+    compute: the dtype of weights that stay on a GPU; None for a CPU.
+    """
     weights = _model_weights(config, geometry)
     if isinstance(weights, str):
         return WeightBytes(None, None, weights)
@@ -160,7 +167,10 @@ def quantized_weight_bytes(
     head = None
     if all(weight.name != "lm_head" for weight in listed):
         head = geometry.vocab_size, geometry.hidden_size
-    found = quantized_bytes(quantization, listed, head)
+    on_gpu = None
+    if compute is not None:
+        on_gpu = ELEMENT_BYTES[compute], find_family(config).prefix
+    found = quantized_bytes(quantization, listed, head, on_gpu=on_gpu)
     return WeightBytes(
         found, WeightSource.ESTIMATED, f"counted from config.json as {quantization.value}"
     )

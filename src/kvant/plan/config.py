@@ -109,7 +109,7 @@ class PlanOptions:
     )
     quantization: str | None = option(
         None,
-        "Quantise the weights of linear layers while loading; CPUs only.",
+        "Round the weights of linear layers while loading; embeddings and norms stay.",
         choices=tuple(q.value for q in Quantization),
         unset="as stored",
     )

@@ -152,7 +152,9 @@ def _plan_model(
         )  # fmt: skip
     else:
         check_quantization(quantization, request.device, kv.compute_dtype)
-        weights = quantized_weight_bytes(config, geometry, quantization)
+        weights = quantized_weight_bytes(
+            config, geometry, quantization, compute=None if request.on_cpu else kv.compute_dtype
+        )
     source = ShapeSource.CONFIG if facts.shape is None else facts.shape.source
     return PlannedModel(
         facts.local, config, geometry, facts.checkpoint, weights, kv, facts.refusal, source

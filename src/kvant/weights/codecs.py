@@ -126,6 +126,18 @@ def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
     )
 
 
+_MOST_AT_ONCE = 1 << 23
+"""Numbers that are rounded at once: 32 MiB in float32, several times."""
+
+
+def encode_in_parts(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
+    """`encode` with little memory beside the result, for formats whose blocks end with rows."""
+    assert fmt.rows != WHOLE
+    assert not fmt.global_scale
+    step = max(1, _MOST_AT_ONCE // (weight.shape[1] * fmt.rows)) * fmt.rows
+    return join([encode(part, fmt) for part in torch.split(weight, step)])
+
+
 def _encode_asymmetric(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
     rows, columns = wide.shape
     groups = wide.view(rows, -1, fmt.columns)

@@ -45,8 +45,8 @@ _ALONE = 8
 _NEVER_ALONE = 0
 _CODES = {
     None: (Code.FLOAT32, Code.FLOAT32),
-    Quantization.INT8_WEIGHT_ONLY: (Code.INT8, Code.INT8),
-    Quantization.INT4_WEIGHT_ONLY: (Code.INT4, Code.INT8),
+    Quantization.INT8: (Code.INT8, Code.INT8),
+    Quantization.INT4: (Code.INT4, Code.INT8),
 }
 """Codes of layers and of the head, whose rounding changes the logits directly."""
 

@@ -58,4 +58,4 @@ def _refuse_shapes(facts: ForwardFacts) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-INFO = ForwardInfo("compiled", "kvant.models.cpu.decoder", _refuse)
+INFO = ForwardInfo("compiled", "kvant.models.cpu.decoder", _refuse, rounds_itself=True)

@@ -23,6 +23,8 @@ def _refuse(facts: ForwardFacts) -> str | None:
         return "its kernels run on NVIDIA GPUs"
     if facts.compute is not ComputeDtype.BFLOAT16:
         return f"it computes in bfloat16, not in {facts.compute.value}"
+    if facts.quantization is not None:
+        return "its products do not read weights that Kvant rounds"
     if facts.batch_invariant:
         return "its sums depend on the number of rows, and --batch-invariant was asked for"
     reason = refuse_layers(facts)

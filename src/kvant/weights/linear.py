@@ -1,0 +1,96 @@
+"""Linear layers whose weight is narrow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kvant.weights.codecs import TORCH_SCALE, NarrowWeight, decode
+from kvant.weights.format import WHOLE, WeightFormat
+
+
+def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
+    """x [T, columns] times a weight, plus bias [rows] or None: [T, rows] in x's dtype.
+
+    On a GPU kernels read the codes. Elsewhere the weight is decoded for each product, which is slow.
+    """
+    if x.device.type == "cuda":
+        from kvant.weights.triton.choose import multiply as on_gpu
+
+        return on_gpu(x, weight, bias)
+    return F.linear(x, decode(weight, x.dtype), bias)
+
+
+class NarrowLinear(nn.Module):
+    """In the place of `nn.Linear`: the same product, with a weight in a narrow format.
+
+    Its tensors are made on the meta device, and a loader sets them. weight: codes. weight_scale,
+    weight_zeros, weight_factor: see `NarrowWeight`; None where the format has none.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_zeros: Tensor | None
+    weight_factor: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self, fmt: WeightFormat, rows: int, columns: int, bias: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.format, self.out_features, self.in_features = fmt, rows, columns
+        packed = columns * fmt.code.bits // 8
+        scales = _scale_shape(fmt, rows, columns)
+        self.weight = _awaited((rows, packed), torch.uint8)
+        self.weight_scale = _awaited(scales, TORCH_SCALE[fmt.scale])
+        self.weight_zeros = _awaited(scales, torch.uint8) if fmt.zero_points else None
+        self.weight_factor = _awaited((1,), torch.float32) if fmt.global_scale else None
+        self.bias = None if bias is None else _awaited((rows,), bias)
+
+    @property
+    def narrow(self) -> NarrowWeight:
+        """The weight as products take it."""
+        return NarrowWeight(
+            self.format, self.out_features, self.in_features,
+            self.weight, self.weight_scale, self.weight_zeros, self.weight_factor,
+        )  # fmt: skip
+
+    def put(self, weight: NarrowWeight, bias: Tensor | None = None) -> None:
+        """Take a weight of the declared format and shape, and a bias [out_features] or None."""
+        assert (weight.format, weight.shape) == (self.format, (self.out_features, self.in_features))
+        for name, tensor in named_tensors(weight).items():
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+        if bias is not None:
+            self.bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.., in_features] -> [.., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        return multiply(rows, self.narrow, self.bias).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.format.summary}"
+
+
+def named_tensors(weight: NarrowWeight) -> dict[str, Tensor]:
+    """A weight's tensors under the names that `NarrowLinear` gives them."""
+    found = {"weight": weight.codes, "weight_scale": weight.scales}
+    if weight.zeros is not None:
+        found["weight_zeros"] = weight.zeros
+    if weight.global_scale is not None:
+        found["weight_factor"] = weight.global_scale
+    return found
+
+
+def _scale_shape(fmt: WeightFormat, rows: int, columns: int) -> tuple[int, ...]:
+    down, along = fmt.blocks(rows, columns)
+    if fmt.rows == WHOLE:
+        return (1,)
+    if fmt.columns == WHOLE:
+        return (rows,)
+    return (along, down) if fmt.rows == 1 else (down, along)
+
+
+def _awaited(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

@@ -1,0 +1,166 @@
+"""Weights that are rounded while they are loaded: the model of the decoded weights, in the planned bytes."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.reference.backend import backend
+from kvant.errors import BadCheckpoint, NotServable
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.models.cpu.info import INFO as COMPILED
+from kvant.models.forward_info import ForwardFacts
+from kvant.models.loaded import LoadedModel
+from kvant.models.modules.info import INFO as MODULES
+from kvant.models.narrow import chosen_layers
+from kvant.models.quantization import Quantization, check_quantization, format_of
+from kvant.models.select import select_forward
+from kvant.models.weights import quantized_weight_bytes
+from kvant.weights.codecs import decode, encode
+from kvant.weights.linear import NarrowLinear
+from tests.attention import driver
+from tests.models import loading, tiny
+
+TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
+GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def load(
+    path: Path, family: str, quantization: Quantization | None, **options: bool
+) -> LoadedModel:
+    geometry = tiny.geometry(family)
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    return loading.load(path, plan, geometry, quantization=quantization, only=MODULES, **options)
+
+
+def logits(model: LoadedModel) -> Tensor:
+    steps = driver.Driver(driver.pool(model.plan, 40), backend())
+    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
+    return model.forward(ids, call, torch.arange(len(TEXT)))
+
+
+def rounded(path: Path, quantization: Quantization) -> Tensor:
+    """Logits of transformers' model with weights that were rounded and decoded."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for name in chosen_layers(model, quantization):
+            weight = model.get_submodule(name).weight
+            weight.copy_(decode(encode(weight, format_of(quantization, weight.shape[1]))))
+        found: Tensor = model(torch.tensor([TEXT])).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("quantization", Quantization, ids=lambda q: q.value)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_rounded_model_is_the_model_of_the_decoded_weights_in_the_planned_bytes(
+    family: str, quantization: Quantization, tmp_path: Path
+) -> None:
+    path = tiny.build(family, tmp_path)
+    model = load(path, family, quantization)
+    expected, found = rounded(path, quantization), logits(model)
+    assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+    planned = quantized_weight_bytes(
+        json.loads((path / "config.json").read_text()), tiny.geometry(family), quantization,
+        compute=ComputeDtype.FLOAT32,
+    )  # fmt: skip
+    buffers = sum(b.numel() * b.element_size() for b in model._module.buffers())
+    assert planned.bytes == model.num_weight_bytes - buffers
+
+
+def test_layers_are_narrow_and_the_rest_is_wide(tmp_path: Path) -> None:
+    model = load(tiny.build("llama", tmp_path), "llama", Quantization.FP8)._module
+    layers = [part for part in model.model.layers.modules() if isinstance(part, nn.Linear)]
+    assert not layers
+    assert type(model.lm_head) is nn.Linear
+    narrow = [part for part in model.modules() if isinstance(part, NarrowLinear)]
+    assert len(narrow) == 7 * model.config.num_hidden_layers
+    assert not hasattr(model, "hf_quantizer")
+    assert getattr(model.config, "quantization_config", None) is None
+
+
+def test_dummy_weights_are_rounded_too(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    model = load(path, "llama", Quantization.INT4, dummy_weights=True)
+    assert sum(isinstance(part, NarrowLinear) for part in model._module.modules()) > 0
+    assert bool(logits(model).isfinite().all())
+
+
+def test_at_most_one_matrix_is_wide_while_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts the wide matrices that live whenever one is rounded."""
+    from kvant.models import narrow
+
+    path = tiny.build("llama", tmp_path)
+    alive: list[int] = []
+    shapes = {(64, 64), (32, 64), (96, 64), (64, 96)}
+    encode_really = narrow.encode_in_parts
+
+    def counted(weight: Tensor, fmt: object) -> object:
+        gc.collect()
+        wide = [
+            one for one in gc.get_objects()
+            if type(one) is Tensor and one.dtype is torch.float32 and one.device.type == "cpu"
+            and tuple(one.shape) in shapes
+        ]  # fmt: skip
+        alive.append(len({one.data_ptr() for one in wide}))
+        return encode_really(weight, fmt)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(narrow, "encode_in_parts", counted)
+    load(path, "llama", Quantization.FP8)
+    assert max(alive) <= 1
+
+
+def test_a_weight_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadCheckpoint, match=r"layers\.1\.mlp\.up_proj"):
+        load(path, "llama", Quantization.FP8)
+
+
+def test_a_norm_of_another_shape_is_refused(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].contiguous()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((BadCheckpoint, NotServable)):  # by transformers, from some release on
+        load(path, "llama", Quantization.INT8)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 4}, "experts"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised already"),
+    ],
+)
+def test_what_cannot_be_rounded_on_a_gpu_is_refused(config: dict[str, object], says: str) -> None:
+    whole = {"model_type": "llama", **SIZES, **config}
+    geometry = tiny.geometry("llama")
+    facts = ForwardFacts(whole, geometry, ComputeDtype.BFLOAT16, GPU, Quantization.FP8)
+    with pytest.raises(NotServable) as refused:
+        select_forward(facts)
+    assert says in str(refused.value)
+
+
+def test_a_gpu_computes_in_bfloat16_with_rounded_weights() -> None:
+    check_quantization(Quantization.INT4, GPU, ComputeDtype.BFLOAT16)
+    with pytest.raises(NotServable, match="bfloat16"):
+        check_quantization(Quantization.INT4, GPU, ComputeDtype.FLOAT16)
+
+
+def test_only_the_forward_that_rounds_itself_gets_wide_weights() -> None:
+    assert COMPILED.rounds_itself
+    assert not MODULES.rounds_itself

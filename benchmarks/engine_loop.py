@@ -91,6 +91,8 @@ class _Runner:
 
     def zero(self, pages: Sequence[int]) -> None: ...
 
+    def check(self) -> None: ...
+
     def saturated(self) -> tuple[Saturated, ...]:
         return ()
 

@@ -66,6 +66,9 @@ class FilledRunner:
     def num_drafts(self, num_sequences: int) -> Sequence[int]:
         return self._inner.num_drafts(num_sequences)
 
+    def check(self) -> None:
+        self._inner.check()
+
     def saturated(self) -> tuple[Saturated, ...]:
         return self._inner.saturated()
 

@@ -10,6 +10,7 @@
     |   +-- DoesNotFit         too little memory
     +-- RequestError           one request is invalid; the engine continues (HTTP 4xx)
     +-- EngineFault            a bug in Kvant or a broken device (exit code 1, HTTP 5xx)
+        +-- RankLost           another process of a tensor-parallel engine died or hangs
 
 A message has four parts: what was asked and by whom, what clashes and why, what was tried, and ways
 out that work. A way out carries its command-line arguments, so tests can run it.
@@ -116,3 +117,7 @@ class RequestError(KvantError):
 
 class EngineFault(KvantError):
     """A fault that the user cannot fix: a bug in Kvant, or a device that failed."""
+
+
+class RankLost(EngineFault):
+    """A process that runs a part of the model died or hangs: the engine cannot go on."""

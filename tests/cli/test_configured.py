@@ -96,7 +96,7 @@ def test_a_plan_follows_file_and_variables_and_names_them(tmp_path: Path) -> Non
             {"KVANT_SPECULATIVE_CONFIG": '{"method":"eagle"}'},
             "(asked by KVANT_SPECULATIVE_CONFIG)",
         ),
-        (("serve", "x", "-tp", "2"), {}, "--tensor-parallel-size 2"),
+        (("serve", "x", "-tp", "0"), {}, "--tensor-parallel-size is 0"),
         (("plan", "x", "--calculate-kv-scales"), {}, "--calculate-kv-scales"),
     ],
 )

@@ -165,7 +165,7 @@ def test_warnings_of_the_plan_go_to_stderr(path: Path) -> None:
         (["Hello", "--temperature", "-1"], BadValue, "temperature"),
         (["Hello", "--max-tokens", "0"], BadValue, "max_tokens"),
         (["Hello", "--calculate-kv-scales"], NotServable, "calculate"),
-        (["Hello", "--tensor-parallel-size", "2"], NotServable, "one device"),
+        (["Hello", "--tensor-parallel-size", "3"], NotServable, "one device"),
         (["Hello", "--kv-cache-memory", "900TiB"], DoesNotFit, "does not fit"),
         (["x" * 500], BadValue, "500 tokens"),
         ([""], BadValue, "empty"),

@@ -120,7 +120,7 @@ def test_a_model_that_does_not_fit_is_still_a_plan(tmp_path: Path) -> None:
         (("--speculative-config", "{"), "not JSON"),
         (("--kv-cache-policy", "/nowhere.yaml"), "/nowhere.yaml"),
         (("--calculate-kv-scales",), "fp8_per_token_head"),
-        (("--tensor-parallel-size", "2"), "one device"),
+        (("--tensor-parallel-size", "3"), "one device"),
         (("--max-model-len", "1000000"), "4096"),
         (("--kv-missing-scales", "zero"), "error"),
         (("--dtype", "int8"), "bfloat16"),

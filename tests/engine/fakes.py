@@ -48,6 +48,9 @@ class RememberingRunner:
         assert 0 not in pages
         self.stored[list(pages)] = UNWRITTEN
 
+    def check(self) -> None:
+        pass
+
     def saturated(self) -> tuple[Saturated, ...]:
         return ()
 

@@ -254,7 +254,7 @@ def test_more_than_the_machine_has_is_refused_before_weights_are_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     little = DeviceMemory(free=8 * 2**20, total=8 * 2**20)
-    monkeypatch.setattr("kvant.plan.read_facts.device_memory", lambda device: little)
+    monkeypatch.setattr("kvant.plan.read_facts.device_memory", lambda *_: little)
     with monkeypatch.context() as patch:
         patch.setattr("kvant.models.load.load_model", _must_not_be_called)
         with pytest.raises(DoesNotFit, match=r"8.00 MiB that are free") as caught:
@@ -285,7 +285,7 @@ def _must_not_be_called(*_: object, **__: object) -> None:
         ({"kv_cache_dtype_skip_layers": [99]}, BadValue),
         ({"revision": "main"}, BadValue),
         ({"kv_cache_dytpe": "fp8"}, UnknownName),
-        ({"tensor_parallel_size": 2}, NotServable),
+        ({"tensor_parallel_size": 3}, NotServable),
         ({"calculate_kv_scales": True}, NotServable),
     ],
 )

@@ -216,7 +216,7 @@ def test_an_engine_needs_the_size_of_its_weights_or_of_its_pages(
         "quantization_config": {"quant_method": "unheard-of"}
     }
     (Path(request_.model) / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("kvant.plan.read_facts.device_memory", lambda device: HERE)
+    monkeypatch.setattr("kvant.plan.read_facts.device_memory", lambda *_: HERE)
     with pytest.raises(DoesNotFit, match="unknown size") as refused:
         plan_engine(EngineConfig(request_, dummy_weights=True))
     assert "--kv-cache-memory" in str(refused.value)

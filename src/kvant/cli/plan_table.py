@@ -36,6 +36,7 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
     if plan.draft is not None:
         console.print(Text(f"drafter {plan.draft.local.name}", style="bold"))
         print_layers(plan.draft, console)
+    _print_division(plan, console)
     _print_memory(plan, console)
     _print_alternatives(plan, console)
     for line in plan.warnings:
@@ -154,6 +155,25 @@ def _spans(indices: Iterable[int]) -> str:
         else:
             spans.append([index, index])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _print_division(plan: Plan, console: Console) -> None:
+    """What follows is one rank's memory: say so, and what every rank holds whole."""
+    division = plan.division
+    if division is None:
+        return
+    whole = ""
+    if division.whole_bytes is not None:
+        whole = f", of {format_size(division.whole_bytes)} of weights"
+    console.print(
+        Text(
+            f"each of {division.size} ranks{whole}: {plan.rank_kv.bytes_per_token:,} bytes per token",
+            style="bold",
+        ),
+        soft_wrap=True,
+    )
+    for line in division.replicated:
+        console.print(Text(f"  whole on every rank: {line}", style="dim"), soft_wrap=True)
 
 
 def _print_memory(plan: Plan, console: Console) -> None:

@@ -74,6 +74,13 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             verify_plan(
                 plan.kv, planned.request.device, batch_invariant=planned.request.batch_invariant
             )
+    assert planned.memory.num_pages is not None
+    num_pages = planned.memory.num_pages
+    team = None
+    if planned.num_ranks > 1:
+        from kvant.parallel.team import Team
+
+        team = Team(config, planned, num_pages)  # which load their weights meanwhile
     tokenizing = open_tokenizer(target.local.path)
     model = load_model(
         target.local.path,
@@ -83,17 +90,16 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         device=device,
         rotary_length=planned.rotary_length,
         dummy_weights=config.dummy_weights,
+        group=None if team is None else team.group,
     )
     notes = (*planned.notes, *_unused(model, target.checkpoint))
     if config.dummy_weights:
         notes = (*notes, "weights are random (--load-format dummy): answers mean nothing")
     ends = model.eos_token_ids or (() if tokenizing is None else tokenizing.eos_token_ids)
-    assert planned.memory.num_pages is not None
-    num_pages = planned.memory.num_pages
     # An obstacle to loading does not concern random weights.
     warnings = tuple(line for line in planned.warnings if line not in planned.obstacles)
     with _memory_for(planned):
-        runner = ModelRunner(model, num_pages)
+        runner = ModelRunner(model, num_pages) if team is None else team.meet(model)
         proposer = load_proposer(planned, runner, dummy_weights=config.dummy_weights)
         try:
             runner.capture(
@@ -193,6 +199,8 @@ def cache_identity(planned: Plan) -> CacheIdentity:
     asked = planned.request.backend
     if asked is not None and asked.rounds_long:
         parts.append(asked.name)
+    if planned.num_ranks > 1:
+        parts.append(f"{planned.num_ranks} ranks")
     if draft is not None:
         parts.append(f"{draft.local.path.resolve()}:{draft.kv.fingerprint}")
     return CacheIdentity(str(target.local.path.resolve()), target.local.revision, "+".join(parts))

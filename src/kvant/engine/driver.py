@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvant.errors import EngineFault, RequestError
+from kvant.errors import EngineFault, RankLost, RequestError
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
@@ -113,7 +113,7 @@ class Driver(Generic[_Key]):
         """Runs one step, or audits an idle engine; returns the events since the last call.
 
         A step that fails ends the requests that took part. Raises EngineFault if the engine cannot go on:
-        its pages are inconsistent, or MOST_FAILED_STEPS steps failed in a row.
+        its pages are inconsistent, a rank was lost, or MOST_FAILED_STEPS steps failed in a row.
         """
         events: list[Event[_Key]] = []
         if self.engine.has_work:
@@ -121,9 +121,12 @@ class Driver(Generic[_Key]):
             try:
                 self._step(events)
                 self._failed_in_a_row = 0
+            except RankLost:
+                raise
             except Exception:
                 self._survive()
         else:
+            self.engine.runner.check()
             self._audit()
         if self._ended:
             events += self.take_ended()

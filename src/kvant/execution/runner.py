@@ -51,6 +51,10 @@ class Runner(Protocol):
         """What layers were given and could not hold, so far. Waits for the device."""
         ...
 
+    def check(self) -> None:
+        """Raise RankLost if a process that runs a part of the model was lost."""
+        ...
+
 
 class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only."""
@@ -122,6 +126,9 @@ class ModelRunner:
 
     def saturated(self) -> tuple[Saturated, ...]:
         return tuple(one for pool in self.pools for one in pool.saturated())
+
+    def check(self) -> None:
+        """Nothing to lose: the model runs in this process."""
 
     def capture(
         self,

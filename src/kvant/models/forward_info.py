@@ -18,7 +18,7 @@ class ForwardFacts:
     """One model on one device, as a forward is asked about it.
 
     config: the model's config.json. quantization: weights are rounded while they are loaded.
-    batch_invariant: no row's result may depend on the rows beside it.
+    batch_invariant: no row's result may depend on the rows beside it. num_ranks: how many share it.
     """
 
     config: Mapping[str, Any]
@@ -27,6 +27,7 @@ class ForwardFacts:
     device: DeviceFacts
     quantization: Quantization | None = None
     batch_invariant: bool = False
+    num_ranks: int = 1
 
     @property
     def on_cpu(self) -> bool:

@@ -6,7 +6,7 @@ this loads the weights and puts Kvant's attention under every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
+from kvant.kv.checkpoint.facts import Side
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
@@ -37,6 +38,9 @@ from kvant.models.quantized import (
 )
 from kvant.models.quiet import quiet_compressed_tensors, quiet_transformers
 from kvant.models.rotary import fix_frequencies
+from kvant.models.sharding.cuts import Cuts
+from kvant.models.sharding.divide import Divided, Group, cut_scales
+from kvant.models.sharding.shard import rank_plan
 
 TORCH_COMPUTE = {
     ComputeDtype.FLOAT32: torch.float32,
@@ -55,20 +59,28 @@ def load_model(
     device: torch.device,
     rotary_length: int | None = None,
     dummy_weights: bool = False,
+    group: Group | None = None,
 ) -> LoadedModel:
     """The model in the directory `path`, computing in the plan's dtype.
 
     Reads safetensors only and runs no code that comes with the checkpoint. forward: what runs it, as
     the plan says. rotary_length: tokens for which moving rotary frequencies are fixed, None for their
-    original length. dummy_weights: read no weight, for timings.
+    original length. dummy_weights: read no weight, for timings. group: the ranks that share the model; this
+    one reads and keeps its part. plan and geometry are those of the whole model in any case.
     Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or of other
     shapes, DoesNotFit where the device has no room for them.
     """
     if geometry.not_runnable is not None:
         raise NotServable(f"{path} can be planned but not run", why=geometry.not_runnable)
+    read: Mapping[tuple[int, Side], Sequence[float]] = read_scale_values(path, plan)
+    divided: Divided | None = None
+    if group is not None:
+        cuts = Cuts(geometry, group.shard)
+        divided = Divided(cuts, group)
+        read, plan = cut_scales(read, plan, group.shard), rank_plan(plan, group.shard.size)
     scales = {
         key: torch.tensor(values, dtype=torch.float32, device=device)
-        for key, values in read_scale_values(path, plan).items()
+        for key, values in read.items()
     }
     register()
     with quiet_transformers(), _room_for(path, device):
@@ -81,14 +93,18 @@ def load_model(
         with quiet_compressed_tensors(is_compressed(config)):
             rounded = None if forward.rounds_itself else forward.quantization
             if dummy_weights:
-                module = _make_weights(config, plan.compute_dtype, device)
+                module = _make_weights(config, plan.compute_dtype, device, divided)
                 if rounded is not None:
                     round_loaded(module, rounded)
                 unused: tuple[str, ...] = ()
             else:
-                module, unused = _read_weights(path, config, plan.compute_dtype, device, rounded)
+                module, unused = _read_weights(
+                    path, config, plan.compute_dtype, device, rounded, divided
+                )
             if rounded is None:
                 decode_weights(module, TORCH_COMPUTE[plan.compute_dtype])
+            if divided is not None:
+                divided.finish(module)
     fix_frequencies(module, rotary_length)
     check_nothing_quantises_kv(module)
     text = module.config.get_text_config(decoder=True)
@@ -96,7 +112,7 @@ def load_model(
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
     with _room_for(path, device):
-        loaded = LoadedModel(module, plan, scales, device, unused, forward)
+        loaded = LoadedModel(module, plan, scales, device, unused, forward, group)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of products that were joined, a third of the weights
     return loaded
@@ -137,22 +153,30 @@ def _read_weights(
     compute: ComputeDtype,
     device: torch.device,
     rounded: Quantization | None,
+    divided: Divided | None,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """The module, and the names of tensors that it does not use. rounded: as they arrive."""
     rounding = None if rounded is None else RoundingConfig(rounded)
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": TORCH_COMPUTE[compute],
+        "attn_implementation": ATTENTION_NAME,
+        "device_map": None if device.type == "cpu" else {"": device},
+        "output_loading_info": True,
+    }
+    if rounding is not None:
+        options["quantization_config"] = rounding
     try:
-        loaded: Any = auto_class(config).from_pretrained(
-            str(path),
-            config=config,
-            dtype=TORCH_COMPUTE[compute],
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            device_map=None if device.type == "cpu" else {"": device},
-            output_loading_info=True,
-            **({} if rounding is None else {"quantization_config": rounding}),
-        )
+        if divided is not None:
+            loaded: Any = divided.read(path, auto_class(config), options)
+        else:
+            loaded = auto_class(config).from_pretrained(
+                str(path),
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                **options,
+            )
     except torch.OutOfMemoryError:
         raise
     except ImportError as fault:
@@ -183,10 +207,18 @@ def _read_weights(
 
 
 def _make_weights(
-    config: PreTrainedConfig, compute: ComputeDtype, device: torch.device
+    config: PreTrainedConfig,
+    compute: ComputeDtype,
+    device: torch.device,
+    divided: Divided | None,
 ) -> PreTrainedModel:
-    """The module with small random numbers, made on the device itself."""
-    with torch.device(device), no_init_weights():
+    """The module with small random numbers, made on the device itself.
+
+    A divided module has its part of the numbers that the whole one would have.
+    """
+    # Memory of a CPU that nothing writes to is not taken, so there the whole module has room.
+    made_on = device if divided is None else torch.device("cpu")
+    with torch.device(made_on), no_init_weights():
         made: Any = auto_class(config).from_config(
             config,
             dtype=TORCH_COMPUTE[compute],
@@ -196,8 +228,13 @@ def _make_weights(
     assert isinstance(made, PreTrainedModel)
     module = made
     generator = torch.Generator(device).manual_seed(0)
+    if divided is not None:
+        names = [name for name, _ in module.named_parameters()]
+        divided.resize(module)
+        torch.nn.Module.to(module, device)
+        divided.make_numbers(module, names, generator)
     for name, parameter in module.named_parameters():
-        if parameter.ndim > 1:
+        if parameter.ndim > 1 and divided is None:
             parameter.data.normal_(0.0, 0.02, generator=generator)
         elif name.endswith((".bias", ".sinks")):  # made without a value
             parameter.data.zero_()

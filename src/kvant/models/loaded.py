@@ -17,6 +17,7 @@ from kvant.kv.spec import KVPlan
 from kvant.models.forward import Forward
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.quantization import Quantization
+from kvant.models.sharding.divide import Group
 
 
 class LoadedModel:
@@ -26,7 +27,8 @@ class LoadedModel:
     [num_kv_heads] by (layer index, side), for `KVPool`. unused_tensors: names of weights in the
     files that nothing of the model uses (scales among them). choice: the plan's forward, and how it
     computes: with batch_invariant each row's result is, bit for bit, its own, with backends of the
-    same promise; with quantization the module's own weights are gone afterwards.
+    same promise; with quantization the module's own weights are gone afterwards. group: the ranks that
+    share the model; plan, scales and module are those of this rank. None for an undivided model.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class LoadedModel:
         device: torch.device,
         unused_tensors: tuple[str, ...],
         choice: ForwardChoice,
+        group: Group | None = None,
     ) -> None:
         self.plan = plan
         self.scales = scales
@@ -44,9 +47,13 @@ class LoadedModel:
         self.unused_tensors = unused_tensors
         self._module = module
         self.choice = choice
+        self.group = group
         self._proved = False
         assert choice.info is not None, "the plan says that nothing runs this model"
-        self._forward: Forward = import_module(choice.info.module).make(module, plan, choice)
+        make = import_module(choice.info.module).make
+        self._forward: Forward = (
+            make(module, plan, choice) if group is None else make(module, plan, choice, group)
+        )
 
     @property
     def batch_invariant(self) -> bool:

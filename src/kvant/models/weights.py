@@ -184,6 +184,13 @@ def _sum(weights: Iterator[Weight], recipe: Recipe | None, element_bytes: int) -
     return found
 
 
+def list_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[Weight, ...]:
+    """Every weight of a model of a listed family."""
+    found = _model_weights(config, geometry)
+    assert not isinstance(found, str), found
+    return tuple(found)
+
+
 def _model_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[Weight] | str:
     """Every weight of the model, or why they cannot be listed."""
     if is_drafter(config):

@@ -19,7 +19,7 @@ from kvant.plan.device import host_device
 from kvant.plan.limits import default_num_seqs
 from kvant.plan.options import Kind, option, options_of
 from kvant.plan.plan import DEFAULT_PAGE_SIZE, PlanRequest
-from kvant.plan.refused import refuse_calculated_scales, refuse_tensor_parallel
+from kvant.plan.refused import refuse_calculated_scales
 from kvant.plan.settings import Given, Settings, read_settings
 from kvant.plan.speculative_config import parse_speculative_config
 from kvant.sampling.structured_outputs import CompileLimits
@@ -128,7 +128,9 @@ class PlanOptions:
         panel=_RUN,
     )
     calculate_kv_scales: bool = option(False, "Refused, with the reason.", hidden=True)
-    tensor_parallel_size: int = option(1, "Only 1 so far.", low=1, short=("-tp",), hidden=True)
+    tensor_parallel_size: int = option(
+        1, "Devices that share the model, one process each.", low=1, high=64, short=("-tp",)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,7 @@ class LLMOptions(TypedDict, total=False):
     structured_timeout: float | None
     structured_cache_bytes: int | None
     gpu_memory_utilization: float | None
+    tensor_parallel_size: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +262,6 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
     """The typed request for a plan. After this function no format is text."""
     options = settings.build(PlanOptions)
     refuse_calculated_scales(options.calculate_kv_scales)
-    refuse_tensor_parallel(options.tensor_parallel_size)
     memory, draft = options.kv_cache_memory, options.speculative_config
     return PlanRequest(
         model=options.model,
@@ -281,6 +283,7 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         memory_utilization=options.gpu_memory_utilization,
         batch_invariant=options.batch_invariant,
         quantization=None if options.quantization is None else Quantization(options.quantization),
+        tensor_parallel_size=options.tensor_parallel_size,
     )
 
 

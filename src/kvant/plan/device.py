@@ -75,14 +75,19 @@ def work_on(gpu: int | None) -> None:
         torch.cuda.set_device(gpu)
 
 
-def device_memory(facts: DeviceFacts) -> DeviceMemory:
-    """Memory of the device now, before anything is loaded."""
+def device_memory(facts: DeviceFacts, num_ranks: int = 1) -> DeviceMemory:
+    """Memory of the device now, before anything is loaded.
+
+    Of several ranks: the GPU with the least free memory, or an equal part of a CPU's memory.
+    """
     if facts.kind is DeviceKind.CPU:
-        free = free_host_bytes()
+        free = free_host_bytes() // num_ranks
         return DeviceMemory(free, free)
     import torch
 
-    return DeviceMemory(*torch.cuda.mem_get_info())
+    first = torch.cuda.current_device()
+    gpus = range(first, min(first + num_ranks, torch.cuda.device_count()))
+    return min((DeviceMemory(*torch.cuda.mem_get_info(gpu)) for gpu in gpus), key=lambda m: m.free)
 
 
 def free_host_bytes() -> int:

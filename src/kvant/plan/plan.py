@@ -21,6 +21,8 @@ from kvant.models.geometry import DraftFacts, MovingRotary
 from kvant.models.local import LocalModel
 from kvant.models.quantization import Quantization
 from kvant.models.shape import ShapeSource
+from kvant.models.sharding.divided import Division
+from kvant.models.sharding.shard import rank_plan
 from kvant.models.weights import WeightBytes
 from kvant.plan.limits import Limits
 from kvant.plan.speculative_config import SpeculativeConfig
@@ -38,7 +40,7 @@ class PlanRequest:
     memory_bytes: memory of a device to plan for that need not be here. kv_cache_bytes: of all pages.
     memory_utilization: share of a GPU's memory to use. batch_invariant: use only backends that compute
     every row independently of the rows beside it. quantization: of the target's weights, while they are
-    loaded.
+    loaded. tensor_parallel_size: devices that share the model.
     """
 
     model: str
@@ -58,6 +60,7 @@ class PlanRequest:
     speculative: SpeculativeConfig | None = None
     batch_invariant: bool = False
     quantization: Quantization | None = None
+    tensor_parallel_size: int = 1
 
     @property
     def on_cpu(self) -> bool:
@@ -98,7 +101,8 @@ class Plan:
     weights and pages; None for a CPU, which allocates as it goes. limits.max_model_len: until memory is
     known, the longest length that is asked or that the model can address. draft_counts: numbers of drafts
     for which steps are recorded, descending. notes: lines about what was chosen. refusal: why an engine
-    cannot run this plan.
+    cannot run this plan. division: how ranks share the model, None for one device. Bytes of weights,
+    pages, workspaces and memory are those of one rank.
     """
 
     request: PlanRequest
@@ -114,6 +118,16 @@ class Plan:
     workspaces: Workspaces | None
     notes: tuple[str, ...] = ()
     refusal: ConfigError | None = None
+    division: Division | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.request.tensor_parallel_size
+
+    @property
+    def rank_kv(self) -> KVPlan:
+        """What each rank stores of the target's `kv`, which describes the whole model."""
+        return rank_plan(self.target.kv, self.num_ranks)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -134,7 +148,7 @@ class Plan:
     @property
     def page_bytes(self) -> int:
         """One page in the pools of target and drafter, which share page ids."""
-        return self.target.kv.page_bytes + (0 if self.draft is None else self.draft.kv.page_bytes)
+        return self.rank_kv.page_bytes + (0 if self.draft is None else self.draft.kv.page_bytes)
 
     @property
     def longest(self) -> int | None:
@@ -178,11 +192,11 @@ class Plan:
         return self.memory_with(self.target.kv)
 
     def memory_with(self, kv: KVPlan) -> MemoryPlan:
-        """How it would be divided if the target stored `kv`."""
+        """How it would be divided if the target, as a whole, stored `kv`."""
         return plan_memory(
             self.total_bytes,
             self.target.weights.bytes,
-            kv,
+            rank_plan(kv, self.num_ranks),
             draft=None if self.draft is None else self.draft.kv,
             draft_weights_bytes=(self.draft.weights.bytes or 0) if self.draft else 0,
             workspace_bytes=0 if self.workspaces is None else self.workspaces.total,

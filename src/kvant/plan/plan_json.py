@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvant.kv.spec import Choice, LayerSpec
+from kvant.models.sharding.divided import Division
 from kvant.plan.plan import Plan, PlannedModel
 
 SCHEMA = 1
@@ -25,6 +26,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "quantization": None
         if plan.request.quantization is None
         else plan.request.quantization.value,
+        "tensor_parallel": None if plan.division is None else _division(plan, plan.division),
         "forward": {
             "name": plan.forward.name,
             "rejected": [{"forward": r.forward, "reason": r.reason} for r in plan.forward.refused],
@@ -47,6 +49,15 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "capacity_tokens": memory.capacity_tokens,
         },
         "warnings": list(plan.warnings),
+    }
+
+
+def _division(plan: Plan, division: Division) -> dict[str, Any]:
+    return {
+        "size": division.size,
+        "whole_weights_bytes": division.whole_bytes,
+        "bytes_per_token_of_rank": plan.rank_kv.bytes_per_token,
+        "replicated": list(division.replicated),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvant.attention.need import LONG_STRIDE
@@ -14,7 +15,19 @@ from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
 from kvant.models.quantization import check_quantization
 from kvant.models.select import select_forward
 from kvant.models.shape import ShapeSource
-from kvant.models.weights import quantized_weight_bytes, weight_bytes_of
+from kvant.models.sharding.divided import (
+    Division,
+    check_division,
+    rank_weight_bytes,
+    replicated,
+)
+from kvant.models.sharding.shard import rank_geometry
+from kvant.models.weights import (
+    ELEMENT_BYTES,
+    list_weights,
+    quantized_weight_bytes,
+    weight_bytes_of,
+)
 from kvant.plan.budget import fit
 from kvant.plan.facts import Facts, ModelFacts
 from kvant.plan.graph_sizes import draft_counts
@@ -24,6 +37,7 @@ from kvant.plan.resolution import resolve_kv
 from kvant.plan.speculative_config import SpeculativeConfig
 from kvant.plan.workspaces import workspaces
 from kvant.speculative.dflash.files import read_network
+from kvant.speculative.methods import NGRAM
 
 
 def make_plan(request: PlanRequest, facts: Facts) -> Plan:
@@ -37,11 +51,17 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     geometry = shape.geometry
     _check_length(request, geometry)
     geometry, rotary = fix_rotary(facts.target.config, geometry, request.max_model_len)
+    ranks = request.tensor_parallel_size
+    if ranks > 1:
+        _check_ranks(request, facts.target, geometry)
     target = _plan_model(request, request.requests.target, facts.target, geometry, Role.TARGET)
+    division = None
+    if ranks > 1:
+        target, division = _divided(target, ranks)
     forward = select_forward(
         ForwardFacts(
             target.config, geometry, target.kv.compute_dtype, request.device,
-            request.quantization, request.batch_invariant,
+            request.quantization, request.batch_invariant, ranks,
         )
     )  # fmt: skip
     draft: PlannedModel | None = None
@@ -53,14 +73,14 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     beside = None
     if not request.on_cpu:
         beside = workspaces(
-            geometry, target.config, target.kv.compute_dtype, limits, counts,
+            rank_geometry(geometry, ranks), target.config, target.kv.compute_dtype, limits, counts,
             batch_invariant=request.batch_invariant, forward_bytes=forward.extra_bytes,
         )  # fmt: skip
     memory = facts.memory
     plan = Plan(
         request, target, forward, rotary, draft, draft_facts, counts, limits,
         total_bytes=request.memory_bytes if memory is None else memory.total,
-        kv_cache_bytes=request.kv_cache_bytes, workspaces=beside,
+        kv_cache_bytes=request.kv_cache_bytes, workspaces=beside, division=division,
     )  # fmt: skip
     if memory is not None:
         plan = fit(plan, memory)
@@ -70,6 +90,39 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
         )
         plan = replace(plan, refusal=refusal)
     return plan
+
+
+def _check_ranks(request: PlanRequest, facts: ModelFacts, geometry: ModelGeometry) -> None:
+    """Refuse what ranks cannot share."""
+    quantized = None if request.quantization is None else request.quantization.value
+    declared = facts.config.get("quantization_config")
+    if isinstance(declared, Mapping):
+        quantized = str(declared.get("quant_method", "an unnamed method"))
+    check_division(facts.config, geometry, request.tensor_parallel_size, quantized=quantized)
+    asked = request.speculative
+    if asked is not None and asked.method is not NGRAM:
+        raise NotServable(
+            f"--tensor-parallel-size {request.tensor_parallel_size} cannot be had with the "
+            f"method {asked.method.name}",
+            why="drafters are not divided yet",
+            ways_out=(
+                WayOut("draft with ngram"),
+                WayOut("run on one device", ("--tensor-parallel-size", "1")),
+            ),
+        )
+
+
+def _divided(target: PlannedModel, ranks: int) -> tuple[PlannedModel, Division]:
+    """The target with the bytes of one rank's weights, and how ranks share it."""
+    geometry, whole = target.geometry, target.weights
+    listed = list_weights(target.config, geometry)
+    tied = all(weight.name != "lm_head" for weight in listed)
+    if whole.bytes is not None:
+        element = ELEMENT_BYTES[target.kv.compute_dtype]
+        of_rank = rank_weight_bytes(whole.bytes, listed, geometry, ranks, element)
+        weights = replace(whole, bytes=of_rank, reason=f"{whole.reason}; of one of {ranks} ranks")
+        target = replace(target, weights=weights)
+    return target, Division(ranks, whole.bytes, replicated(geometry, ranks, tied=tied))
 
 
 def _check_length(request: PlanRequest, geometry: ModelGeometry) -> None:

@@ -64,7 +64,11 @@ def read_facts(
             check_files(draft.local.path, draft.config, geometry, facts)
     if known is not None:
         return Facts(target, draft, known.memory)
-    return Facts(target, draft, device_memory(request.device) if memory else None)
+    return Facts(
+        target,
+        draft,
+        device_memory(request.device, request.tensor_parallel_size) if memory else None,
+    )
 
 
 def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> ModelFacts:

@@ -16,12 +16,3 @@ def refuse_calculated_scales(asked: bool) -> None:
                 WayOut("use a checkpoint with calibrated k_scale and v_scale"),
             ),
         )
-
-
-def refuse_tensor_parallel(size: int) -> None:
-    if size > 1:
-        raise NotServable(
-            f"--tensor-parallel-size {size} is not offered yet",
-            why="Kvant runs on one device so far",
-            ways_out=(WayOut("run on one device", ("--tensor-parallel-size", "1")),),
-        )

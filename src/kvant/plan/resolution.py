@@ -16,6 +16,7 @@ from kvant.kv.request import Asked, KVRequest
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
+from kvant.models.sharding.shard import rank_layer
 from kvant.plan.plan import DEFAULT_PAGE_SIZE, Plan, PlanRequest
 
 
@@ -40,8 +41,9 @@ def resolve_kv(
     only = request.backend if role is Role.TARGET else None
 
     def need(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Need:
+        of_rank = rank_layer(layer, request.tensor_parallel_size)  # which is what a backend serves
         return Need(
-            layer, k, v, compute, request.page_size, request.device, request.batch_invariant
+            of_rank, k, v, compute, request.page_size, request.device, request.batch_invariant
         )
 
     def serve(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Served:

@@ -41,6 +41,8 @@ def refuse_host(device: DeviceFacts) -> str | None:
 def _refuse(facts: ForwardFacts) -> str | None:
     if not facts.on_cpu:
         return "its kernels run on CPUs"
+    if facts.num_ranks > 1:
+        return "a step is one call, in which ranks do not meet"
     if facts.compute is not ComputeDtype.FLOAT32:
         return f"it computes in float32, not in {facts.compute.value}"
     if facts.quantization is not None and read_recipe(facts.config) is not None:

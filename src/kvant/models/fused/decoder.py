@@ -35,6 +35,7 @@ from kvant.models.fused.info import MOST_ANGLES
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
 from kvant.models.fused.routing import Routing
 from kvant.models.invariant.linear import TiledLinear, prove_all
+from kvant.models.sharding.divide import Group, gather_logits
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [T, in], weight [out, in], bias [out] or None -> [T, out]."""
@@ -81,16 +82,25 @@ class Layer:
     params: AttentionParams
 
 
-def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> FusedDecoder:
+def make(
+    module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice, group: Group | None = None
+) -> FusedDecoder:
     """Build the fused forward of a loaded module. EngineFault if the module does not match the plan."""
-    return fuse(module, plan, batch_invariant=choice.batch_invariant)
+    return fuse(module, plan, batch_invariant=choice.batch_invariant, group=group)
 
 
-def fuse(module: PreTrainedModel, plan: KVPlan, *, batch_invariant: bool = False) -> FusedDecoder:
+def fuse(
+    module: PreTrainedModel,
+    plan: KVPlan,
+    *,
+    batch_invariant: bool = False,
+    group: Group | None = None,
+) -> FusedDecoder:
     """The fused forward of a loaded module.
 
     The module's parameters become views of the fused ones, so no weight is stored twice.
-    batch_invariant: no row's result depends on the rows beside it. EngineFault for a module that the
+    batch_invariant: no row's result depends on the rows beside it. group: the ranks that share the
+    model, of which the module is one's part. EngineFault for a module that the
     decoder would not compute exactly.
     """
     name = type(module).__name__
@@ -99,20 +109,25 @@ def fuse(module: PreTrainedModel, plan: KVPlan, *, batch_invariant: bool = False
     decoder: Any = module.get_decoder()  # type: ignore[no-untyped-call]
     layers = [_layer_of(layer, plan) for layer in decoder.layers]
     if not batch_invariant:
-        return FusedDecoder(module, layers)
+        return FusedDecoder(module, layers, group=group)
     linear = TiledLinear()
     prove_all(linear, module)
-    return FusedDecoder(module, layers, linear)
+    return FusedDecoder(module, layers, linear, group=group)
 
 
 class FusedDecoder:
     """Mutates nothing but the pool.
 
-    linear: the batch-invariant matrix product, one for all of them; None for the fastest one.
+    linear: the batch-invariant matrix product, one for all of them; None for the fastest one. group: the
+    ranks that share the model.
     """
 
     def __init__(
-        self, module: PreTrainedModel, layers: Sequence[Layer], linear: Linear | None = None
+        self,
+        module: PreTrainedModel,
+        layers: Sequence[Layer],
+        linear: Linear | None = None,
+        group: Group | None = None,
     ) -> None:
         decoder: Any = module.get_decoder()  # type: ignore[no-untyped-call]
         head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -125,6 +140,8 @@ class FusedDecoder:
         self.head_bias: Tensor | None = head.bias
         self.eps = float(decoder.norm.variance_epsilon)
         self._module = module
+        self._group = group
+        self._vocab_size = int(module.config.get_text_config().vocab_size)
         self._kernels = kernels_for(self.embedding, batch_invariant=linear is not None)
         self.experts = experts_for(self.embedding)
         self._table: tuple[Tensor, Tensor] | None = None
@@ -162,9 +179,9 @@ class FusedDecoder:
             if narrowed:  # K and V are stored; later operations do not use the other rows
                 assert step.wanted is not None
                 q, residual, step = q[logits_index], residual[logits_index], step.wanted
-            x = linear(self.attend(index, q, call, step), *layer.output)
+            x = self._sum(linear(self.attend(index, q, call, step), *layer.output))
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = self.feed_forward(x, layer.feed_forward)
+            x = self._sum(self.feed_forward(x, layer.feed_forward))
             if last:
                 if index in layers:
                     taps[index] = x + residual
@@ -177,7 +194,13 @@ class FusedDecoder:
                 if index in layers:
                     taps[index] = residual.clone()  # the next layers add to it in place
         logits = linear(x, self.head, self.head_bias)
+        if self._group is not None:
+            logits = gather_logits(self._group, logits, self._vocab_size)
         return logits, tuple(taps[index] for index in layers)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Add all ranks' partial sums x [..]."""
+        return x if self._group is None else self._group.sum(x)
 
     def feed_forward(self, x: Tensor, layer: Dense | Experts) -> Tensor:
         """x [n, hidden_size], normalised -> [n, hidden_size]. May reuse x."""

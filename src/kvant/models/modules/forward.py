@@ -19,10 +19,16 @@ from kvant.models.forward_info import ForwardChoice
 from kvant.models.invariant.linear import TiledLinear, prove_all
 from kvant.models.invariant.mode import Paused, RowByRow
 from kvant.models.modules.keywords import handing_over
+from kvant.models.sharding.divide import Group
 
 
-def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> ModuleForward:
-    """The forward of a loaded module. NotServable where no tile of rows is batch-invariant here."""
+def make(
+    module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice, group: Group | None = None
+) -> ModuleForward:
+    """The forward of a loaded module. NotServable where no tile of rows is batch-invariant here.
+
+    group: unused, as the hooks of a divided module know it.
+    """
     if not choice.batch_invariant:
         return ModuleForward(module)
     linear = TiledLinear()

@@ -1,0 +1,282 @@
+"""Dividing a transformers module: parameters of a rank's size, its slices of files, sums where they meet."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from kvant.errors import EngineFault
+from kvant.kv.checkpoint.facts import Side
+from kvant.kv.checkpoint.safetensors_header import find_weight_files
+from kvant.kv.spec import KVPlan
+from kvant.models.sharding.cuts import SUMMED, Cut, Cuts, Rule
+from kvant.models.sharding.shard import Shard
+
+
+class Group(Protocol):
+    """What forwards need of the other ranks. Every rank calls the same operations in the same order."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x [..], added in float32 in the order of ranks: equal bits everywhere."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' x [.., n], one behind the other in the order of ranks: [.., size * n]."""
+        ...
+
+
+def cut_of(tensor: Tensor, cut: Cut) -> Tensor:
+    """A copy of the parts of a whole tensor that a rank holds."""
+    parts = [tensor.narrow(cut.dim, start, end - start) for start, end in cut.ranges]
+    return torch.cat(parts, cut.dim)
+
+
+def cut_scales(
+    scales: Mapping[tuple[int, Side], Sequence[float]], plan: KVPlan, shard: Shard
+) -> dict[tuple[int, Side], Sequence[float]]:
+    """This rank's part of scales per KV head; scales of a whole layer stay. plan: of the whole model."""
+    found = {}
+    for (layer, side), values in scales.items():
+        first, last = shard.kv_heads(plan.layers[layer].geometry.num_kv_heads)
+        found[layer, side] = values[first:last] if len(values) > 1 else values
+    return found
+
+
+def gather_logits(group: Group, logits: Tensor, vocab_size: int) -> Tensor:
+    """logits of this rank's rows of the vocabulary [.., n] -> of all [.., vocab_size]."""
+    most = -(-vocab_size // group.shard.size)
+    if logits.shape[-1] < most:
+        logits = nn.functional.pad(logits, (0, most - logits.shape[-1]))
+    return group.gather(logits)[..., :vocab_size]
+
+
+class Divided:
+    """A module while it becomes one rank's part. is_tied: the head's weight is the embedding's.
+
+    `resize` gives parameters their size, before values are loaded; `finish` divides what could not be
+    loaded in parts and hangs the sums in, after that.
+    """
+
+    def __init__(self, cuts: Cuts, group: Group) -> None:
+        self._cuts, self._group = cuts, group
+        self.cut: dict[str, tuple[Cut, tuple[int, ...]]] = {}
+        """What `resize` cut: paths of parameters, their cuts and whole shapes."""
+
+    def resize(self, module: nn.Module) -> None:
+        """Replace divided parameters by empty ones of this rank's size, on the same device.
+
+        Biases that are added once remain on rank 0 only. A head that is the embedding stays whole.
+        """
+        first = self._cuts.shard.is_first
+        tied = is_tied(module)
+        for path, owner, name, parameter in list(_parameters(module)):
+            rule = self._cuts.rule_of(path)
+            if rule is Rule.ONCE and not first:
+                owner.register_parameter(name, None)
+            cut = self._cuts.of(path, parameter.shape)
+            if cut is None or (cut.rule is Rule.VOCABULARY and tied):
+                continue
+            self.cut[path] = cut, tuple(parameter.shape)
+            shape = list(parameter.shape)
+            shape[cut.dim] = cut.length
+            empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            setattr(owner, name, nn.Parameter(empty, requires_grad=False))
+            if isinstance(owner, nn.Linear):
+                owner.out_features, owner.in_features = owner.weight.shape
+
+    def read(self, directory: Path, factory: Any, options: Mapping[str, Any]) -> Any:
+        """`from_pretrained` of this rank's part: what transformers returns with these options.
+
+        factory: an Auto class. The module's class is the whole model's.
+        """
+        kind = factory._model_mapping[type(options["config"])]
+        divided = self
+
+        class Part(kind):  # type: ignore[misc,valid-type]
+            def __init__(self, *given: Any, **named: Any) -> None:
+                super().__init__(*given, **named)
+                divided.resize(self)
+
+        Part.__name__, Part.__qualname__, Part.__module__ = (
+            kind.__name__, kind.__qualname__, kind.__module__,
+        )  # fmt: skip
+        with RankFiles(directory, self._cuts, tied=_ties(options["config"])) as files:
+            found = Part.from_pretrained(None, state_dict=files.tensors, **options)
+        module = found[0]
+        module.__class__ = kind
+        with suppress(OSError):
+            module.generation_config = GenerationConfig.from_pretrained(
+                directory, local_files_only=True
+            )
+        return found
+
+    def make_numbers(self, module: Any, names: Sequence[str], generator: torch.Generator) -> None:
+        """Fill the parameters `names`, in this order, with parts of a whole module's random numbers."""
+        for name in names:
+            found = self.cut.get(name)
+            at, _, last = name.rpartition(".")
+            parameter = getattr(module.get_submodule(at), last)
+            if parameter is None or (parameter.ndim == 1 and found is None):
+                continue
+            shape = parameter.shape if found is None else found[1]
+            if len(shape) == 1:
+                continue
+            whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            whole.normal_(0.0, 0.02, generator=generator)
+            parameter.data.copy_(whole if found is None else cut_of(whole, found[0]))
+
+    def finish(self, module: nn.Module) -> None:
+        """Let partial sums be added, norms over all heads see all heads, and logits be gathered."""
+        group, shard = self._group, self._cuts.shard
+        for path, owner, _, parameter in list(_parameters(module)):
+            rule = self._cuts.rule_of(path)
+            if rule is Rule.EXPERT_ONCE and not shard.is_first:
+                parameter.data.zero_()
+            if rule in SUMMED and isinstance(owner, nn.Linear):
+                owner.register_forward_hook(lambda _module, _inputs, out: group.sum(out))
+            if rule in (Rule.HEADS_OF_A_NORM, Rule.KV_HEADS_OF_A_NORM):
+                at, _, last = path.removesuffix(".weight").rpartition(".")
+                repeats = self._cuts.kv_repeats(path) if rule is Rule.KV_HEADS_OF_A_NORM else 1
+                setattr(module.get_submodule(at), last, _NormOfAllHeads(owner, group, repeats))
+        for path, part in module.named_modules():
+            if path.endswith(".mlp.experts") and self._cuts.rule_of(f"{path}.down_proj"):
+                part.register_forward_hook(lambda _module, _inputs, out: group.sum(out))
+            if hasattr(part, "layer_idx") and hasattr(part, "o_proj"):
+                self._adjust(part)
+        self._divide_head(module)
+
+    def _adjust(self, attention: Any) -> None:
+        """Tell an attention module how many heads it has; some read this from their config."""
+        size = self._cuts.shard.size
+        config = copy.copy(attention.config)
+        q, kv = config.num_attention_heads, config.num_key_value_heads
+        few = {
+            "num_attention_heads": q // size,
+            "num_heads": q // size,
+            "num_key_value_heads": max(1, kv // size),
+            "num_key_value_groups": (q // size) // max(1, kv // size),
+        }
+        for name, count in few.items():
+            if hasattr(attention, name):
+                setattr(attention, name, count)
+        # Without setattr of the class, which would check the fields against each other.
+        config.num_attention_heads, config.num_key_value_heads = q // size, max(1, kv // size)
+        attention.config = config
+
+    def _divide_head(self, module: Any) -> None:
+        head = module.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise EngineFault(f"{type(module).__name__} has a head that is not divided")
+        vocab_size = module.config.get_text_config(decoder=True).vocab_size
+        if is_tied(module):
+            cut = self._cuts.of("lm_head.weight", head.weight.shape)
+            assert cut is not None
+            ((start, end),) = cut.ranges
+            head.weight = nn.Parameter(head.weight[start:end], requires_grad=False)
+        group = self._group
+        head.register_forward_hook(
+            lambda _module, _inputs, out: gather_logits(group, out, vocab_size)
+        )
+
+
+class _NormOfAllHeads(nn.Module):
+    """An RMS norm over numbers that lie on all ranks. repeats: ranks that hold the same numbers."""
+
+    def __init__(self, norm: Any, group: Group, repeats: int) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.variance_epsilon = norm.variance_epsilon
+        self._group = group
+        self._width = len(norm.weight) * group.shard.size // repeats
+        self._repeats = repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.., this rank's numbers] -> the same shape."""
+        wide = x.to(torch.float32)
+        squares = self._group.sum(wide.pow(2).sum(-1, keepdim=True)) / self._repeats
+        wide = wide * torch.rsqrt(squares / self._width + self.variance_epsilon)
+        found: Tensor = (self.weight * wide).to(x.dtype)
+        return found
+
+
+def is_tied(module: Any) -> bool:
+    """Whether the head's weight is the embedding's."""
+    return _ties(module.config)
+
+
+def _ties(config: Any) -> bool:
+    configs = (config, config.get_text_config(decoder=True))
+    return any(getattr(one, "tie_word_embeddings", False) for one in configs)
+
+
+class RankFiles:
+    """A model's safetensors files, of which this rank reads its parts: name -> lazy tensor."""
+
+    def __init__(self, directory: Path, cuts: Cuts, *, tied: bool) -> None:
+        self._open = ExitStack()
+        self.tensors: dict[str, _Part] = {}
+        for file in find_weight_files(directory).paths:
+            opened = self._open.enter_context(safe_open(file, framework="pt"))
+            for name in opened.keys():  # noqa: SIM118  # it cannot be iterated over
+                source = opened.get_slice(name)
+                cut = cuts.of(name, source.get_shape())
+                if cut is not None and cut.rule is Rule.VOCABULARY and tied:
+                    cut = None
+                self.tensors[name] = _Part(source, cut)
+
+    def __enter__(self) -> RankFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+
+class _Part:
+    """A tensor of a file, or the ranges of it that a rank holds. `part[...]` reads."""
+
+    def __init__(self, source: Any, cut: Cut | None) -> None:
+        self._source, self._cut = source, cut
+
+    def __getitem__(self, key: object) -> Tensor:
+        assert key is Ellipsis, "transformers reads whole tensors"
+        if self._cut is None:
+            found: Tensor = self._source[...]
+            return found
+        before = len(self._source.get_shape()) + self._cut.dim
+        at = (slice(None),) * before
+        parts = [self._source[(*at, slice(start, end))] for start, end in self._cut.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self._cut.dim)
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = list(self._source.get_shape())
+        if self._cut is not None:
+            shape[self._cut.dim] = self._cut.length
+        return shape
+
+    def get_dtype(self) -> str:
+        found: str = self._source.get_dtype()
+        return found
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(path, owner, name, parameter), tied ones under each of their paths."""
+    for at, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            yield (f"{at}.{name}" if at else name), owner, name, parameter

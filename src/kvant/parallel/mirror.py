@@ -1,0 +1,166 @@
+"""A step as data: what rank 0 sends of a schedule, and the schedule that other ranks make of it.
+
+Other ranks keep a row table whose rows equal rank 0's, as far as a launch reads them. Page ids travel as
+changes; sampling parameters and seeds travel when a row gets a new sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any, cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvant.execution.batch import Drafts
+from kvant.scheduling.request import Sequence
+from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.scheduler import Schedule
+
+_Change = tuple[int, int, Items[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a table. sampling [n, 4], seeds [n], num_prompt [n]: of rows with a new sequence."""
+
+    rows: NDArray[np.int64]
+    sampling: NDArray[np.float64]
+    seeds: NDArray[np.int64]
+    num_prompt: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A schedule without its sequences. tokens: of each sequence, the known ones that the step runs.
+
+    scored: (number of prompt tokens, or 0) for each sequence whose prompt's tokens are scored. shape: of
+    a table that was not sent before, else None. The other fields are the schedule's.
+    """
+
+    tokens: list[Items[int]]
+    scored: list[int]
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    samples: NDArray[np.bool_]
+    num_prefills: int
+    limits: NDArray[np.int64] | None
+    is_pending: NDArray[np.bool_]
+    max_drafts: NDArray[np.int64] | None
+    num_drafts: int
+    needs_host: bool
+    drafts: Drafts | None
+    shape: tuple[int, int] | None
+    changes: list[_Change]
+    new: Rows
+
+
+class Sender:
+    """Rank 0's side. Reads a table's log; empties it unless `log_has_reader`, who does it then."""
+
+    def __init__(self) -> None:
+        self._table: RowTable | None = None
+
+    def step(
+        self, schedule: Schedule, table: RowTable, drafts: Drafts | None, *, log_has_reader: bool
+    ) -> SentStep:
+        shape = None
+        if table is not self._table:
+            self._table = table
+            shape = table.num_rows, table.max_pages
+            changes: list[_Change] = [
+                (row, 0, table.pages[row, : table.num_pages[row]].tolist())
+                for row in range(table.num_rows)
+                if table.num_pages[row]
+            ]
+            new = np.arange(table.num_rows)
+            if table.log is None or not log_has_reader:
+                table.start_log()
+        else:
+            changes = list(table.log or ())
+            if not log_has_reader:
+                table.log = []
+            new = np.array(sorted({row for row, start, _ in changes if start == 0}), np.int64)
+        decodes = schedule.num_decodes
+        tokens: list[Items[int]] = [
+            () if pending else sequence.token_ids[-1:]
+            for sequence, pending in zip(
+                schedule.sequences[:decodes], schedule.is_pending.tolist(), strict=False
+            )
+        ]
+        tokens += [
+            sequence.token_ids[start : start + count]
+            for sequence, start, count in zip(
+                schedule.sequences[decodes:], schedule.starts[decodes:].tolist(),
+                schedule.counts[decodes:].tolist(), strict=True,
+            )
+        ]  # fmt: skip
+        return SentStep(
+            tokens,
+            [s.num_prompt_tokens if s.lacks_prompt_logprobs else 0 for s in schedule.sequences],
+            schedule.rows, schedule.starts, schedule.counts, schedule.samples,
+            schedule.num_prefills, schedule.limits, schedule.is_pending, schedule.max_drafts,
+            schedule.num_drafts, schedule.needs_host, drafts, shape, changes,
+            Rows(new, table.sampling[new], table.seeds[new], table.num_prompt[new]),
+        )  # fmt: skip
+
+
+class Receiver:
+    """The side of other ranks: their row table, and schedules over it."""
+
+    def __init__(self) -> None:
+        self.table = RowTable(0, 0)
+
+    def step(self, sent: SentStep) -> Schedule:
+        """Update the table; return the schedule, whose sequences know only what a launch asks."""
+        if sent.shape is not None:
+            self.table = RowTable(*sent.shape)
+        table, new = self.table, sent.new
+        table.sampling[new.rows] = new.sampling
+        table.seeds[new.rows] = new.seeds
+        table.num_prompt[new.rows] = new.num_prompt
+        for row, start, pages in sent.changes:
+            table.write(row, start, pages)
+        first_piece = len(sent.rows) - sent.num_prefills
+        sequences = [
+            _Known(_Known.tokens_of(tokens, start, place < first_piece), scored)
+            for place, (tokens, start, scored) in enumerate(
+                zip(sent.tokens, sent.starts.tolist(), sent.scored, strict=True)
+            )
+        ]
+        return Schedule(
+            cast("list[Sequence]", sequences), sent.rows, table.owner[sent.rows], sent.starts,
+            sent.counts, sent.samples, sent.num_prefills, sent.limits, sent.is_pending,
+            sent.max_drafts, sent.num_drafts, sent.needs_host, [], [],
+        )  # fmt: skip
+
+
+class _Known:
+    """What a launch asks of a sequence."""
+
+    def __init__(self, token_ids: _Tokens, scored: int) -> None:
+        self.token_ids = token_ids
+        self.lacks_prompt_logprobs = scored > 0
+        self.num_prompt_tokens = scored
+
+    @staticmethod
+    def tokens_of(tokens: Items[int], start: int, is_decode: bool) -> _Tokens:
+        return _Tokens(tokens, 0 if is_decode else start)
+
+
+class _Tokens:
+    """Tokens of a sequence from position `first` on."""
+
+    def __init__(self, tokens: Items[int], first: int) -> None:
+        self._tokens, self._first = tokens, first
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Items[int]: ...
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return self._tokens[at.start - self._first : at.stop - self._first]
+        return self._tokens[at if at < 0 else at - self._first]

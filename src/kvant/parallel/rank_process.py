@@ -1,0 +1,141 @@
+"""One rank's process: `python -P -m kvant.parallel.rank_process LINK PULSE`, started by `Ranks`.
+
+LINK and PULSE are numbers of inherited sockets. Steps arrive over the link. Over the pulse the rank says
+every second that it lives; the end of the pulse means that rank 0 is gone, and this process ends too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from kvant.errors import EngineFault, KvantError, NotServable
+from kvant.parallel.agreement import own_plan, plan_fingerprint
+from kvant.parallel.messages import (
+    Capture,
+    Connect,
+    Counted,
+    CountSaturated,
+    Failed,
+    FromRank,
+    Loaded,
+    Start,
+    ToRank,
+    Zero,
+)
+from kvant.parallel.mirror import Receiver, SentStep
+
+PULSE_SECONDS = 1.0
+_log = logging.getLogger(__name__)
+
+
+def serve_rank(link: Connection[FromRank, ToRank]) -> None:
+    """Be one rank until the link ends. Everything that goes wrong is sent as `Failed`, then raised."""
+    try:
+        _serve(link)
+    except EOFError:
+        return
+    except KvantError as fault:
+        _send_last(link, Failed(str(fault)))
+        raise
+    except Exception as fault:
+        _send_last(link, Failed(repr(fault)))
+        raise
+
+
+def _serve(link: Connection[FromRank, ToRank]) -> None:
+    start = link.recv()
+    assert isinstance(start, Start)
+    plan = own_plan(start.config)
+    if plan_fingerprint(plan) != start.fingerprint:
+        raise EngineFault(
+            f"rank {start.shard.rank} made another plan than rank 0: files or versions differ"
+        )
+    import torch
+
+    from kvant.execution.runner import ModelRunner
+    from kvant.models.load import load_model
+    from kvant.parallel.group import RankGroup
+
+    torch.set_num_threads(start.num_threads)
+    device = torch.device("cpu")
+    if start.gpu is not None:
+        device = torch.device("cuda", start.gpu)
+        torch.cuda.set_device(device)
+    group = RankGroup(start.shard, device)
+    target = plan.target
+    model = load_model(
+        target.local.path,
+        target.kv,
+        target.geometry,
+        plan.forward,
+        device=device,
+        rotary_length=plan.rotary_length,
+        dummy_weights=start.config.dummy_weights,
+        group=group,
+    )
+    link.send(Loaded())
+    receiver = Receiver()
+    runner: ModelRunner | None = None
+    while True:
+        message = link.recv()
+        if isinstance(message, Connect):
+            group.connect(start.directory)
+            runner = ModelRunner(model, start.num_pages)
+            continue
+        assert runner is not None, "ranks meet before they run"
+        match message:
+            case SentStep():
+                runner.launch(receiver.step(message), receiver.table, message.drafts)
+            case Zero(pages):
+                runner.zero(pages)
+            case CountSaturated():
+                link.send(Counted(runner.saturated()))
+            case Capture(seqs, tokens, length, drafts):
+                try:
+                    runner.capture(seqs, tokens, length, drafts)
+                except NotServable as fault:  # rank 0 meets the same obstacle and tells the user
+                    _log.warning("%s", fault)
+
+
+def _send_last(link: Connection[FromRank, ToRank], message: Failed) -> None:
+    try:
+        link.send(message)
+    except OSError:
+        _log.exception("rank 0 is gone")
+
+
+def _pulse(pulse: socket.socket) -> None:
+    """Say that this process lives, until rank 0 is gone."""
+    try:
+        while True:
+            pulse.send(b".")
+            if select.select([pulse], [], [], PULSE_SECONDS)[0] and not pulse.recv(1):
+                break
+    except OSError:
+        pass
+    os._exit(0)
+
+
+def main(link: int, pulse: int) -> int:
+    """Serve over inherited sockets; the exit code."""
+    logging.basicConfig(stream=sys.stderr, format=f"kvant rank {os.getpid()}: %(message)s")
+    beating = threading.Thread(target=_pulse, args=(socket.socket(fileno=pulse),), daemon=True)
+    beating.start()
+    try:
+        serve_rank(Connection(link))
+    except KvantError:
+        return 1  # rank 0 was told
+    except Exception:
+        _log.exception("a rank ends")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,241 @@
+"""The processes of ranks 1 and up, from outside: starts them, sends to them, notices when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Protocol
+
+from kvant.errors import RankLost
+from kvant.parallel.messages import Failed, FromRank, Loaded, Start, ToRank
+
+SILENT_SECONDS = 8.0
+"""A rank that has said nothing for so long is taken for hanging. It says every second that it lives."""
+
+_CHECK_SECONDS = 0.5
+_END_SECONDS = 2.0
+_log = logging.getLogger(__name__)
+
+
+class Process(Protocol):
+    """What is needed of a process, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
+        ...
+
+
+@dataclass(eq=False)
+class _Rank:
+    number: int
+    process: Process
+    link: Connection[ToRank, FromRank]
+    pulse: socket.socket
+    heard: float
+
+
+class Ranks:
+    """Ranks 1 .. size - 1, in processes of their own. Not thread-safe, except for the watching inside.
+
+    on_loss: called once by another thread when a rank was lost; all ranks have been killed then.
+    """
+
+    def __init__(self, on_loss: Callable[[str], None] = lambda _: None) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvant-ranks-"))
+        self._ranks: list[_Rank] = []
+        self._life = _Life(on_loss)
+        self._finalizer = weakref.finalize(
+            self, _end, self._ranks, self._life, self.directory, os.getpid()
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
+    def start(self, starts: Sequence[Start]) -> None:
+        """Start a process for each; they load their weights from now on."""
+        for start in starts:
+            self._ranks.append(_start(start.shard.rank))
+        for rank, start in zip(self._ranks, starts, strict=True):
+            rank.link.send(start)
+        threading.Thread(
+            target=_watch, args=(self._ranks, self._life), name="kvant-ranks", daemon=True
+        ).start()
+
+    def wait_loaded(self) -> None:
+        """Wait until the weights of all ranks are on their devices. Raises RankLost."""
+        for answer in self.answers():
+            assert isinstance(answer, Loaded)
+
+    def send(self, message: ToRank) -> None:
+        """To every rank. Raises RankLost."""
+        self.check()
+        for rank in self._ranks:
+            try:
+                rank.link.send(message)
+            except OSError:
+                raise self._lost(rank) from None
+
+    def answers(self) -> list[FromRank]:
+        """One answer of every rank, in their order. Raises RankLost."""
+        found = []
+        for rank in self._ranks:
+            try:
+                answer = rank.link.recv()
+            except (EOFError, OSError):
+                raise self._lost(rank) from None
+            if isinstance(answer, Failed):
+                self._life.lose(self._ranks, f"rank {rank.number} failed: {answer.text}")
+                self.check()
+            found.append(answer)
+        return found
+
+    def check(self) -> None:
+        """Raise RankLost if a rank was lost."""
+        if self._life.fault is not None:
+            raise RankLost(self._life.fault)
+
+    def explain(self, fault: BaseException) -> None:
+        """Raise RankLost if a collective's `fault` comes from a lost rank, which may be seen later."""
+        end = time.monotonic() + _END_SECONDS
+        while self._life.fault is None and time.monotonic() < end:
+            time.sleep(0.02)
+        if self._life.fault is not None:
+            raise RankLost(self._life.fault) from fault
+
+    def close(self) -> None:
+        """End all ranks and wait for them."""
+        self._finalizer()
+
+    def _lost(self, rank: _Rank) -> RankLost:
+        said = _last_words(rank)
+        self._life.lose(self._ranks, said or f"rank {rank.number} (pid {rank.process.pid}) ended")
+        assert self._life.fault is not None
+        return RankLost(self._life.fault)
+
+
+class _Life:
+    """Whether ranks are well, shared with the watching thread. fault: why not."""
+
+    def __init__(self, on_loss: Callable[[str], None]) -> None:
+        self.fault: str | None = None
+        self.is_closing = False
+        self._on_loss = on_loss
+        self._lock = threading.Lock()
+
+    def lose(self, ranks: Sequence[_Rank], fault: str) -> None:
+        """Note the first fault; kill all ranks, since none can go on without the others."""
+        with self._lock:
+            if self.fault is not None or self.is_closing:
+                return
+            self.fault = fault
+        _log.error("%s; the engine cannot go on", fault)
+        for rank in ranks:
+            rank.process.kill()
+        self._on_loss(fault)
+
+
+def spawn(link: socket.socket, pulse: socket.socket) -> Process:
+    """Start a rank's process with its ends of the two sockets."""
+    fds = link.fileno(), pulse.fileno()
+    command = [sys.executable, "-P", "-m", "kvant.parallel.rank_process", *map(str, fds)]
+    # A session of its own: an interrupt at the terminal is for rank 0 alone.
+    return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _start(number: int) -> _Rank:
+    link, its_link = socket.socketpair()
+    pulse, its_pulse = socket.socketpair()
+    process = spawn(its_link, its_pulse)
+    its_link.close()
+    its_pulse.close()
+    return _Rank(number, process, Connection(link.detach()), pulse, time.monotonic())
+
+
+def _watch(ranks: Sequence[_Rank], life: _Life) -> None:
+    """Until the end: listen to every rank's pulse. Before a rank's first pulse it may be silent."""
+    silent = {rank.number for rank in ranks}
+    while life.fault is None and not life.is_closing:
+        by_pulse = {rank.pulse: rank for rank in ranks}
+        try:
+            ready = wait(list(by_pulse), _CHECK_SECONDS)
+        except OSError:
+            return  # closed by the end
+        now = time.monotonic()
+        for pulse in ready:
+            rank = by_pulse[pulse]  # type: ignore[index]
+            try:
+                alive = bool(rank.pulse.recv(4096))
+            except OSError:
+                alive = False
+            rank.heard = now
+            silent.discard(rank.number)
+            if not alive and not life.is_closing:
+                life.lose(ranks, _last_words(rank) or _death(rank))
+                return
+        for rank in ranks:
+            if rank.number not in silent and now - rank.heard > SILENT_SECONDS:
+                life.lose(
+                    ranks,
+                    f"rank {rank.number} (pid {rank.process.pid}) hangs: "
+                    f"silent for {now - rank.heard:.0f} s",
+                )
+                return
+
+
+def _death(rank: _Rank) -> str:
+    try:
+        code: int | None = rank.process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        code = None
+    how = "ended" if code is None else f"ended with code {code}"
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    return f"rank {rank.number} (pid {rank.process.pid}) {how}"
+
+
+def _last_words(rank: _Rank) -> str | None:
+    """What a rank sent before it ended, if it explained itself."""
+    try:
+        while rank.link.poll():
+            if isinstance(said := rank.link.recv(), Failed):
+                return f"rank {rank.number} failed: {said.text}"
+    except (EOFError, OSError):
+        pass
+    return None
+
+
+def _end(ranks: Sequence[_Rank], life: _Life, directory: Path, owner: int) -> None:
+    """End processes that this process started: by closing their links, then by force."""
+    if os.getpid() != owner:
+        return  # a fork has no ranks
+    life.is_closing = True
+    for rank in ranks:
+        rank.link.close()
+        rank.pulse.close()
+    end = time.monotonic() + _END_SECONDS
+    for rank in ranks:
+        try:
+            rank.process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.process.kill()
+            rank.process.wait()
+    shutil.rmtree(directory, ignore_errors=True)

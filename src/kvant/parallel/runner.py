@@ -1,0 +1,86 @@
+"""Rank 0's runner: tells the other ranks what to run, then runs its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvant.errors import NotServable, RankLost, WayOut
+from kvant.execution.batch import Drafts, Launched, Outcome
+from kvant.execution.runner import ModelRunner
+from kvant.kv.saturation import Saturated
+from kvant.models.loaded import LoadedModel
+from kvant.parallel.messages import Capture, Counted, CountSaturated, Zero
+from kvant.parallel.mirror import Sender
+from kvant.parallel.ranks import Ranks
+from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.scheduler import Schedule
+
+
+class RankedRunner(ModelRunner):
+    """A `ModelRunner` of rank 0's part. Raises RankLost once another rank died or hangs."""
+
+    def __init__(self, model: LoadedModel, num_pages: int, ranks: Ranks) -> None:
+        super().__init__(model, num_pages)
+        self.ranks = ranks
+        self._sender = Sender()
+
+    def zero(self, pages: Sequence[int]) -> None:
+        self.ranks.send(Zero(pages))
+        super().zero(pages)
+
+    def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
+        sent = self._sender.step(schedule, table, drafts, log_has_reader=self.is_recorded)
+        self.ranks.send(sent)
+        try:
+            launched = super().launch(schedule, table, drafts)
+        except RankLost:
+            raise
+        except Exception as fault:
+            self.ranks.explain(fault)
+            raise
+        read = launched.read
+
+        def read_if_well() -> Outcome:
+            outcome = read()
+            self.ranks.check()  # a collective that was broken off leaves wrong numbers
+            return outcome
+
+        return replace(launched, read=read_if_well)
+
+    def capture(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_drafts: Sequence[int] = (),
+    ) -> None:
+        self.ranks.send(
+            Capture(max_num_seqs, max_num_batched_tokens, max_model_len, tuple(num_drafts))
+        )
+        super().capture(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts)
+
+    def saturated(self) -> tuple[Saturated, ...]:
+        """Counts of all ranks, each of which stores some heads."""
+        self.ranks.send(CountSaturated())
+        counted = [*super().saturated()]
+        for answer in self.ranks.answers():
+            assert isinstance(answer, Counted)
+            counted += answer.saturated
+        found: dict[str, Saturated] = {}
+        for one in counted:
+            known = found.get(one.layer)
+            found[one.layer] = (
+                one if known is None else replace(known, k=known.k + one.k, v=known.v + one.v)
+            )
+        return tuple(found.values())
+
+    def check(self) -> None:
+        self.ranks.check()
+
+    def refit(self, other: LoadedModel) -> None:
+        raise NotServable(
+            "weights cannot change in an engine of several ranks",
+            why="only this process would get them",
+            ways_out=(WayOut("start an engine with them"),),
+        )

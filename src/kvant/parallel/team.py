@@ -1,0 +1,59 @@
+"""Rank 0's way from a plan to a runner: start the other ranks, load, meet."""
+
+from __future__ import annotations
+
+import torch
+
+from kvant.errors import NotServable, WayOut
+from kvant.models.loaded import LoadedModel
+from kvant.models.sharding.shard import Shard
+from kvant.parallel.agreement import plan_fingerprint
+from kvant.parallel.group import RankGroup
+from kvant.parallel.messages import Connect, Start
+from kvant.parallel.ranks import Ranks
+from kvant.parallel.runner import RankedRunner
+from kvant.plan.config import EngineConfig
+from kvant.plan.plan import Plan
+
+
+class Team:
+    """The ranks of one engine while it is built. group: rank 0's. num_pages: of every rank's pool."""
+
+    def __init__(self, config: EngineConfig, planned: Plan, num_pages: int) -> None:
+        size, gpu = planned.num_ranks, None
+        device = torch.device("cpu")
+        if not planned.request.on_cpu:
+            gpu = torch.cuda.current_device()
+            device = torch.device("cuda", gpu)
+            _check_count(size, gpu)
+        self.group = RankGroup(Shard(0, size), device)
+        self._num_pages = num_pages
+        self._ranks = Ranks(self.group.abort)
+        self._ranks.start(
+            [
+                Start(
+                    config, Shard(rank, size), plan_fingerprint(planned), num_pages,
+                    None if gpu is None else gpu + rank, self._ranks.directory,
+                    torch.get_num_threads(),
+                )
+                for rank in range(1, size)
+            ]
+        )  # fmt: skip
+
+    def meet(self, model: LoadedModel) -> RankedRunner:
+        """The runner of this rank's loaded part. Waits for the other ranks; raises RankLost."""
+        self._ranks.wait_loaded()
+        self._ranks.send(Connect())
+        self.group.connect(self._ranks.directory)
+        return RankedRunner(model, self._num_pages, self._ranks)
+
+
+def _check_count(size: int, first: int) -> None:
+    """Raise NotServable if this machine has too few GPUs."""
+    count = torch.cuda.device_count() - first
+    if count < size:
+        raise NotServable(
+            f"--tensor-parallel-size {size} needs {size} GPUs",
+            why=f"torch sees {count} from this process's first one on",
+            ways_out=(WayOut("run on one device", ("--tensor-parallel-size", "1")),),
+        )

@@ -1,0 +1,31 @@
+"""Engines of two ranks on a CPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvant.parallel import ranks
+from tests.parallel import forked
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks start in milliseconds, except in tests marked `real_processes`; all of them end."""
+    if "real_processes" not in request.fixturenames:
+        monkeypatch.setattr(ranks, "spawn", forked.spawn)
+    yield
+    gc.collect()  # an engine's ranks end with it
+
+
+@pytest.fixture
+def real_processes() -> None:
+    """Start ranks as a user's engine does."""

@@ -27,9 +27,16 @@ def test_format_is_how_a_command_prints_and_kv_format_what_a_benchmark_stores() 
     found: dict[str, set[str]] = {}
     for option, path in options(typer.main.get_command(app)):
         found.setdefault(option, set()).add(path)
-    printing = {"kvant calibrate", "kvant eval", "kvant generate", "kvant plan", "kvant verify"}
+    printing = {
+        "kvant calibrate",
+        "kvant eval",
+        "kvant tune",
+        "kvant generate",
+        "kvant plan",
+        "kvant verify",
+    }
     assert found["--format"] == printing
-    measuring = ("kvant bench ", "kvant eval")
+    measuring = ("kvant bench ", "kvant eval", "kvant tune")
     assert all(path.startswith(measuring) for path in found["--kv-format"])
     assert not found["--kv-format"] & found["--kv-cache-dtype"], "two flags for one thing"
 

@@ -37,7 +37,19 @@ def _root(
 
 
 def _add_commands() -> None:
-    from kvant.cli import bench, calibrate, chat, demo, doctor, eval, generate, plan, serve, verify
+    from kvant.cli import (
+        bench,
+        calibrate,
+        chat,
+        demo,
+        doctor,
+        eval,
+        generate,
+        plan,
+        serve,
+        tune,
+        verify,
+    )
     from kvant.cli.configured_command import ConfiguredCommand, ServeCommand
 
     app.command("chat", cls=ConfiguredCommand)(chat.chat)
@@ -49,6 +61,7 @@ def _add_commands() -> None:
     app.command("demo")(demo.demo)
     app.command("eval")(eval.evaluate)
     app.command("calibrate")(calibrate.calibrate)
+    app.command("tune")(tune.tune)
     app.add_typer(bench.app)
 
 

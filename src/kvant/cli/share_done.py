@@ -10,11 +10,15 @@ class ShareDone:
     """Share and time left, on stderr: one line that changes on a terminal, else a line every 10 %."""
 
     def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._shown = -1.0
         self._terminal = sys.stderr.isatty()
+        self._start(0)
+
+    def _start(self, total: int) -> None:
+        self._begin, self._total, self._shown = time.monotonic(), total, -1.0
 
     def tell(self, done: int, total: int) -> None:
+        if total != self._total:  # the next stage
+            self._start(total)
         share = done / max(total, 1)
         if share < self._shown + (0.001 if self._terminal else 0.1):
             return

@@ -6,7 +6,9 @@ a config.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
 from enum import Enum
 
 from kvant.kv.dtype import ComputeDtype
@@ -73,3 +75,12 @@ class ModelGeometry:
     hidden_size: int
     max_model_len: int | None
     not_runnable: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Stable short hash of architecture and shape: equal for fine-tunes of one model."""
+        facts = [
+            self.architecture, self.vocab_size, self.hidden_size,
+            [{**asdict(layer), "attention": layer.attention.value} for layer in self.layers],
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ rules:                                 # optional; the closest selector wins, or
   - 0-3: bf16
   - {layers: "re:.*global.*", k: nvfp4, v: model}
 draft: {kv_cache_dtype: bf16, skip_layers: [], rules: []}
+model: {name: smollm2, fingerprint: 0123456789abcdef}   # optional; other models are refused
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvant.kv.names import parse_format, parse_one
 from kvant.kv.request import (
     Asked,
     KVRequest,
+    MadeFor,
     Requests,
     Skip,
     parse_rule,
@@ -41,8 +43,19 @@ def read_policy(path: Path) -> Requests:
     except (yaml.YAMLError, UnicodeError, RecursionError) as fault:
         raise BadValue(f"--kv-cache-policy {path}: is no YAML", why=str(fault)) from None
     body = dict(_mapping(document, str(path)))
-    draft = body.pop("draft", {})
-    return Requests(_section(body, str(path)), _section(draft, f"{path}: draft"))
+    draft, made_for = body.pop("draft", {}), body.pop("model", None)
+    target = _section(body, str(path))
+    if made_for is not None:
+        target = replace(target, made_for=(_made_for(made_for, f"{path}: model"),))
+    return Requests(target, _section(draft, f"{path}: draft"))
+
+
+def _made_for(body: object, where: str) -> MadeFor:
+    said = _mapping(body, where)
+    name, fingerprint = said.get("name"), said.get("fingerprint")
+    if set(said) != {"name", "fingerprint"} or not isinstance(fingerprint, str):
+        raise BadValue(f"{where}: {body!r}", why="keys are name and fingerprint, which is text")
+    return MadeFor(str(name), fingerprint, where)
 
 
 def _section(body: object, where: str) -> KVRequest:

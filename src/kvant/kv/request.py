@@ -102,6 +102,15 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeFor:
+    """The model that a policy was made for. fingerprint: `ModelGeometry.fingerprint`."""
+
+    name: str
+    fingerprint: str
+    asked_by: str
+
+
+@dataclass(frozen=True, slots=True)
 class KVRequest:
     """Everything asked about one model's KV cache.
 
@@ -110,6 +119,7 @@ class KVRequest:
     strict: a checkpoint's wish that cannot be served is an error, not a downgrade.
     missing_scales_as_one: use 1.0 if the checkpoint promised scales and has none.
     format_defaults: formats may keep layers at a model's ends wide (`KVFormat.wide_ends`).
+    made_for: models that policies among the sources were made for; another model is refused.
     """
 
     explicit: tuple[Asked, ...] = ()
@@ -119,6 +129,7 @@ class KVRequest:
     strict: bool = False
     missing_scales_as_one: bool = False
     format_defaults: bool = True
+    made_for: tuple[MadeFor, ...] = ()
 
     def merged(self, weaker: KVRequest) -> KVRequest:
         """Return this request with a weaker source's added (flag over environment over file)."""
@@ -130,6 +141,7 @@ class KVRequest:
             strict=self.strict or weaker.strict,
             missing_scales_as_one=self.missing_scales_as_one or weaker.missing_scales_as_one,
             format_defaults=self.format_defaults and weaker.format_defaults,
+            made_for=self.made_for + weaker.made_for,
         )
 
 
@@ -243,7 +255,15 @@ def _parse_plain(text: str, asked_by: str) -> Selector:
 
 
 def check_request(request: KVRequest, geometry: ModelGeometry) -> None:
-    """Raise BadValue for rules and skips that select nothing, and for pairs where K and V are one."""
+    """Raise BadValue for selectors that match nothing, pairs where K and V are one, and a foreign policy."""
+    for policy in request.made_for:
+        if policy.fingerprint != geometry.fingerprint:
+            raise BadValue(
+                f"{policy.asked_by}: this policy was made for another model, {policy.name}",
+                why=f"that model's fingerprint is {policy.fingerprint}, this one's is "
+                f"{geometry.fingerprint}",
+                ways_out=(WayOut("make a policy for this model with kvant tune"),),
+            )
     _refuse_empty_selectors(request, geometry)
     _refuse_pairs_on_latents(request, geometry)
 

@@ -1,0 +1,247 @@
+"""`kvant tune`: find a KV format for each layer and side under a budget, and write a policy file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvant.cli.out_file import OutFile, writable, write_json
+from kvant.cli.share_done import ShareDone
+from kvant.errors import BadValue, WayOut
+from kvant.plan.config import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from kvant.kv.dtype import KVDtype
+    from kvant.measure.tuning.tune import Tuned
+
+_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?)?")
+
+
+class Format(Enum):
+    TABLE = "table"
+    JSON = "json"
+
+
+def tune(
+    model: Annotated[
+        str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")
+    ] = DEFAULT_MODEL,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="BITS",
+            help="Most bits per value, scales included, such as 4.5bits.",
+        ),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            "--max-kl",
+            min=0.0,
+            metavar="NATS",
+            help="Greatest mean KL divergence on held-out text.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text in UTF-8 or JSON lines. Default: Python's manual.",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Write the policy, for --kv-cache-policy.",
+            callback=writable,
+        ),
+    ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-format",
+            metavar="F",
+            help="Format to choose from; may be repeated. Default: all that this machine serves.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option("--context", min=64, help="Tokens of a window.")] = 512,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=64, help="Tokens to measure each choice on.")
+    ] = 512,
+    verify_tokens: Annotated[
+        int, typer.Option("--verify-tokens", min=64, help="Tokens of held-out text.")
+    ] = 4096,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="D", help="Dtype to compute in.")
+    ] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard an interrupted tuning and start again.")
+    ] = False,
+    output: Annotated[
+        Format, typer.Option("--format", help="Format of the output.")
+    ] = Format.TABLE,
+    out: OutFile = None,
+) -> None:
+    """Choose a KV format for keys and values of each layer, under a budget of bytes or of KL divergence.
+
+    Every format is measured on each layer and side alone, by the kernels that serve it. The search is exact
+    for the sum of these costs. The policy is then compared with uniform formats on text that was held out.
+    The same command continues an interrupted tuning.
+    """
+    from kvant.engine.process import wait_without_spinning
+
+    bits = _budget(budget, max_kl)
+    wait_without_spinning()  # before torch is imported
+    from kvant.cli.calibrate import model_files
+    from kvant.engine.llm import LLM
+    from kvant.measure.facts import command_line, measurement_facts
+    from kvant.measure.quality.kept import Kept
+    from kvant.measure.quality.texts import read_text
+    from kvant.measure.tuning.policy_file import policy_text, report
+    from kvant.measure.tuning.tune import Tuner, divide_text
+    from kvant.models.import_cache import cache_root
+
+    candidates = _formats(formats)
+    llm = LLM(
+        model,
+        dtype=dtype,
+        device=device,
+        kv_cache_dtype="model",
+        kv_cache_memory="32MiB",
+        max_model_len=256,
+        max_num_seqs=1,
+    )
+    lesson = divide_text(read_text(text, llm), llm, context, tokens, verify_tokens)
+    inputs = {
+        "tune": 1,
+        "files": model_files(llm.model_path),
+        "plan": llm.plan.fingerprint,
+        "formats": [str(dtype) for dtype in candidates],
+        "windows": [lesson.measured.tolist(), lesson.held_out.tolist()],
+    }
+    kept = Kept(cache_root() / "tune", inputs)
+    if restart:
+        kept.forget()
+        kept = Kept(cache_root() / "tune", inputs)
+    elif len(kept):
+        sys.stderr.write(f"continuing with {len(kept)} parts from an earlier run: {kept.path}\n")
+    progress = ShareDone()
+    tuner = Tuner(llm, lesson, candidates, kept, progress.tell)
+    tuned = (
+        tuner.for_kl(max_kl) if bits is None and max_kl is not None else tuner.for_bits(bits or 0)
+    )
+    progress.end()
+    if kept.note:
+        sys.stderr.write(f"{kept.note}\n")
+    target, command = llm.planned.target, command_line("kvant")
+    body = {
+        **report(tuned, target.geometry, target.local.name),
+        **measurement_facts(command, ("torch", "transformers", "numpy")),
+    }
+    if save is not None:
+        written = policy_text(tuned, target.geometry, target.local.name, command)
+        save.write_text(written, encoding="utf-8")
+    if out is not None:
+        write_json(out, body)
+    if output is Format.JSON:
+        sys.stdout.write(json.dumps(body) + "\n")
+    else:
+        _print(tuned, body, save)
+
+
+def _budget(budget: str | None, max_kl: float | None) -> float | None:
+    """Bits per value; None for --max-kl. BadValue unless exactly one of the two is given."""
+    if (budget is None) is (max_kl is None):
+        raise BadValue(
+            "kvant tune takes one of --budget and --max-kl",
+            why="the other one is what it finds",
+            ways_out=(WayOut("take the bytes of 4 bits with scales", ("--budget", "4.5bits")),),
+        )
+    if budget is None:
+        return None
+    found = _BITS.fullmatch(budget.strip())
+    if found is None or float(found[1]) <= 0:
+        raise BadValue(f"--budget {budget!r} is no number of bits", why="write 4.5bits, say")
+    return float(found[1])
+
+
+def _formats(names: Sequence[str] | None) -> list[KVDtype]:
+    """The storage formats of a list of names; a pair gives both of its halves."""
+    from kvant.kv.dtype import KVDtype
+    from kvant.kv.names import parse_format
+
+    found: dict[KVDtype, None] = {}
+    for name in names or ():
+        one = parse_format(name, asked_by="--kv-format")
+        for dtype in (one.k, one.v):
+            if not isinstance(dtype, KVDtype):
+                raise BadValue(
+                    f"--kv-format {name} is no storage format",
+                    why="the model dtype is always among the choices",
+                )
+            found[dtype] = None
+    return list(found)
+
+
+def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvant.kv.checkpoint.facts import Side
+    from kvant.measure.tuning.policy_file import explain, name_of
+
+    console = Console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("layer", "K", "V"):
+        table.add_column(title, no_wrap=True)
+    for index in sorted({place[0] for place in tuned.chosen.chosen}):
+        table.add_row(str(index), *(name_of(tuned, index, side) for side in Side))
+    console.print(table)
+    console.print()
+    dearest = max(
+        tuned.options, key=lambda place: max(option.kl for option in tuned.options[place])
+    )
+    said = f"{dearest[1].value.upper()} of layer {dearest[0]}: {explain(tuned.options[dearest])}"
+    console.print(f"most sensitive: {said}", markup=False, soft_wrap=True)
+    console.print()
+    figures = Table(box=None, pad_edge=False, header_style="bold")
+    figures.add_column("stored as", no_wrap=True)
+    for title in ("B/token", "bits", "mean KL", "99 %", "same top"):
+        figures.add_column(title, justify="right", no_wrap=True)
+    best = tuned.best_uniform
+    for one in (tuned.policy, *sorted(tuned.uniform, key=lambda u: u.bytes_per_token)):
+        f = one.figures
+        figures.add_row(
+            "this policy" if one is tuned.policy else one.name,
+            f"{one.bytes_per_token:,}",
+            f"{one.bits:.2f}",
+            f"{f.kld_mean:.5f}±{f.kld_mean_error:.5f}",
+            f"{f.kld_p99:.4f}",
+            f"{f.same_top:.1%}",
+            style="bold" if one in (tuned.policy, best) else "",
+        )
+    console.print(figures)
+    console.print(
+        f"[dim]{body['model']} on {tuned.policy.figures.positions:,} positions that were held out; uniform "
+        "formats without their wide ends; KL in nats[/]"
+    )
+    if best is not None and best.figures.kld_mean > 0:
+        share = tuned.policy.figures.kld_mean / best.figures.kld_mean
+        console.print(f"{share:.2f} times the KL divergence of {best.name}, with no more bytes")
+    if save is None:
+        console.print("[dim]nothing is written; --save FILE writes the policy[/]")
+    else:
+        console.print(f"use it: --kv-cache-policy {save}", markup=False, soft_wrap=True)

@@ -1,0 +1,365 @@
+"""One tuning: measure what each format costs in each place, search, and verify on held-out text.
+
+    1  every format on all layers' keys, or on all layers' values, alone: formats that another beats drop out
+    2  each remaining format on one layer and side alone
+    3  the search (`search.py`), over the figures of 2 scaled so that their sums are those of 1
+    4  the found policy and the best uniform formats on text that no step before has read
+
+Parts of 1, 2 and 4 are kept on disk when they are done (`kvant.measure.quality.kept`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvant.engine.llm import LLM
+from kvant.errors import BadValue, ConfigError, WayOut
+from kvant.execution.runner import ModelRunner
+from kvant.kv.checkpoint.facts import Side
+from kvant.kv.dtype import Follow, KVDtype
+from kvant.kv.geometry import Attention
+from kvant.kv.names import FormatRequest, whole_formats
+from kvant.kv.request import Asked, KVRequest, rules_for
+from kvant.kv.spec import KVPlan
+from kvant.measure.own_engine import plan_storing
+from kvant.measure.quality import evaluate
+from kvant.measure.quality.compare import Told, compare_windows, contender_tokens
+from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, run_parts, unpack
+from kvant.measure.quality.kept import Arrays, Kept
+from kvant.measure.quality.kl_statistics import Statistics, join, statistics_of
+from kvant.measure.quality.texts import Text, windows
+from kvant.measure.tuning.search import (
+    Assignment,
+    Option,
+    Place,
+    best_within,
+    fewest_bytes,
+    least_kl,
+    not_beaten,
+    smallest_under,
+)
+from kvant.models.loaded import LoadedModel
+from kvant.plan.resolution import resolve_again
+
+ROUNDS = 4
+"""How often --max-kl is verified with a new budget, at most."""
+AT_ONCE = 8  # plans that read side by side, and whose part is kept together
+Told2 = Callable[[int, int], None]
+Layers = Mapping[Place, KVDtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Windows [n, context] int64. measured: for steps 1 and 2; held_out: for step 4."""
+
+    measured: Tensor
+    held_out: Tensor
+
+
+def divide_text(text: Text, llm: LLM, context: int, measured: int, held_out: int) -> Lesson:
+    """Windows of a text, in this order. BadValue, saying how much is needed, for too short a text."""
+    need = (-(-measured // context), -(-held_out // context))
+    if len(text.token_ids) < sum(need) * context:
+        raise BadValue(
+            f"the text {text.name} is too short to tune on",
+            why=f"it has {len(text.token_ids)} tokens; {sum(need) * context} are needed: {measured} to "
+            f"measure and {held_out} to verify, in windows of {context}",
+            ways_out=(WayOut("give a longer text", ("--text", "FILE")),),
+        )
+    cut = windows(text, llm, context, sum(need) * context)
+    return Lesson(cut[: need[0]], cut[need[0] : sum(need)])
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A policy or a uniform format on held-out text. predicted: by the search, None for uniform formats."""
+
+    name: str
+    bytes_per_token: int
+    bits: float
+    figures: Statistics
+    predicted: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """options: of every place, with measured costs. chosen: the policy; policy, uniform: on held-out text."""
+
+    options: Mapping[Place, Sequence[Option]]
+    chosen: Assignment
+    plan: KVPlan
+    policy: Verified
+    uniform: tuple[Verified, ...]
+
+    @property
+    def best_uniform(self) -> Verified | None:
+        """Least KL among uniform formats with no more bytes than the policy; None if there is none."""
+        within = [u for u in self.uniform if u.bytes_per_token <= self.policy.bytes_per_token]
+        return min(within, key=lambda u: u.figures.kld_mean) if within else None
+
+
+@dataclass
+class Tuner:
+    """llm: the model; its plan stores the model dtype. formats: candidates; empty for all."""
+
+    llm: LLM
+    lesson: Lesson
+    formats: Sequence[KVDtype]
+    kept: Kept
+    told: Told2
+
+    @property
+    def model(self) -> LoadedModel:
+        runner = self.llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        return runner.model
+
+    @property
+    def wide(self) -> KVPlan:
+        return plan_storing(self.llm, FormatRequest(Follow.MODEL, Follow.MODEL))
+
+    def places(self) -> list[Place]:
+        """Every side that is stored. BadValue for MLA, whose one latent this does not tune yet."""
+        if any(spec.geometry.attention is Attention.MLA for spec in self.wide.layers):
+            raise BadValue(
+                f"{self.llm.planned.target.local.name} stores one latent instead of K and V",
+                why="tuning chooses formats of K and V apart",
+            )
+        return [
+            (spec.geometry.index, side)
+            for spec in self.wide.layers
+            if spec.k is not None
+            for side in Side
+        ]
+
+    def for_bits(self, bits: float) -> Tuned:
+        """The policy of least KL with at most `bits` bits per value, scales included.
+
+        BadValue, with the narrowest policy there is, if none is that small.
+        """
+        options = self.options()
+        whole = self.wide.bytes_per_token_16bit
+        found = best_within(options, int(bits / 16 * whole))
+        if found is None:
+            least = fewest_bytes(options)
+            raise BadValue(
+                f"--budget {bits:g}bits cannot be met",
+                why=f"the narrowest policy has {16 * least.bytes / whole:.2f} bits per value, "
+                f"at a KL divergence of about {least.kl:.3g}",
+                ways_out=(
+                    WayOut(
+                        "take the narrowest", ("--budget", f"{_up(16 * least.bytes / whole)}bits")
+                    ),
+                ),
+            )
+        return self.beside_uniform(self._verified(options, found))
+
+    def for_kl(self, most: float) -> Tuned:
+        """The policy of fewest bytes whose measured mean KL is at most `most`, on held-out text.
+
+        BadValue, with the closest policy that was found, if none is that good.
+        """
+        options, aim = self.options(), most
+        closest: Tuned | None = None
+        for _ in range(ROUNDS):
+            found = smallest_under(options, aim) or least_kl(options)
+            tuned = self._verified(options, found)
+            measured = tuned.policy.figures.kld_mean
+            if closest is None or measured < closest.policy.figures.kld_mean:
+                closest = tuned
+            if measured <= most:
+                return self.beside_uniform(tuned)
+            if found.bytes >= least_kl(options).bytes:
+                break
+            aim = found.kl * most / measured * 0.95
+        assert closest is not None
+        measured = closest.policy.figures.kld_mean
+        raise BadValue(
+            f"--max-kl {most:g} cannot be met",
+            why=f"the closest policy has a mean KL divergence of {measured:.3g} on held-out text, with "
+            f"{closest.policy.bits:.2f} bits per value",
+            ways_out=(WayOut("take the closest", ("--max-kl", f"{_up(measured, 6)}")),),
+        )
+
+    # -- measuring -----------------------------------------------------------------------------
+
+    def options(self) -> dict[Place, list[Option]]:
+        """Candidates of every place, with costs; formats that another beats everywhere are left out."""
+        places = self.places()
+        uniform = self._uniform_sides()
+        kept = {side: self._front(side, uniform[side]) for side in Side}
+        alone = self._one_by_one(places, kept)
+        wide = self.wide
+        options: dict[Place, list[Option]] = {}
+        for index, side in places:
+            spec = wide.layers[index]
+            choice = spec.k if side is Side.K else spec.v
+            assert choice is not None
+            found = [Option(choice.dtype, self._bytes(index, side, choice.dtype), 0.0)]
+            for dtype in kept[side]:
+                total = sum(alone[i, s, dtype] for i, s in places if s is side)
+                scale = uniform[side][dtype] / total if total > 0 else 1.0
+                cost = alone[index, side, dtype] * scale
+                found.append(Option(dtype, self._bytes(index, side, dtype), cost))
+            options[index, side] = not_beaten(found)
+        return options
+
+    def _bytes(self, index: int, side: Side, dtype: KVDtype) -> int:
+        g = self.wide.layers[index].geometry
+        head_dim = g.head_dim_k if side is Side.K else g.head_dim_v
+        return g.num_kv_heads * dtype.format.row_bytes(head_dim)
+
+    def _uniform_sides(self) -> dict[Side, dict[KVDtype, float]]:
+        """Mean KL with all layers' keys, or values, in one format and the rest wide."""
+        plans: dict[str, KVPlan] = {}
+        refused: list[str] = []
+        places = self.places()
+        for side in Side:
+            for dtype in self.formats or _candidates(side):
+                layers = {place: dtype for place in places if place[1] is side}
+                try:
+                    plan = self.plan_of(layers)
+                except ConfigError as fault:
+                    refused.append(f"{dtype}: {fault.why or fault.what}")
+                    continue
+                if plan.bytes_per_token < self.wide.bytes_per_token:
+                    plans[f"{side.value} {dtype}"] = plan
+        if not plans:
+            raise BadValue(
+                "no format is narrower than the model dtype and served here",
+                why="; ".join(refused) or "every named format is as wide",
+            )
+        found = self._means("uniform", plans)
+        kl: dict[Side, dict[KVDtype, float]] = {side: {} for side in Side}
+        for name, mean in found.items():
+            side, _, dtype = name.partition(" ")
+            kl[Side(side)][_by_name(dtype)] = mean
+        return kl
+
+    def _front(self, side: Side, uniform: Mapping[KVDtype, float]) -> list[KVDtype]:
+        index = self.places()[0][0]
+        options = [Option(d, self._bytes(index, side, d), kl) for d, kl in uniform.items()]
+        return [option.dtype for option in not_beaten(options)]
+
+    def _one_by_one(
+        self, places: Sequence[Place], kept: Mapping[Side, Sequence[KVDtype]]
+    ) -> dict[tuple[int, Side, KVDtype], float]:
+        plans = {
+            f"{index} {side.value} {dtype}": self.plan_of({(index, side): dtype})
+            for index, side in places
+            for dtype in kept[side]
+        }
+        found = {}
+        for name, mean in self._means("alone", plans).items():
+            where, which, stored = name.split()
+            found[int(where), Side(which), _by_name(stored)] = mean
+        return found
+
+    def _means(self, what: str, plans: Mapping[str, KVPlan]) -> dict[str, float]:
+        """Mean KL of every plan over the measured windows."""
+        names = list(plans)
+        parts = []
+        for start in range(0, len(names), AT_ONCE):
+            some = {name: plans[name] for name in names[start : start + AT_ONCE]}
+            parts += self._comparisons(f"{what}-{start}", some, self.lesson.measured)
+        kl: dict[str, list[float]] = {}
+        for arrays in run_parts(parts, self.kept, self.told).values():
+            for name, one in unpack(arrays).items():
+                if name:
+                    kl.setdefault(name, []).append(float(one.prefill.kl.mean()))
+        return {name: sum(values) / len(values) for name, values in kl.items()}
+
+    def _comparisons(self, what: str, plans: Mapping[str, KVPlan], ids: Tensor) -> list[Part]:
+        parts = []
+        for number, batch in enumerate(torch.split(ids, MOST_WINDOWS)):
+            tokens = contender_tokens(len(plans), batch, 0)
+            parts.append(Part(f"{what}-{number}", tokens, partial(self._compare, plans, batch)))
+        return parts
+
+    def _compare(self, plans: Mapping[str, KVPlan], batch: Tensor, told: Told) -> Arrays:
+        return evaluate.pack(
+            compare_windows(
+                self.model,
+                self.wide,
+                plans,
+                batch,
+                vocab_size=self.llm.engine.vocab_size,
+                decode=0,
+                told=told,
+            )
+        )
+
+    # -- verifying -----------------------------------------------------------------------------
+
+    def _verified(self, options: Mapping[Place, Sequence[Option]], chosen: Assignment) -> Tuned:
+        """The policy on held-out text, without uniform formats beside it yet."""
+        plan = self.plan_of({place: option.dtype for place, option in chosen.chosen.items()})
+        assert plan.bytes_per_token == chosen.bytes, "the search counts what the plan stores"
+        (policy,) = self._on_held_out(plan.fingerprint[:12], {"policy": plan})
+        return Tuned(options, chosen, plan, replace(policy, predicted=chosen.kl), ())
+
+    def beside_uniform(self, tuned: Tuned) -> Tuned:
+        """With the uniform formats of up to twice the policy's bytes on the same text."""
+        plans = {}
+        for one in whole_formats():
+            if self.formats and not {one.k, one.v} <= set(self.formats):
+                continue
+            with contextlib.suppress(ConfigError):
+                plan = plan_of_uniform(self.llm, one)
+                if plan.bytes_per_token <= 2 * tuned.plan.bytes_per_token:
+                    plans[str(one)] = plan
+        if not plans:
+            return tuned
+        digest = hashlib.sha256(" ".join(plans).encode()).hexdigest()[:12]
+        return replace(tuned, uniform=tuple(self._on_held_out(digest, plans)))
+
+    def _on_held_out(self, label: str, plans: Mapping[str, KVPlan]) -> list[Verified]:
+        parts = self._comparisons(f"verified-{label}", plans, self.lesson.held_out)
+        batches = [unpack(b) for b in run_parts(parts, self.kept, self.told).values()]
+        return [
+            Verified(
+                name,
+                plan.bytes_per_token,
+                16 * plan.bytes_per_token / plan.bytes_per_token_16bit,
+                statistics_of(join([batch[name].prefill for batch in batches])),
+            )
+            for name, plan in plans.items()
+        ]
+
+    def plan_of(self, layers: Layers) -> KVPlan:
+        """The plan that stores these formats in these places, and the model dtype elsewhere."""
+        asked = Asked(FormatRequest(Follow.MODEL, Follow.MODEL), "kvant tune")
+        request = KVRequest(explicit=(asked,), format_defaults=False)
+        for (index, side), dtype in layers.items():
+            sides = (dtype, None) if side is Side.K else (None, dtype)
+            request = request.merged(rules_for(str(index), *sides, asked_by="kvant tune"))
+        return resolve_again(self.llm.planned, request)
+
+
+def plan_of_uniform(llm: LLM, one: FormatRequest) -> KVPlan:
+    """Every layer in one format, without the wide ends that some formats have."""
+    request = KVRequest(explicit=(Asked(one, "kvant tune"),), format_defaults=False)
+    return resolve_again(llm.planned, request)
+
+
+def _candidates(side: Side) -> list[KVDtype]:
+    """Formats that can store this side; formats made for the other side are left out."""
+    other = Side.V if side is Side.K else Side.K
+    ending = f"turboquant_{other.value}"
+    return [d for d in KVDtype if not d.format.device_only and not d.format.name.startswith(ending)]
+
+
+def _by_name(name: str) -> KVDtype:
+    return next(dtype for dtype in KVDtype if str(dtype) == name)
+
+
+def _up(value: float, digits: int = 2) -> float:
+    """Rounded up, so that a way out holds."""
+    return round(value + 10.0**-digits, digits)

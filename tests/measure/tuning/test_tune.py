@@ -1,0 +1,149 @@
+"""`kvant tune`: costs, budgets, the policy file, and what refuses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from kvant.cli.tune import _budget, _formats
+from kvant.engine.llm import LLM
+from kvant.errors import BadValue
+from kvant.kv.checkpoint.facts import Side
+from kvant.kv.dtype import KVDtype
+from kvant.kv.policy import read_policy
+from kvant.kv.request import check_request
+from kvant.measure.quality.kept import Kept
+from kvant.measure.quality.texts import read_text
+from kvant.measure.tuning.policy_file import policy_text, report
+from kvant.measure.tuning.tune import Tuner, divide_text
+from tests.engine import tiny_chat
+
+FORMATS = [
+    KVDtype.INT8_PER_TOKEN_HEAD,
+    KVDtype.INT4_PER_TOKEN_HEAD,
+    KVDtype.FP8_PER_TOKEN_HEAD,
+]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    torch.set_num_threads(1)
+    path = tiny_chat.build(tmp_path_factory.mktemp("tune"))
+    return LLM(path, dtype="float32", kv_cache_memory="1MiB")
+
+
+@pytest.fixture(scope="module")
+def tuner(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Tuner:
+    folder = tmp_path_factory.mktemp("text")
+    words = folder / "words.txt"
+    words.write_text(" ".join(f"{i}: the sea, the open sea, measured twice." for i in range(60)))
+    lesson = divide_text(read_text(words, llm), llm, 64, 64, 256)
+    return Tuner(llm, lesson, FORMATS, Kept(folder, {}), lambda *_: None)
+
+
+def test_a_format_that_another_beats_is_no_choice(tuner: Tuner) -> None:
+    """Both 8-bit formats take the same bytes, and integers are exacter."""
+    options = tuner.options()
+    assert set(options) == {(i, side) for i in range(len(tuner.wide.layers)) for side in Side}
+    for found in options.values():
+        assert [str(o.dtype) for o in found] == [
+            "int4_per_token_head", "int8_per_token_head", "float32",
+        ]  # fmt: skip
+        assert found[0].kl > 10 * found[1].kl > found[2].kl == 0
+        assert found[0].bytes < found[1].bytes < found[2].bytes
+
+
+def test_costs_add_up_to_what_all_layers_cost_together(tuner: Tuner) -> None:
+    options = tuner.options()
+    keys = {place: KVDtype.INT4_PER_TOKEN_HEAD for place in options if place[1] is Side.K}
+    together = tuner._means("check", {"keys": tuner.plan_of(keys)})["keys"]
+    assert sum(options[place][0].kl for place in keys) == pytest.approx(together, rel=1e-6)
+
+
+def test_a_policy_of_mixed_formats_beats_the_uniform_one(tuner: Tuner, tmp_path: Path) -> None:
+    mixed = tuner.for_bits(8.0)
+    assert mixed.policy.bits <= 8.0
+    best = mixed.best_uniform
+    assert best is not None
+    assert best.name == "int4_per_token_head"
+    assert 0 < mixed.policy.figures.kld_mean < best.figures.kld_mean
+    stored = {str(o.dtype) for o in mixed.chosen.chosen.values()}
+    assert len(stored) > 1
+
+    geometry = tuner.llm.planned.target.geometry
+    text = policy_text(mixed, geometry, "tiny", "kvant tune")
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    loaded = LLM(
+        tuner.llm.model_path, dtype="float32", kv_cache_memory="1MiB", kv_cache_policy=path
+    )
+    assert loaded.plan.fingerprint == mixed.plan.fingerprint
+    assert loaded.plan.bytes_per_token == mixed.policy.bytes_per_token
+    assert len(yaml.safe_load(text)["rules"]) == len(geometry.layers)
+
+    body = json.loads(json.dumps(report(mixed, geometry, "tiny")))
+    assert body["policy"]["kld_mean"] == mixed.policy.figures.kld_mean
+    vllm = body["other_engines"]["vllm"]
+    assert set(vllm) == {"kv_cache_dtype", "kv_cache_dtype_skip_layers"}
+    modelopt = body["other_engines"]["modelopt"]["kv_cache_quantized_layers"]
+    assert {entry["quant_algo"] for entry in modelopt.values()} <= {
+        "FP8", "NVFP4", "FP8_K_NVFP4_V",
+    }  # fmt: skip
+
+
+def test_a_policy_for_another_model_is_refused(tuner: Tuner, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text('model: {name: other, fingerprint: "0123"}\nrules: ["0:fp8"]\n')
+    request = read_policy(path).target
+    with pytest.raises(BadValue, match="made for another model, other") as caught:
+        check_request(request, tuner.llm.planned.target.geometry)
+    assert "fingerprint is 0123" in caught.value.why
+    path.write_text("model: {name: other, fingerprint: 12}\n")
+    with pytest.raises(BadValue, match=r"policy\.yaml: model"):
+        read_policy(path)
+
+
+def test_a_kl_budget_is_met_on_held_out_text(tuner: Tuner) -> None:
+    small = tuner.for_bits(8.0).policy
+    tight = small.figures.kld_mean / 3
+    found = tuner.for_kl(tight).policy
+    assert found.figures.kld_mean <= tight
+    assert small.bytes_per_token < found.bytes_per_token < tuner.wide.bytes_per_token
+
+
+def test_budgets_that_cannot_be_met_show_the_closest(tuner: Tuner) -> None:
+    with pytest.raises(BadValue, match=r"--budget 2bits cannot be met") as caught:
+        tuner.for_bits(2.0)
+    way = caught.value.ways_out[0].arguments[1]
+    assert tuner.for_bits(float(way.removesuffix("bits"))).policy.bits > 2
+    narrow = Tuner(tuner.llm, tuner.lesson, FORMATS, tuner.kept, tuner.told)
+    options = {place: [o for o in found if o.kl > 0] for place, found in tuner.options().items()}
+    narrow.options = lambda: options  # type: ignore[method-assign]
+    with pytest.raises(BadValue, match="--max-kl 0 cannot be met") as caught:
+        narrow.for_kl(0.0)
+    assert "the closest policy has a mean KL divergence of" in caught.value.why
+
+
+def test_text_that_is_too_short_says_how_much_is_needed(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("the sea")
+    with pytest.raises(BadValue, match="too short to tune on") as caught:
+        divide_text(read_text(path, llm), llm, 64, 64, 256)
+    assert "it has 7 tokens; 320 are needed" in caught.value.why
+
+
+def test_one_budget_is_given_in_bits() -> None:
+    assert _budget("4.5bits", None) == _budget("4.5", None) == 4.5
+    assert _budget(None, 0.1) is None
+    for wrong in ((None, None), ("4", 0.1), ("4GiB", None), ("0bits", None)):
+        with pytest.raises(BadValue):
+            _budget(*wrong)
+    assert _formats(["turboquant_3bit_nc", "fp8"]) == [
+        KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3, KVDtype.FP8_E4M3,
+    ]  # fmt: skip
+    with pytest.raises(BadValue, match="is no storage format"):
+        _formats(["auto"])

@@ -33,6 +33,10 @@ CONTRADICTIONS = (
     r"(prompt_)?logprobs of the prompt would return \d+ values",
     r"(min_tokens|ignore_eos) contradicts ",
     r"what this request allows and forbids leaves no token to go on with",
+    # What an item, a block or a tool must have depends on its type.
+    r"(input|messages|system|tools|include|background|truncation|thinking|reasoning|text)\b",
+    r"(stop_sequences|output_config|output_format|top_logprobs needs include)\b",
+    r"only a response with background true can be cancelled",
     # Whether a text is a schema, a regex or a grammar is nothing that JSON Schema can say.
     r"(response_format|structured_outputs|guided_(json|regex|choice|grammar)|json_schema|regex|grammar|ebnf)\b",
 )

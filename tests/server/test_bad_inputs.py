@@ -46,7 +46,7 @@ def test_odd_but_good_requests_are_answered(server: Server) -> None:
         assert server.complete(prompt, max_tokens=2).status == 200
     neutral: dict[str, Any] = {
         "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": None,
-        "logit_bias": {}, "tools": [], "n": 1, "best_of": 1, "echo": False, "user": "x", "foo": 1,
+        "logit_bias": {}, "tools": [], "n": 1, "best_of": 1, "echo": False, "user": "x",
         "response_format": {"type": "text"}, "logprobs": None, "max_completion_tokens": 2,
         "bad_words": [], "allowed_token_ids": None, "structured_outputs": None, "guided_json": None,
         "max_tokens": 2, "min_tokens": 2, "top_k": -1, "seed": -(2**63), "temperature": 2,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvant.engine.llm import LLM
 from kvant.sampling.sampling_params import SamplingParams
-from kvant.server.refused import NO_EFFECT, UNSUPPORTED
-from kvant.server.wire import ChatBody, CompletionBody
 from tests.server.harness import MODEL_LEN, Server, events
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -86,22 +83,6 @@ def test_what_would_change_an_answer_is_refused_by_name(
     assert answer.error["param"] == name
     assert name in answer.error["message"]
     assert server.post(path, {**good, "max_tokens": 2, name: None}).status == 200
-
-
-def test_every_name_that_is_not_offered_has_a_value_that_is_refused() -> None:
-    served = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
-    assert not served & NO_EFFECT
-    assert not set(UNSUPPORTED) & NO_EFFECT
-    for name, is_neutral in UNSUPPORTED.items():
-        assert not is_neutral({"strange": "value"}), name
-
-
-def test_ignored_names_are_logged_once(server: Server) -> None:
-    for _ in range(3):
-        assert server.complete("abc", max_tokens=1, some_strange_field=1, user="x").status == 200
-    told = [line for line in server.output if "some_strange_field" in line]
-    assert len(told) == 1
-    assert not [line for line in server.output if "'user'" in line], "it cannot change an answer"
 
 
 def test_continuous_usage_counts_in_every_chunk(server: Server) -> None:
@@ -296,14 +277,3 @@ def test_the_request_log_has_a_line_for_each_request_and_no_contents(model: Any)
         )
         assert re.fullmatch(r"kvant: request - other 404 id=- seconds=[\d.]+\n", lines[1])
         assert "secret" not in "".join(server.output)
-
-
-def test_the_document_names_every_parameter() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
-    served = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
-    missing = [
-        name
-        for name in sorted({*served, *UNSUPPORTED, *NO_EFFECT})
-        if not re.search(rf"\b{name}\b", text)
-    ]
-    assert missing == []

@@ -67,8 +67,8 @@ def test_keys_do_not_share_cached_pages(guarded: Server) -> None:
 
 
 def _padded(size: int) -> bytes:
-    empty = len(json.dumps({"prompt": "a", "max_tokens": 1, "pad": ""}))
-    return json.dumps({"prompt": "a", "max_tokens": 1, "pad": "x" * (size - empty)}).encode()
+    empty = len(json.dumps({"prompt": "a", "max_tokens": 1, "user": ""}))
+    return json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * (size - empty)}).encode()
 
 
 def test_a_body_may_have_its_limit_and_no_byte_more(guarded: Server) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.server.api_error import ApiError
 from kvant.server.config import Limits
-from kvant.server.refused import UNSUPPORTED
+from kvant.server.parameters import CHAT, COMPLETIONS
 from kvant.server.requests import Facts, read_chat, read_completion
 from kvant.server.wire import ChatBody, CompletionBody
 
@@ -30,7 +30,14 @@ def _metadata(count: int, key: int = 64, value: int = 512) -> dict[str, str]:
     return {str(i).rjust(key, "k"): "v" * value for i in range(count)}
 
 
-NAMES = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *UNSUPPORTED})
+NAMES = sorted(
+    {
+        *ChatBody.__struct_fields__,
+        *CompletionBody.__struct_fields__,
+        *CHAT.refused,
+        *COMPLETIONS.refused,
+    }
+)
 
 _VALUES = st.recursive(
     st.none()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -26,17 +25,43 @@ from kvant.server.messages import Piece
 from kvant.server.reply import Part, ReplyReader
 from kvant.server.requests import Generation
 from kvant.server.service import Running, Sequence, Service
-
-_LEAST_LOGPROB = -9999.0
-"""JSON has no -Infinity; OpenAI writes this."""
+from kvant.server.transcript import finite, text_of
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
+class Writer(Protocol):
+    """Writes the answer to one request in one wire form.
+
+    Methods return encoded events of a stream. A whole answer calls `add` too, and then `whole`.
+    """
+
+    @property
+    def ping(self) -> bytes: ...
+
+    @property
+    def generation(self) -> Generation: ...
+
+    def begin(self, running: Running) -> list[bytes]:
+        """What comes before the first token."""
+
+    def add(self, running: Running, sequence: Sequence, pieces: list[Piece]) -> list[bytes]:
+        """What these pieces of one sequence add."""
+
+    def end(self, running: Running) -> list[bytes]:
+        """What comes after the last token."""
+
+    def fail(self, fault: ApiError) -> list[bytes]:
+        """What ends a stream that failed."""
+
+    def whole(self, running: Running) -> msgspec.Struct:
+        """The answer of a request that has ended."""
+
+
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How one endpoint answers one request. chat: messages and deltas, else text. readers: by index."""
+class Choices:
+    """Writes OpenAI's choices. chat: messages and deltas, else text. readers, texts: by index."""
 
     chat: bool
     model: str
@@ -44,6 +69,9 @@ class Shape:
     generation: Generation
     format: dict[str, Any] | None = None
     readers: dict[int, ReplyReader] = field(default_factory=dict)
+    texts: dict[int, list[str]] = field(default_factory=dict)
+    heads: list[dict[str, Any]] = field(default_factory=list)
+    ping: bytes = b": ping\n\n"
 
     def head(self) -> dict[str, Any]:
         """The fields with which the whole answer, or every chunk of it, begins."""
@@ -51,11 +79,9 @@ class Shape:
         own = self.generation.request_id or uuid.uuid4().hex
         return {"id": f"{prefix}-{own}", "created": int(time.time()), "model": self.model}
 
-    def whole(
-        self, running: Running, texts: dict[int, str]
-    ) -> wire.ChatCompletion | wire.Completion:
-        """The answer of a request that has ended. texts: by the sequence's index."""
+    def whole(self, running: Running) -> wire.ChatCompletion | wire.Completion:
         sequences = list(running.sequences.values())
+        texts = {s.index: "".join(self.texts.get(s.index, ())) for s in sequences}
         for place, sequence in enumerate(sequences):
             # The first of the answers to one prompt has computed it for all.
             first = sequences[place - place % running.copies]
@@ -120,20 +146,51 @@ class Shape:
 
     # -- streams -------------------------------------------------------------------------------
 
-    def begin(self, head: dict[str, Any], running: Running) -> list[msgspec.Struct]:
+    def begin(self, running: Running) -> list[bytes]:
         """The chunks with which a stream of a chat begins, one for each choice."""
+        head = self.head()
+        if self.generation.include_usage:
+            head["usage"] = None
+        self.heads.append(head)
         if not self.chat:
             return []
+        counted = self._counted(running)
         return [
-            wire.ChatCompletionChunk(
-                **head,
-                choices=[
-                    wire.ChatChunkChoice(index=s.index, delta=wire.Delta("assistant", content=""))
-                ],
-                prompt_token_ids=self._prompt_ids(s),
+            _event(
+                wire.ChatCompletionChunk(
+                    **counted,
+                    choices=[
+                        wire.ChatChunkChoice(
+                            index=s.index, delta=wire.Delta("assistant", content="")
+                        )
+                    ],
+                    prompt_token_ids=self._prompt_ids(s),
+                )
             )
             for s in running.sequences.values()
         ]
+
+    def add(self, running: Running, sequence: Sequence, pieces: list[Piece]) -> list[bytes]:
+        if not self.generation.stream:
+            self.texts.setdefault(sequence.index, []).extend(piece.text for piece in pieces)
+            return []
+        part = self.chunk(self._counted(running), running, sequence, pieces)
+        return [] if part is None else [_event(part)]
+
+    def end(self, running: Running) -> list[bytes]:
+        found = []
+        if self.generation.include_usage:
+            kind = wire.ChatCompletionChunk if self.chat else wire.CompletionChunk
+            found = [_event(kind(**{**self.heads[0], "usage": usage(running)}, choices=[]))]
+        return [*found, DONE]
+
+    def fail(self, fault: ApiError) -> list[bytes]:
+        return [_event(fault.body), DONE]
+
+    def _counted(self, running: Running) -> dict[str, Any]:
+        """The head of the next chunk, with the tokens so far where every chunk is to count them."""
+        head = self.heads[0]
+        return {**head, "usage": usage(running)} if self.generation.continuous_usage else head
 
     def chunk(
         self, head: dict[str, Any], running: Running, sequence: Sequence, pieces: list[Piece]
@@ -173,11 +230,6 @@ class Shape:
             more["prompt_token_ids"] = self._prompt_ids(sequence)
         part = wire.CompletionChunkChoice(text=text, logprobs=logprobs, **more)
         return wire.CompletionChunk(**head, choices=[part])
-
-    def usage_chunk(self, head: dict[str, Any], running: Running) -> msgspec.Struct:
-        """The last chunk of a stream that counts its tokens."""
-        kind = wire.ChatCompletionChunk if self.chat else wire.CompletionChunk
-        return kind(**{**head, "usage": usage(running)}, choices=[])
 
     def _echoed(self, sequence: Sequence) -> str:
         """The prompt, at the beginning of an answer that repeats it."""
@@ -223,7 +275,7 @@ class Shape:
             sequence.num_logprob_chars += len(token)
         return wire.CompletionLogprobs(
             tokens,
-            [None if one is None else _finite(one.logprob) for _, one in entries],
+            [None if one is None else finite(one.logprob) for _, one in entries],
             [None if one is None else self._top(one, num_top) for _, one in entries],
             offsets,
         )
@@ -234,11 +286,11 @@ class Shape:
         Keys are texts. Ids with the same text, such as parts of characters, would collide: the token
         itself keeps the text, and the others are called "token_id:N".
         """
-        found = {self._text(one.token_id): _finite(one.logprob)}
+        found = {self._text(one.token_id): finite(one.logprob)}
         for token, value in one.top[:num_top]:
             if token != one.token_id:
                 text = self._text(token)
-                found[f"token_id:{token}" if text in found else text] = _finite(value)
+                found[f"token_id:{token}" if text in found else text] = finite(value)
         return found
 
     def _prompt_logprobs(self, sequence: Sequence) -> wire.PromptLogprobs:
@@ -253,7 +305,7 @@ class Shape:
             shown.setdefault(one.token_id, (one.logprob, one.rank))
             found.append(
                 {
-                    str(token): wire.PromptLogprob(_finite(value), rank, self._text(token))
+                    str(token): wire.PromptLogprob(finite(value), rank, self._text(token))
                     for token, (value, rank) in shown.items()
                 }
             )
@@ -263,12 +315,10 @@ class Shape:
         text = self._text(token_id)
         # A part of a character does not tell its bytes; "token_id:5" is not the token's text.
         known = "\N{REPLACEMENT CHARACTER}" not in text and not self.generation.tokens_as_ids
-        return text, _finite(logprob), list(text.encode()) if known else None
+        return text, finite(logprob), list(text.encode()) if known else None
 
     def _text(self, token_id: int) -> str:
-        if self.tokenizing is None or self.generation.tokens_as_ids:
-            return f"token_id:{token_id}"
-        return self.tokenizing.backend.decode([token_id], skip_special_tokens=False)
+        return text_of(None if self.generation.tokens_as_ids else self.tokenizing, token_id)
 
 
 def _message(parts: list[Part], *, with_reasoning: bool) -> wire.Message:
@@ -330,10 +380,6 @@ def usage(running: Running) -> wire.Usage:
     )
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB) if not math.isnan(logprob) else _LEAST_LOGPROB
-
-
 # -- sending -----------------------------------------------------------------------------------
 
 
@@ -363,17 +409,17 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """A running request as server-sent events; closes the request on every path.
 
-    A failure after the first byte is an event with an `error`. [DONE] ends every stream whose client
-    stays: a stream without it was cut.
+    A failure after the first byte is an event. Every stream whose client stays has a last event of its
+    wire form: a stream without it was cut.
     """
 
-    def __init__(self, service: Service, running: Running, shape: Shape) -> None:
+    def __init__(self, service: Service, running: Running, writer: Writer) -> None:
         super().__init__(
             media_type="text/event-stream",
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )
         del self.headers["content-length"]
-        self._service, self._running, self._shape = service, running, shape
+        self._service, self._running, self._writer = service, running, writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -393,42 +439,35 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        shape, running, wanted = self._shape, self._running, self._shape.generation
-        head = shape.head()
-        if wanted.include_usage:
-            head["usage"] = None
+        writer, running = self._writer, self._running
+        # Up to half a million values of the prompt come with its first piece: written in a thread.
+        heavy = writer.generation.sampling.prompt_logprobs is not None
         try:
-            for chunk in shape.begin(self._counted(head), running):
-                yield _event(chunk)
+            for data in writer.begin(running):
+                yield data
             async for news in self._service.events(running):
                 if news is None:
-                    yield b": ping\n\n"
+                    yield writer.ping
                     continue
                 for sequence, pieces in _by_sequence(news):
-                    # One choice for each chunk: clients read choices[0].
-                    counted = self._counted(head)
-                    if wanted.sampling.prompt_logprobs is None or sequence.begun:
-                        part = shape.chunk(counted, running, sequence, pieces)
-                    else:  # up to half a million values of the prompt
-                        part = await asyncio.to_thread(
-                            shape.chunk, counted, running, sequence, pieces
-                        )
-                    if part is not None:
-                        yield _event(part)
-            if wanted.include_usage:
-                yield _event(shape.usage_chunk(head, running))
+                    if heavy and not sequence.begun:
+                        found = await asyncio.to_thread(writer.add, running, sequence, pieces)
+                    else:
+                        found = writer.add(running, sequence, pieces)
+                    for data in found:
+                        yield data
+            for data in writer.end(running):
+                yield data
         except ApiError as fault:
-            yield _event(fault.body)
+            for data in writer.fail(fault):
+                yield data
         except Exception:
             _log.exception("a stream failed")
-            yield _event(internal().body)
-        yield b"data: [DONE]\n\n"
+            for data in writer.fail(internal()):
+                yield data
 
-    def _counted(self, head: dict[str, Any]) -> dict[str, Any]:
-        """The head of the next chunk, with the tokens so far where every chunk is to count them."""
-        if not self._shape.generation.continuous_usage:
-            return head
-        return {**head, "usage": usage(self._running)}
+
+DONE = b"data: [DONE]\n\n"
 
 
 def _event(body: object) -> bytes:

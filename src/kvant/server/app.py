@@ -9,19 +9,37 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-import msgspec
 from starlette.responses import Response
 
 from kvant import __version__
 from kvant.errors import RequestError
 from kvant.server import wire
-from kvant.server.answers import EventStream, Shape, unless_disconnected
+from kvant.server.answers import Choices, unless_disconnected
+from kvant.server.anthropic.handle import count_tokens, message
+from kvant.server.anthropic.wire import (
+    CountBody,
+    InputTokens,
+    MessagesAnswer,
+    MessagesBody,
+    MessagesError,
+    MessagesEvent,
+)
+from kvant.server.anthropic.write import error_body
 from kvant.server.api_error import ApiError, Disconnected, bad_request, internal, of_request
-from kvant.server.guard import App, Guard, Receive, Scope, Send, header, read_body, with_cors
+from kvant.server.calls import Call, Endpoint, as_json, generate, openai_error
+from kvant.server.guard import App, Guard, Receive, Scope, Send, header, with_cors
+from kvant.server.parameters import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    NONE,
+    NOT_OFFERED,
+    RESPONSES,
+    TOKENIZE,
+)
 from kvant.server.requests import (
     Generation,
     check_model,
@@ -30,60 +48,27 @@ from kvant.server.requests import (
     parse,
     read_chat,
     read_completion,
-    refuse_tokenize_extras,
+    refuse_unserved,
+)
+from kvant.server.responses.handle import (
+    cancel_response,
+    delete_response,
+    read_input_items,
+    read_stored,
+    respond,
+)
+from kvant.server.responses.wire import (
+    Deleted,
+    InputItems,
+    ResponseAnswer,
+    ResponseBody,
+    ResponseEvent,
 )
 from kvant.server.service import Service
 
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_LARGE = 128 * 2**10
-_Read = TypeVar("_Read")
-
-
-@dataclass(slots=True)
-class Call:
-    """One HTTP request. key: its API key. request_id: the client's X-Request-Id.
-
-    counted: numbers for the request log, set by the handler.
-    """
-
-    service: Service
-    scope: Scope
-    receive: Receive
-    key: str | None = None
-    request_id: bytes | None = None
-    counted: dict[str, object] = field(default_factory=dict)
-
-    async def read(self, read: Callable[[bytes], _Read]) -> _Read:
-        """Returns the body, read by a function. A large body is read in a thread, so that the event loop
-        gets its turns.
-        """
-        limits = self.service.config.limits
-        data = await read_body(self.scope["headers"], self.receive, limits)
-        return read(data) if len(data) < _LARGE else await asyncio.to_thread(read, data)
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One row of the table. answer: the type of its JSON, or None for text. event: of a stream.
-
-    errors: the statuses that only this endpoint has. not_now: status 503 has the answer's own type.
-    generates: it takes places in the engine, so a full server refuses it before it reads the body.
-    is_open: it needs no key. "{model}" at the end of a path stands for the rest of it.
-    """
-
-    method: str
-    path: str
-    summary: str
-    handle: Callable[[Call], Awaitable[Response]]
-    answer: type[msgspec.Struct] | None
-    body: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
-    errors: tuple[int, ...] = ()
-    not_now: bool = False
-    generates: bool = False
-    is_open: bool = False
 
 
 # -- generating --------------------------------------------------------------------------------
@@ -106,26 +91,9 @@ async def _complete(call: Call) -> Response:
 async def _generate(call: Call, generation: Generation, *, chat: bool) -> Response:
     service = call.service
     reply = service.require().reply
-    shape = Shape(chat, service.config.served_names[0], service.tokenizing, generation, reply)
-    if generation.stream:
-        running = await service.open(generation, key=call.key, counted=call.counted)
-        return EventStream(service, running, shape)
-
-    async def whole() -> Response:
-        running = await service.open(generation, key=call.key, counted=call.counted)
-        try:
-            texts: dict[int, str] = {s.index: "" for s in running.sequences.values()}
-            async for news in service.events(running):
-                for sequence, piece in news or ():
-                    texts[sequence.index] += piece.text
-            if generation.sampling.prompt_logprobs is None:
-                return _json(shape.whole(running, texts))
-            # Up to half a million values: in a thread, so that other requests get their turns.
-            return await asyncio.to_thread(lambda: _json(shape.whole(running, texts)))
-        finally:
-            service.close(running)
-
-    return await unless_disconnected(call.receive, whole())
+    name = service.config.served_names[0]
+    writer = Choices(chat, name, service.tokenizing, generation, reply)
+    return await generate(call, writer, key=call.key)
 
 
 # -- the model ---------------------------------------------------------------------------------
@@ -134,13 +102,13 @@ async def _generate(call: Call, generation: Generation, *, chat: bool) -> Respon
 async def _models(call: Call) -> Response:
     call.service.require()
     names = call.service.config.served_names
-    return _json(wire.ModelList(data=[_card(call.service, name) for name in names]))
+    return as_json(wire.ModelList(data=[_card(call.service, name) for name in names]))
 
 
 async def _model(call: Call) -> Response:
     name = call.scope["path"].removeprefix("/v1/models/")
     check_model(name, call.service.require())
-    return _json(_card(call.service, name))
+    return as_json(_card(call.service, name))
 
 
 def _card(service: Service, name: str) -> wire.ModelCard:
@@ -178,7 +146,7 @@ async def _tokenize(call: Call) -> Response:
 async def _tokens_of(service: Service, given: wire.TokenizeBody, raw: dict[str, Any]) -> Response:
     facts = service.require()
     check_model(given.model, facts)
-    refuse_tokenize_extras(raw)
+    refuse_unserved(raw, wire.TokenizeBody, TOKENIZE)
     if (given.prompt is None) == (given.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if service.tokenizing is None:
@@ -200,11 +168,12 @@ async def _tokens_of(service: Service, given: wire.TokenizeBody, raw: dict[str, 
     if given.return_token_strs:
         backend = service.tokenizing.backend
         body.token_strs = [backend.id_to_token(token) for token in tokens]
-    return _json(body)
+    return as_json(body)
 
 
 async def _detokenize(call: Call) -> Response:
-    given, _ = await call.read(lambda data: parse(data, wire.DetokenizeBody))
+    given, raw = await call.read(lambda data: parse(data, wire.DetokenizeBody))
+    refuse_unserved(raw, wire.DetokenizeBody, NONE)
     facts = call.service.require()
     check_model(given.model, facts)
     check_tokens(given.tokens, "tokens", facts)
@@ -213,7 +182,7 @@ async def _detokenize(call: Call) -> Response:
     # As a batch of one: only then the library releases the interpreter.
     decode = call.service.tokenizing.backend.decode_batch
     (text,) = await asyncio.to_thread(decode, [given.tokens], skip_special_tokens=False)
-    return _json(wire.Text(text))
+    return as_json(wire.Text(text))
 
 
 async def _tokenizer_info(call: Call) -> Response:
@@ -223,7 +192,7 @@ async def _tokenizer_info(call: Call) -> Response:
     tokenizer = call.service.tokenizing.tokenizer
     special = tokenizer.special_tokens_map
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    return _json(
+    return as_json(
         wire.TokenizerInfo(
             tokenizer_class=type(tokenizer).__name__,
             chat_template=facts.template,
@@ -247,22 +216,22 @@ async def _ready(call: Call) -> Response:
 def _state(service: Service, good: bool) -> Response:
     state = "draining" if service.draining else service.supervisor.state.value
     headers = None if good else {"retry-after": "2"}
-    return _json({"status": state}, 200 if good else 503, headers)
+    return as_json({"status": state}, 200 if good else 503, headers)
 
 
 async def _load(call: Call) -> Response:
-    return _json(wire.Load(call.service.admission.held))
+    return as_json(wire.Load(call.service.admission.held))
 
 
 async def _version(call: Call) -> Response:
-    return _json(wire.Version(__version__))
+    return as_json(wire.Version(__version__))
 
 
 async def _server_info(call: Call) -> Response:
     facts = call.service.require()
     ready = call.service.supervisor.ready
     assert ready is not None
-    return _json(
+    return as_json(
         wire.ServerInfo(
             __version__,
             list(facts.names),
@@ -286,20 +255,49 @@ async def _openapi(call: Call) -> Response:
 
     config = call.service.config
     facts = call.service.facts
-    return _json(document(ENDPOINTS, config.limits, facts, has_keys=bool(config.api_keys)))
+    return as_json(document(ENDPOINTS, config.limits, facts, has_keys=bool(config.api_keys)))
 
 
 _GENERATES = (400, 404, 413, 429, 503)
 _READS = (400, 404, 413, 503)
+_ANTHROPIC = (MessagesError, error_body)
 
 ENDPOINTS = (
     Endpoint(
         "POST", "/v1/chat/completions", "Answer a conversation", _chat, wire.ChatCompletion,
-        wire.ChatBody, wire.ChatCompletionChunk, _GENERATES, generates=True,
+        wire.ChatBody, CHAT, wire.ChatCompletionChunk, _GENERATES, generates=True,
     ),
     Endpoint(
         "POST", "/v1/completions", "Complete texts or token ids", _complete, wire.Completion,
-        wire.CompletionBody, wire.CompletionChunk, _GENERATES, generates=True,
+        wire.CompletionBody, COMPLETIONS, wire.CompletionChunk, _GENERATES, generates=True,
+    ),
+    Endpoint(
+        "POST", "/v1/responses", "Answer with OpenAI's Responses API", respond, ResponseAnswer,
+        ResponseBody, RESPONSES, ResponseEvent, _GENERATES, generates=True,
+    ),
+    Endpoint(
+        "GET", "/v1/responses/{id}", "A stored response", read_stored, ResponseAnswer,
+        errors=(400, 404, 503),
+    ),
+    Endpoint(
+        "DELETE", "/v1/responses/{id}", "Forget a stored response", delete_response, Deleted,
+        errors=(404, 503),
+    ),
+    Endpoint(
+        "POST", "/v1/responses/{id}/cancel", "End a response in the background", cancel_response,
+        ResponseAnswer, errors=(400, 404, 503),
+    ),
+    Endpoint(
+        "GET", "/v1/responses/{id}/input_items", "What a stored response was asked",
+        read_input_items, InputItems, errors=(404, 503),
+    ),
+    Endpoint(
+        "POST", "/v1/messages", "Answer with Anthropic's Messages API", message, MessagesAnswer,
+        MessagesBody, MESSAGES, MessagesEvent, _GENERATES, generates=True, fault=_ANTHROPIC,
+    ),
+    Endpoint(
+        "POST", "/v1/messages/count_tokens", "Tokens of a conversation", count_tokens, InputTokens,
+        CountBody, MESSAGES, errors=_READS, fault=_ANTHROPIC,
     ),
     Endpoint("GET", "/v1/models", "The served models", _models, wire.ModelList, errors=(503,)),
     Endpoint(
@@ -308,7 +306,7 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/kv/plan", "The JSON of `kvant plan`", _plan, wire.Plan, errors=(503,)),
     Endpoint(
         "POST", "/tokenize", "Token ids of a text or conversation", _tokenize, wire.Tokens,
-        wire.TokenizeBody, errors=_READS,
+        wire.TokenizeBody, TOKENIZE, errors=_READS,
     ),
     Endpoint(
         "POST", "/detokenize", "Text of token ids", _detokenize, wire.Text, wire.DetokenizeBody,
@@ -337,19 +335,19 @@ ENDPOINTS = (
 _BY_PATH: dict[str, dict[str, Endpoint]] = {}
 for _endpoint in ENDPOINTS:
     _BY_PATH.setdefault(_endpoint.path, {})[_endpoint.method] = _endpoint
-_OPEN = "{model}"
+_PATTERNS = {
+    path: re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path).replace(r"\{model\}", ".+")))
+    for path in _BY_PATH
+    if "{" in path
+}
 
 
 def _route(path: str) -> str | None:
     """The path of the table that a request's path belongs to."""
     if path in _BY_PATH:
-        return None if path.endswith(_OPEN) else path
-    for known in _BY_PATH:
-        if known.endswith(_OPEN) and len(path) >= len(known) - len(_OPEN):
-            before = known.removesuffix(_OPEN)
-            if path.startswith(before) and path != before:
-                return known
-    return None
+        return path if path not in _PATTERNS else None
+    found = (known for known, pattern in _PATTERNS.items() if pattern.fullmatch(path))
+    return next(found, None)
 
 
 # -- the application ---------------------------------------------------------------------------
@@ -393,7 +391,7 @@ class _Application:
         except Exception:
             _log.exception("a request failed")
             if status == 0:
-                await _error(internal())(scope, receive, watched)
+                await _error(internal(), _dialect(route))(scope, receive, watched)
         finally:
             if status:
                 self._service.metrics.answered(route or "other", status)
@@ -404,6 +402,7 @@ class _Application:
         """The response of the route, or of what went wrong before it was sent."""
         endpoints = _BY_PATH.get(route or "", {})
         endpoint = endpoints.get(call.scope["method"])
+        says = _dialect(route)
         try:
             call.key = self._guard.check(
                 call.scope, is_open=any(one.is_open for one in endpoints.values())
@@ -411,22 +410,22 @@ class _Application:
             if endpoint is not None and endpoint.generates:
                 self._service.refuse_if_full()
         except ApiError as fault:
-            return _unread(fault)
+            return _unread(fault, says)
         try:
             if endpoint is not None:
                 return await endpoint.handle(call)
             if endpoints:
                 allow = {"allow": ", ".join(sorted(endpoints))}
-                return _error(ApiError(405, "this endpoint has no such method"), allow)
-            return _error(ApiError(404, "there is no such endpoint"))
+                return _error(ApiError(405, "this endpoint has no such method"), says, allow)
+            return _error(_no_endpoint(call.scope["path"]), says)
         except ApiError as fault:
             # The rest of a body that is too large is not read: the connection cannot be used again.
-            return _unread(fault) if fault.status == 413 else _error(fault)
+            return _unread(fault, says) if fault.status == 413 else _error(fault, says)
         except Disconnected:
             return Response(status_code=_CLIENT_LEFT)  # it is counted, but not read
         except Exception:
             _log.exception("a request failed")
-            return _error(internal())
+            return _error(internal(), says)
 
     def _note(self, call: Call, route: str, status: int, seconds: float) -> None:
         """One line of the request log, without contents."""
@@ -438,19 +437,35 @@ class _Application:
         )
 
 
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
+def _dialect(route: str | None) -> Callable[[ApiError], object]:
+    """How the endpoints of this path write errors."""
+    endpoints = _BY_PATH.get(route or "", {})
+    return next((one.fault[1] for one in endpoints.values()), openai_error)
 
 
-def _error(fault: ApiError, headers: dict[str, str] | None = None) -> Response:
-    return _json(fault.body, fault.status, {**fault.headers, **(headers or {})})
+def _no_endpoint(path: str) -> ApiError:
+    """The error for a path without an endpoint; those of other servers are refused by name."""
+    for known, why in NOT_OFFERED.items():
+        if path.removeprefix("/v1").rstrip("/") == known or path.startswith(f"/v1{known}/"):
+            return ApiError(
+                404, f"{known} is not offered by this server: {why}", code="not_offered"
+            )
+    return ApiError(404, "there is no such endpoint")
 
 
-def _unread(fault: ApiError) -> Response:
+def _error(
+    fault: ApiError,
+    says: Callable[[ApiError], object] = openai_error,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    return as_json(says(fault), fault.status, {**fault.headers, **(headers or {})})
+
+
+def _unread(fault: ApiError, says: Callable[[ApiError], object]) -> Response:
     """A refusal before the body was read. A final one ends the connection. A client that is to try again
     keeps its connection, and its body is dropped as it comes.
     """
     headers = {} if fault.retry_after is not None else {"connection": "close"}
     if fault.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return _error(fault, headers)
+    return _error(fault, says, headers)

@@ -108,6 +108,18 @@ class Limits:
     cache_salt_chars: int = _limit(
         256, "Characters of a cache_salt.", name="max_cache_salt_chars", low=1
     )
+    stored_responses: int = _limit(
+        1000,
+        "Responses kept for later requests; 0 keeps none.",
+        name="max_stored_responses",
+        low=0,
+    )
+    stored_bytes: int = _limit(
+        64 * 2**20,
+        "Bytes of kept responses with their conversations.",
+        name="max_stored_bytes",
+        low=1,
+    )
     request_seconds: float = _limit(
         600.0, "Seconds for one request.", name="request_timeout", low=0.1
     )

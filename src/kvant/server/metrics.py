@@ -66,7 +66,6 @@ class Metrics:
         self._aborted = counter("kvant:requests_aborted", "Sequences that clients left.")
         self._failed = counter("kvant:requests_failed", "Sequences that failed.", "kind")
         self._corrupted = counter("vllm:corrupted_requests", "Sequences that met NaN or Inf.")
-        self._unknown = counter("kvant:unknown_fields", "Unknown request fields.")
         self._http = counter(
             "kvant:http_requests", "Answers by route and status.", "route", "status"
         )
@@ -128,7 +127,6 @@ class Metrics:
         self._n.observe(generation.n)
         if generation.max_tokens is not None:
             self._max.observe(generation.max_tokens)
-        self._unknown.inc(len(generation.unknown))
         for count in prompt_tokens:
             self._per_prompt.observe(count)
 

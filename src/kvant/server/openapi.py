@@ -7,6 +7,7 @@ unless two of its fields contradict each other.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,12 @@ import msgspec
 
 from kvant import __version__
 from kvant.sampling.sampling_params import MAX_BAD_WORD_CHARS
-from kvant.server import wire
 from kvant.server.config import Limits
+from kvant.server.parameters import Table
 from kvant.server.requests import Facts
 
 if TYPE_CHECKING:
-    from kvant.server.app import Endpoint
+    from kvant.server.calls import Endpoint
 
 _REF = "#/components/schemas/{name}"
 _REASONS = {
@@ -42,21 +43,25 @@ def document(
 ) -> dict[str, Any]:
     """Returns the document. facts: None before the model is known; its bounds are missing then."""
     paths: dict[str, dict[str, Any]] = {}
-    types: list[type] = [wire.Error]
+    types: list[type] = []
+    tables: dict[str, Table] = {}
     for endpoint in endpoints:
         operation = _operation(endpoint, has_keys=has_keys)
         item = paths.setdefault(endpoint.path, {})
         item[endpoint.method.lower()] = operation
-        if endpoint.path.endswith("{model}"):
+        if names := re.findall(r"{(\w+)}", endpoint.path):
             item["parameters"] = [
-                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in names
             ]
-        types += filter(None, (endpoint.body, endpoint.answer, endpoint.event))
+        if endpoint.body is not None:
+            tables[endpoint.body.__name__] = endpoint.parameters
+        types += filter(None, (endpoint.body, endpoint.answer, endpoint.event, endpoint.fault[0]))
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Kvant", "version": __version__},
         "paths": paths,
-        "components": {"schemas": _schemas(types, limits, facts)},
+        "components": {"schemas": _schemas(types, tables, limits, facts)},
     }
     if has_keys:
         found["components"]["securitySchemes"] = {
@@ -74,7 +79,8 @@ def _operation(endpoint: Endpoint, *, has_keys: bool) -> dict[str, Any]:
     if endpoint.is_open:
         statuses.discard(401)
     responses = {"200": _ok(endpoint)}
-    responses |= {str(status): _error(status) for status in sorted(statuses)}
+    name = endpoint.fault[0].__name__
+    responses |= {str(status): _error(status, name) for status in sorted(statuses)}
     if endpoint.not_now:
         responses["503"] = {**_ok(endpoint), "description": "Not now."}
     found: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
@@ -96,7 +102,9 @@ def _ok(endpoint: Endpoint) -> dict[str, Any]:
         data = {
             "type": "string",
             "contentMediaType": _JSON,
-            "contentSchema": {"anyOf": [_ref(endpoint.event.__name__), _ref("Error")]},
+            "contentSchema": {
+                "anyOf": [_ref(endpoint.event.__name__), _ref(endpoint.fault[0].__name__)]
+            },
         }
         content["text/event-stream"] = {
             "schema": {
@@ -108,10 +116,10 @@ def _ok(endpoint: Endpoint) -> dict[str, Any]:
     return {"description": "The answer.", "content": content}
 
 
-def _error(status: int) -> dict[str, Any]:
+def _error(status: int, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "description": _REASONS[status],
-        "content": {_JSON: {"schema": _ref("Error")}},
+        "content": {_JSON: {"schema": _ref(name)}},
     }
     if status in (429, 503):
         seconds = {"type": "integer", "minimum": 1, "maximum": 60}
@@ -126,7 +134,10 @@ def _ref(name: str) -> dict[str, str]:
 # -- schemas -----------------------------------------------------------------------------------
 
 
-def _schemas(types: list[type], limits: Limits, facts: Facts | None) -> dict[str, Any]:
+def _schemas(
+    types: list[type], tables: Mapping[str, Table], limits: Limits, facts: Facts | None
+) -> dict[str, Any]:
+    """tables: by the names of bodies. A body has no other properties than its own and idle ones."""
     _, found = msgspec.json.schema_components(types, ref_template=_REF)
     schemas = copy.deepcopy(found)  # parts of it are the types' own
     bodies = {name: schema for name, schema in schemas.items() if name.endswith("Body")}
@@ -140,6 +151,9 @@ def _schemas(types: list[type], limits: Limits, facts: Facts | None) -> dict[str
             inner.pop("default", None)
             if field in narrower and not (name == "TokenizeBody" and field == "prompt"):
                 _narrow(inner, narrower[field])
+        if name in tables:
+            schema["properties"] |= {field: {} for field in tables[name].no_effect}
+            schema["additionalProperties"] = False
     schemas["TokenizeBody"] = _either(schemas["TokenizeBody"])
     return schemas
 
@@ -177,6 +191,8 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         },
         "guided_choice": {"string": {"minLength": 1}, "array": {"minItems": 1}},
         "stop": {"string": stop, "array": {"maxItems": limits.stops}},
+        "stop_sequences": {"string": stop, "array": {"maxItems": limits.stops}},
+        "input": {"array": {"minItems": 1}},
         "cache_salt": {
             "string": {"pattern": "^[A-Za-z0-9_-]+$", "maxLength": limits.cache_salt_chars}
         },
@@ -199,6 +215,7 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         "model": {"string": {"enum": list(facts.names)}},
         "max_tokens": new,
         "max_completion_tokens": new,
+        "max_output_tokens": new,
         "n_predict": {"integer": {"minimum": 1, "maximum": facts.max_model_len - 1}},
         "min_tokens": new,
         "stop_token_ids": {"integer": token},

@@ -20,13 +20,14 @@ from kvant.sampling.sampling_params import PARAMS, SamplingParams
 from kvant.sampling.structured_outputs import StructuredOutputs
 from kvant.server.api_error import ApiError, bad_request, of_request
 from kvant.server.config import Limits
-from kvant.server.refused import (
+from kvant.server.parameters import (
+    CHAT,
+    COMPLETIONS,
     IN_MESSAGES,
     IN_STRUCTURED_OUTPUTS,
-    NO_EFFECT,
     RESERVED_TEMPLATE_NAMES,
-    UNSUPPORTED,
-    IsNeutral,
+    Refused,
+    Table,
 )
 from kvant.server.reply import Tools, writes_reasoning
 from kvant.server.wire import (
@@ -95,7 +96,7 @@ class Generation:
     cut. echo: answers begin with their prompts. prompt_logprobs: as the client asked, not counting
     echo's. special_tokens: whether the tokenizer adds special tokens; None is the endpoint's default.
     token_ids: answers carry token ids. tokens_as_ids: log-probabilities name tokens as "token_id:N".
-    request_id: the client's name for the request. unknown: fields without a meaning here.
+    request_id: the client's name for the request. source: the field that has the prompt.
     tools: that the answer may call. reads_reply: the answer is split by `kvant.server.reply`.
     """
 
@@ -113,7 +114,7 @@ class Generation:
     token_ids: bool
     tokens_as_ids: bool
     request_id: str | None
-    unknown: tuple[str, ...]
+    source: str
     tools: Tools | None = None
     reads_reply: bool = False
     include_reasoning: bool = True
@@ -179,6 +180,46 @@ def check_model(name: str | None, facts: Facts) -> None:
 def read_chat(data: bytes, limits: Limits, facts: Facts) -> Generation:
     """Reads the body of /v1/chat/completions."""
     body, raw = parse(data, ChatBody)
+    refuse_unserved(raw, ChatBody, CHAT)
+    return _of_chat(body, raw, limits, facts)
+
+
+def read_conversation(
+    raw: Raw, limits: Limits, facts: Facts, *, names: Mapping[str, str]
+) -> Generation:
+    """Reads a body of /v1/chat/completions that was made from another endpoint's. names: what that
+    endpoint calls the fields, for errors.
+    """
+    try:
+        body = _converted(lambda: msgspec.convert(raw, ChatBody))
+        found = _of_chat(body, raw, limits, facts)
+    except ApiError as fault:
+        raise renamed(fault, names) from None
+    form, name = found.sampling.structured_outputs, names.get("response_format")
+    if form is not None and form.asked_as == "response_format" and name is not None:
+        form = replace(form, asked_as=name)
+        found = replace(found, sampling=replace(found.sampling, structured_outputs=form))
+    return replace(found, source=names["messages"])
+
+
+def renamed(fault: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The same error about the same field under its other name."""
+    given = fault.param or ""
+    field = re.split(r"[.\[]", given)[0]
+    if names.get(field, field) == field:
+        return fault
+    # Places in a list of messages are not those of the list that the client sent.
+    param = names[field] if field == "messages" else names[field] + given[len(field) :]
+    message = fault.message
+    if message.startswith(given):
+        message = param + message[len(given) :]
+    return ApiError(
+        fault.status, message, type=fault.type, param=param, code=fault.code,
+        retry_after=fault.retry_after,
+    )  # fmt: skip
+
+
+def _of_chat(body: ChatBody, raw: Raw, limits: Limits, facts: Facts) -> Generation:
     check_model(body.model, facts)
     logprobs: int | None = None
     if body.logprobs:
@@ -207,6 +248,7 @@ def read_chat(data: bytes, limits: Limits, facts: Facts) -> Generation:
 def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
     """Reads the body of /v1/completions, with the prompt in any of its four forms."""
     body, raw = parse(data, CompletionBody)
+    refuse_unserved(raw, CompletionBody, COMPLETIONS)
     check_model(body.model, facts)
     prompts = _prompts(body.prompt, limits, facts)
     if body.logprobs is not None:
@@ -228,7 +270,6 @@ def _generation(
     limits: Limits,
     facts: Facts,
 ) -> Generation:
-    unknown = refuse_unsupported(_extra(raw, type(body)))
     _check_structured_outputs(raw)
     _check_metadata(body.metadata, limits)
     n = _at_most(body.n or 1, limits.n, "n")
@@ -265,7 +306,7 @@ def _generation(
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         request_id=body.request_id,
-        unknown=tuple(unknown),
+        source="prompt" if talk is None else "messages",
     )
 
 
@@ -456,7 +497,8 @@ def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conve
     found = []
     for index, (message, as_sent) in enumerate(zip(body.messages, raw["messages"], strict=True)):
         if extra := _extra(as_sent, ChatMessage):
-            refuse_unsupported(extra, IN_MESSAGES, where=f"messages[{index}].")
+            unknown = _refuse(extra, IN_MESSAGES, where=f"messages[{index}].")
+            note_ignored(f"messages.{name}" for name in unknown)
         role = "system" if message.role == "developer" else message.role
         text = message.content
         if text is None and message.tool_calls:
@@ -690,21 +732,27 @@ _ignored: set[str] = set()
 _MOST_IGNORED = 100
 
 
-def refuse_unsupported(
-    extra: Mapping[str, object], known: Mapping[str, IsNeutral] = UNSUPPORTED, *, where: str = ""
-) -> list[str]:
-    """Returns the names that have no meaning here. ApiError 400 for a known one that is not offered.
+def refuse_unserved(raw: Raw, known: type[msgspec.Struct], table: Table) -> None:
+    """ApiError 400 for a field that is not offered, or that no one knows."""
+    extra = _extra(raw, known)
+    for name in sorted(_refuse(extra, table.refused)):
+        if name not in table.no_effect:
+            raise bad_request(f"{shown(name)}: this endpoint has no such parameter", shown(name))
 
-    null is neutral for all of them.
-    """
+
+def _refuse(
+    extra: Mapping[str, object], refused: Mapping[str, Refused], *, where: str = ""
+) -> list[str]:
+    """Returns the names that the table does not have. ApiError 400 for one that is not offered."""
     unknown = []
     for name, value in extra.items():
-        if name not in known:
+        if name not in refused:
             unknown.append(name)
-        elif value is not None and not known[name](value):
-            raise bad_request(f"{where}{name} is not offered by this server", f"{where}{name}")
-    unknown = [name for name in unknown if name not in NO_EFFECT]
-    note_ignored(f"{where.split('[')[0]}{name}" for name in unknown)
+        elif value is not None and not refused[name].is_neutral(value):
+            way_out = refused[name].way_out and f": {refused[name].way_out}"
+            raise bad_request(
+                f"{where}{name} is not offered by this server{way_out}", f"{where}{name}"
+            )
     return unknown
 
 
@@ -731,11 +779,6 @@ def _check_structured_outputs(raw: Raw) -> None:
     if isinstance(given, dict):
         name = "structured_outputs"
         extra = _extra(given, StructuredBody)
-        if refuse_unsupported(extra, IN_STRUCTURED_OUTPUTS, where=f"{name}."):
+        if _refuse(extra, IN_STRUCTURED_OUTPUTS, where=f"{name}."):
             known = ", ".join(StructuredBody.__struct_fields__)
             raise bad_request(f"{name} has no such form; known: {known}", name)
-
-
-def refuse_tokenize_extras(raw: Raw) -> None:
-    """ApiError 400 for a field of /tokenize that is not offered."""
-    refuse_unsupported(_extra(raw, TokenizeBody))

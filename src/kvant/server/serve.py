@@ -112,6 +112,7 @@ class _Server:
         finally:
             signalled.cancel()
             http.should_exit = True
+            service.responses.end_all()
             await supervisor.stop()
             await service.renderer.stop()
             with contextlib.suppress(TimeoutError):

@@ -40,7 +40,9 @@ from kvant.server.requests import (
     Prompt,
     check_length,
     check_prompt_logprobs,
+    renamed,
 )
+from kvant.server.responses.store import ResponseStore
 from kvant.server.supervisor import Channel, Event, State, Supervisor
 from kvant.server.template import Render, Renderer, open_tokenizer
 
@@ -200,6 +202,7 @@ class Service:
         self.say = say
         self.admission = Admission(config.max_queued_tokens)
         self.renderer = Renderer(config.limits.template_seconds)
+        self.responses = ResponseStore(config.limits.stored_responses, config.limits.stored_bytes)
         self.draining = False
         self.started = int(time.time())
         self.tokenizing: Tokenizing | None = None
@@ -348,7 +351,7 @@ class Service:
     ) -> tuple[list[tuple[int, ...]], str]:
         """Returns the prompts as token ids, and the rendered conversation."""
         talk, rendered = generation.conversation, ""
-        name = "prompt" if talk is None else "messages"
+        name = generation.source
         try:
             if talk is not None:
                 special = generation.special_tokens is True
@@ -362,7 +365,7 @@ class Service:
             check_length(fault.count, generation, name, facts)
             raise
         except RequestError as fault:
-            raise of_request(fault) from None
+            raise renamed(of_request(fault), {"messages": name}) from None
         for tokens in found:
             check_length(len(tokens), generation, name, facts)
         check_prompt_logprobs(found, generation, self.config.limits.prompt_logprobs)

@@ -8,7 +8,7 @@ whole number is not a text, a boolean or a fraction. The sampling parameters of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -123,18 +123,23 @@ _BODY_TYPES: Mapping[Any, Any] = {
     TYPES["logit_bias"]: dict[str, float] | None,
     TYPES["structured_outputs"]: StructuredBody | None,
 }
+
+
+def sampling_fields(name: str, *, without: Collection[str] = ()) -> Any:
+    """A base for bodies that take sampling parameters."""
+    fields = [(one, _body_type(one, param), None) for one, param in PARAMS.items()]
+    return msgspec.defstruct(
+        name, [field for field in fields if field[0] not in without], frozen=True, kw_only=True
+    )
+
+
 if TYPE_CHECKING:
 
     class _SamplingFields(Struct, frozen=True, kw_only=True):
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    _SamplingFields = msgspec.defstruct(
-        "_SamplingFields",
-        [(name, _body_type(name, param), None) for name, param in PARAMS.items()],
-        frozen=True,
-        kw_only=True,
-    )
+    _SamplingFields = sampling_fields("_SamplingFields")
 
 _TOKENS = Annotated[int, Meta(ge=1, le=INT64 - 1)] | None
 _LOGPROBS = Annotated[int, Meta(ge=0, le=INT64 - 1)] | None

@@ -1,0 +1,80 @@
+"""Write docs/parameters.md from the server's own tables; --check only compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvant.server.app import ENDPOINTS as ROUTES
+from kvant.server.parameters import NOT_OFFERED, Table
+
+DOC = Path(__file__).resolve().parent.parent / "docs" / "parameters.md"
+ENDPOINTS = {one.path: (one.body, one.parameters) for one in ROUTES if one.body is not None}
+HEAD = """\
+# Parameters of requests
+
+This page is written from the server's own tables (`kvant.server.parameters` and the types of bodies).
+It lists every parameter of OpenAI's, Anthropic's and vLLM's requests, and those of llama.cpp and SGLang
+that clients send.
+
+- **works**: the parameter does what its API says; limits are in [server.md](server.md).
+- **refused**: a value that would change the answer gets 400 with `param`. A neutral value and `null` pass.
+- **no effect**: it cannot change an answer.
+
+Any other parameter is a 400 that names it.
+"""
+
+
+def rows(body: type[msgspec.Struct], table: Table) -> dict[str, tuple[str, str]]:
+    """By parameter: its state, and what to do instead or why."""
+    found = {name: ("works", "") for name in body.__struct_fields__}
+    refused = {name: ("refused", one.way_out) for name, one in table.refused.items()}
+    idle = {name: ("no effect", why) for name, why in table.no_effect.items()}
+    return {**idle, **refused, **found}
+
+
+def written() -> str:
+    parts = [HEAD]
+    for path, (body, table) in ENDPOINTS.items():
+        found = rows(body, table)
+        works = sorted(name for name, (state, _) in found.items() if state == "works")
+        parts.append(f"\n## `{path}`\n\n{filled('Works: ', works)}\n")
+        others = sorted(
+            (state != "refused", name, state, why)
+            for name, (state, why) in found.items()
+            if state != "works"
+        )
+        if others:
+            parts.append("\n| parameter | state | instead, or why |\n|---|---|---|\n")
+            parts += [f"| `{name}` | {state} | {why} |\n" for _, name, state, why in others]
+    parts.append("\n## Endpoints of other servers\n\nThey get 404 with `code` `not_offered`.\n\n")
+    parts.append("| path | instead, or why |\n|---|---|\n")
+    parts += [f"| `{path}` | {why} |\n" for path, why in NOT_OFFERED.items()]
+    return "".join(parts)
+
+
+def filled(start: str, names: list[str]) -> str:
+    """Names in lines of at most 118 characters."""
+    lines, line = [], start
+    for place, name in enumerate(names):
+        item = f"`{name}`" + ("." if place == len(names) - 1 else ", ")
+        if len(line) + len(item.rstrip()) > 118:
+            lines.append(line.rstrip())
+            line = ""
+        line += item
+    return "\n".join([*lines, line.rstrip()])
+
+
+def main(check: bool) -> int:
+    now = DOC.read_text(encoding="utf-8") if DOC.exists() else ""
+    new = written()
+    if check:
+        return 0 if now == new else 1
+    DOC.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

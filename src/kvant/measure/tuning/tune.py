@@ -239,8 +239,8 @@ class Tuner:
         found = self._means("uniform", plans)
         kl: dict[Side, dict[KVDtype, float]] = {side: {} for side in Side}
         for name, mean in found.items():
-            side, _, dtype = name.partition(" ")
-            kl[Side(side)][_by_name(dtype)] = mean
+            which, _, stored = name.partition(" ")
+            kl[Side(which)][_by_name(stored)] = mean
         return kl
 
     def _front(self, side: Side, uniform: Mapping[KVDtype, float]) -> list[KVDtype]:

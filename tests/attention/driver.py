@@ -14,9 +14,11 @@ from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
-from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
+from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source, StateSpec
+from kvant.kv.state_pool import StatePool
 
 PAGE_SIZE = 16
+MOST_ROWS = 16
 
 
 def choice(dtype: KVDtype, *, fixed_scale: float = 1.0) -> Choice:
@@ -68,6 +70,7 @@ def plan(
             choice(k, fixed_scale=fixed_scale) if geometry.has_kv else None,
             choice(v or k, fixed_scale=fixed_scale) if geometry.has_kv else None,
             "reference" if geometry.has_kv or geometry.shared_with is not None else None,
+            states=tuple(StateSpec(state, choice(KVDtype.FLOAT32)) for state in geometry.states),
         )
         for geometry in layers
     )
@@ -88,6 +91,7 @@ def step(
     page_size: int = PAGE_SIZE,
     causal: bool = True,
     padding: int = 0,
+    rows: Sequence[int] | None = None,
 ) -> Step:
     """A step that writes the last num_new[i] tokens of sequence i, seqlens_kv[i] long after it.
 
@@ -113,6 +117,8 @@ def step(
         max_seqlen_q=max(num_new),
         max_seqlen_kv=max(seqlens_kv),
         causal=causal,
+        rows=None if rows is None else torch.tensor(rows),
+        lengths=None if max(num_new) == 1 else tuple(num_new),
     )
 
 
@@ -123,6 +129,7 @@ class Text:
     tokens: list[int]
     stored: int = 0
     pages: list[int] = field(default_factory=list)
+    row: int = -1
 
 
 class Driver:
@@ -132,6 +139,9 @@ class Driver:
         self.pool = kv_pool
         self.backends = (backend,) * len(kv_pool.plan.layers)
         self._next_page = SCRATCH_PAGE + 1
+        self._next_row = 0
+        plan = kv_pool.plan
+        self.states = StatePool(plan, MOST_ROWS, kv_pool.device) if plan.has_states else None
 
     def call(self, work: Sequence[tuple[Text, int]]) -> tuple[Tensor, StepCall, Tensor]:
         """Input ids, step and last positions for the next n tokens of each sequence.
@@ -143,6 +153,9 @@ class Driver:
         for sequence, new in work:
             ids += sequence.tokens[sequence.stored : sequence.stored + new]
             sequence.stored += new
+            if sequence.row < 0:
+                assert self._next_row < MOST_ROWS, "the test has too few rows"
+                sequence.row, self._next_row = self._next_row, self._next_row + 1
             while len(sequence.pages) * page_size < sequence.stored:
                 assert self._next_page < self.pool.num_pages, "the test's pool is too small"
                 sequence.pages.append(self._next_page)
@@ -152,9 +165,10 @@ class Driver:
             [sequence.stored for sequence, _ in work],
             [new for _, new in work],
             page_size=page_size,
+            rows=[sequence.row for sequence, _ in work],
         )
         last = made.cu_seqlens_q[1:].to(torch.int64) - 1
-        return torch.tensor(ids), StepCall(made, self.pool, self.backends), last
+        return torch.tensor(ids), StepCall(made, self.pool, self.backends, self.states), last
 
 
 class Model(Protocol):

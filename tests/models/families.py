@@ -86,6 +86,7 @@ _TINY: dict[str, Any] = {
 
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _MAMBA = ["mamba", "attention"] * 2
+_SMALL_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
 _LINEAR = ["linear_attention", "full_attention"] * 2
 _LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 _ROTARY_IN_THREE = {
@@ -116,8 +117,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
          "qwen2_vl"), _ROTARY_IN_THREE,
     ),
     **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga"), _ROTARY_IN_THREE_OF_64),
-    "bailing_hybrid": {"layer_types": _LINEAR},
-    "bamba": {"attn_layer_indices": [1, 3]},
+    "bailing_hybrid": {"layer_types": _LINEAR, "num_key_value_heads": 4},
+    "bamba": {"attn_layer_indices": [1, 3], **_SMALL_MAMBA},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
@@ -127,6 +128,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {
         "text_config": {**_ROTARY_IN_THREE["text_config"], "moe_intermediate_size": [48, 48]}
     },
+    "falcon_h1": {**_SMALL_MAMBA, "mamba_d_ssm": 128},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False},
     "gemma3": {
         "vision_config": {**_TOWER, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4,
@@ -147,11 +149,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "granite_docling": {"vision_config": {"out_hidden_size": 64}},
-    "granitemoehybrid": {"layer_types": _MAMBA},
+    "granitemoehybrid": {"layer_types": _MAMBA, **_SMALL_MAMBA},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"layer_types": _LINEAR},
+    "kimi_linear": {"layer_types": _LINEAR, "linear_num_heads": 4, "linear_head_dim": 16,
+        "num_key_value_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+    },
     "olmo3": {"layer_types": _ALTERNATING},
     "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
-from kvant.kv.geometry import Attention, ModelGeometry
+from kvant.kv.geometry import Attention, ModelGeometry, StateKind
 from kvant.models.geometry import read_geometry
 from tests.models.configs import CONFIGS, PUBLISHED, changed, published
 
@@ -56,6 +57,7 @@ FACTS = {
     "mimo-v2-flash": (48, 48, 4 * 320 * 9 + 8 * 320 * 39, {129, None}),
     "qwen3-next-80b-a3b": (48, 12, 2 * 512 * 12, {None}),
     "qwen3.5-27b": (64, 16, 4 * 512 * 16, {None}),
+    "qwen3.5-9b": (32, 8, 4 * 512 * 8, {None}),
 }
 
 
@@ -125,7 +127,28 @@ def test_recurrent_layers_keep_no_kv_and_their_index() -> None:
     assert layers[0].name == "model.layers.0.linear_attn"
 
 
+STATES = {
+    "qwen3-next-80b-a3b": 36 * 4 * (32 * 128 * 128) + 36 * 2 * 3 * 8192,
+    "qwen3.5-27b": 48 * 4 * (48 * 128 * 128) + 48 * 2 * 3 * 10240,
+    "qwen3.5-9b": 24 * 4 * (32 * 128 * 128) + 24 * 2 * 3 * 8192,
+}
+"""Bytes of states per sequence: float32 matrices, and three bfloat16 inputs of each channel."""
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_published_models(name: str) -> None:
+    geometry = read(name)
+    sizes = {StateKind.RECURRENT: 4, StateKind.CONV: 2}
+    found = sum(
+        sizes[state.kind] * math.prod(state.shape)
+        for layer in geometry.layers
+        for state in layer.states
+    )
+    assert found == STATES[name]
+
+
 RUNNABLE = {
+    "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-9b",
     "llama-3.1-8b", "llama-3.1-70b", "smollm2-135m", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b",
     "mistral-7b-v0.1", "mistral-7b-v0.3", "mixtral-8x7b", "gemma-2-9b", "gemma-3-1b",
     "gemma-3-4b", "gemma-3n-e4b-text", "gemma-4-26b-a4b", "gemma-4-31b", "gemma-4-e2b",

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from kvant.kv.pool import KVPool, LayerCache
+from kvant.kv.state_pool import StatePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,9 @@ class Step:
     lists: what a backend computed from the lengths in one layer, for later layers. A step whose lengths
     change in place, as between replays of a graph, gets a new Step when it is recorded.
     slices: likewise, steps for parts of the queries, by their first token and end.
+    rows: [num_seqs] int64, the rows in which the sequences keep their states (`StatePool`); of padding, the
+    scratch row. None for a model without states.
+    lengths: query tokens of each sequence on the host; None if each has one, or if no layer asks.
     """
 
     cu_seqlens_q: Tensor
@@ -62,6 +66,8 @@ class Step:
     long: tuple[LongQuery, ...] = ()
     rest: Step | None = None
     wanted: Step | None = None
+    rows: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
     lists: dict[Hashable, Tensor] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -137,3 +143,4 @@ class StepCall:
     step: Step
     pool: KVPool
     backends: tuple[AttentionBackend, ...]  # by layer index
+    states: StatePool | None = None  # of a model that keeps more than KV

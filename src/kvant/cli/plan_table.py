@@ -82,8 +82,22 @@ def print_layers(model: PlannedModel, console: Console) -> None:
         if layers[0].k is not None:
             reason = Text(_indent(widths) + _reason(layers[0]), style="dim")
             console.print(reason, soft_wrap=True)
+        for line in _of_states(layers):
+            console.print(Text(_indent(widths) + line, style="dim"), soft_wrap=True)
     kv = model.kv
     console.print(Text(f"{kv.bytes_per_token:,} bytes per token in total{_beside_16bit(kv)}"))
+    if kv.has_states:
+        console.print(Text(f"{kv.bytes_per_sequence:,} bytes of states per running sequence"))
+
+
+def _of_states(layers: Sequence[LayerSpec]) -> list[str]:
+    """What equal layers keep for each sequence, and who decided the format."""
+    return [
+        f"{state.geometry.kind.value} state {' x '.join(map(str, state.geometry.shape))} in "
+        f"{state.choice.dtype}, {len(layers) * state.bytes_per_sequence:,} B per sequence; "
+        f"{state.choice.source.value}: {state.choice.because}"
+        for state in layers[0].states
+    ]
 
 
 def _beside_16bit(kv: KVPlan) -> str:
@@ -112,6 +126,7 @@ def _grouped(layers: Sequence[LayerSpec]) -> list[tuple[tuple[str, ...], list[La
     groups: dict[tuple[str, ...], list[LayerSpec]] = {}
     for layer in layers:
         reason = "" if layer.k is None else _reason(layer)
+        reason += "".join(f"{state.geometry.shape}{state.choice}" for state in layer.states)
         groups.setdefault((*_cells(layer), reason), []).append(layer)
     return [(key[:-1], found) for key, found in groups.items()]
 
@@ -122,6 +137,7 @@ def _cells(layer: LayerSpec) -> tuple[str, str, str, str]:
     if not g.causal:
         kind += " non-causal"
     if layer.k is None:
+        kind = "recurrent" if layer.states else kind
         return kind, "", "no KV" if g.shared_with is None else f"reads layer {g.shared_with}'s", ""
     sizes = str(g.head_dim_k) if g.head_dim_k == g.head_dim_v else f"{g.head_dim_k}/{g.head_dim_v}"
     stored = str(layer.k.dtype)
@@ -187,6 +203,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
         ("workspaces", memory.workspace_bytes, "yellow"),
         ("left alone", memory.reserve_bytes, "bright_black"),
         ("drafter", memory.draft_bytes, "magenta"),
+        ("states", memory.states_bytes, "cyan"),
         ("KV", memory.kv_bytes, "green"),
     ]
     notes = {"weights": _weights_note(plan), "workspaces": _workspaces_note(plan)}

@@ -99,7 +99,11 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     # An obstacle to loading does not concern random weights.
     warnings = tuple(line for line in planned.warnings if line not in planned.obstacles)
     with _memory_for(planned):
-        runner = ModelRunner(model, num_pages) if team is None else team.meet(model)
+        runner = (
+            ModelRunner(model, num_pages, max_num_seqs=limits.max_num_seqs)
+            if team is None
+            else team.meet(model)
+        )
         proposer = load_proposer(planned, runner, dummy_weights=config.dummy_weights)
         try:
             runner.capture(

@@ -112,6 +112,11 @@ def build_batch(
         inner = [cu_seqlens[place] + np.arange(length) for place, (_, _, length) in scored]
         logits_index = np.concatenate([logits_index, *inner])
     step = list_long(_step(lengths, seqlens_kv, pages, slots, positions), lengths, seqlens_kv)
+    step = replace(
+        step,
+        rows=torch.from_numpy(rows),
+        lengths=None if step.max_seqlen_q == 1 else tuple(lengths.tolist()),
+    )
     if not scored and 0 < num_sampled < len(positions):
         of_them = num_rows, seqlens_kv, pages
         if not num_rows.all():

@@ -539,6 +539,7 @@ def lay_out(
         positions=positions,
         max_seqlen_q=1 + num_drafts,
         max_seqlen_kv=max_model_len,
+        rows=rows,
     )
     return tokens, step, owners, offsets == 0, counts
 

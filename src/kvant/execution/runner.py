@@ -20,6 +20,7 @@ from kvant.kernels.transfer import to_device
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
+from kvant.kv.state_pool import StatePool
 from kvant.models.loaded import LoadedModel, widened
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
@@ -57,11 +58,22 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """A loaded model over a pool of its plan, or of one that differs from it in formats only."""
+    """A loaded model over a pool of its plan, or of one that differs from it in formats only.
 
-    def __init__(self, model: LoadedModel, num_pages: int, plan: KVPlan | None = None) -> None:
+    max_num_seqs: rows of the states of a model that keeps some.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        num_pages: int,
+        plan: KVPlan | None = None,
+        *,
+        max_num_seqs: int = 1,
+    ) -> None:
         self.model = model
         stored = model.plan if plan is None else plan
+        self.states = StatePool(stored, max_num_seqs, model.device) if stored.has_states else None
         self.pool = KVPool(stored, num_pages, device=model.device, scales=model.scales)
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
         self._graphs: StepGraphs | None = None
@@ -188,7 +200,10 @@ class ModelRunner:
             self._forward,
             max_num_seqs,
             # A batch-invariant launch has room for every item that any of its tokens could have: too many.
-            max_num_batched_tokens=0 if self.model.batch_invariant else max_num_batched_tokens,
+            # Where prompts end is known to the host alone, and recurrences over them depend on it.
+            max_num_batched_tokens=0
+            if self.model.batch_invariant or self.states is not None
+            else max_num_batched_tokens,
             page_size=self.model.plan.page_size,
             max_model_len=max_model_len,
             device=self.device,
@@ -202,7 +217,7 @@ class ModelRunner:
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
         """Logits as they were computed."""
-        call = StepCall(step, self.pool, self._backends)
+        call = StepCall(step, self.pool, self._backends, self.states)
         logits, hidden = self.model.forward_with_hidden(input_ids, call, logits_index, self._taps)
         if self._proposer is not None and self._taps:
             self._proposer.learn(step, hidden)
@@ -218,6 +233,7 @@ def _moved(step: Step, device: torch.device) -> Step:
         page_table=to_device(step.page_table, device),
         slot_mapping=to_device(step.slot_mapping, device),
         positions=to_device(step.positions, device),
+        rows=None if step.rows is None else to_device(step.rows, device),
         rest=None if step.rest is None else _moved(step.rest, device),
         wanted=None if step.wanted is None else _moved(step.wanted, device),
     )

@@ -62,6 +62,7 @@ def plain_step(
         positions=positions,
         max_seqlen_q=1,
         max_seqlen_kv=max_model_len,
+        rows=rows,
     )
 
 

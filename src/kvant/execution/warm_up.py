@@ -35,7 +35,7 @@ def warm_up(
     """
 
     def run(lengths: tuple[int, ...]) -> Tensor:
-        step = _nowhere(lengths, model.plan.page_size, model.device)
+        step = _nowhere(lengths, model.plan.page_size, model.device, max_num_seqs)
         ids = torch.zeros_like(step.positions)
         return forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
 
@@ -96,8 +96,10 @@ def step_lengths(
     ]
 
 
-def _nowhere(lengths: tuple[int, ...], page_size: int, device: torch.device) -> Step:
-    """A step of prompts of these lengths that stores nothing and reads the scratch page."""
+def _nowhere(
+    lengths: tuple[int, ...], page_size: int, device: torch.device, scratch_row: int
+) -> Step:
+    """A step of prompts of these lengths that stores nothing and reads the scratch page and row."""
     count = np.array(lengths)
     total, longest = int(count.sum()), int(count.max())
     step = Step(
@@ -110,5 +112,7 @@ def _nowhere(lengths: tuple[int, ...], page_size: int, device: torch.device) -> 
         positions=torch.zeros(total, dtype=torch.int64, device=device),
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        rows=torch.full((len(lengths),), scratch_row, dtype=torch.int64, device=device),
+        lengths=None if longest == 1 else lengths,
     )
     return list_long(step, count, count)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
 
 from kvant.kv.dtype import ComputeDtype
 
@@ -24,6 +26,29 @@ class Attention(Enum):
     MLA = "mla"  # one latent instead of K and V
 
 
+class StateKind(Enum):
+    """What a state of a sequence is; values are those of `kvant plan`'s JSON."""
+
+    CONV = "conv"  # the last inputs of a causal convolution
+    RECURRENT = "recurrent"  # what a recurrence carries from token to token
+
+
+@dataclass(frozen=True, slots=True)
+class StateGeometry:
+    """A state that a layer keeps for each sequence; its size does not depend on the length.
+
+    shape: of one sequence's state. A format with scales has one per row, the last dimension:
+    (kernel - 1, channels) of a convolution, (heads, values, keys) of a gated delta net or Mamba2.
+    """
+
+    kind: StateKind
+    shape: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
     """One decoder layer.
@@ -36,6 +61,7 @@ class LayerGeometry:
     shared_with: the layer whose KV this one reads, for Attention.SHARED.
     sinks: the layer has learned attention sinks. softcap: its score cap, 0 for none.
     causal: False for a block-diffusion drafter's bidirectional layers.
+    states: what it keeps for each sequence beside or instead of KV.
     """
 
     index: int
@@ -50,6 +76,7 @@ class LayerGeometry:
     sinks: bool = False
     softcap: float = 0.0
     causal: bool = True
+    states: tuple[StateGeometry, ...] = ()
 
     @property
     def has_kv(self) -> bool:
@@ -65,6 +92,7 @@ class ModelGeometry:
     dtype: dtype of the weights by the config.
     max_model_len: the longest context its positions allow, None where the config has no limit.
     not_runnable: why Kvant can plan this model but not run it yet, or None.
+    state_dtype: the dtype that the config wishes for recurrent states, as it names it.
     """
 
     architecture: str
@@ -75,12 +103,27 @@ class ModelGeometry:
     hidden_size: int
     max_model_len: int | None
     not_runnable: str | None = None
+    state_dtype: str | None = None
 
     @property
     def fingerprint(self) -> str:
         """Stable short hash of architecture and shape: equal for fine-tunes of one model."""
         facts = [
             self.architecture, self.vocab_size, self.hidden_size,
-            [{**asdict(layer), "attention": layer.attention.value} for layer in self.layers],
+            [_facts(layer) for layer in self.layers],
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence keeps more than KV."""
+        return any(layer.states for layer in self.layers)
+
+
+def _facts(layer: LayerGeometry) -> dict[str, Any]:
+    """A layer as JSON."""
+    facts = {**asdict(layer), "attention": layer.attention.value}
+    del facts["states"]
+    if layer.states:
+        facts["states"] = [[state.kind.value, *state.shape] for state in layer.states]
+    return facts

@@ -26,7 +26,8 @@ class MemoryPlan:
 
     reserve_bytes: memory left free. workspace_bytes: what steps need beside weights and pages,
     if that is counted. draft_bytes: everything the drafter takes, its weights and its share of the pages.
-    kv_bytes: the target's pages. num_pages counts the scratch page; capacity_tokens does not.
+    states_bytes: what running sequences keep beside pages. kv_bytes: the target's pages. num_pages counts the
+    scratch page; capacity_tokens does not.
     missing_bytes: bytes that are missing for one page, 0 if it fits.
     """
 
@@ -39,14 +40,15 @@ class MemoryPlan:
     num_pages: int | None
     capacity_tokens: int | None
     missing_bytes: int = 0
+    states_bytes: int = 0
 
     @property
     def beyond_bytes(self) -> int:
         """Bytes by which the sum exceeds the device's memory; 0 if that or the weights are unknown."""
         if self.total_bytes is None or self.weights_bytes is None:
             return 0
-        parts = self.weights_bytes + self.workspace_bytes + self.draft_bytes + (self.kv_bytes or 0)
-        return max(0, parts - self.total_bytes)
+        beside = self.workspace_bytes + self.draft_bytes + self.states_bytes
+        return max(0, self.weights_bytes + beside + (self.kv_bytes or 0) - self.total_bytes)
 
 
 def plan_memory(
@@ -57,6 +59,7 @@ def plan_memory(
     draft: KVPlan | None = None,
     draft_weights_bytes: int = 0,
     workspace_bytes: int = 0,
+    states_bytes: int = 0,
     utilization: float = UTILIZATION,
     kv_cache_bytes: int | None = None,
 ) -> MemoryPlan:
@@ -70,6 +73,7 @@ def plan_memory(
     if budget is None and total_bytes is not None and weights_bytes is not None:
         assert reserve is not None
         budget = total_bytes - weights_bytes - reserve - workspace_bytes - draft_weights_bytes
+        budget -= states_bytes
     draft_page = 0 if draft is None else draft.page_bytes
     if budget is None:
         return MemoryPlan(
@@ -81,6 +85,7 @@ def plan_memory(
             None,
             None,
             None,
+            states_bytes=states_bytes,
         )
     page = target.page_bytes + draft_page
     pages = num_pages(budget, page)
@@ -95,6 +100,7 @@ def plan_memory(
         num_pages=pages,
         capacity_tokens=max(0, pages - SCRATCH_PAGES) * target.page_size,
         missing_bytes=max(0, needed - budget),
+        states_bytes=states_bytes,
     )
 
 

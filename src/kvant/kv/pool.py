@@ -120,7 +120,7 @@ class KVPool:
         planes: dict[str, list[Tensor]] = {"k": [], "v": []}
         for label, plane in spec.planes:
             planes[label[0]].append(
-                _zeros((*shape, plane.width), TORCH_ELEMENT[plane.element], self.device)
+                zeros((*shape, plane.width), TORCH_ELEMENT[plane.element], self.device)
             )
         outside: list[Tensor | None] = []
         for side, choice in ((Side.K, spec.k), (Side.V, spec.v)):
@@ -143,8 +143,8 @@ class KVPool:
         return SaturationCounter(self._saturated[spec.geometry.index], largest)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a CPU in memory that the system allocates at first use.
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros [*shape] of `dtype`; on a CPU in memory that the system allocates at first use.
 
     torch.zeros writes every byte, which takes seconds for a pool of gigabytes.
     """

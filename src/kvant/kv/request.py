@@ -7,23 +7,28 @@ A `KVRequest` is built from text at the edge (flags, environment, policy file). 
     0-3   4-   -4--1  a range, both ends included
     re:PATTERN      layers whose attention module's name the pattern matches anywhere (takes the rest)
     sliding_window  full     a kind of attention
+    linear_attention         layers that keep a recurrent or convolution state
 
-and FORMAT is a format for both sides, `K/V`, or one side alone: `k=fp8`, `v=model`.
+and FORMAT is a format for both sides, `K/V`, or one side alone: `k=fp8`, `v=model`, or of a state:
+`state=bf16` for the recurrent one, `conv=float32` for the inputs of a convolution.
 A rule or skip that begins with `draft:` addresses the drafter.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from kvant.errors import BadValue, WayOut
 from kvant.kv.dtype import Follow
-from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
+from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateKind
 from kvant.kv.names import FormatRequest, Request, parse_format, parse_one
 
 _KINDS = {"sliding_window": Attention.SLIDING, "full": Attention.FULL}
+_STATEFUL = "linear_attention"
+_STATES = {"state": StateKind.RECURRENT, "conv": StateKind.CONV}
 _SPAN = re.compile(r"(-?\d+)(?:(-)(-?\d+)?)?")
 _DRAFT = "draft:"
 
@@ -39,7 +44,7 @@ class Specificity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Which layers: exactly one of a span, a pattern or a kind.
+    """Which layers: exactly one of a span, a pattern, a kind, or those with states.
 
     first, last: a span's ends as written, negative counted from the end; last None is open.
     """
@@ -49,12 +54,15 @@ class Selector:
     last: int | None = None
     pattern: re.Pattern[str] | None = None
     kind: Attention | None = None
+    has_states: bool = False
 
     def matches(self, layer: LayerGeometry, num_layers: int) -> bool:
         if self.pattern is not None:
             return self.pattern.search(layer.name) is not None
         if self.kind is not None:
             return layer.attention is self.kind
+        if self.has_states:
+            return bool(layer.states)
         first, last = self._span(num_layers)
         return first <= layer.index <= last
 
@@ -62,7 +70,7 @@ class Selector:
         """Sort key: more specific is greater; among ranges the narrower one is."""
         if self.pattern is not None:
             return (Specificity.PATTERN, 0)
-        if self.kind is not None:
+        if self.kind is not None or self.has_states:
             return (Specificity.KIND, 0)
         first, last = self._span(num_layers)
         kind = Specificity.INDEX if first == last else Specificity.RANGE
@@ -77,12 +85,17 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class LayerRule:
-    """A format for some layers; a side that is None is decided by the next step."""
+    """A format for some layers; a side or state that is None is decided by the next step."""
 
     selector: Selector
     k: Request | None
     v: Request | None
     asked_by: str
+    state: Request | None = None
+    conv: Request | None = None
+
+    def of_state(self, kind: StateKind) -> Request | None:
+        return self.state if kind is StateKind.RECURRENT else self.conv
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,15 @@ class MadeFor:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedState:
+    """A global format of one kind of state and who asked, such as "--state-dtype bf16"."""
+
+    kind: StateKind
+    format: Request
+    asked_by: str
+
+
+@dataclass(frozen=True, slots=True)
 class KVRequest:
     """Everything asked about one model's KV cache.
 
@@ -120,6 +142,7 @@ class KVRequest:
     missing_scales_as_one: use 1.0 if the checkpoint promised scales and has none.
     format_defaults: formats may keep layers at a model's ends wide (`KVFormat.wide_ends`).
     made_for: models that policies among the sources were made for; another model is refused.
+    states: global formats of states, strongest first.
     """
 
     explicit: tuple[Asked, ...] = ()
@@ -130,6 +153,7 @@ class KVRequest:
     missing_scales_as_one: bool = False
     format_defaults: bool = True
     made_for: tuple[MadeFor, ...] = ()
+    states: tuple[AskedState, ...] = ()
 
     def merged(self, weaker: KVRequest) -> KVRequest:
         """Return this request with a weaker source's added (flag over environment over file)."""
@@ -142,6 +166,19 @@ class KVRequest:
             missing_scales_as_one=self.missing_scales_as_one or weaker.missing_scales_as_one,
             format_defaults=self.format_defaults and weaker.format_defaults,
             made_for=self.made_for + weaker.made_for,
+            states=self.states + weaker.states,
+        )
+
+    def state_rule(
+        self, layer: LayerGeometry, kind: StateKind, num_layers: int
+    ) -> LayerRule | None:
+        """The closest rule for one state of a layer. BadValue if equally close ones disagree."""
+        return closest(
+            [rule for rule in self.rules if rule.of_state(kind) is not None],
+            layer,
+            num_layers,
+            lambda rule: rule.of_state(kind),
+            f"the {kind.value} state",
         )
 
 
@@ -200,8 +237,11 @@ def parse_rule(text: str, *, asked_by: str) -> Requests:
             f"{asked_by}: {text!r} is no layer rule",
             why="a rule is LAYERS:FORMAT, such as 0-3:bf16",
         )
-    k, v = _parse_sides(wanted, asked_by)
-    request = rules_for(layers, k, v, asked_by=asked_by)
+    sides = _parse_sides(wanted, asked_by)
+    selectors = parse_selectors(layers, asked_by=asked_by)
+    request = KVRequest(
+        rules=tuple(LayerRule(selector, asked_by=asked_by, **sides) for selector in selectors)
+    )
     return Requests(draft=request) if draft else Requests(target=request)
 
 
@@ -216,20 +256,51 @@ def _strip_draft(text: str) -> tuple[str, bool]:
     return (text[len(_DRAFT) :], True) if text.startswith(_DRAFT) else (text, False)
 
 
-def _parse_sides(text: str, asked_by: str) -> tuple[Request | None, Request | None]:
+def _parse_sides(text: str, asked_by: str) -> dict[str, Request | None]:
+    """Formats by the field of `LayerRule`."""
+    sides: dict[str, Request | None] = {"k": None, "v": None}
     if "=" not in text:
         both = parse_format(text, asked_by=asked_by)
-        return both.k, both.v
-    sides: dict[str, Request] = {}
+        return {"k": both.k, "v": both.v}
+    named = set()
     for part in text.split(","):
         side, _, name = part.partition("=")
         side = side.strip().lower()
-        if side not in ("k", "v") or side in sides:
+        if side not in (*sides, *_STATES) or side in named:
             raise BadValue(
-                f"{asked_by}: {text!r} names no sides", why="sides are k=FORMAT, v=FORMAT or both"
+                f"{asked_by}: {text!r} names no sides",
+                why="sides are k=FORMAT, v=FORMAT or both, state=FORMAT and conv=FORMAT",
             )
+        named.add(side)
         sides[side] = parse_one(name, asked_by=asked_by)
-    return sides.get("k"), sides.get("v")
+    return sides
+
+
+def closest(
+    rules: Sequence[LayerRule],
+    layer: LayerGeometry,
+    num_layers: int,
+    wanted: Callable[[LayerRule], Request | None],
+    what: str,
+) -> LayerRule | None:
+    """The most specific of the rules that reach a layer; two equally close ones that disagree are an error.
+
+    wanted: what a rule asks for. what: the stored thing, for the message.
+    """
+    found = [rule for rule in rules if rule.selector.matches(layer, num_layers)]
+    if not found:
+        return None
+    best = max(rule.selector.rank(num_layers) for rule in found)
+    nearest = [rule for rule in found if rule.selector.rank(num_layers) == best]
+    a = nearest[0]
+    b = next((rule for rule in nearest if wanted(rule) != wanted(a)), None)
+    if b is not None:
+        raise BadValue(
+            f"two rules decide {what} of layer {layer.index} and disagree",
+            why=f"{a.asked_by}: {a.selector.text} and {b.asked_by}: {b.selector.text} are equally close",
+            ways_out=(WayOut("give the layer a rule of its own, by index"),),
+        )
+    return a
 
 
 def _parse_pattern(text: str, asked_by: str) -> Selector:
@@ -242,11 +313,14 @@ def _parse_pattern(text: str, asked_by: str) -> Selector:
 def _parse_plain(text: str, asked_by: str) -> Selector:
     if text in _KINDS:
         return Selector(text, kind=_KINDS[text])
+    if text == _STATEFUL:
+        return Selector(text, has_states=True)
     span = _SPAN.fullmatch(text)
     if span is None:
         raise BadValue(
             f"{asked_by}: {text!r} selects no layers",
-            why=f"use an index, a range such as 0-3, re:PATTERN, or one of {', '.join(_KINDS)}",
+            why=f"use an index, a range such as 0-3, re:PATTERN, or one of "
+            f"{', '.join((*_KINDS, _STATEFUL))}",
         )
     first, dash, last = span.groups()
     if dash is None:
@@ -271,7 +345,9 @@ def check_request(request: KVRequest, geometry: ModelGeometry) -> None:
 def _refuse_empty_selectors(request: KVRequest, geometry: ModelGeometry) -> None:
     """A selector that reaches no layer with KV of its own is a mistake, not a no-op."""
     num_layers = len(geometry.layers)
-    asked: list[tuple[Selector, str]] = [(r.selector, r.asked_by) for r in request.rules]
+    _refuse_states_of_none(request, geometry)
+    rules = [r for r in request.rules if r.k is not None or r.v is not None]
+    asked: list[tuple[Selector, str]] = [(r.selector, r.asked_by) for r in rules]
     asked += [(s.selector, s.asked_by) for s in request.skips]
     for selector, asked_by in asked:
         hit = [layer for layer in geometry.layers if selector.matches(layer, num_layers)]
@@ -291,10 +367,37 @@ def _refuse_empty_selectors(request: KVRequest, geometry: ModelGeometry) -> None
         )
 
 
+def _refuse_states_of_none(request: KVRequest, geometry: ModelGeometry) -> None:
+    """A format for states that no layer, or no layer a rule selects, keeps."""
+    num_layers = len(geometry.layers)
+
+    def keep(kind: StateKind, layers: Iterable[LayerGeometry]) -> bool:
+        return any(state.kind is kind for layer in layers for state in layer.states)
+
+    for one in request.states:
+        if not keep(one.kind, geometry.layers):
+            raise BadValue(
+                f"{one.asked_by}: {geometry.architecture} keeps no {one.kind.value} state",
+                why="its layers keep keys and values",
+                ways_out=(WayOut("leave the option out"),),
+            )
+    for rule in request.rules:
+        hit = [layer for layer in geometry.layers if rule.selector.matches(layer, num_layers)]
+        for kind in StateKind:
+            if rule.of_state(kind) is not None and not keep(kind, hit):
+                raise BadValue(
+                    f"{rule.asked_by}: {rule.selector.text!r} selects no layer with a {kind.value} state",
+                    why=_list_layers(geometry),
+                    ways_out=(WayOut("address one of the layers listed"),),
+                )
+
+
 def _list_layers(geometry: ModelGeometry) -> str:
     kinds: dict[str, list[str]] = {}
     for layer in geometry.layers:
         kind = "sliding_window" if layer.attention is Attention.SLIDING else layer.attention.value
+        if layer.states and not layer.has_kv:
+            kind = _STATEFUL
         kinds.setdefault(kind, []).append(str(layer.index))
     listed = "; ".join(f"{kind}: {', '.join(indices)}" for kind, indices in kinds.items())
     return f"layers of this model: {listed}; names like {geometry.layers[0].name!r}"
@@ -305,7 +408,7 @@ def _refuse_pairs_on_latents(request: KVRequest, geometry: ModelGeometry) -> Non
         return
     asked: list[tuple[Request | None, Request | None, str]]
     asked = [(a.format.k, a.format.v, a.asked_by) for a in request.explicit[:1]]
-    asked += [(rule.k, rule.v, rule.asked_by) for rule in request.rules]
+    asked += [(rule.k, rule.v, rule.asked_by) for rule in request.rules if rule.k or rule.v]
     for k, v, asked_by in asked:
         if k is not v:
             raise BadValue(

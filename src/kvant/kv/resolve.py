@@ -19,14 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvant.errors import BadCheckpoint, BadValue, NotServable, WayOut
+from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.audit import STORE_MODEL_DTYPE, audit
 from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, Side, UnreadableWish
 from kvant.kv.checkpoint.lookup import wish_for
 from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
 from kvant.kv.names import Request
-from kvant.kv.request import Asked, KVRequest, LayerRule, check_request
+from kvant.kv.request import Asked, KVRequest, LayerRule, check_request, closest
+from kvant.kv.resolve_state import resolve_states
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Rejected, Role, Source
 from kvant.kv.warn import plan_warnings
 
@@ -111,8 +112,9 @@ def _resolve_layer(
     geometry: ModelGeometry,
     around: Surroundings,
 ) -> LayerSpec:
+    states = resolve_states(layer, request, geometry, around.compute_dtype)
     if not layer.has_kv:
-        return LayerSpec(layer, None, None, None)
+        return LayerSpec(layer, None, None, None, states=states)
     sides = (Side.K,) if layer.attention is Attention.MLA else (Side.K, Side.V)
     decisions = {
         side: _encode_for_device(
@@ -135,7 +137,9 @@ def _resolve_layer(
         choices[side] = Choice(
             decided.dtype, decided.source, decided.because, decided.considered, scale
         )
-    return LayerSpec(layer, choices[Side.K], choices.get(Side.V), served.backend, served.rejected)
+    return LayerSpec(
+        layer, choices[Side.K], choices.get(Side.V), served.backend, served.rejected, states
+    )
 
 
 # -- who decides -------------------------------------------------------------------------------
@@ -276,24 +280,10 @@ def _closest_rule(
     layer: LayerGeometry, side: Side, request: KVRequest, num_layers: int
 ) -> LayerRule | None:
     """The most specific rule for this side; two equally close ones that disagree are an error."""
-    found = [
-        rule
-        for rule in request.rules
-        if _rule_side(rule, side) is not None and rule.selector.matches(layer, num_layers)
-    ]
-    if not found:
-        return None
-    best = max(rule.selector.rank(num_layers) for rule in found)
-    closest = [rule for rule in found if rule.selector.rank(num_layers) == best]
-    a = closest[0]
-    b = next((rule for rule in closest if _rule_side(rule, side) != _rule_side(a, side)), None)
-    if b is not None:
-        raise BadValue(
-            f"two rules decide {side.value.upper()} of layer {layer.index} and disagree",
-            why=f"{a.asked_by}: {a.selector.text} and {b.asked_by}: {b.selector.text} are equally close",
-            ways_out=(WayOut("give the layer a rule of its own, by index"),),
-        )
-    return a
+    rules = [rule for rule in request.rules if _rule_side(rule, side) is not None]
+    return closest(
+        rules, layer, num_layers, lambda rule: _rule_side(rule, side), side.value.upper()
+    )
 
 
 def _rule_side(rule: LayerRule, side: Side) -> Request | None:

@@ -11,11 +11,12 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from kvant.kv.checkpoint.facts import ScaleTensor
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.format import Plane
-from kvant.kv.geometry import LayerGeometry
+from kvant.kv.geometry import LayerGeometry, StateGeometry, StateKind
 
 
 class Source(Enum):
@@ -73,10 +74,28 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One state of a layer and the format that stores it."""
+
+    geometry: StateGeometry
+    choice: Choice
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Arrays of the storage; widths are per row of the state."""
+        return self.choice.dtype.format.planes(self.geometry.shape[-1])
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        return self.geometry.num_rows * sum(plane.row_bytes for plane in self.planes)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: its geometry, what is stored, and which backend writes and reads it.
 
     k and v are None where the layer owns no such storage (no KV, shared, MLA's V).
+    states: in the order of `geometry.states`.
     """
 
     geometry: LayerGeometry
@@ -84,6 +103,15 @@ class LayerSpec:
     v: Choice | None
     backend: str | None
     rejected: tuple[Rejected, ...] = ()
+    states: tuple[StateSpec, ...] = ()
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes that every running sequence takes in this layer, at any length."""
+        return sum(state.bytes_per_sequence for state in self.states)
+
+    def state(self, kind: StateKind) -> StateSpec | None:
+        return next((one for one in self.states if one.geometry.kind is kind), None)
 
     @property
     def planes(self) -> tuple[tuple[str, Plane], ...]:
@@ -147,6 +175,19 @@ class KVPlan:
         return sum(layer.bytes_per_token_16bit for layer in self.layers)
 
     @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes of states that every running sequence takes."""
+        return sum(layer.bytes_per_sequence for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        return any(layer.states for layer in self.layers)
+
+    def states_bytes(self, max_num_seqs: int) -> int:
+        """Bytes of all rows of states: one for each running sequence, and the scratch row."""
+        return (max_num_seqs + 1) * self.bytes_per_sequence
+
+    @property
     def page_bytes(self) -> int:
         return self.page_size * self.bytes_per_token
 
@@ -156,7 +197,7 @@ class KVPlan:
 
         Geometry, format identity and scale of every layer; not who decided, nor which backend reads.
         """
-        facts = [
+        facts: list[Any] = [
             [
                 layer.geometry.index,
                 layer.geometry.num_kv_heads,
@@ -178,5 +219,12 @@ class KVPlan:
             ]
             for layer in self.layers
         ]
+        states = [
+            [layer.geometry.index, state.geometry.kind.value, state.choice.dtype.format.fingerprint]
+            for layer in self.layers
+            for state in layer.states
+        ]
+        if states:
+            facts.append(states)
         text = json.dumps([self.page_size, self.compute_dtype.value, facts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -37,6 +37,7 @@ from kvant.models.quantized import (
     leave_weights_only,
 )
 from kvant.models.quiet import quiet_compressed_tensors, quiet_transformers
+from kvant.models.recurrent.hook import hook_mixers
 from kvant.models.rotary import fix_frequencies
 from kvant.models.sharding.cuts import Cuts
 from kvant.models.sharding.divide import Divided, Group, cut_scales
@@ -111,6 +112,7 @@ def load_model(
     if text._attn_implementation != ATTENTION_NAME:
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
+    hook_mixers(module)
     with _room_for(path, device):
         loaded = LoadedModel(module, plan, scales, device, unused, forward, group)
     if device.type == "cuda":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvant.attention.hook import ATTENTION_NAME
 from kvant.errors import BadCheckpoint, NotServable, WayOut
-from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
+from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry
 from kvant.models.classes import auto_class
 from kvant.models.geometry.families import name_of
 from kvant.models.geometry.fields import Fields
-from kvant.models.geometry.read import read_dtype, read_max_model_len
+from kvant.models.geometry.read import read_dtype, read_max_model_len, read_state_dtype
 from kvant.models.modules.keywords import handing_over
 from kvant.models.quiet import quiet_transformers
+from kvant.models.recurrent.hook import find_mixers
 
 _NAME = "kvant_probe"
 _TOKENS = 8
@@ -42,6 +43,9 @@ _MASK_DTYPES = (torch.float16, torch.float64, torch.bfloat16, torch.int8, torch.
 
 _PLAIN_STATES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 """transformers' cache layers that hold keys and values, or nothing."""
+
+_ALONE = frozenset({"mlp", "moe"})
+"""Kinds of layers that mix no tokens, as configs name them."""
 
 _MOST_SAID = 160
 """Characters of an exception that a message repeats."""
@@ -115,6 +119,7 @@ def probe(config: Mapping[str, Any]) -> Probed:
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         max_model_len=limit,
+        state_dtype=read_state_dtype(sections[1]),
     )
     return Probed(geometry, sum(parameter.numel() for parameter in module.parameters()))
 
@@ -186,6 +191,8 @@ def _module(config: PreTrainedConfig) -> PreTrainedModel:
         if hasattr(part, "warn_if_padding_and_no_attention_mask"):
             # It looks at the tokens.
             part.warn_if_padding_and_no_attention_mask = _warns_of_nothing  # type: ignore[assignment]
+    for name, part, mixer in find_mixers(made):
+        part.forward = _Mixed(name, part, mixer.states)
     made.train(False)
     return made
 
@@ -205,7 +212,7 @@ def _layers(module: PreTrainedModel, text: PreTrainedConfig) -> tuple[LayerGeome
     with _recording() as record, torch.no_grad():
         output = _run(module)
     count = text.num_hidden_layers
-    _refuse_states(output, module)
+    _refuse_states(output, record)
     names = {id(part): name for name, part in module.named_modules()}
     by_layer: dict[int, _Attended] = {}
     for one in record.calls:
@@ -215,15 +222,29 @@ def _layers(module: PreTrainedModel, text: PreTrainedConfig) -> tuple[LayerGeome
         if index in by_layer:
             raise _CannotRun(f"layer {index} attends more than once")
         by_layer[index] = one
-    missing = [index for index in range(count) if index not in by_layer]
+    alone = {index for index in range(count) if _mixes_nothing(text, index)}
+    missing = [
+        index
+        for index in range(count)
+        if index not in by_layer and index not in record.states and index not in alone
+    ]
     if missing:
         raise _CannotRun(_why_missing(missing, count, len(record.calls)))
+    if not by_layer:
+        raise _CannotRun(
+            "none of its layers attends: Kvant counts memory in pages of keys and values"
+        )
     patterns = [_window_of(mask, text) for mask in record.masks]
     found: list[LayerGeometry] = []
     for index in range(count):
+        name, states = record.states.get(index, (f"layers.{index}", ()))
+        if index not in by_layer:
+            found.append(LayerGeometry(index, name, Attention.NONE, states=states))
+            continue
         one = by_layer[index]
-        owner = next((o for o in range(index) if by_layer[o].keys is one.keys), None)
-        found.append(_layer(index, one, names[id(one.module)], patterns, owner))
+        owner = next((o for o in by_layer if o < index and by_layer[o].keys is one.keys), None)
+        layer = _layer(index, one, names[id(one.module)], patterns, owner)
+        found.append(replace(layer, states=states))
     return tuple(found)
 
 
@@ -274,15 +295,29 @@ def _run(module: PreTrainedModel) -> Any:
         ) from fault
 
 
-def _refuse_states(output: Any, module: PreTrainedModel) -> None:
-    """What the model would keep between steps beside keys and values."""
+def _mixes_nothing(text: PreTrainedConfig, index: int) -> bool:
+    """Whether a layer works on each token alone."""
+    for field in ("layers_block_type", "layer_types"):
+        kinds = getattr(text, field, None)
+        if isinstance(kinds, (list, tuple)) and index < len(kinds) and kinds[index] in _ALONE:
+            return True
+    return False
+
+
+def _refuse_states(output: Any, record: _Record) -> None:
+    """What the model would keep between steps beside keys, values and the states of known mixers."""
     cache = getattr(output, "past_key_values", None)
     if cache is None:
         return
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise _CannotRun("it keeps a state that is no cache of keys and values")
-    others = sorted({type(layer).__name__ for layer in layers} - set(_PLAIN_STATES))
+    kinds = {
+        type(layer).__name__
+        for index, layer in enumerate(layers)
+        if index not in record.states or "Linear" not in type(layer).__name__
+    }
+    others = sorted(kinds - set(_PLAIN_STATES))
     if others:
         raise _CannotRun(f"it keeps {', '.join(map(_kind_of_state, others))}")
 
@@ -334,6 +369,24 @@ class _Record:
     def __init__(self) -> None:
         self.calls: list[_Attended] = []
         self.masks: list[Callable[..., Any]] = []
+        self.states: dict[int, tuple[str, tuple[StateGeometry, ...]]] = {}
+
+
+class _Mixed:
+    """In place of the forward of a mixer that keeps states: records them, and computes nothing."""
+
+    def __init__(self, name: str, module: nn.Module, states: tuple[StateGeometry, ...]) -> None:
+        self._name, self._module, self._states = name, module, states
+
+    def __call__(self, hidden_states: Tensor, *_: Any, kvant: object = None, **__: Any) -> Tensor:
+        who, index = type(self._module).__name__, getattr(self._module, "layer_idx", None)
+        if kvant != _MARKER:
+            raise _CannotRun(f"{who} gets no keywords of the forward, so no step")
+        states = _record[-1].states
+        if not isinstance(index, int) or index in states:
+            raise _CannotRun(f"{who} keeps a state without a layer of its own")
+        states[index] = self._name, self._states
+        return torch.zeros_like(hidden_states)
 
 
 _record: list[_Record] = []

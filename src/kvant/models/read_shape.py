@@ -19,14 +19,14 @@ from typing import Any
 
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.dtype import ComputeDtype
-from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
+from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry, StateKind
 from kvant.models.geometry.families import is_drafter, is_listed, name_of
 from kvant.models.geometry.fields import shown
 from kvant.models.geometry.read import read_geometry
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
-_FORM = 1
+_FORM = 2
 """Number of the form in which a probe is kept, and of what a probe looks at."""
 
 _COMPARED = Path(__file__).with_name("compared.json")
@@ -91,7 +91,16 @@ def _kept(config: Mapping[str, Any]) -> ModelShape | None:
         body = json.loads(_file(config).read_text(encoding="utf-8"))
         said = body["geometry"]
         layers = tuple(
-            LayerGeometry(**{**layer, "attention": Attention(layer["attention"])})
+            LayerGeometry(
+                **{
+                    **layer,
+                    "attention": Attention(layer["attention"]),
+                    "states": tuple(
+                        StateGeometry(StateKind(state["kind"]), tuple(state["shape"]))
+                        for state in layer["states"]
+                    ),
+                }
+            )
             for layer in said["layers"]
         )
         geometry = ModelGeometry(**{**said, "layers": layers, "dtype": ComputeDtype(said["dtype"])})
@@ -106,6 +115,9 @@ def _keep(config: Mapping[str, Any], shape: ModelShape) -> None:
     said["dtype"] = shape.geometry.dtype.value
     for layer, geometry in zip(said["layers"], shape.geometry.layers, strict=True):
         layer["attention"] = geometry.attention.value
+        layer["states"] = [
+            {"kind": state.kind.value, "shape": state.shape} for state in geometry.states
+        ]
     file = _file(config)
     partial = file.with_suffix(".partial")
     with contextlib.suppress(OSError):

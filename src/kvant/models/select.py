@@ -50,7 +50,7 @@ def _nothing_runs(facts: ForwardFacts, refused: list[Refused]) -> NotServable:
     else:
         what = f"--batch-invariant cannot be promised for {name} here"
         ways.append(WayOut("run without --batch-invariant"))
-        if not facts.on_cpu:
+        if not facts.on_cpu and not facts.geometry.has_states:
             ways.append(WayOut("run on the CPU", ("--device", "cpu")))
     return NotServable(
         what,

@@ -38,7 +38,7 @@ def choose_kv_bytes(plan: Plan, memory: DeviceMemory) -> int:
     Raises DoesNotFit if weights and pages exceed the memory.
     """
     weights = plan.weights_bytes or 0
-    beside = 0 if plan.workspaces is None else plan.workspaces.total
+    beside = plan.states_bytes + (0 if plan.workspaces is None else plan.workspaces.total)
     asked = plan.request.kv_cache_bytes
     if asked is not None:
         if weights + asked > memory.free - beside:
@@ -50,7 +50,7 @@ def choose_kv_bytes(plan: Plan, memory: DeviceMemory) -> int:
         return min(int(memory.total * utilization), memory.free) - beside
 
     if plan.request.on_cpu:
-        room, share = memory.free, int(memory.free * CPU_SHARE)
+        room, share = memory.free - beside, int(memory.free * CPU_SHARE)
     else:
         room = most(plan.request.memory_utilization)
         share = room - weights
@@ -124,13 +124,18 @@ def _no_room(
         # Half, as the rest of the machine wants some, and free memory varies from start to start.
         less = str(max(least, left // 2))
         ways.append(WayOut("give the pages less", ("--kv-cache-memory", less)))
+    elif plan.states_bytes:
+        fewer = max(1, plan.limits.max_num_seqs // 2)
+        ways.append(WayOut("run fewer sequences at once", ("--max-num-seqs", str(fewer))))
     elif plan.workspaces is not None:
         ways.append(WayOut("take smaller steps: --max-num-batched-tokens, --max-num-seqs"))
     ways.append(WayOut("use a smaller or quantised model, or free some memory"))
+    states = f", states {format_size(plan.states_bytes)}" if plan.states_bytes else ""
     return DoesNotFit(
         f"{plan.target.local.name} does not fit on this device",
         why=f"weights {format_size(weights)} and KV cache {format_size(kv)} are more than the "
         f"{format_size(max(0, free))} that are "
-        + ("free" if plan.workspaces is None else "left beside workspaces"),
+        + ("free" if plan.workspaces is None else "left beside workspaces")
+        + states,
         ways_out=ways,
     )

@@ -10,10 +10,11 @@ from typing import Any, TypedDict
 
 from kvant.attention.need import DeviceFacts
 from kvant.attention.select import parse_backend
+from kvant.kv.geometry import StateKind
 from kvant.kv.memory import UTILIZATION, parse_size
-from kvant.kv.names import parse_compute_dtype, parse_format
+from kvant.kv.names import parse_compute_dtype, parse_format, parse_one
 from kvant.kv.policy import read_policy
-from kvant.kv.request import Asked, KVRequest, Requests, parse_rule, parse_skips
+from kvant.kv.request import Asked, AskedState, KVRequest, Requests, parse_rule, parse_skips
 from kvant.models.quantization import Quantization
 from kvant.plan.device import host_device
 from kvant.plan.limits import default_num_seqs
@@ -64,6 +65,22 @@ class PlanOptions:
         "YAML file with kv_cache_dtype, skip_layers and rules.",
         metavar="FILE",
         unset="none",
+        panel=_KV,
+    )
+    state_dtype: str | None = option(
+        None,
+        "Format of recurrent states (linear attention, Mamba): float32 or bfloat16.",
+        metavar="F",
+        unset="the checkpoint's wish, else float32",
+        aliases=("mamba_ssm_cache_dtype",),
+        panel=_KV,
+    )
+    conv_state_dtype: str | None = option(
+        None,
+        "Format of the inputs that convolutions keep.",
+        metavar="F",
+        unset="the model dtype",
+        aliases=("mamba_cache_dtype",),
         panel=_KV,
     )
     kv_missing_scales: str = option(
@@ -190,6 +207,8 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_dtype_skip_layers: str | Sequence[int | str] | None
     kv_cache_rules: str | Sequence[str] | None
     kv_cache_policy: str | Path | None
+    state_dtype: str | None
+    conv_state_dtype: str | None
     kv_missing_scales: str | None
     kv_format_defaults: str | None
     strict: bool | None
@@ -296,6 +315,10 @@ def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
             strict=options.strict,
             missing_scales_as_one=options.kv_missing_scales == "one",
             format_defaults=options.kv_format_defaults == "on",
+            states=(
+                *_asked_states(settings, "state_dtype", StateKind.RECURRENT),
+                *_asked_states(settings, "conv_state_dtype", StateKind.CONV),
+            ),
         )
     )
     for text, by in _items(settings, "kv_cache_dtype_skip_layers"):
@@ -309,6 +332,15 @@ def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
 def _asked(given: Given) -> Asked:
     by = given.label(given.value)
     return Asked(parse_format(str(given.value), asked_by=by), by)
+
+
+def _asked_states(settings: Settings, name: str, kind: StateKind) -> tuple[AskedState, ...]:
+    """Formats of states by every source that named one, strongest first."""
+    found = []
+    for given in settings.given.get(name, ()):
+        by = given.label(given.value)
+        found.append(AskedState(kind, parse_one(str(given.value), asked_by=by), by))
+    return tuple(found)
 
 
 def _items(settings: Settings, name: str) -> list[tuple[str, str]]:

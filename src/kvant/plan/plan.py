@@ -151,6 +151,11 @@ class Plan:
         return self.rank_kv.page_bytes + (0 if self.draft is None else self.draft.kv.page_bytes)
 
     @property
+    def states_bytes(self) -> int:
+        """States of all running sequences, and the scratch row."""
+        return self.target.kv.states_bytes(self.limits.max_num_seqs)
+
+    @property
     def longest(self) -> int | None:
         """Tokens of the longest sequence: as asked, or what the model can address; None if unknown."""
         return self.request.max_model_len or self.target.geometry.max_model_len
@@ -184,6 +189,11 @@ class Plan:
         if self.draft is not None:
             notes = self.draft.local.notes, self.draft.kv.warnings
             lines += [f"draft: {line}" for lines_of in notes for line in lines_of]
+        if self.target.geometry.has_states and self.request.prefix_caching:
+            lines.append(
+                "prefix caching is off: a hit would need the states of its recurrent layers where the common "
+                "beginning ends, which are not stored"
+            )
         return (*lines, *self._memory_warnings())
 
     @property
@@ -200,6 +210,7 @@ class Plan:
             draft=None if self.draft is None else self.draft.kv,
             draft_weights_bytes=(self.draft.weights.bytes or 0) if self.draft else 0,
             workspace_bytes=0 if self.workspaces is None else self.workspaces.total,
+            states_bytes=self.states_bytes,
             utilization=self.request.utilization,
             kv_cache_bytes=self.kv_cache_bytes,
         )

@@ -45,6 +45,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "workspaces": None if plan.workspaces is None else asdict(plan.workspaces),
             "workspace_bytes": memory.workspace_bytes,
             "draft_bytes": memory.draft_bytes,
+            "states_bytes": memory.states_bytes,
             "kv_bytes": memory.kv_bytes,
             "capacity_tokens": memory.capacity_tokens,
         },
@@ -66,6 +67,7 @@ def _model(model: PlannedModel) -> dict[str, Any]:
         "layers": [_layer(layer) for layer in model.kv.layers],
         "bytes_per_token": model.kv.bytes_per_token,
         "bytes_per_token_16bit": model.kv.bytes_per_token_16bit,
+        "bytes_per_sequence": model.kv.bytes_per_sequence,
     }
 
 
@@ -98,6 +100,16 @@ def _layer(layer: LayerSpec) -> dict[str, Any]:
         "backend": layer.backend,
         "rejected": [{"backend": r.backend, "reason": r.reason} for r in layer.rejected],
     }
+    if layer.states:
+        body["states"] = [
+            {
+                "kind": state.geometry.kind.value,
+                "shape": list(state.geometry.shape),
+                "bytes_per_sequence": state.bytes_per_sequence,
+                **(_choice(state.choice) or {}),
+            }
+            for state in layer.states
+        ]
     if g.shared_with is not None:
         body["shared_with"] = g.shared_with
     return body

@@ -29,7 +29,7 @@ from kvant.models.weights import (
     weight_bytes_of,
 )
 from kvant.plan.budget import fit
-from kvant.plan.facts import Facts, ModelFacts
+from kvant.plan.facts import DeviceMemory, Facts, ModelFacts
 from kvant.plan.graph_sizes import draft_counts
 from kvant.plan.limits import Limits, default_num_batched_tokens, default_num_seqs
 from kvant.plan.plan import Plan, PlannedModel, PlanRequest
@@ -38,6 +38,9 @@ from kvant.plan.speculative_config import SpeculativeConfig
 from kvant.plan.workspaces import workspaces
 from kvant.speculative.dflash.files import read_network
 from kvant.speculative.methods import NGRAM
+
+_STATES_SHARE = 0.4
+"""Share of the memory beside weights that states may take unless --max-num-seqs says how many there are."""
 
 
 def make_plan(request: PlanRequest, facts: Facts) -> Plan:
@@ -68,7 +71,8 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     draft_facts: DraftFacts | None = None
     if request.speculative is not None and facts.draft is not None:
         draft, draft_facts = _plan_draft(request, request.speculative, facts.draft, geometry)
-    limits = _limits(request, geometry)
+    _refuse_drafts_over_states(request, geometry)
+    limits = _limits(request, target, facts.memory)
     counts = _draft_counts(request.speculative, draft_facts, limits)
     beside = None
     if not request.on_cpu:
@@ -135,18 +139,39 @@ def _check_length(request: PlanRequest, geometry: ModelGeometry) -> None:
         )
 
 
-def _limits(request: PlanRequest, geometry: ModelGeometry) -> Limits:
+def _refuse_drafts_over_states(request: PlanRequest, geometry: ModelGeometry) -> None:
+    if request.speculative is not None and geometry.has_states:
+        raise NotServable(
+            f"--speculative-config is not offered for {request.model}",
+            why="a rejected draft would have to be taken out of the states of its recurrent layers again",
+            ways_out=(WayOut("run without --speculative-config"),),
+        )
+
+
+def _limits(request: PlanRequest, target: PlannedModel, memory: DeviceMemory | None) -> Limits:
     """As asked, else the device's defaults."""
-    seqs = request.max_num_seqs or default_num_seqs(request.device)
+    geometry = target.geometry
+    seqs = request.max_num_seqs or _num_seqs(request, target, memory)
     tokens = request.max_num_batched_tokens or default_num_batched_tokens(request.device, seqs)
     return Limits(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         max_model_len=request.max_model_len or geometry.max_model_len or tokens,
         page_size=request.page_size,
-        prefix_caching=request.prefix_caching,
+        # A hit would need states as they were where the common beginning ends; they are not stored.
+        prefix_caching=request.prefix_caching and not geometry.has_states,
         prompt_stride=1 if request.on_cpu else LONG_STRIDE,
     )
+
+
+def _num_seqs(request: PlanRequest, target: PlannedModel, memory: DeviceMemory | None) -> int:
+    """The device's default, or fewer where their states would take most of the memory."""
+    usual, each = default_num_seqs(request.device), target.kv.bytes_per_sequence
+    total = request.memory_bytes if memory is None else memory.total
+    if not each or total is None or target.weights.bytes is None:
+        return usual
+    room = total * request.utilization - target.weights.bytes
+    return min(usual, max(1, int(room * _STATES_SHARE) // each - 1))
 
 
 def _draft_counts(

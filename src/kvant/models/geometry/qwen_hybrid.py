@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5: most layers are recurrent (gated delta net), every fourth attends.
 
-Recurrent layers keep no KV: their state has one size per sequence, which Kvant does not count yet.
+Recurrent layers keep no KV: their states have one size per sequence.
 transformers' AutoModelForCausalLM makes the text model of a Qwen3.5 checkpoint, without its tower.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvant.kv.geometry import Attention, LayerGeometry
+from kvant.kv.geometry import Attention, LayerGeometry, StateGeometry, StateKind
 from kvant.models.geometry.family import Family, Layers, attention_layer
 from kvant.models.geometry.fields import MAX_LAYERS, Fields
 from kvant.models.geometry.heads import read_heads
@@ -29,7 +29,6 @@ from kvant.models.geometry.windows import LayerType, every_nth_is, num_layers, r
 
 _HEAD_DIM = 256  # the classes' default
 _INTERVAL = 4  # of layers that attend
-_NOT_YET = "its recurrent layers keep a state that Kvant does not store yet"
 
 
 def _layers(fields: Fields, prefix: str) -> Layers:
@@ -40,11 +39,31 @@ def _layers(fields: Fields, prefix: str) -> Layers:
         every_nth_is(LayerType.FULL, LayerType.LINEAR, interval, num_layers(fields)),
         allowed=(LayerType.FULL, LayerType.LINEAR),
     )
+    states = _states(fields)
     return tuple(
         attention_layer(index, prefix, heads, None)
         if kind is LayerType.FULL
-        else LayerGeometry(index, f"{prefix}.{index}.linear_attn", Attention.NONE)
+        else LayerGeometry(index, f"{prefix}.{index}.linear_attn", Attention.NONE, states=states)
         for index, kind in enumerate(kinds)
+    )
+
+
+def _states(fields: Fields) -> tuple[StateGeometry, ...]:
+    """The last inputs of the convolution over q, k and v, and a matrix [values, keys] for each head."""
+    heads, values = (
+        fields.integer("linear_num_value_heads"),
+        fields.integer("linear_value_head_dim"),
+    )
+    keys = fields.integer("linear_key_head_dim")
+    key_heads = fields.integer("linear_num_key_heads")
+    if heads % key_heads:
+        raise fields.bad(
+            "linear_num_value_heads", f"{key_heads} heads of keys serve them in equal parts"
+        )
+    before = fields.integer("linear_conv_kernel_dim") - 1
+    return (
+        StateGeometry(StateKind.CONV, (before, 2 * key_heads * keys + heads * values)),
+        StateGeometry(StateKind.RECURRENT, (heads, values, keys)),
     )
 
 
@@ -105,22 +124,22 @@ _CONV = {"linear_conv_kernel_dim": 4}
 
 QWEN3_NEXT = Family(
     "Qwen3-Next", ("qwen3_next",), ("Qwen3NextForCausalLM",), _layers, _moe_weights,
-    defaults=_CONV, not_runnable=_NOT_YET,
+    defaults=_CONV,
 )  # fmt: skip
 QWEN3_5_TEXT = Family(
     "Qwen3.5 text", ("qwen3_5_text",), ("Qwen3_5ForCausalLM",), _layers, _dense_weights,
-    defaults=_CONV, not_runnable=_NOT_YET,
+    defaults=_CONV,
 )  # fmt: skip
 QWEN3_5 = Family(
     "Qwen3.5", ("qwen3_5",), ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
-    _layers, _dense_weights, in_text_config=True, defaults=_CONV, not_runnable=_NOT_YET,
+    _layers, _dense_weights, in_text_config=True, defaults=_CONV,
 )  # fmt: skip
 QWEN3_5_MOE_TEXT = Family(
     "Qwen3.5-MoE text", ("qwen3_5_moe_text",), ("Qwen3_5MoeForCausalLM",), _layers, _moe_weights,
-    defaults=_CONV, not_runnable=_NOT_YET,
+    defaults=_CONV,
 )  # fmt: skip
 QWEN3_5_MOE = Family(
     "Qwen3.5-MoE", ("qwen3_5_moe",),
     ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
-    _layers, _moe_weights, in_text_config=True, defaults=_CONV, not_runnable=_NOT_YET,
+    _layers, _moe_weights, in_text_config=True, defaults=_CONV,
 )  # fmt: skip

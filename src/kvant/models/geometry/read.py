@@ -40,6 +40,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         hidden_size=fields.integer("hidden_size"),
         max_model_len=read_max_model_len(fields),
         not_runnable=family.not_runnable,
+        state_dtype=read_state_dtype(fields),
     )
 
 
@@ -58,6 +59,11 @@ def read_dtype(*sections: Fields) -> ComputeDtype:
                 raise section.bad(name, f"Kvant computes in {', '.join(known)}")
             return known[word]
     return ComputeDtype.FLOAT32
+
+
+def read_state_dtype(fields: Fields) -> str | None:
+    """The dtype that the config wishes for recurrent states."""
+    return fields.text("mamba_ssm_dtype") if fields.has("mamba_ssm_dtype") else None
 
 
 def read_max_model_len(fields: Fields) -> int | None:

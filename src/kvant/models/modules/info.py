@@ -25,6 +25,8 @@ def _refuse(facts: ForwardFacts) -> str | None:
         return "experts are not rounded yet"
     if facts.quantization is not None and facts.batch_invariant:
         return "with rounded weights its products depend on the number of rows"
+    if facts.batch_invariant and facts.geometry.has_states:
+        return "recurrences over prompts depend on where a prompt is cut"
     if facts.batch_invariant and not facts.on_cpu:
         return "on a GPU its products depend on the number of rows"
     return None

@@ -1,0 +1,58 @@
+"""Puts Kvant's mixers under the layers of a transformers model that carry states.
+
+    model(input_ids, position_ids=.., use_cache=False, kvant=StepCall)
+        -> each such layer: Hooked(hidden [1, T, hidden], .., kvant=StepCall) -> Mixer.run
+
+The step travels in the keyword `kvant`, as it does to attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from kvant.attention.base import StepCall
+from kvant.errors import EngineFault
+from kvant.kv.geometry import StateKind
+from kvant.models.recurrent.mixers import MIXERS, LayerStates, Mixer
+from kvant.models.recurrent.packed import Packed
+
+
+def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mixer]]:
+    """Every module that carries states: its path, itself, and Kvant's mixer for it."""
+    for name, module in model.named_modules():
+        make = MIXERS.get(type(module).__name__)
+        if make is not None:
+            yield name, module, make(module)
+
+
+def hook_mixers(model: nn.Module) -> None:
+    """Replace the forward of every module that carries states. Mutates the modules."""
+    for _, module, mixer in find_mixers(model):
+        module.forward = Hooked(type(module).__name__, module.layer_idx, mixer)  # type: ignore[arg-type]
+
+
+class Hooked:
+    """The forward of one layer's mixer. Raises EngineFault without a step or planned states."""
+
+    def __init__(self, name: str, layer: int, mixer: Mixer) -> None:
+        self._who, self._layer, self._mixer = f"{name} (layer {layer})", layer, mixer
+
+    def __call__(
+        self, hidden_states: Tensor, *_: object, kvant: StepCall | None = None, **__: object
+    ) -> Tensor:
+        """[1, T, hidden] -> [1, T, hidden]."""
+        if kvant is None or kvant.states is None:
+            raise EngineFault(f"{self._who} was called without a step and its states")
+        spec = kvant.states.plan.layers[self._layer]
+        planned = tuple(state.geometry for state in spec.states)
+        if planned != self._mixer.states:
+            raise EngineFault(f"{self._who} keeps {self._mixer.states}, the plan says {planned}")
+        kinds = {state.kind for state in planned}
+        conv, recurrent = (
+            kvant.states.get(self._layer, kind) if kind in kinds else None
+            for kind in (StateKind.CONV, StateKind.RECURRENT)
+        )
+        states = LayerStates(Packed.of(kvant.step), conv, recurrent)
+        return self._mixer.run(hidden_states[0], states)[None]

@@ -1,0 +1,225 @@
+"""The mixers of transformers that carry states, by class: which states they keep, and their arithmetic.
+
+Each works on packed tokens [T, hidden] with the weights, projections and norms of transformers' module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvant.kv.geometry import StateGeometry, StateKind
+from kvant.kv.state_pool import StateCache
+from kvant.models.recurrent.conv import causal_conv
+from kvant.models.recurrent.packed import Packed
+from kvant.models.recurrent.scan import scan
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one layer for one step. recurrent: None for a layer that only convolves."""
+
+    packed: Packed
+    conv: StateCache | None
+    recurrent: StateCache | None
+
+
+class Mixer(Protocol):
+    """One layer's mixer."""
+
+    @property
+    def states(self) -> tuple[StateGeometry, ...]:
+        """What it keeps for each sequence."""
+        ...
+
+    def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        """[T, hidden] -> [T, hidden]; reads and writes the states."""
+        ...
+
+
+def _conv_state(kernel: int, channels: int) -> StateGeometry:
+    return StateGeometry(StateKind.CONV, (kernel - 1, channels))
+
+
+def _recurrent_state(heads: int, values: int, keys: int) -> StateGeometry:
+    return StateGeometry(StateKind.RECURRENT, (heads, values, keys))
+
+
+def _normed(x: Tensor) -> Tensor:
+    """Rows of length one, as the gated delta rule wants its queries and keys; in float32 or wider."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+class _DeltaRule:
+    """What gated delta nets and KDA share: a convolution over q, k and v, and the delta rule."""
+
+    def __init__(self, module: Any, key_heads: int, heads: int, keys: int, values: int) -> None:
+        self.module = module
+        self.key_heads, self.heads, self.keys, self.values = key_heads, heads, keys, values
+
+    @property
+    def states(self) -> tuple[StateGeometry, ...]:
+        channels = 2 * self.key_heads * self.keys + self.heads * self.values
+        return (
+            _conv_state(self.module.conv_kernel_size, channels),
+            _recurrent_state(self.heads, self.values, self.keys),
+        )
+
+    def delta(self, qkv: Tensor, g: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
+        """qkv: [T, channels] before the convolution. Returns [T, heads, values] in qkv's dtype."""
+        assert states.conv is not None
+        assert states.recurrent is not None
+        conv, width = self.module.conv1d, self.key_heads * self.keys
+        mixed: Tensor = causal_conv(
+            qkv, conv.weight[:, 0], conv.bias, states.conv, states.packed, silu=True
+        )
+        q, k, v = torch.split(mixed, [width, width, self.heads * self.values], 1)
+        q, k = (x.reshape(len(x), self.key_heads, self.keys) for x in (q, k))
+        out = scan(
+            _normed(q) * self.keys**-0.5, _normed(k), v.reshape(len(v), self.heads, self.values),
+            g, beta, states.recurrent, states.packed,
+        )  # fmt: skip
+        return out.to(qkv.dtype)
+
+
+class GatedDeltaNet(_DeltaRule):
+    """Qwen3-Next's, Qwen3.5's and OLMo-Hybrid's; they differ in how they project."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(
+            module, module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+        )
+
+    def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        m = self.module
+        qkv, z, b, a = self._project(x)
+        beta = b.sigmoid()
+        if getattr(m, "allow_neg_eigval", False):
+            beta = beta * 2.0
+        g = -m.A_log.float().exp() * F.softplus(a.float() + m.dt_bias.float())
+        out = self.delta(qkv, g, beta, states)
+        norm = m.o_norm if hasattr(m, "o_norm") else m.norm
+        project = m.o_proj if hasattr(m, "o_proj") else m.out_proj
+        z = z.reshape(-1, self.values)
+        mixed: Tensor = project(norm(out.reshape(-1, self.values), z).reshape(len(x), -1))
+        return mixed
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Inputs of the convolution [T, channels], the gate, and b and a [T, heads]."""
+        m = self.module
+        if hasattr(m, "in_proj_qkv"):
+            return m.in_proj_qkv(x), m.in_proj_z(x), m.in_proj_b(x), m.in_proj_a(x)
+        if hasattr(m, "in_proj_qkvz"):
+            per_key = self.heads // self.key_heads
+            mixed = m.in_proj_qkvz(x).unflatten(1, (self.key_heads, -1))
+            wide = per_key * self.values
+            q, k, v, z = mixed.split([self.keys, self.keys, wide, wide], 2)
+            b, a = m.in_proj_ba(x).unflatten(1, (self.key_heads, -1)).split([per_key, per_key], 2)
+            qkv = torch.cat([part.flatten(1) for part in (q, k, v)], 1)
+            return qkv, z, b.flatten(1), a.flatten(1)
+        qkv = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], 1)
+        return qkv, m.g_proj(x), m.b_proj(x), m.a_proj(x)
+
+
+class KimiDelta(_DeltaRule):
+    """Kimi's delta attention (KDA), in which each key decays by itself."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, *(module.num_heads,) * 2, *(module.head_dim,) * 2)
+
+    def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        m = self.module
+        qkv = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], 1)
+        out = self.delta(qkv, m.forget_gate(x[None])[0], m.b_proj(x).sigmoid(), states)
+        gate = m.g_b_proj(m.g_a_proj(x)) if hasattr(m, "g_a_proj") else m.g_proj(x)
+        gate = gate.unflatten(1, (self.heads, self.values))
+        mixed: Tensor = m.o_proj(m.o_norm(out[None], gate[None]).reshape(len(x), -1))
+        return mixed
+
+
+class Mamba2:
+    """Mamba2 as Bamba, Granite 4, Nemotron-H, Falcon-H1 and Zamba2 have it."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @property
+    def states(self) -> tuple[StateGeometry, ...]:
+        m = self.module
+        return (
+            _conv_state(m.conv_kernel_size, m.conv_dim),
+            _recurrent_state(m.num_heads, m.head_dim, m.ssm_state_size),
+        )
+
+    def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        assert states.conv is not None
+        assert states.recurrent is not None
+        m = self.module
+        if hasattr(m, "ssm_in_multiplier"):  # Falcon-H1
+            projected = m.in_proj(x * m.ssm_in_multiplier) * m.mup_vector[0]
+        else:
+            projected = m.in_proj(x)
+        gate, inner, dt = projected.split([m.intermediate_size, m.conv_dim, m.num_heads], 1)
+        conv = m.conv1d
+        inner = causal_conv(
+            inner, conv.weight[:, 0], conv.bias, states.conv, states.packed, silu=True
+        )
+        wide = m.n_groups * m.ssm_state_size
+        value, b, c = torch.split(inner, [m.intermediate_size, wide, wide], 1)
+        value = value.reshape(len(x), m.num_heads, m.head_dim)
+        b, c = (part.reshape(len(x), m.n_groups, m.ssm_state_size) for part in (b, c))
+        work = torch.promote_types(x.dtype, torch.float32)
+        dt = F.softplus(dt.to(work) + m.dt_bias.to(work)).clamp(*m.time_step_limit)
+        value = value.to(work)
+        out = scan(
+            c, b, value * dt[..., None], -dt * m.A_log.to(work).exp(), None, states.recurrent,
+            states.packed,
+        )  # fmt: skip
+        out = (out + m.D.to(work)[:, None] * value).to(x.dtype).flatten(1)
+        has_norm = getattr(m, "mamba_rms_norm", True)  # Falcon-H1 may have none
+        out = m.norm(out[None], gate[None])[0] if has_norm else out * F.silu(gate)
+        mixed: Tensor = m.out_proj(out.to(x.dtype))
+        return mixed
+
+
+class ShortConv:
+    """LFM2's gated convolution."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @property
+    def states(self) -> tuple[StateGeometry, ...]:
+        conv = self.module.conv
+        return (_conv_state(conv.kernel_size[0], conv.in_channels),)
+
+    def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        assert states.conv is not None
+        m = self.module
+        b, c, value = m.in_proj(x).chunk(3, 1)
+        out = causal_conv(
+            b * value, m.conv.weight[:, 0], m.conv.bias, states.conv, states.packed, silu=False
+        )
+        mixed: Tensor = m.out_proj(c * out)
+        return mixed
+
+
+MIXERS: dict[str, Callable[[Any], Mixer]] = {
+    **dict.fromkeys(
+        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet",
+         "OlmoHybridGatedDeltaNet"), GatedDeltaNet,
+    ),
+    **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"), KimiDelta),
+    **dict.fromkeys(
+        ("BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "FalconH1Mixer",
+         "Zamba2MambaMixer"), Mamba2,
+    ),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), ShortConv),
+}  # fmt: skip
+"""By the class of transformers' module."""

@@ -1,0 +1,133 @@
+"""Models with recurrent layers in the engine: transformers' tokens, however prompts are cut and batched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvant import LLM, SamplingParams
+from kvant.errors import BadValue, NotServable
+from kvant.execution.runner import ModelRunner
+from kvant.kv.dtype import KVDtype
+from kvant.models.quiet import quiet_transformers
+from tests.models import families
+from tests.speculative.recorded import Again
+
+NAMES = ("qwen3_5_text", "falcon_h1", "lfm2")
+MODELS = ["qwen3_5_text", "lfm2", pytest.param("falcon_h1", marks=pytest.mark.slow)]
+LENGTHS = (70, 1, 129, 64, 17)
+PROMPTS = [[5 + (i * i + n) % 110 for i in range(n)] for n in LENGTHS]
+NUM_TOKENS = [40 - 4 * i for i in range(len(PROMPTS))]
+PARAMS = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in NUM_TOKENS]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("hybrids")
+    for name in NAMES:
+        families.build(name, where / name)
+    return {name: where / name for name in NAMES}
+
+
+def opened(path: Path, **options: object) -> LLM:
+    given = {"dtype": "float32", "max_model_len": 300, "page_size": 16, **options}
+    return LLM(path, device="cpu", **given)  # type: ignore[arg-type]
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    found = [list(result.token_ids) for result in llm.generate(PROMPTS, PARAMS)]
+    llm.engine.audit()
+    return found
+
+
+def transformers(path: Path) -> list[list[int]]:
+    found = []
+    with quiet_transformers(), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        for prompt, count in zip(PROMPTS, NUM_TOKENS, strict=True):
+            ids = torch.tensor([prompt])
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
+            )
+            found.append(made[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_transformers(models: dict[str, Path], name: str) -> None:
+    expected = transformers(models[name])
+    assert len({token for text in expected for token in text}) > 20
+    whole = opened(models[name], max_num_seqs=8, max_num_batched_tokens=1000)
+    assert texts(whole) == expected
+    cut = opened(models[name], max_num_seqs=3, max_num_batched_tokens=41)
+    assert texts(cut) == expected
+    # A pool for one long sequence: others lose their pages and start over from a state of zeros.
+    page = cut.plan.page_bytes
+    tight = opened(
+        models[name], max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200,
+        kv_cache_memory=16 * page,
+    )  # fmt: skip
+    assert texts(tight) == expected
+    assert tight.engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_steps_give_the_same(models: dict[str, Path], name: str) -> None:
+    """Their padding touches the scratch row alone."""
+    llm = opened(models[name], max_num_seqs=3, max_num_batched_tokens=64)
+    expected = texts(llm)
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    limits = llm.engine.limits
+    runner.record(Again(), limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
+    assert texts(llm) == expected
+
+
+def test_a_cancelled_request_leaves_no_state_behind(models: dict[str, Path]) -> None:
+    llm = opened(models["qwen3_5_text"], max_num_seqs=1, max_num_batched_tokens=64)
+    alone = texts(llm)
+    number = llm.engine.submit(PROMPTS[0], PARAMS[-1])
+    for _ in range(9):
+        llm.engine.step()
+    llm.engine.cancel(number)
+    assert texts(llm) == alone
+
+
+def test_a_bfloat16_state_is_stored_and_counted(models: dict[str, Path]) -> None:
+    wide = opened(models["qwen3_5_text"], max_num_seqs=2)
+    narrow = opened(models["qwen3_5_text"], max_num_seqs=2, state_dtype="bf16")
+    for llm in (wide, narrow):
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        assert runner.states is not None
+        assert runner.states.num_bytes == 3 * llm.plan.bytes_per_sequence
+    spec = narrow.plan.layers[0].states[1]
+    assert spec.choice.dtype is KVDtype.BFLOAT16
+    assert spec.choice.because == "state_dtype='bf16'"
+    same = [a == b for a, b in zip(texts(wide), texts(narrow), strict=True)]
+    assert any(same)
+
+
+def test_what_a_state_cannot_be_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    hybrid = models["qwen3_5_text"]
+    with pytest.raises(NotServable, match="float16"):
+        opened(hybrid, state_dtype="float16")
+    with pytest.raises(NotServable, match="conv state"):
+        opened(hybrid, conv_state_dtype="fp8")
+    with pytest.raises(BadValue, match="no layer with a recurrent state"):
+        opened(hybrid, kv_cache_rules=["3:state=bf16"])
+    with pytest.raises(NotServable, match="speculative"):
+        opened(hybrid, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(NotServable, match="batch-invariant"):
+        opened(hybrid, batch_invariant=True)
+    config = json.loads((hybrid / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mamba_ssm_dtype": "bfloat16"}))
+    (tmp_path / "model.safetensors").symlink_to(hybrid / "model.safetensors")
+    wished = opened(tmp_path).plan.layers[0].states[1].choice
+    assert (wished.dtype, wished.because) == (KVDtype.BFLOAT16, "config.json: mamba_ssm_dtype")

@@ -9,8 +9,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvant.models.fused.decoder import _feed_forward_of
 from kvant.models.fused.experts import Experts, TorchExperts
+from kvant.models.fused.feed_forward import activate
+from kvant.models.fused.read import read_feed_forward
+from kvant.models.fused.recipes import RECIPES
 from kvant.models.fused.routing import Routing, Scoring, route
 
 _COMMON: dict[str, Any] = {
@@ -26,6 +28,7 @@ FAMILIES = {
         "Qwen2Moe",
         {"num_experts": 5, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
     ),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4}),
 }
 
 
@@ -35,19 +38,26 @@ def layer(family: str, dtype: torch.dtype) -> Any:
     config = getattr(transformers, f"{name}Config")(**_COMMON, **extra)
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    for parameter in model.model.layers[0].mlp.parameters():
+        if parameter.std() == 0:
+            parameter.data.normal_()
     return model.requires_grad_(False).model.layers[0].mlp
 
 
-def apply(mlp: Any, x: Tensor) -> Tensor:
+def apply(mlp: Any, x: Tensor, family: str) -> Tensor:
     """As the decoder does."""
-    experts = _feed_forward_of(mlp, "layer")
+    recipe = RECIPES[family.split(",")[0]]
+    config = transformers.CONFIG_MAPPING[family.split(",")[0]]()
+    experts = read_feed_forward(mlp, recipe, config, torch.nn.functional.linear)
     assert isinstance(experts, Experts)
-    found = TorchExperts().apply(x, x @ experts.router[0].T, experts)
+    logits = torch.nn.functional.linear(x, *experts.router)
+    found = TorchExperts().apply(x, logits, experts)
     shared = experts.shared
     if shared is not None:
-        gate, up = (x @ shared.gate_up.T).chunk(2, dim=-1)
-        beside = (torch.nn.functional.silu(gate) * up) @ shared.down.T
-        found = found + torch.sigmoid(x @ shared.gate.T) * beside
+        assert shared.gate is not None
+        gate, up = shared.dense.up(x).chunk(2, dim=-1)
+        beside = shared.dense.down(activate(gate, shared.dense.activation) * up)
+        found = found + torch.sigmoid(shared.gate(x)) * beside
     return found
 
 
@@ -57,18 +67,19 @@ def apply(mlp: Any, x: Tensor) -> Tensor:
 def test_a_layer_is_that_of_transformers(family: str, tokens: int, dtype: torch.dtype) -> None:
     mlp = layer(family, dtype)
     x = torch.randn(tokens, 32, dtype=dtype)
-    expected = mlp(x[None])[0]
+    expected = mlp(x[None])
+    expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
     bound = 1e-5 if dtype is torch.float32 else 1e-6  # routers compute in float32 in any dtype
-    torch.testing.assert_close(apply(mlp, x), expected, atol=bound, rtol=bound)
+    torch.testing.assert_close(apply(mlp, x, family), expected, atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt_oss"])
 def test_equal_logits_choose_the_experts_that_transformers_chooses(family: str) -> None:
     mlp = layer(family, torch.float64)
     mlp.gate.weight[3] = mlp.gate.weight[1]
     mlp.gate.weight[2] = mlp.gate.weight[0]
     x = torch.randn(20, 32, dtype=torch.float64)
-    torch.testing.assert_close(apply(mlp, x), mlp(x[None])[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(apply(mlp, x, family), mlp(x[None])[0], atol=1e-6, rtol=1e-6)
 
 
 def test_top_k_before_softmax_is_that_of_gpt_oss() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -105,13 +106,22 @@ class AttentionBackend(Protocol):
         ...
 
 
+class HeadNorm(Enum):
+    """How an RMS norm of a head rounds, and what it multiplies with."""
+
+    ROUNDED = "w * cast(x^)"
+    WIDE = "cast(w * x^)"
+    ONE = "cast((1 + w) * x^)"
+
+
 @dataclass(frozen=True, slots=True)
 class HeadRotation:
     """Norm and rotation of the heads of q and k before attention.
 
-    cos, sin: [.., head_dim / 2] for halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), by position
-    or, without by_position, by token of the step. q_weight, k_weight: [head_dim], weights of an RMS norm
-    of every head before the rotation, or None.
+    cos, sin: [.., R / 2] for pairs (a, b) of a head's first R numbers -> (a cos - b sin, b cos + a sin),
+    by position or, without by_position, by token of the step. R may be 0. q_weight, k_weight: [head_dim],
+    weights of an RMS norm of every head before the rotation, or None. neighbours: pairs are 2 i and
+    2 i + 1, else i and i + R / 2.
     """
 
     cos: Tensor
@@ -120,6 +130,8 @@ class HeadRotation:
     q_weight: Tensor | None
     k_weight: Tensor | None
     eps: float
+    norm: HeadNorm = HeadNorm.ROUNDED
+    neighbours: bool = False
 
 
 @runtime_checkable

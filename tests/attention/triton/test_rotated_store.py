@@ -10,11 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from kvant.attention.base import HeadRotation
+from kvant.attention.base import HeadNorm, HeadRotation
 from kvant.attention.triton.backend import TritonBackend
 from kvant.attention.triton.info import SERVED
 from kvant.kv.dtype import KVDtype
 from kvant.models.fused.kernels import TorchKernels
+from kvant.models.fused.layers import Norm, QKNorms
+from kvant.models.fused.recipe import NormKind, Pairing
 from tests.attention.triton import case
 
 pytestmark = [
@@ -33,18 +35,24 @@ FORMATS = [
     and (DEVICE == "cuda" or name not in (KVDtype.BFLOAT16, *SLOW))
 ]
 EPS = 1e-6
+KINDS = {
+    HeadNorm.ROUNDED: NormKind.RMS, HeadNorm.WIDE: NormKind.RMS_WIDE, HeadNorm.ONE: NormKind.RMS_ONE,
+}  # fmt: skip
 
 
-def rotation(x: case.Case, *, by_position: bool, norm: bool) -> HeadRotation:
+def rotation(
+    x: case.Case, *, by_position: bool, norm: bool, rotary: int | None = None, **options: Any
+) -> HeadRotation:
     half = x.q.shape[-1] // 2
+    weights = [(torch.rand(2 * half, device=DEVICE) + 0.5).to(x.q.dtype) for _ in range(2)]
+    half = half if rotary is None else rotary // 2
     angles = torch.arange(100, device=DEVICE)[:, None] * torch.rand(half, device=DEVICE)
     if not by_position:
         angles = angles[x.step.positions]
-    weights = [(torch.rand(2 * half, device=DEVICE) + 0.5).to(x.q.dtype) for _ in range(2)]
     q_weight, k_weight = weights if norm else (None, None)
     dtype = x.q.dtype
     return HeadRotation(
-        angles.cos().to(dtype), angles.sin().to(dtype), by_position, q_weight, k_weight, EPS
+        angles.cos().to(dtype), angles.sin().to(dtype), by_position, q_weight, k_weight, EPS, **options
     )
 
 
@@ -54,9 +62,12 @@ def in_parts(x: case.Case, how: HeadRotation) -> tuple[Tensor, list[Tensor]]:
     if how.by_position:
         cos, sin = cos[x.step.positions], sin[x.step.positions]
     heads = x.q.shape[1], x.k.shape[1]
-    q, k, v = TorchKernels().rotate(
-        qkv_of(x), cos, sin, *heads, how.q_weight, how.k_weight, how.eps
-    )
+    norms = None
+    if how.q_weight is not None:
+        q_norm, k_norm = (Norm(KINDS[how.norm], w, None, EPS) for w in (how.q_weight, how.k_weight))
+        norms = QKNorms(q_norm, k_norm)
+    pairing = Pairing.NEIGHBOURS if how.neighbours else Pairing.HALVES
+    q, k, v = TorchKernels().rotate(qkv_of(x), cos, sin, *heads, norms, pairing)
     TritonBackend().write(x.cache, k.contiguous(), v, x.step)
     return q, [plane.clone() for plane in (*x.cache.k, *x.cache.v)]
 
@@ -65,14 +76,21 @@ def qkv_of(x: case.Case) -> Tensor:
     return torch.cat([part.flatten(1) for part in (x.q, x.k, x.v)], dim=1)
 
 
-def check(name: KVDtype, *, by_position: bool = True, norm: bool = True, **options: Any) -> None:
+def check(
+    name: KVDtype,
+    *,
+    by_position: bool = True,
+    norm: bool = True,
+    how: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
     torch.manual_seed(0)
     given: dict[str, Any] = {"sequences": ((40, 1), (23, 23), (17, 2)), "padding": 3, **options}
     x = case.prepare(name, dtype=torch.float32, device=DEVICE, **given)
-    how = rotation(x, by_position=by_position, norm=norm)
-    expected, planes = in_parts(x, how)
+    turned = rotation(x, by_position=by_position, norm=norm, **(how or {}))
+    expected, planes = in_parts(x, turned)
     again = case.prepare(name, dtype=torch.float32, device=DEVICE, **given)
-    found = TritonBackend().write_rotated(again.cache, qkv_of(again), how, again.step)
+    found = TritonBackend().write_rotated(again.cache, qkv_of(again), turned, again.step)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for plane, wanted in zip((*again.cache.k, *again.cache.v), planes, strict=True):
         # Sums in another order may move a number over an edge between two codes.
@@ -96,6 +114,15 @@ def test_with_and_without_norms_of_heads_and_angles_by_position(
     by_position: bool, norm: bool
 ) -> None:
     check(KVDtype.FLOAT32, by_position=by_position, norm=norm)
+
+
+@pytest.mark.parametrize("norm", HeadNorm)
+@pytest.mark.parametrize("rotary", [0, 8, None])
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_parts_of_heads_neighbours_and_kinds_of_norms(
+    norm: HeadNorm, rotary: int | None, neighbours: bool
+) -> None:
+    check(KVDtype.FLOAT32, how={"norm": norm, "rotary": rotary, "neighbours": neighbours})
 
 
 def test_heads_of_80_and_a_scale_for_each() -> None:

@@ -11,6 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.models.fused import few_rows
 from kvant.models.fused.few_rows import FewRows, Stream
+from kvant.models.fused.feed_forward import activate
+from kvant.models.fused.recipe import Activation
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -75,7 +77,7 @@ def test_a_layer_is_what_its_parts_are(
         expected = expected + apply(attended.double(), *output)
         assert close(stream.residual, expected)
 
-        x = few.normed(stream, *gate_up, gated=True)
+        x = few.normed(stream, *gate_up, gate=Activation.SILU)
         gate, up = apply(normed(stream.residual.double(), second), *gate_up).chunk(2, dim=-1)
         assert close(x, F.silu(gate) * up)
 
@@ -86,6 +88,19 @@ def test_a_layer_is_what_its_parts_are(
         assert logits.dtype is torch.float32
         assert close(logits, apply(normed(after.residual.double(), first), *qkv)[picked])
         assert few.normed(after, *qkv, picked=picked[:0]).shape == (0, rows)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("activation", Activation)
+def test_rows_that_are_normalised_already_are_multiplied_as_they_are(
+    activation: Activation, tokens: int
+) -> None:
+    few, x, weight, bias = FewRows(DEVICE, EPS), normal(tokens, 64), normal(70, 64), normal(70)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    assert close(few.ready(x, weight, bias), expected)
+    assert close(few.ready(x, weight, None, dtype=torch.float32), expected - bias.double())
+    gate, up = expected.chunk(2, dim=-1)
+    assert close(few.ready(x, weight, bias, gate=activation), activate(gate, activation) * up)
 
 
 def test_a_residual_sum_given_alone_is_normalised_by_whoever_reads_it() -> None:

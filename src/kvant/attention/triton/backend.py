@@ -6,10 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kvant.attention.base import AttentionBackend, AttentionParams, HeadRotation, Step
+from kvant.attention.base import AttentionBackend, AttentionParams, HeadNorm, HeadRotation, Step
 from kvant.attention.cuda import many_rows
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
-from kvant.attention.triton import dense_prefill, prefill
+from kvant.attention.triton import dense_prefill, prefill, rotated_store
 from kvant.attention.triton.combine import combine
 from kvant.attention.triton.cut import Cut, Shape, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
@@ -24,6 +24,12 @@ from kvant.attention.triton.workmap import list_items
 from kvant.kernels.triton.device import arrivals, has_ptx, is_nvidia, multiprocessors
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
+
+_NORMS = {
+    HeadNorm.ROUNDED: rotated_store.ROUNDED,
+    HeadNorm.WIDE: rotated_store.WIDE,
+    HeadNorm.ONE: rotated_store.ONE,
+}
 
 
 class TritonBackend:
@@ -82,7 +88,8 @@ class TritonBackend:
             *stores(cache.k), cache.k_scale, *stores(cache.v), cache.v_scale,
             step.slot_mapping, counts, MOST_K=most_k, MOST_V=most_v,
             Q_HEADS=q_heads, HEADS=heads, HEAD=head, PAD=triton.next_power_of_2(head),
-            NORM=rotation.q_weight is not None, BY_POSITION=rotation.by_position,
+            NORM=_norm_of(rotation), ROTARY=2 * rotation.cos.shape[-1],
+            NEIGHBOURS=rotation.neighbours, BY_POSITION=rotation.by_position,
             ROWS=rows, PTX=is_nvidia(qkv.device),
             K=format_of(spec.k.dtype), OUTER_K=outer(cache.k_scale),
             V=format_of(spec.v.dtype), OUTER_V=outer(cache.v_scale),
@@ -131,6 +138,11 @@ class TritonBackend:
         if self.batch_invariant:
             return attend_fixed(cache, q, step, params, shape)
         return attend(cache, q, step, params, shape)
+
+
+def _norm_of(rotation: HeadRotation) -> int:
+    found = rotated_store.NO_NORM if rotation.q_weight is None else _NORMS[rotation.norm]
+    return int(found.value)
 
 
 def _counted(cache: LayerCache) -> tuple[Tensor | None, float, float]:

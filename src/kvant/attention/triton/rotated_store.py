@@ -8,35 +8,63 @@ import triton.language as tl
 from kvant.attention.triton.store import encode_rows
 
 
+NO_NORM, ROUNDED, WIDE, ONE = (tl.constexpr(i) for i in range(4))
+
+
+@triton.jit
+def _weighted(x, scale, weight, at, inside, NORM: tl.constexpr, dtype: tl.constexpr):
+    """Rows x, float32, normalised with their scales; rounds where modules round."""
+    x *= scale
+    if NORM == ROUNDED:
+        x = x.to(dtype).to(tl.float32)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if NORM == ONE:
+        w += 1.0
+    return (x * w).to(dtype).to(tl.float32)
+
+
 @triton.jit
 def _rotated(
     x_ptr, at, token, there, cos, sin, positions, weight, eps,
-    HEAD: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, BY_POSITION: tl.constexpr,
+    HEAD: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, BY_POSITION: tl.constexpr,
 ):  # fmt: skip
-    """Rows [.., HEAD] that begin at `at`, rotated; (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
-    HALF: tl.constexpr = HEAD // 2
+    """Rows [.., HEAD] that begin at `at`, of which the first ROTARY numbers turn in pairs (a, b).
+
+    (a, b) -> (a cos - b sin, b cos + a sin)
+    """
+    HALF: tl.constexpr = ROTARY // 2
     c = tl.arange(0, PAD)
-    is_low = c < HALF
-    partner = tl.where(is_low, c + HALF, c - HALF)
+    turns = c < ROTARY
+    if NEIGHBOURS:
+        is_first = c % 2 == 0
+        partner = tl.where(turns, c ^ 1, c)
+        angle = c // 2
+    else:
+        is_first = c < HALF
+        partner = tl.where(turns, tl.where(is_first, c + HALF, c - HALF), c)
+        angle = tl.where(is_first, c, c - HALF)
     mask = there[:, None] & (c < HEAD)[None, :]
     x = tl.load(x_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
-    y = tl.load(x_ptr + at[:, None] + partner[None, :], mask=mask, other=0.0)
-    dtype = x.dtype
+    dtype: tl.constexpr = x.dtype
     x = x.to(tl.float32)
-    y = y.to(tl.float32)
-    if NORM:
+    scale = x  # for a norm alone
+    if NORM != NO_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD + eps)[:, None]
-        w = tl.load(weight + c, mask=c < HEAD, other=0.0).to(tl.float32)[None, :]
-        x = ((x * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
-        w = tl.load(weight + partner, mask=c < HEAD, other=0.0).to(tl.float32)[None, :]
-        y = ((y * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
-    place = token.to(tl.int64)
-    if BY_POSITION:
-        place = tl.load(positions + token, mask=there, other=0)
-    angle = place[:, None] * HALF + tl.where(is_low, c, c - HALF)[None, :]
-    a = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
-    return (x * a + tl.where(is_low[None, :], -y, y) * b).to(dtype)
+        x = _weighted(x, scale, weight, c, c < HEAD, NORM, dtype)
+    if ROTARY > 0:
+        y = tl.load(x_ptr + at[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NORM != NO_NORM:
+            y = _weighted(y, scale, weight, partner, c < HEAD, NORM, dtype)
+        place = token.to(tl.int64)
+        if BY_POSITION:
+            place = tl.load(positions + token, mask=there, other=0)
+        from_table = there[:, None] & turns[None, :]
+        angles = place[:, None] * HALF + angle[None, :]
+        a = tl.load(cos + angles, mask=from_table, other=1.0).to(tl.float32)
+        b = tl.load(sin + angles, mask=from_table, other=0.0).to(tl.float32)
+        x = x * a + tl.where(is_first[None, :], -y, y) * b
+    return x.to(dtype)
 
 
 @triton.jit(do_not_specialize=("num_tokens",))
@@ -45,12 +73,13 @@ def rotate_and_store(
     k_codes, k_scales, k_outer, v_codes, v_scales, v_outer, slot_mapping, counts,
     MOST_K: tl.constexpr, MOST_V: tl.constexpr,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr, PAD: tl.constexpr,
-    NORM: tl.constexpr, BY_POSITION: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
+    NORM: tl.constexpr, ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr, BY_POSITION: tl.constexpr,
+    ROWS: tl.constexpr, PTX: tl.constexpr,
     K: tl.constexpr, OUTER_K: tl.constexpr, V: tl.constexpr, OUTER_V: tl.constexpr,
 ):  # fmt: skip
     """Program: ROWS rows of q, of K or of V; a row is one token and head.
 
-    qkv: [T, (Q_HEADS + 2 HEADS) * HEAD] by its stride. cos, sin: [.., HEAD / 2], of the row's position
+    qkv: [T, (Q_HEADS + 2 HEADS) * HEAD] by its stride. cos, sin: [.., ROTARY / 2], of the row's position
     or, without BY_POSITION, of the row's token. q_out: [T, Q_HEADS, HEAD]. The other arguments are
     those of `store_rows`.
     """
@@ -63,7 +92,7 @@ def rotate_and_store(
         there = token < num_tokens
         at = token.to(tl.int64) * stride_token + r % Q_HEADS * HEAD
         x = _rotated(qkv, at, token, there, cos, sin, positions, q_weight, eps,
-                     HEAD, PAD, NORM, BY_POSITION)  # fmt: skip
+                     HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION)  # fmt: skip
         c = tl.arange(0, PAD)
         tl.store(q_out + r.to(tl.int64)[:, None] * HEAD + c[None, :], x,
                  mask=there[:, None] & (c < HEAD)[None, :])  # fmt: skip
@@ -78,7 +107,7 @@ def rotate_and_store(
         at = token.to(tl.int64) * stride_token + (Q_HEADS + head) * HEAD
         if is_k:
             x = _rotated(qkv, at, token, there, cos, sin, positions, k_weight, eps,
-                         HEAD, PAD, NORM, BY_POSITION)  # fmt: skip
+                         HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION)  # fmt: skip
             encode_rows(x, row, head, there, k_codes, k_scales, k_outer, counts, MOST_K, K, OUTER_K,
                         HEAD, PAD, ROWS, PTX)  # fmt: skip
         else:

@@ -37,7 +37,11 @@ from kvant.models.cpu.rows import gate_worker, norm_worker, rotate_worker
 from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, pack
 from kvant.models.forward_info import ForwardChoice
-from kvant.models.fused.decoder import Dense, FusedDecoder, Layer, frequencies, fuse
+from kvant.models.fused.decoder import FusedDecoder, fuse
+from kvant.models.fused.feed_forward import Dense
+from kvant.models.fused.layers import Layer, Norm as LayerNorm
+from kvant.models.fused.linear import DenseLinear
+from kvant.models.fused.linear import Linear as AnyLinear
 from kvant.models.quantization import Quantization
 
 _ALONE = 8
@@ -133,19 +137,20 @@ def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDec
 
 def _mismatch(decoder: FusedDecoder) -> str | None:
     """Return why compiled code cannot run these layers (a fault of the plan), or None."""
-    if decoder.embedding.dtype is not torch.float32:
-        return f"it computes in float32, not in {decoder.embedding.dtype}"
-    for layer in decoder.layers:
-        if layer.q_norm is not None and _head_dim(layer) % NORM_STEP:
-            return f"heads of {_head_dim(layer)} are normed in steps of {NORM_STEP}"
+    model = decoder.model
+    if model.embedding.dtype is not torch.float32:
+        return f"it computes in float32, not in {model.embedding.dtype}"
+    for layer in model.layers:
+        if layer.qk_norms is not None and layer.head_dim % NORM_STEP:
+            return f"heads of {layer.head_dim} are normed in steps of {NORM_STEP}"
         forward = layer.feed_forward
         if not isinstance(forward, Dense):
             return "it has layers of experts"
-        for weight, _ in (layer.qkv, layer.output, forward.gate_up, forward.down):
-            reason = refuse_shape(*weight.shape)
+        for linear in (layer.qkv, layer.output, forward.up, forward.down):
+            reason = refuse_shape(linear.rows, linear.columns)
             if reason is not None:
                 return reason
-    return refuse_shape(*decoder.head.shape)
+    return refuse_shape(model.head.rows, model.head.columns)
 
 
 def _drop_products(module: PreTrainedModel) -> None:
@@ -168,10 +173,12 @@ class CpuDecoder:
     def __init__(self, decoder: FusedDecoder, quantization: Quantization | None = None) -> None:
         assert _mismatch(decoder) is None
         layers, head = _CODES[quantization]
-        self._embedding, self._norm_weight = decoder.embedding, decoder.norm
-        self._eps, self._rotary = decoder.eps, decoder.rotary
-        self._layers = tuple(_layer(layer, layers) for layer in decoder.layers)
-        self._head = _linear((decoder.head, decoder.head_bias), head)
+        model = decoder.model
+        self._turns = decoder.turns
+        self._embedding, self._norm_weight = model.embedding, _weight(model.norm)
+        self._eps = model.norm.eps
+        self._layers = tuple(_layer(layer, layers) for layer in model.layers)
+        self._head = _linear(model.head, head)
         self._program: _Program | None = None
         self._entry = run_function().call
         self._compiled_seconds = 0.0
@@ -210,9 +217,8 @@ class CpuDecoder:
         program = self._program_for(call, max(tokens, chosen))
         buffers = program.buffers
         torch.index_select(self._embedding, 0, input_ids, out=buffers.residual[:tokens])
-        cos, sin = frequencies(self._rotary, buffers.residual, at.positions)
-        buffers.cos[:tokens] = cos
-        buffers.sin[:tokens] = sin
+        (turns,) = self._turns(at)
+        buffers.cos[:tokens], buffers.sin[:tokens] = turns.of(at)
         logits = float_rows(chosen, self._head.weight.rows)
         index, slots = logits_index.contiguous(), at.slot_mapping.contiguous()
         table = at.page_table if at.page_table.stride(-1) == 1 else at.page_table.contiguous()
@@ -378,22 +384,26 @@ class CpuDecoder:
 
 
 def _layer(layer: Layer, code: Code) -> _Layer:
-    forward = layer.feed_forward
+    forward, norms = layer.feed_forward, layer.qk_norms
     assert isinstance(forward, Dense), "see `_mismatch`"
     return _Layer(
-        layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm, layer.num_q_heads,
-        layer.num_kv_heads, _head_dim(layer), layer.params, _linear(layer.qkv, code),
-        _linear(layer.output, code), _linear(forward.gate_up, code), _linear(forward.down, code),
+        _weight(layer.attn_in), None if norms is None else _weight(norms.q),
+        None if norms is None else _weight(norms.k), _weight(layer.ffn_in), layer.num_q_heads,
+        layer.num_kv_heads, layer.head_dim, layer.params, _linear(layer.qkv, code),
+        _linear(layer.output, code), _linear(forward.up, code), _linear(forward.down, code),
     )  # fmt: skip
 
 
-def _linear(given: tuple[Tensor, Tensor | None], code: Code) -> Linear:
-    weight, bias = given
-    return Linear(pack(weight.detach(), code), bias)
+def _linear(given: AnyLinear, code: Code) -> Linear:
+    assert isinstance(given, DenseLinear)
+    return Linear(pack(given.weight.detach(), code), given.bias)
 
 
-def _head_dim(layer: Layer) -> int:
-    return layer.qkv[0].shape[0] // (layer.num_q_heads + 2 * layer.num_kv_heads)
+def _weight(norm: LayerNorm | None) -> Tensor:
+    """A plain norm's weight."""
+    assert norm is not None
+    assert norm.weight is not None
+    return norm.weight
 
 
 def _heads(layer: _Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,8 @@ import importlib.util
 from kvant.attention.need import DeviceFacts
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
-from kvant.models.fused.info import has_experts, products, refuse_layers
+from kvant.models.fused.info import find_recipe, has_experts, products, refuse_layers
+from kvant.models.geometry.parameters import QKNorm
 from kvant.models.geometry.weight_recipe import read_recipe
 
 GROUP = 32
@@ -49,12 +50,17 @@ def _refuse(facts: ForwardFacts) -> str | None:
         return "the checkpoint's weights are quantised already"
     if has_experts(facts):
         return "it runs dense layers, and this model has experts"
+    recipe = find_recipe(facts)
+    if recipe is not None and not recipe.is_plain:
+        return f"its layers are Llama's, which those of {facts.geometry.model_type} are not"
     return refuse_layers(facts) or refuse_host(facts.device) or _refuse_shapes(facts)
 
 
 def _refuse_shapes(facts: ForwardFacts) -> str | None:
     head_dim = facts.geometry.layers[0].head_dim_k
-    if facts.geometry.model_type == "qwen3" and head_dim % NORM_STEP:
+    recipe = find_recipe(facts)
+    normed = recipe is not None and recipe.attention.qk_norm is not QKNorm.NONE
+    if normed and head_dim % NORM_STEP:
         return f"heads of {head_dim} are normed in steps of {NORM_STEP}"
     reasons = (refuse_shape(*shape) for shape in products(facts))
     return next((reason for reason in reasons if reason is not None), None)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvant.models.fused.feed_forward import Apply, Dense, call_directly
+from kvant.models.fused.linear import Linear, Multiply
 from kvant.models.fused.routing import Routing, route
 
 
@@ -33,14 +36,10 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """An expert of every token, weighted by the sigmoid of its gate.
+    """An expert of every token, weighted by the sigmoid of its gate [1, H] -> [T, 1], if it has one."""
 
-    gate: [1, H]. gate_up: [2 S, H]. down: [H, S].
-    """
-
-    gate: Tensor
-    gate_up: Tensor
-    down: Tensor
+    dense: Dense
+    gate: Linear | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,7 @@ class Experts:
 
     router: [E, H], bias [E]. gate_up: [E, 2 I, H], bias [E, 2 I]. down: [E, H, I], bias [E, H].
     clamp: None for silu(gate) * up. shared: None, or what `ExpertKernels` leave to the decoder.
+    correction: [E], added to scores in the choice of experts alone.
     """
 
     routing: Routing
@@ -58,6 +58,7 @@ class Experts:
     order: GateOrder = GateOrder.HALVES
     clamp: Clamp | None = None
     shared: Shared | None = None
+    correction: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -76,10 +77,17 @@ class ExpertKernels(Protocol):
 
 
 class TorchExperts:
-    """Any device and dtype. Reads the counts of experts on the host."""
+    """Any device and dtype. Reads the counts of experts on the host.
+
+    multiply: the product of an expert's rows. apply: calls a function of single numbers. With
+    batch-invariant ones of both, no token's result depends on the others.
+    """
+
+    def __init__(self, multiply: Multiply = F.linear, apply: Apply = call_directly) -> None:
+        self._multiply, self._call = multiply, apply
 
     def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
-        weights, ids = route(logits, experts.routing)
+        weights, ids = route(logits, experts.routing, experts.correction)
         top_k = experts.routing.top_k
         order = torch.argsort(ids.flatten(), stable=True)
         counts = torch.bincount(ids.flatten(), minlength=experts.routing.num_experts).tolist()
@@ -88,17 +96,17 @@ class TorchExperts:
         for expert, count in enumerate(counts):
             if count:
                 pairs = order[start : start + count]
-                results[pairs] = _one_expert(x[pairs // top_k], experts, expert)
+                results[pairs] = self._one_expert(x[pairs // top_k], experts, expert)
                 start += count
         # transformers' grouped products round in the same places.
         weighted = results.view(*ids.shape, x.shape[1]) * weights[..., None]
-        return weighted.sum(1).to(x.dtype)
+        return reduce(torch.add, weighted.unbind(1)).to(x.dtype)
 
-
-def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
-    """x: [n, H] -> [n, H]."""
-    gate_up = F.linear(x, *_of(experts.gate_up, expert))
-    return F.linear(activate(gate_up, experts), *_of(experts.down, expert))
+    def _one_expert(self, x: Tensor, experts: Experts, expert: int) -> Tensor:
+        """x: [n, H] -> [n, H]."""
+        gate_up = self._multiply(x, *_of(experts.gate_up, expert))
+        x = activate_experts(gate_up, experts, self._call)
+        return self._multiply(x, *_of(experts.down, expert))
 
 
 def _of(product: tuple[Tensor, Tensor | None], expert: int) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +114,7 @@ def _of(product: tuple[Tensor, Tensor | None], expert: int) -> tuple[Tensor, Ten
     return weight[expert], None if bias is None else bias[expert]
 
 
-def activate(gate_up: Tensor, experts: Experts) -> Tensor:
+def activate_experts(gate_up: Tensor, experts: Experts, call: Apply = call_directly) -> Tensor:
     """[n, 2 I] -> [n, I]."""
     if experts.order is GateOrder.HALVES:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -114,7 +122,7 @@ def activate(gate_up: Tensor, experts: Experts) -> Tensor:
         gate, up = gate_up[..., ::2], gate_up[..., 1::2]
     clamp = experts.clamp
     if clamp is None:
-        return F.silu(gate) * up
+        return call(F.silu, gate) * up
     gate = gate.clamp(max=clamp.limit)
     up = up.clamp(min=-clamp.limit, max=clamp.limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+    return (up + 1) * (gate * call(torch.sigmoid, gate * clamp.alpha))

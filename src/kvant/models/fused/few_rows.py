@@ -17,6 +17,8 @@ from torch import Tensor
 from kvant.kernels.triton.device import launches_ahead, multiprocessors, shared_memory_of_a_program
 from kvant.models.fused import few_rows_kernels as kernels
 from kvant.models.fused.few_rows_info import MOST_SPLIT, MOST_TOKENS, ROWS
+from kvant.models.fused.recipe import Activation
+from kvant.models.fused.triton_kernels import ACTIVATIONS
 
 _DEPTH = 128  # columns of a weight's tile
 
@@ -87,22 +89,53 @@ class FewRows:
         weight: Tensor,
         bias: Tensor | None,
         *,
-        gated: bool = False,
+        gate: Activation | None = None,
         picked: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The product of the normalised sum. gated: of gates and ups, as silu(gate) * up.
+        """The product of the normalised sum. gate: of gates and ups, as gate(gates) * ups.
 
         picked: [n] int64, the rows that are wanted, up to `MOST_TOKENS`. dtype: of what is returned
         (the values are rounded to bfloat16).
         """
         tokens = stream.residual.shape[0] if picked is None else picked.shape[0]
         rows = weight.shape[0]
-        out = weight.new_empty(tokens, rows // 2 if gated else rows, dtype=dtype)
+        out = weight.new_empty(tokens, rows // 2 if gate else rows, dtype=dtype)
         if tokens == 0:
             return out
-        kind = kernels.GATED if gated else kernels.SCALED
-        self._launch(kind.value, stream, None, weight, bias, picked, out, None)
+        kind = kernels.GATED if gate else kernels.SCALED
+        self._launch(kind.value, stream, None, weight, bias, picked, out, None, gate)
+        return out
+
+    def ready(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gate: Activation | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The product of x [T, in] as it is. gate, dtype: as in `normed`."""
+        x = x.contiguous()
+        tokens, (rows, columns) = x.shape[0], weight.shape
+        out = weight.new_empty(tokens, rows // 2 if gate else rows, dtype=dtype)
+        if tokens == 0:
+            return out
+        kind = (kernels.GATED if gate else kernels.SCALED).value
+        act = ACTIVATIONS[gate or Activation.SILU]
+        if tokens == 1:
+            self._one_row(kind, x, None, weight, bias, None, out, None, act, ready=True)
+            return out
+        cut = self._cut(kind, tokens, weight)
+        kernels.product[(triton.cdiv(rows, ROWS), 1)](
+            x, weight, bias, None, None, 0, self._eps, None, None, out, None, None,
+            None, None, tokens, rows,
+            COLUMNS=columns, TOKENS=_padded(tokens), ROWS=ROWS, DEPTH=_DEPTH, SPLIT=1,
+            STAGES=cut.stages, KIND=kind, BIAS=bias is not None, PICKED=False,
+            EVEN=rows % ROWS == 0 and columns % _DEPTH == 0, ACTIVATION=act, READY=True,
+            AHEAD=self._ahead, launch_pdl=self._ahead, num_warps=4,
+        )  # fmt: skip
         return out
 
     def added(
@@ -129,18 +162,16 @@ class FewRows:
         picked: Tensor | None,
         out: Tensor,
         after: Stream | None,
+        gate: Activation | None = None,
     ) -> None:
         n, columns = weight.shape
         tokens = out.shape[0]
+        act = ACTIVATIONS[gate or Activation.SILU]
         if before.weighted is None:
             assert tokens == 1
-            short = kind == kernels.ADDED.value and columns <= 4096
-            kernels.one_row[(n // 2,)](
-                before.residual if x is None else x, before.norm_weight, weight, bias,
-                before.residual, out, picked, self._eps, n,
-                COLUMNS=columns, BLOCK=min(2048 if short else 4096, triton.next_power_of_2(columns)),
-                KIND=kind, BIAS=bias is not None, PICKED=picked is not None, AHEAD=self._ahead,
-                num_warps=4 if short else 8, launch_pdl=self._ahead,
+            self._one_row(
+                kind, before.residual if x is None else x, before.norm_weight, weight, bias,
+                before.residual, out, picked, act,
             )  # fmt: skip
             return
         squares = before.squares
@@ -153,7 +184,31 @@ class FewRows:
             self._partial, self._arrived, tokens, n,
             COLUMNS=columns, TOKENS=_padded(tokens), ROWS=ROWS, DEPTH=_DEPTH, SPLIT=cut.split,
             STAGES=cut.stages, KIND=kind, BIAS=bias is not None, PICKED=picked is not None,
-            EVEN=n % ROWS == 0 and columns % (_DEPTH * cut.split) == 0, num_warps=4,
+            EVEN=n % ROWS == 0 and columns % (_DEPTH * cut.split) == 0, ACTIVATION=act, READY=False,
+            AHEAD=False, num_warps=4,
+        )  # fmt: skip
+
+    def _one_row(
+        self,
+        kind: int,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        out: Tensor,
+        picked: Tensor | None,
+        activation: int,
+        *,
+        ready: bool = False,
+    ) -> None:
+        n, columns = weight.shape
+        short = columns <= 4096 and (ready or kind == kernels.ADDED.value)
+        kernels.one_row[(n // 2,)](
+            x, norm_weight, weight, bias, residual, out, picked, self._eps, n,
+            COLUMNS=columns, BLOCK=min(2048 if short else 4096, triton.next_power_of_2(columns)),
+            KIND=kind, BIAS=bias is not None, PICKED=picked is not None, ACTIVATION=activation,
+            READY=ready, AHEAD=self._ahead, num_warps=4 if short else 8, launch_pdl=self._ahead,
         )  # fmt: skip
 
     def _cut(self, kind: int, tokens: int, weight: Tensor) -> Cut:

@@ -9,34 +9,39 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.attention.base import StepCall
-from kvant.errors import EngineFault
 from kvant.kv.spec import KVPlan
 from kvant.models.forward_info import ForwardChoice
-from kvant.models.fused.decoder import Dense, FusedDecoder, Layer, fuse
+from kvant.models.fused.decoder import FusedDecoder, fuse
 from kvant.models.fused.experts import Experts
+from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.few_rows import FewRows, Stream
+from kvant.models.fused.layers import Layer, Norm
+from kvant.models.fused.linear import DenseLinear, Linear
+from kvant.models.fused.recipe import Activation
 from kvant.models.fused.triton_experts import TritonExperts
 
 
 def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> FewRowsDecoder:
     """Build the forward of a loaded module. EngineFault if the module does not match the plan."""
     assert not choice.batch_invariant, "the plan refuses it"
-    fused = fuse(module, plan)
-    weights = [weight for layer in fused.layers for weight in _weights(layer)]
-    if any(not w.is_contiguous() or w.shape[0] % 2 for w in (*weights, fused.head)):
-        raise EngineFault(
-            f"{type(module).__name__} has weights that rows cannot be read from in pairs"
-        )
-    return FewRowsDecoder(fused)
+    return FewRowsDecoder(fuse(module, plan))
 
 
 class FewRowsDecoder:
-    """Steps of up to `FewRows.most_tokens` tokens by four products a layer; others as `FusedDecoder`."""
+    """Steps of up to `FewRows.most_tokens` tokens by products of its own; others as `FusedDecoder`.
+
+    Where every norm's scale may be applied behind a product, a layer has four launches beside
+    attention (`_run_folded`); else norms are launches of their own, between the same products.
+    """
 
     def __init__(self, fused: FusedDecoder) -> None:
         self._fused = fused
-        self._few = FewRows(fused.embedding.device, fused.eps)
-        self._experts = TritonExperts(fused.embedding.device)
+        model = fused.model
+        self._few = FewRows(model.embedding.device, model.norm.eps)
+        self._experts = TritonExperts(model.embedding.device)
+        self._products = FewProducts(self._few, fused)
+        self._folds = model.folds_norms and all(_folds(layer) for layer in model.layers)
+        self._folds = self._folds and is_own(model.head) and model.norm.eps == _eps(model.layers)
 
     @property
     def extra_bytes(self) -> int:
@@ -53,40 +58,43 @@ class FewRowsDecoder:
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
-        if len(logits_index) <= len(input_ids) <= self._few.most_tokens:
-            return self._run_few(input_ids, call, logits_index, layers)
-        return self._fused.run(input_ids, call, logits_index, layers)
+        if not len(logits_index) <= len(input_ids) <= self._few.most_tokens:
+            return self._fused.run(input_ids, call, logits_index, layers)
+        if self._folds:
+            return self._run_folded(input_ids, call, logits_index, layers)
+        return self._fused.run_by(self._products, input_ids, call, logits_index, layers)
 
-    def _run_few(
+    def _run_folded(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One step in which the products do what lies between them; logits in float32."""
-        few, fused = self._few, self._fused
-        angles = fused.angles(call.step)
-        norms = [*(layer.input_norm for layer in fused.layers[1:]), fused.norm]
+        few, fused, model = self._few, self._fused, self._fused.model
+        turns = fused.turns(call.step)
+        norms = [*(weight_of(layer.attn_in) for layer in model.layers[1:]), weight_of(model.norm)]
         taps: dict[int, Tensor] = {}
-        stream = few.embed(input_ids, fused.embedding, fused.layers[0].input_norm)
-        for index, (layer, norm) in enumerate(zip(fused.layers, norms, strict=True)):
-            q = fused.enter(index, few.normed(stream, *layer.qkv), angles, call)
+        first = weight_of(model.layers[0].attn_in)
+        stream = few.embed(input_ids, model.embedding, first)
+        for index, (layer, norm) in enumerate(zip(model.layers, norms, strict=True)):
+            q = fused.enter(index, few.normed(stream, *numbers(layer.qkv)), turns, call)
             attended = fused.attend(index, q, call, call.step)
-            stream = few.added(attended, *layer.output, stream, layer.post_norm)
+            stream = few.added(attended, *numbers(layer.output), stream, weight_of(layer.ffn_in))
             stream = self._feed_forward(layer.feed_forward, stream, norm)
             if index in layers:
                 taps[index] = stream.residual
         logits = few.normed(
-            stream, fused.head, fused.head_bias, picked=logits_index, dtype=torch.float32
+            stream, *numbers(model.head), picked=logits_index, dtype=torch.float32
         )
-        return logits, tuple(taps[index] for index in layers)
+        return fused.finish(logits), tuple(taps[index] for index in layers)
 
     def _feed_forward(self, layer: Dense | Experts, stream: Stream, norm: Tensor) -> Stream:
         """Add a feed-forward layer to the stream. norm: of what comes behind it."""
         few = self._few
         if isinstance(layer, Dense):
-            x = few.normed(stream, *layer.gate_up, gated=True)
-            return few.added(x, *layer.down, stream, norm)
+            x = few.normed(stream, *numbers(layer.up), gate=layer.activation)
+            return few.added(x, *numbers(layer.down), stream, norm)
         logits, residual = few.normed(stream, *layer.router), stream.residual
         choice, normed = self._experts.route(
-            logits, layer.routing, residual, stream.norm_weight, self._fused.eps
+            logits, layer.routing, residual, stream.norm_weight, self._fused.model.norm.eps
         )
         assert normed is not None
         if stream.weighted is None:
@@ -97,8 +105,57 @@ class FewRowsDecoder:
         return Stream(total, norm, weighted, squares)
 
 
-def _weights(layer: Layer) -> list[Tensor]:
+class FewProducts:
+    """Products of few rows that are normalised already; any other linear layer as it computes itself."""
+
+    def __init__(self, few: FewRows, fused: FusedDecoder) -> None:
+        self._few, self._kernels = few, fused.kernels
+
+    def plain(self, x: Tensor, linear: Linear) -> Tensor:
+        return self._few.ready(x, *numbers(linear)) if is_own(linear) else linear(x)
+
+    def gated(self, x: Tensor, linear: Linear, activation: Activation) -> Tensor:
+        if is_own(linear):
+            return self._few.ready(x, *numbers(linear), gate=activation)
+        return self._kernels.gate(linear(x), activation)
+
+    def head(self, x: Tensor, linear: Linear) -> Tensor:
+        if is_own(linear):
+            return self._few.ready(x, *numbers(linear), dtype=torch.float32)
+        return linear(x)
+
+
+def is_own(linear: Linear) -> bool:
+    """Whether the kernels for few rows read this weight: numbers, and rows in pairs."""
+    if not isinstance(linear, DenseLinear):
+        return False
+    return linear.weight.is_contiguous() and linear.rows % 2 == 0
+
+
+def numbers(linear: Linear) -> tuple[Tensor, Tensor | None]:
+    assert isinstance(linear, DenseLinear)
+    return linear.weight, linear.bias
+
+
+def weight_of(norm: Norm | None) -> Tensor:
+    assert norm is not None
+    assert norm.weight is not None
+    return norm.weight
+
+
+def _folds(layer: Layer) -> bool:
+    """Whether kernels for few rows compute a layer whose norms can be applied behind products."""
     forward = layer.feed_forward
+    if not is_own(layer.qkv) or not is_own(layer.output):
+        return False
     if isinstance(forward, Dense):
-        return [layer.qkv[0], layer.output[0], forward.gate_up[0], forward.down[0]]
-    return [layer.qkv[0], layer.output[0], forward.router[0]]
+        return forward.gated and is_own(forward.up) and is_own(forward.down)
+    routing = forward.routing
+    plain = routing.is_softmax and forward.correction is None and forward.shared is None
+    return plain and routing.num_experts % 2 == 0
+
+
+def _eps(layers: Sequence[Layer]) -> float:
+    """The eps of all layers' norms; NaN where they differ."""
+    found = {norm.eps for layer in layers for norm in (layer.attn_in, layer.ffn_in) if norm}
+    return found.pop() if len(found) == 1 else float("nan")

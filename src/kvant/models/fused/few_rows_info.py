@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvant.attention.need import DeviceKind
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
-from kvant.models.fused.info import has_experts, products, refuse_layers, table_bytes
+from kvant.models.fused.info import refuse_layers, table_bytes
 
 MOST_TOKENS = 64
 """Tokens up to which it multiplies itself; it hands larger steps to the fused forward.
@@ -29,18 +29,7 @@ def _refuse(facts: ForwardFacts) -> str | None:
         return "its products do not read weights that Kvant rounds"
     if facts.batch_invariant:
         return "its sums depend on the number of rows, and --batch-invariant was asked for"
-    reason = refuse_layers(facts)
-    if reason is None and facts.config.get("shared_expert_intermediate_size"):
-        return "it runs no expert that all tokens share"
-    if reason is None and has_experts(facts) and _num_experts(facts) % 2:
-        return "it takes two rows of a weight at a time, and there is an odd number of experts"
-    if reason is None and any(rows % 2 for rows, _ in products(facts)):
-        reason = "it takes two rows of a weight at a time, and one weight has an odd number of rows"
-    return reason
-
-
-def _num_experts(facts: ForwardFacts) -> int:
-    return int(facts.config.get("num_experts") or facts.config.get("num_local_experts") or 0)
+    return refuse_layers(facts)
 
 
 def _extra_bytes(facts: ForwardFacts) -> int:

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvant.models.fused.triton_kernels import activated
+
 SCALED = tl.constexpr(0)  # out = x w^T * scale + bias
 GATED = tl.constexpr(1)  # out = silu(gate) * up of the same; rows of the weight: all gates, all ups
 ADDED = tl.constexpr(2)  # out = residual + (x w^T + bias); x of the next product, and its squares
@@ -37,10 +39,9 @@ def _finish(
     acc, stripe, n, inside, t, there, token, bias, squares, stripes, eps, residual, norm_weight,
     out, weighted, out_squares, N,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, READY: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """What follows the sums acc [ROWS, TOKENS] of rows n of the weight; dtypes round as modules do."""
-    dtype: tl.constexpr = norm_weight.dtype.element_ty
     if KIND == ADDED:
         at = t[None, :].to(tl.int64) * N + n[:, None]
         mask = inside[:, None] & there[None, :]
@@ -54,16 +55,16 @@ def _finish(
         tl.store(weighted + at, (wide * w[:, None]).to(dtype), mask=mask)
         tl.store(out_squares + stripe * 64 + t, tl.sum(wide * wide, 0), mask=there)
     else:
-        y = acc * _scale_of(squares, stripes, token, there, eps, COLUMNS, TOKENS)[None, :]
+        y = acc
+        if not READY:
+            y *= _scale_of(squares, stripes, token, there, eps, COLUMNS, TOKENS)[None, :]
         if BIAS:
             y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
         y = y.to(dtype)
         if KIND == GATED:
             HALF: tl.constexpr = ROWS // 2
             gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, TOKENS)), (1, 2, 0)))
-            wide = gate.to(tl.float32)
-            silu = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
-            y = (silu * up.to(tl.float32)).to(dtype)
+            y = (activated(gate.to(tl.float32), ACTIVATION, dtype) * up.to(tl.float32)).to(dtype)
             width = N // 2
             m = stripe * HALF + tl.arange(0, HALF)
             at = t[None, :].to(tl.int64) * width + m[:, None]
@@ -79,7 +80,8 @@ def product(
     out, weighted, out_squares, partial, arrived, tokens, N,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    PICKED: tl.constexpr, EVEN: tl.constexpr,
+    PICKED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, READY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program (stripe of ROWS rows of the weight, one of SPLIT parts of its columns).
 
@@ -87,8 +89,11 @@ def product(
     weight: [N, COLUMNS]. squares, out_squares: [stripes, 64] float32.
     residual, weighted: [tokens, N]. partial: float32 [stripes, SPLIT, ROWS, TOKENS].
     arrived: int32 [stripes], zeros, and zeros again afterwards.
-    EVEN: every tile lies within the weight.
+    EVEN: every tile lies within the weight. READY: x is normalised already.
     """
+    dtype: tl.constexpr = weight.dtype.element_ty
+    if AHEAD:
+        gdc_launch_dependents()
     stripe = tl.program_id(0)
     part = tl.program_id(1)
     r = tl.arange(0, ROWS)
@@ -112,6 +117,8 @@ def product(
     w_at = weight + n[:, None].to(tl.int64) * COLUMNS + k[None, :]
     x_at = x + token[None, :] * COLUMNS + k[:, None]
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    if AHEAD:
+        gdc_wait()
     for s in tl.range(lo, hi, DEPTH, num_stages=STAGES):
         if EVEN:
             a = tl.load(w_at + s, eviction_policy="evict_first")
@@ -123,7 +130,8 @@ def product(
     if SPLIT == 1:
         _finish(
             acc, stripe, n, inside, t, there, token, bias, squares, stripes, eps, residual,
-            norm_weight, out, weighted, out_squares, N, COLUMNS, TOKENS, ROWS, KIND, BIAS,
+            norm_weight, out, weighted, out_squares, N, COLUMNS, TOKENS, ROWS, KIND, BIAS, ACTIVATION,
+            READY, dtype,
         )  # fmt: skip
     else:
         at = r[:, None] * TOKENS + t[None, :]
@@ -138,8 +146,14 @@ def product(
             _finish(
                 total, stripe, n, inside, t, there, token, bias, squares, stripes, eps, residual,
                 norm_weight, out, weighted, out_squares, N, COLUMNS, TOKENS, ROWS, KIND, BIAS,
+                ACTIVATION, READY, dtype,
             )  # fmt: skip
             tl.store(arrived + stripe, 0)
+
+
+@triton.jit
+def _add_two(a, b, x, y):
+    return a + x, b + y
 
 
 @triton.jit
@@ -158,11 +172,11 @@ def _rounded(y, bias, row, BIAS: tl.constexpr, dtype: tl.constexpr):
 def one_row(
     x, norm_weight, weight, bias, residual, out, picked, eps, N,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    PICKED: tl.constexpr, AHEAD: tl.constexpr,
+    PICKED: tl.constexpr, ACTIVATION: tl.constexpr, READY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The same for a single token. Program: two rows of the weight, with GATED a gate and its up.
 
-    x: [1, COLUMNS]; but for ADDED not normalised yet: every program sums its squares beside the
+    x: [1, COLUMNS]; but for ADDED and READY not normalised yet: every program sums its squares beside the
     product, which costs less than waiting for another program. N: even. AHEAD: launched while the kernel
     before still runs; of the weight, which that one does not write, a first block is loaded meanwhile.
     """
@@ -195,22 +209,28 @@ def one_row(
                 old = tl.load(residual + row).to(tl.float32)
                 older = tl.load(residual + other).to(tl.float32)
         v = tl.load(x + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
-        if KIND != ADDED:
+        if KIND != ADDED and not READY:
             squares += v * v
             v *= tl.load(norm_weight + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
         totals += a.to(tl.float32) * v
         others += b.to(tl.float32) * v
-    y, z, square = tl.reduce((totals, others, squares), 0, _add_three)
+    if READY:
+        y, z = tl.reduce((totals, others), 0, _add_two)
+        square = 0.0
+    else:
+        y, z, square = tl.reduce((totals, others, squares), 0, _add_three)
     if KIND == ADDED:
         y = (_rounded(y, bias, row, BIAS, dtype) + old).to(dtype)
         z = (_rounded(z, bias, other, BIAS, dtype) + older).to(dtype)
+    elif READY:
+        y = _rounded(y, bias, row, BIAS, dtype)
+        z = _rounded(z, bias, other, BIAS, dtype)
     else:
         scale = tl.rsqrt(square / COLUMNS + eps)
         y = _rounded(y * scale, bias, row, BIAS, dtype)
         z = _rounded(z * scale, bias, other, BIAS, dtype)
     if KIND == GATED:
-        silu = (y / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32)
-        tl.store(out + row, (silu * z).to(dtype))
+        tl.store(out + row, (activated(y, ACTIVATION, dtype) * z).to(dtype))
     else:
         tl.store(out + row, y.to(out.dtype.element_ty))
         tl.store(out + other, z.to(out.dtype.element_ty))

@@ -1,14 +1,15 @@
-"""What planning knows about Kvant's own decoder of plain models, dense or of experts. No torch."""
+"""What planning knows about Kvant's own decoder. No torch."""
 
 from __future__ import annotations
 
-from kvant.models.forward_info import ForwardFacts, ForwardInfo
-from kvant.models.weights import ELEMENT_BYTES
+from collections.abc import Mapping
+from typing import Any
 
-DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
-FUSED_TYPES = DENSE_TYPES + EXPERT_TYPES
-"""model_type of the models whose layers it computes."""
+from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.fused.recipe import Recipe, activation_of
+from kvant.models.fused.recipes import recipe_of
+from kvant.models.geometry.parameters import QKNorm
+from kvant.models.weights import ELEMENT_BYTES
 
 MOST_ANGLES = 1 << 18
 """Positions whose rotary angles are kept: 64 MiB for heads of 128."""
@@ -16,26 +17,48 @@ MOST_ANGLES = 1 << 18
 _DEFAULT_INNER = 11008  # LlamaConfig's; the other classes' defaults are multiples of 32 too
 
 
+def text_config(facts: ForwardFacts) -> Mapping[str, Any]:
+    """The section of the config with the decoder's fields."""
+    section = facts.config.get("text_config")
+    return section if isinstance(section, Mapping) else facts.config
+
+
+def find_recipe(facts: ForwardFacts) -> Recipe | None:
+    """The recipe of the decoder's family, None for a family that has none."""
+    config = text_config(facts)
+    return recipe_of(str(config.get("model_type", facts.geometry.model_type)))
+
+
 def refuse_layers(facts: ForwardFacts) -> str | None:
     """Why the decoder does not compute this model's layers; None if it does."""
-    config, kind = facts.config, facts.geometry.model_type
-    if kind not in FUSED_TYPES:
-        return f"Kvant's own decoder runs {', '.join(FUSED_TYPES)}, not {kind}"
-    if kind == "mistral" and config.get("layer_types") is not None:
-        return "a mistral with layer_types is a ministral, which Kvant's own decoder does not run"
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        return f"Kvant's own decoder computes silu, not {activation}"
+    recipe, config = find_recipe(facts), text_config(facts)
+    if recipe is None:
+        return f"Kvant's own decoder has no recipe for {facts.geometry.model_type}"
+    for field, values in recipe.only.items():
+        if config.get(field) not in values:
+            return f"Kvant's own decoder does not compute {field} {config.get(field)!r}"
+    activation = config.get(recipe.feed_forward.field)
+    if activation is not None and activation_of(activation) is None:
+        return f"Kvant's own decoder does not compute {activation}"
+    layers = facts.geometry.layers
+    if any(layer.shared_with is not None for layer in layers):
+        return "layers read keys and values of others"
+    if any(layer.head_dim_k != layer.head_dim_v for layer in layers):
+        return "keys and values differ in size"
     if facts.kept_codes is not None:
         return f"the weights stay quantised by {facts.kept_codes}"
-    if has_experts(facts) and facts.config.get("quantization_config") is not None:
-        return "it reads experts from checkpoints that do not quantise them"
+    if has_experts(facts):
+        if activation is not None and activation_of(activation) is not activation_of("silu"):
+            return f"experts compute silu, not {activation}"
+        if facts.config.get("quantization_config") is not None:
+            return "it reads experts from checkpoints that do not quantise them"
     return None
 
 
 def has_experts(facts: ForwardFacts) -> bool:
     """Whether layers choose among experts."""
-    return facts.geometry.model_type in EXPERT_TYPES
+    recipe = find_recipe(facts)
+    return recipe is not None and recipe.mixture is not None
 
 
 def products(facts: ForwardFacts) -> list[tuple[int, int]]:
@@ -46,7 +69,7 @@ def products(facts: ForwardFacts) -> list[tuple[int, int]]:
     geometry = facts.geometry
     hidden, layer = geometry.hidden_size, geometry.layers[0]
     heads, dim = layer.num_q_heads, layer.head_dim_k
-    inner = facts.config.get("intermediate_size", _DEFAULT_INNER)
+    inner = text_config(facts).get("intermediate_size", _DEFAULT_INNER)
     return [
         ((heads + 2 * layer.num_kv_heads) * dim, hidden),
         (hidden, heads * dim),
@@ -58,17 +81,22 @@ def products(facts: ForwardFacts) -> list[tuple[int, int]]:
 
 def table_bytes(facts: ForwardFacts) -> int:
     """Bytes of the rotary angles of all positions, which are kept on a GPU."""
-    if facts.on_cpu:
+    recipe = find_recipe(facts)
+    if facts.on_cpu or recipe is None:
         return 0
     most = min(facts.geometry.max_model_len or MOST_ANGLES, MOST_ANGLES)
-    return most * facts.geometry.layers[0].head_dim_k * ELEMENT_BYTES[facts.compute]
+    kinds = 1
+    if recipe.by_layer_type:
+        kinds = len({layer.window is None for layer in facts.geometry.layers})
+    return kinds * most * facts.geometry.layers[0].head_dim_k * ELEMENT_BYTES[facts.compute]
 
 
 def _refuse(facts: ForwardFacts) -> str | None:
     if facts.quantization is not None:
         return "its products are torch's, which do not multiply with weights that Kvant rounds"
-    if facts.batch_invariant and has_experts(facts):
-        return "how an expert's rows are multiplied depends on their number"
+    recipe = find_recipe(facts)
+    if facts.num_ranks > 1 and recipe is not None and recipe.attention.qk_norm is QKNorm.ROW:
+        return "its norms span the heads of all ranks"
     return refuse_layers(facts)
 
 

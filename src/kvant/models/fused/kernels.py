@@ -12,20 +12,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvant.models.fused.feed_forward import Apply, activate, call_directly
+from kvant.models.fused.layers import Norm, QKNorms
+from kvant.models.fused.recipe import Activation, NormKind, Pairing
 from kvant.models.invariant.vectors import by_whole_vectors
 
 
 class Kernels(Protocol):
-    """T tokens, all tensors on one device. Weights of norms are [width]."""
+    """T tokens, all tensors on one device."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x [T, width], normalised."""
         ...
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        *,
+        before: Norm | None = None,
+        factor: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """The sum of x and residual [T, width], normalised, and the sum itself. May reuse both."""
+        """The sum of residual and factor times x [T, width], normalised, and the sum itself.
+
+        before: norm of x before it is added. norm: None for the sum itself twice. May reuse both.
+        """
         ...
 
     def rotate(
@@ -35,36 +47,74 @@ class Kernels(Protocol):
         sin: Tensor,
         num_q_heads: int,
         num_kv_heads: int,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
+        norms: QKNorms | None = None,
+        pairing: Pairing = Pairing.HALVES,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [T, heads, head_dim] of qkv [T, (Hq + 2 Hkv) * head_dim], q and k rotated.
 
-        cos, sin: [T, head_dim / 2] for halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
-        q_weight, k_weight: [head_dim], of a norm of every head before the rotation, or None.
-        May work in place.
+        cos, sin: [T, R / 2]; pairs (a, b) of the first R numbers of a head become
+        (a cos - b sin, b cos + a sin). norms: of heads, not of whole rows. May work in place.
         """
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of gate_up [T, 2 * width]."""
+    def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
+        """qkv [T, ..] with all its queries normalised together, and all its keys. May work in place."""
+        ...
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up of gate_up [T, 2 * width]."""
+        ...
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """x: [T, width]."""
+        ...
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """x: [..]."""
+        ...
+
+    def tanh(self, x: Tensor) -> Tensor:
+        """x: [..]."""
         ...
 
 
 class TorchKernels:
-    """Any device, any dtype."""
+    """Any device, any dtype. apply: calls functions of single numbers."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.float32)
-        variance = wide.pow(2).mean(-1, keepdim=True)
-        return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
+    def __init__(self, apply: Apply = call_directly) -> None:
+        self._call = apply
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if not norm.kind.is_rms:
+            return _layer_norm(x, norm)
+        wide = self._wide(x)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+        if norm.weight is None:
+            return normed.to(x.dtype)
+        if norm.kind is NormKind.RMS:
+            return norm.weight * normed.to(x.dtype)
+        weight = norm.weight
+        if norm.kind is NormKind.RMS_ONE:
+            weight = 1.0 + self._wide(weight)
+        return (normed * weight).to(x.dtype)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """Modules of transformers normalise in float32, also numbers that are wider."""
+        return x.to(torch.float32)
+
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        *,
+        before: Norm | None = None,
+        factor: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        if before is not None:
+            x = self.norm(x, before)
+        total = residual + (x if factor == 1.0 else x * factor)
+        return (total if norm is None else self.norm(total, norm)), total
 
     def rotate(
         self,
@@ -73,39 +123,71 @@ class TorchKernels:
         sin: Tensor,
         num_q_heads: int,
         num_kv_heads: int,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
+        norms: QKNorms | None = None,
+        pairing: Pairing = Pairing.HALVES,
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = qkv.view(qkv.shape[0], num_q_heads + 2 * num_kv_heads, -1)
         q, k, v = torch.split(heads, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
-        if q_weight is not None and k_weight is not None:
-            q, k = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
-        return _rotated(q, cos, sin), _rotated(k, cos, sin), v
+        if norms is not None and not norms.after:
+            q, k = self.norm(q, norms.q), self.norm(k, norms.k)
+        q, k = _rotated(q, cos, sin, pairing), _rotated(k, cos, sin, pairing)
+        if norms is not None and norms.after:
+            q, k = self.norm(q, norms.q), self.norm(k, norms.k)
+        return q, k, v
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
+        q, k, v = qkv.split((q_width, k_width, qkv.shape[1] - q_width - k_width), dim=1)
+        return torch.cat((self.norm(q, norms.q), self.norm(k, norms.k), v), dim=1)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return activate(gate, activation, self._call) * up
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return activate(x, activation, self._call)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return self._call(torch.sigmoid, x)
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return self._call(torch.tanh, x)
 
 
 class WideTorchKernels(TorchKernels):
     """Norms of float64 in float64, which transformers' modules compute in float32."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype is not torch.float64:
-            return super().rms_norm(x, weight, eps)
-        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    def _wide(self, x: Tensor) -> Tensor:
+        return x if x.dtype is torch.float64 else super()._wide(x)
 
 
 class InvariantTorchKernels(TorchKernels):
     """The same on a CPU, where torch's SiLU depends on a number's position; the rest does not."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return by_whole_vectors(F.silu, gate) * up
+    def __init__(self) -> None:
+        super().__init__(by_whole_vectors)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _layer_norm(x: Tensor, norm: Norm) -> Tensor:
+    weight = norm.weight
+    if weight is not None and norm.kind is NormKind.LAYER_ONE:
+        weight = weight + 1
+    if weight is None or weight.ndim == 1:
+        return F.layer_norm(x, x.shape[-1:], weight, norm.bias, norm.eps)
+    normed = F.layer_norm(x.to(torch.float32), x.shape[-1:], None, None, norm.eps)
+    return (weight.to(torch.float32) * normed).to(x.dtype)  # a weight for each head
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
+    """x [T, heads, head_dim], of which 2 * cos.shape[-1] numbers turn."""
+    size = 2 * cos.shape[-1]
+    if size == 0:
+        return x
+    rest = x[..., size:]
     cos, sin = cos[:, None], sin[:, None]
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    if pairing is Pairing.HALVES:
+        a, b = x[..., :size].chunk(2, dim=-1)
+        parts = [a * cos - b * sin, b * cos + a * sin]
+    else:
+        a, b = x[..., :size:2], x[..., 1:size:2]
+        parts = [torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)]
+    return torch.cat((*parts, rest), dim=-1)

@@ -8,12 +8,16 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+_TINY = 1e-20
+"""What routers of sigmoids add to the sum that they divide by."""
+
 
 class Scoring(Enum):
-    """Which of the two comes first."""
+    """How logits become weights of the chosen experts."""
 
     SOFTMAX_THEN_TOP_K = "softmax, then top-k"
     TOP_K_THEN_SOFTMAX = "top-k, then softmax"
+    SIGMOID = "sigmoid, then top-k of groups and experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,9 @@ class Routing:
     """The router of a layer of experts.
 
     top_k: experts of a token. renormalise: the weights of the chosen experts are divided by their sum.
-    rounded: the weights are rounded to the dtype of the logits; float32 otherwise.
+    rounded: the weights are rounded to the dtype of the tokens; float32 otherwise. wide: logits are
+    computed in float32. scale: factor on the weights. groups, top_groups: experts are chosen among
+    those of the best groups, by the sum of a group's two best scores.
     """
 
     num_experts: int
@@ -29,21 +35,54 @@ class Routing:
     scoring: Scoring = Scoring.SOFTMAX_THEN_TOP_K
     renormalise: bool = True
     rounded: bool = False
+    wide: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
 
     def __post_init__(self) -> None:
         assert 0 < self.top_k <= self.num_experts
+        assert self.num_experts % self.groups == 0
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether weights are a softmax's of logits in the tokens' dtype, and nothing else."""
+        return self.scoring is not Scoring.SIGMOID and not self.wide and self.scale == 1.0
 
 
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the weights and the ids (int64) of every token's experts, both [T, top_k].
 
-    logits: [T, num_experts]. Operations and dtypes are those of transformers' routers.
+    logits: [T, num_experts]. correction: [num_experts], added to scores in the choice alone.
+    Operations and dtypes are those of transformers' routers. With `wide`, weights are float32.
     """
     if routing.scoring is Scoring.TOP_K_THEN_SOFTMAX:
         chosen, ids = torch.topk(logits, routing.top_k, dim=-1)
         return torch.softmax(chosen, dim=-1, dtype=logits.dtype), ids
-    scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    weights, ids = torch.topk(scores, routing.top_k, dim=-1)
+    if routing.scoring is Scoring.SIGMOID:
+        scores = torch.sigmoid(logits.to(torch.float32))
+    else:
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    if correction is None and routing.groups == 1:
+        weights, ids = torch.topk(scores, routing.top_k, dim=-1)
+    else:
+        choice = scores if correction is None else scores + correction
+        ids = torch.topk(_of_best_groups(choice, routing), routing.top_k, dim=-1)[1]
+        weights = scores.gather(1, ids)
     if routing.renormalise:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights.to(logits.dtype) if routing.rounded else weights, ids
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total + _TINY if routing.scoring is Scoring.SIGMOID else total)
+    weights = weights * routing.scale if routing.scale != 1.0 else weights
+    return weights.to(logits.dtype) if routing.rounded and not routing.wide else weights, ids
+
+
+def _of_best_groups(choice: Tensor, routing: Routing) -> Tensor:
+    """choice [T, num_experts], minus infinity outside of a token's best groups."""
+    if routing.groups == routing.top_groups:
+        return choice
+    by_group = choice.view(-1, routing.groups, routing.num_experts // routing.groups)
+    best = by_group.topk(2, dim=-1)[0].sum(-1).topk(routing.top_groups, dim=-1)[1]
+    inside = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
+    return by_group.masked_fill(~inside[..., None], float("-inf")).view_as(choice)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvant.kernels.triton.device import launches_ahead
 from kvant.models.fused import experts_kernels as kernels
 from kvant.models.fused.experts import Experts, GateOrder
-from kvant.models.fused.routing import Routing, Scoring
+from kvant.models.fused.routing import Routing, Scoring, route
 
 MOST_FEW = 256
 """Tokens up to which weights are the first operand of a product: memory bounds it, not arithmetic.
@@ -71,10 +71,17 @@ class OneTile:
     warps: int = 4
 
 
-class TritonExperts:
-    """float16, bfloat16 and float32."""
+_FIXED_TILE = ManyTile(64, 64)
 
-    def __init__(self, device: torch.device) -> None:
+
+class TritonExperts:
+    """float16, bfloat16 and float32.
+
+    batch_invariant: a token's result does not depend on the tokens beside it: one tile for all steps.
+    """
+
+    def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
+        self._invariant = batch_invariant
         ahead = launches_ahead(device)
         self._options: dict[str, Any] = {"AHEAD": ahead, **({"launch_pdl": True} if ahead else {})}
 
@@ -82,12 +89,21 @@ class TritonExperts:
         tokens = x.shape[0]
         if tokens == 0:
             return torch.empty_like(x)
-        choice, _ = self.route(logits, experts.routing)
+        choice = self.choose(logits, experts)
+        if self._invariant:
+            return self.combine(self.many(x, choice, experts, (_FIXED_TILE, _FIXED_TILE)), x)
         if tokens == 1:
             h = self.one_gate_up(x, choice, experts)
             return self.one_down(h, choice, experts)
         multiply = self.few if tokens <= MOST_FEW else self.many
         return self.combine(multiply(x, choice, experts), x)
+
+    def choose(self, logits: Tensor, experts: Experts) -> Choice:
+        """The experts of every token, logits [T, E], by any kind of routing."""
+        if experts.routing.is_softmax and experts.correction is None:
+            return self.route(logits, experts.routing)[0]
+        weights, ids = route(logits, experts.routing, experts.correction)
+        return Choice(ids.to(torch.int32), weights.to(torch.float32))
 
     def route(
         self,

@@ -2,33 +2,82 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kvant.kernels.triton.device import launches_ahead
+from kvant.models.fused.kernels import TorchKernels
+from kvant.models.fused.layers import Norm, QKNorms
+from kvant.models.fused.recipe import Activation, NormKind, Pairing
+
+_NONE, _RMS, _RMS_WIDE, _RMS_ONE, _LAYER, _LAYER_ONE = (
+    tl.constexpr(i) for i in (-1, 0, 1, 2, 3, 4)
+)
+_KINDS = {
+    NormKind.RMS: _RMS, NormKind.RMS_WIDE: _RMS_WIDE, NormKind.RMS_ONE: _RMS_ONE,
+    NormKind.LAYER: _LAYER, NormKind.LAYER_ONE: _LAYER_ONE,
+}  # fmt: skip
+
+SILU, GELU, GELU_TANH, RELU, RELU_SQUARED = (tl.constexpr(i) for i in (0, 1, 2, 3, 4))
+ACTIVATIONS = {
+    Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2, Activation.RELU: 3,
+    Activation.RELU_SQUARED: 4,
+}  # fmt: skip
+"""By which `activated` knows them."""
 
 
 class TritonKernels:
-    """float16, bfloat16 and float32 on a GPU."""
+    """float16, bfloat16 and float32 on a GPU. Kernels may start while the one before still runs."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        tokens, width = x.shape
+    def __init__(self, device: torch.device) -> None:
+        ahead = launches_ahead(device)
+        self._ahead: dict[str, Any] = {"AHEAD": ahead, **({"launch_pdl": True} if ahead else {})}
+        self._torch = TorchKernels()
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if norm.weight is not None and norm.weight.ndim != 1:
+            return self._torch.norm(x, norm)
         out = torch.empty_like(x)
-        _norm[(tokens,)](
-            x, x, out, weight, eps, WIDTH=width, PAD=triton.next_power_of_2(width), ADD=False,
-            num_warps=_warps(width),
-        )  # fmt: skip
+        self._norm(x, x, out, norm, None, 1.0, add=False)
         return out
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        *,
+        before: Norm | None = None,
+        factor: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        tokens, width = x.shape
-        _norm[(tokens,)](
-            x, residual, x, weight, eps, WIDTH=width, PAD=triton.next_power_of_2(width), ADD=True,
-            num_warps=_warps(width),
+        self._norm(x, residual, x, norm, before, factor, add=True)
+        return (residual if norm is None else x), residual
+
+    def _norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        norm: Norm | None,
+        before: Norm | None,
+        factor: float,
+        *,
+        add: bool,
+    ) -> None:
+        width = x.shape[-1]
+        rows = x.numel() // width
+        if rows == 0:
+            return
+        _add_norm[(rows,)](
+            x, residual, out, *_of(norm), *_of(before), factor,
+            WIDTH=width, PAD=triton.next_power_of_2(width), ADD=add, FACTOR=factor != 1.0,
+            KIND=_kind(norm), BEFORE=_kind(before), num_warps=_warps(width), **self._ahead,
         )  # fmt: skip
-        return x, residual
 
     def rotate(
         self,
@@ -37,31 +86,60 @@ class TritonKernels:
         sin: Tensor,
         num_q_heads: int,
         num_kv_heads: int,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
+        norms: QKNorms | None = None,
+        pairing: Pairing = Pairing.HALVES,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if norms is not None and not norms.of_heads:
+            return self._torch.rotate(qkv, cos, sin, num_q_heads, num_kv_heads, norms, pairing)
         tokens = qkv.shape[0]
         heads = qkv.view(tokens, num_q_heads + 2 * num_kv_heads, -1)
-        half = heads.shape[-1] // 2
+        head_dim = heads.shape[-1]
         rotated = num_q_heads + num_kv_heads
         at_once = 4
-        _rotate[(tokens, triton.cdiv(rotated, at_once))](
-            qkv, qkv.stride(0), cos, sin, q_weight, k_weight, eps,
-            Q_HEADS=num_q_heads, HEADS=rotated, HALF=half, PAD=triton.next_power_of_2(half),
-            NORM=q_weight is not None, AT_ONCE=at_once, num_warps=1,
-        )  # fmt: skip
+        q_norm, k_norm = (None, None) if norms is None else (norms.q, norms.k)
+        q_weight, k_weight = _of(q_norm)[0], _of(k_norm)[0]
+        if tokens and (cos.shape[-1] or norms is not None):
+            _rotate[(tokens, triton.cdiv(rotated, at_once))](
+                qkv, qkv.stride(0), cos, sin, q_weight, k_weight, _of(q_norm)[2],
+                Q_HEADS=num_q_heads, HEADS=rotated, HEAD=head_dim,
+                PAD=triton.next_power_of_2(head_dim), ROTARY=2 * cos.shape[-1],
+                NEIGHBOURS=pairing is Pairing.NEIGHBOURS, KIND=_kind(q_norm), AT_ONCE=at_once,
+                num_warps=1, **self._ahead,
+            )  # fmt: skip
         q, k, v = heads.split((num_q_heads, num_kv_heads, num_kv_heads), dim=1)
         return q, k, v
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
+        if qkv.shape[0]:
+            widest = max(q_width, k_width)
+            _norm_whole[(qkv.shape[0], 2)](
+                qkv, qkv.stride(0), *_of(norms.q)[:2], *_of(norms.k)[:2], norms.q.eps,
+                Q_WIDTH=q_width, K_WIDTH=k_width, PAD=triton.next_power_of_2(widest),
+                KIND=_kind(norms.q), num_warps=_warps(widest), **self._ahead,
+            )  # fmt: skip
+        return qkv
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         tokens, both = gate_up.shape
-        width = both // 2
-        out = gate_up.new_empty(tokens, width)
+        return self._activate(gate_up, gate_up.new_empty(tokens, both // 2), activation, gated=True)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return self._activate(x, torch.empty_like(x), activation, gated=False)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    def _activate(self, x: Tensor, out: Tensor, activation: Activation, *, gated: bool) -> Tensor:
+        tokens, width = out.shape
         block = 1024
-        _silu_mul[(tokens, triton.cdiv(width, block))](
-            gate_up, out, WIDTH=width, BLOCK=block, num_warps=4
-        )
+        if tokens:
+            _gate[(tokens, triton.cdiv(width, block))](
+                x, out, WIDTH=width, BLOCK=block, ACTIVATION=ACTIVATIONS[activation], GATED=gated,
+                num_warps=4, **self._ahead,
+            )  # fmt: skip
         return out
 
 
@@ -69,64 +147,178 @@ def _warps(width: int) -> int:
     return 4 if width <= 2048 else 8
 
 
+def _kind(norm: Norm | None) -> int:
+    return int((_NONE if norm is None else _KINDS[norm.kind]).value)
+
+
+def _of(norm: Norm | None) -> tuple[Tensor | None, Tensor | None, float]:
+    return (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+
+
 @triton.jit
-def _norm(x, residual, out, weight, eps,
-          WIDTH: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+def activated(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """An activation of x, float32, rounded to dtype and float32 again."""
+    if ACTIVATION == SILU:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == GELU:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == GELU_TANH:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        small = tl.exp(-2.0 * tl.abs(inner))  # a positive exponent could overflow
+        tanh = (1.0 - small) / (1.0 + small)
+        y = 0.5 * x * (1.0 + tl.where(inner < 0.0, -tanh, tanh))
+    elif ACTIVATION == RELU:
+        y = tl.where(x < 0.0, 0.0, x)
+    else:
+        y = tl.where(x < 0.0, 0.0, x)
+        y = y * y
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _normed(x, weight, bias, at, mask, width, eps, KIND: tl.constexpr, dtype: tl.constexpr):
+    """A row x, float32 with zeros outside of mask, normalised; rounded to dtype, as float32.
+
+    weight, bias: pointers, or None. at: where the row's numbers lie in them.
+    """
+    if KIND == _LAYER or KIND == _LAYER_ONE:
+        x = tl.where(mask, x - tl.sum(x, 0) / width, 0.0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    if KIND == _RMS:
+        y = y.to(dtype).to(tl.float32)
+    if weight is not None:
+        w = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+        if KIND == _RMS_ONE or KIND == _LAYER_ONE:
+            w += 1.0
+        y *= w
+    if bias is not None:
+        y += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _add_norm(x, residual, out, weight, bias, eps, before_weight, before_bias, before_eps, factor,
+              WIDTH: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr, FACTOR: tl.constexpr,
+              KIND: tl.constexpr, BEFORE: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Program: one row."""
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * WIDTH
     c = tl.arange(0, PAD)
     mask = c < WIDTH
-    value = tl.load(x + row + c, mask=mask, other=0.0)
-    dtype = value.dtype
+    raw = tl.load(x + row + c, mask=mask, other=0.0)
+    dtype: tl.constexpr = raw.dtype
+    value = raw.to(tl.float32)
+    if BEFORE != _NONE:
+        value = _normed(value, before_weight, before_bias, c, mask, WIDTH, before_eps, BEFORE, dtype)
+    if FACTOR:
+        value = (value * factor).to(dtype).to(tl.float32)
     if ADD:
-        value = (
-            value.to(tl.float32) + tl.load(residual + row + c, mask=mask, other=0.0).to(tl.float32)
-        ).to(dtype)
-        tl.store(residual + row + c, value, mask=mask)
-    wide = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    w = tl.load(weight + c, mask=mask, other=0.0)
-    normed = (wide * scale).to(dtype).to(tl.float32) * w.to(tl.float32)
-    tl.store(out + row + c, normed.to(dtype), mask=mask)
+        value += tl.load(residual + row + c, mask=mask, other=0.0).to(tl.float32)
+        total = value.to(dtype)
+        tl.store(residual + row + c, total, mask=mask)
+        value = total.to(tl.float32)
+    if KIND != _NONE:
+        y = _normed(value, weight, bias, c, mask, WIDTH, eps, KIND, dtype)
+        tl.store(out + row + c, y.to(dtype), mask=mask)
+
+
+@triton.jit
+def _norm_whole(qkv, stride, q_weight, q_bias, k_weight, k_bias, eps,
+                Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, PAD: tl.constexpr,
+                KIND: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Program: all queries, or all keys, of one token; in place."""
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = qkv + tl.program_id(0).to(tl.int64) * stride
+    c = tl.arange(0, PAD)
+    if tl.program_id(1) == 0:
+        mask = c < Q_WIDTH
+        raw = tl.load(at + c, mask=mask, other=0.0)
+        y = _normed(raw.to(tl.float32), q_weight, q_bias, c, mask, Q_WIDTH, eps, KIND, raw.dtype)
+        tl.store(at + c, y.to(raw.dtype), mask=mask)
+    else:
+        mask = c < K_WIDTH
+        raw = tl.load(at + Q_WIDTH + c, mask=mask, other=0.0)
+        y = _normed(raw.to(tl.float32), k_weight, k_bias, c, mask, K_WIDTH, eps, KIND, raw.dtype)
+        tl.store(at + Q_WIDTH + c, y.to(raw.dtype), mask=mask)
+
+
+@triton.jit
+def _head_weight(q_weight, k_weight, at, is_q, inside, KIND: tl.constexpr):
+    q = tl.load(q_weight + at, mask=inside, other=0.0)[None, :]
+    k = tl.load(k_weight + at, mask=inside, other=0.0)[None, :]
+    w = tl.where(is_q, q, k).to(tl.float32)
+    if KIND == _RMS_ONE:
+        w += 1.0
+    return w
 
 
 @triton.jit
 def _rotate(qkv, stride, cos, sin, q_weight, k_weight, eps,
-            Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr,
-            NORM: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
+            Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr, PAD: tl.constexpr,
+            ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr, KIND: tl.constexpr,
+            AT_ONCE: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Program: AT_ONCE heads of one token; in place."""
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     c = tl.arange(0, PAD)
-    inside = c < HALF
+    inside = c < HEAD
+    HALF: tl.constexpr = ROTARY // 2
+    turns = c < ROTARY
+    if NEIGHBOURS:
+        partner = tl.where(turns, c ^ 1, c)
+        angle = c // 2
+        is_first = c % 2 == 0
+    else:
+        is_first = c < HALF
+        partner = tl.where(turns, tl.where(is_first, c + HALF, c - HALF), c)
+        angle = tl.where(is_first, c, c - HALF)
     mask = (head < HEADS)[:, None] & inside[None, :]
-    low = qkv + token * stride + head[:, None] * (2 * HALF) + c[None, :]
-    a = tl.load(low, mask=mask, other=0.0)
-    b = tl.load(low + HALF, mask=mask, other=0.0)
-    dtype = a.dtype
-    a = a.to(tl.float32)
-    b = b.to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)
+    at = qkv + token * stride + head[:, None] * HEAD
+    x = tl.load(at + c[None, :], mask=mask, other=0.0)
+    y = tl.load(at + partner[None, :], mask=mask, other=0.0)
+    dtype: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
+    if KIND != _NONE:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD + eps)[:, None]
         is_q = (head < Q_HEADS)[:, None]
-        wa = tl.where(is_q, tl.load(q_weight + c, mask=inside, other=0.0)[None, :],
-                      tl.load(k_weight + c, mask=inside, other=0.0)[None, :]).to(tl.float32)  # fmt: skip
-        wb = tl.where(is_q, tl.load(q_weight + HALF + c, mask=inside, other=0.0)[None, :],
-                      tl.load(k_weight + HALF + c, mask=inside, other=0.0)[None, :]).to(tl.float32)  # fmt: skip
-        a = ((a * scale[:, None]).to(dtype).to(tl.float32) * wa).to(dtype).to(tl.float32)
-        b = ((b * scale[:, None]).to(dtype).to(tl.float32) * wb).to(dtype).to(tl.float32)
-    x = tl.load(cos + token * HALF + c, mask=inside, other=0.0).to(tl.float32)[None, :]
-    y = tl.load(sin + token * HALF + c, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(low, (a * x - b * y).to(dtype), mask=mask)
-    tl.store(low + HALF, (b * x + a * y).to(dtype), mask=mask)
+        x *= scale
+        y *= scale
+        if KIND == _RMS:
+            x = x.to(dtype).to(tl.float32)
+            y = y.to(dtype).to(tl.float32)
+        x *= _head_weight(q_weight, k_weight, c, is_q, inside, KIND)
+        y *= _head_weight(q_weight, k_weight, partner, is_q, inside, KIND)
+        x = x.to(dtype).to(tl.float32)
+        y = y.to(dtype).to(tl.float32)
+    if ROTARY > 0:
+        p = tl.load(cos + token * HALF + angle, mask=turns, other=1.0).to(tl.float32)[None, :]
+        s = tl.load(sin + token * HALF + angle, mask=turns, other=0.0).to(tl.float32)[None, :]
+        x = x * p + tl.where(is_first[None, :], -y, y) * s
+    tl.debug_barrier()
+    tl.store(at + c[None, :], x.to(dtype), mask=mask)
 
 
 @triton.jit
-def _silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+          GATED: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < WIDTH
-    gate = tl.load(gate_up + token * 2 * WIDTH + c, mask=mask, other=0.0)
-    up = tl.load(gate_up + token * 2 * WIDTH + WIDTH + c, mask=mask, other=0.0)
-    dtype = gate.dtype
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
-    tl.store(out + token * WIDTH + c, (silu * up.to(tl.float32)).to(dtype), mask=mask)
+    row = 2 * WIDTH if GATED else WIDTH
+    value = tl.load(x + token * row + c, mask=mask, other=0.0)
+    dtype: tl.constexpr = value.dtype
+    y = activated(value.to(tl.float32), ACTIVATION, dtype)
+    if GATED:
+        y *= tl.load(x + token * row + WIDTH + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + c, y.to(dtype), mask=mask)

@@ -28,6 +28,8 @@ from kvant.kv.geometry import LayerGeometry
 from kvant.kv.pool import KVPool
 from kvant.models.fused.decoder import kernels_for
 from kvant.models.fused.kernels import TorchKernels, WideTorchKernels
+from kvant.models.fused.layers import Norm, QKNorms
+from kvant.models.fused.recipe import Activation, NormKind
 from kvant.models.loaded import LoadedModel
 from kvant.models.rotary import fix_frequencies
 from kvant.speculative.base import PlannedDraft
@@ -71,8 +73,8 @@ class DraftNetwork:
         weights, first, kernels = self._weights, self._layers[0], self._kernels
         count, heads, tokens = len(self._layers), first.num_kv_heads, slots.shape[0]
         features = torch.cat([part.to(weights.fc.weight.dtype) for part in hidden], dim=-1)
-        context = kernels.rms_norm(
-            weights.fc(features), weights.hidden_norm.to(features), self._eps
+        context = kernels.norm(
+            weights.fc(features), self._norm(weights.hidden_norm.to(features.dtype))
         )
         keys, values = weights.context_kv(context.to(self._dtype)).chunk(2, dim=-1)
         k = keys.reshape(tokens, count, heads, first.head_dim_k)
@@ -81,9 +83,9 @@ class DraftNetwork:
         step = _write_only(slots, positions)
         for place, layer in enumerate(self._layers):
             cache, backend = self._pool[layer.index], self._backends[layer.index]
-            k_norm = weights.context_k_norm[place, 0]
+            k_norm = self._norm(weights.context_k_norm[place, 0])
             own = k[:, place].reshape(tokens, -1)
-            rotated, _, _ = kernels.rotate(own, cos, sin, heads, 0, k_norm, k_norm, self._eps)
+            rotated, _, _ = kernels.rotate(own, cos, sin, heads, 0, QKNorms(k_norm, k_norm))
             backend.write(cache, rotated, v[:, place], step)
 
     def fill(self, block: Tensor, steps: Mapping[bool, Step]) -> Tensor:
@@ -92,17 +94,17 @@ class DraftNetwork:
         block: [N] int64, for each sequence its last token and masks. steps: by whether a layer is
         causal in the block, the same step otherwise. Writes the block's K and V.
         """
-        weights, kernels, eps = self._weights, self._kernels, self._eps
+        weights, kernels = self._weights, self._kernels
         residual = self._embed(block)
         cos, sin = self._angles(next(iter(steps.values())).positions)
-        x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)
+        x = kernels.norm(residual, self._norm(weights.layers[0].input_norm))
         for place, (layer, own) in enumerate(zip(self._layers, weights.layers, strict=True)):
             x = self._attention(x, layer, own, cos, sin, steps[layer.causal])
-            x, residual = kernels.add_rms_norm(x, residual, own.mlp_norm, eps)
-            x = own.down(kernels.silu_mul(own.gate_up(x)))
+            x, residual = kernels.add_norm(x, residual, self._norm(own.mlp_norm))
+            x = own.down(kernels.gate(own.gate_up(x), Activation.SILU))
             last = place + 1 == len(self._layers)
             norm = weights.norm if last else weights.layers[place + 1].input_norm
-            x, residual = kernels.add_rms_norm(x, residual, norm, eps)
+            x, residual = kernels.add_norm(x, residual, self._norm(norm))
         head = weights.head
         drafts = (self._target.score(x) if head is None else head(x)).argmax(-1)
         return drafts if weights.token_of is None else weights.token_of[drafts]
@@ -122,9 +124,7 @@ class DraftNetwork:
             sin,
             layer.num_q_heads,
             layer.num_kv_heads,
-            weights.q_norm,
-            weights.k_norm,
-            self._eps,
+            QKNorms(self._norm(weights.q_norm), self._norm(weights.k_norm)),
         )
         cache, backend = self._pool[layer.index], self._backends[layer.index]
         # Written before attend: the block reads its own rows.
@@ -133,6 +133,9 @@ class DraftNetwork:
             scale=layer.head_dim_k**-0.5, window=layer.window, sinks=weights.sinks
         )
         return weights.o(backend.attend(cache, q, step, params).flatten(1))
+
+    def _norm(self, weight: Tensor) -> Norm:
+        return Norm(NormKind.RMS, weight, None, self._eps)
 
     def _embed(self, block: Tensor) -> Tensor:
         own, mask = self._weights.embedding, self._weights.mask_embedding

@@ -1,5 +1,6 @@
-"""Run as a program without `TRITON_INTERPRET`: compiles the kernels of experts for an H200, in bfloat16 and
-with the widths of Qwen3-30B-A3B and gpt-oss-20b, on a machine without a GPU, and prints what it compiled.
+"""Run as a program without `TRITON_INTERPRET`: compiles the decoder's kernels for an H200, in bfloat16 and
+with the widths of Qwen3-30B-A3B, gpt-oss-20b and Gemma-3-12B, on a machine without a GPU, and prints what
+it compiled.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvant.models.fused.experts import Clamp, Experts, GateOrder
+from kvant.models.fused.few_rows import FewRows
+from kvant.models.fused.layers import Norm, QKNorms
+from kvant.models.fused.recipe import Activation, NormKind, Pairing
 from kvant.models.fused.routing import Routing, Scoring
 from kvant.models.fused.triton_experts import TritonExperts
+from kvant.models.fused.triton_kernels import TritonKernels
 from tests.engine.interpreted.compiled import H200, type_of
 
 MOST_SHARED = 232448
@@ -60,8 +65,40 @@ def _layer(
     )  # fmt: skip
 
 
+def _between_products() -> None:
+    """Norms, rotations and activations, and products of few rows, with Gemma 3's widths."""
+    made = TritonKernels(torch.device("cpu"))
+    made._ahead = {"AHEAD": True, "launch_pdl": True}
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    x, cos = empty(32, 3840), empty(32, 128)
+    for kind in NormKind:
+        norm = Norm(kind, x[0], None if kind.is_rms else x[0], 1e-6)
+        made.norm(x, norm)
+        made.add_norm(x, x, norm, before=norm, factor=0.5)
+    made.add_norm(x, x, None)
+    head = Norm(NormKind.RMS_ONE, empty(256), None, 1e-6)
+    qkv = empty(32, 32 * 256)
+    for pairing in Pairing:
+        made.rotate(qkv, cos, cos, 16, 8, QKNorms(head, head), pairing)
+    whole = Norm(NormKind.RMS, empty(4096), None, 1e-6), Norm(NormKind.RMS, empty(2048), None, 1e-6)
+    made.norm_whole(qkv, 4096, 2048, QKNorms(*whole, whole=True))
+    few = FewRows(torch.device("cpu"), 1e-6)
+    few._ahead = True
+    for activation in Activation:
+        made.gate(qkv, activation)
+        made.activate(qkv, activation)
+        for tokens in (1, 8, 64):
+            few.ready(empty(tokens, 3840), empty(30720, 3840), None, gate=activation)
+    for tokens in (1, 8, 64):
+        few.ready(empty(tokens, 15360), empty(3840, 15360), empty(3840))
+
+
 if __name__ == "__main__":
     JITFunction.run = _compile  # type: ignore[method-assign,assignment]
+    _between_products()
     made = TritonExperts(torch.device("cpu"))
     made._options = {"AHEAD": True, "launch_pdl": True}
     gpt_oss = Routing(32, 4, Scoring.TOP_K_THEN_SOFTMAX, rounded=True)

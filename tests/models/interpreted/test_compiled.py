@@ -1,4 +1,4 @@
-"""The kernels of experts compile for an H200 and fit into its shared memory."""
+"""The kernels of the decoder compile for an H200 and fit into its shared memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches compile them there")
-def test_kernels_of_experts_compile_for_an_h200(tmp_path: Path) -> None:
+def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.models.interpreted.compiled_experts"]
+    command = [sys.executable, "-m", "tests.models.interpreted.compiled"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -27,5 +27,5 @@ def test_kernels_of_experts_compile_for_an_h200(tmp_path: Path) -> None:
     found = {line.split()[0] for line in done.stdout.splitlines()}
     assert found == {
         "route", "list_pairs", "count_pairs", "sum_counts", "place_pairs", "one_gate_up", "one_down",
-        "few", "many", "combine",
+        "few", "many", "combine", "product", "one_row", "_add_norm", "_rotate", "_norm_whole", "_gate",
     }  # fmt: skip

@@ -1,0 +1,54 @@
+"""Weights of several products of one input, joined: the only place where joined weights are made.
+
+A module's parameters become views of the joined weight, so no weight is stored twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvant.errors import EngineFault
+from kvant.models.fused.linear import DenseLinear, Linear, Multiply
+
+
+def join(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:
+    """One product for several linear layers of the same input; rows one layer behind the other.
+
+    name: of their module, for EngineFault where a layer's weight is no numbers.
+    """
+    check_numbers(products, name)
+    if len(products) == 1:
+        return DenseLinear(products[0].weight, products[0].bias, multiply)
+    weight = _joined([product.weight for product in products])
+    biases = [product.bias for product in products if product.bias is not None]
+    if biases and len(biases) != len(products):
+        raise EngineFault(f"{name} has biases on some of its joined products only")
+    return DenseLinear(weight, _joined(biases) if biases else None, multiply)
+
+
+def check_numbers(products: Sequence[Any], name: str) -> None:
+    """EngineFault for linear layers whose weights are no numbers."""
+    if any(type(product) is not nn.Linear for product in products):
+        raise EngineFault(
+            f"{name} is to run in Kvant's own decoder, but its weights are no numbers"
+        )
+
+
+def turn(parameter: Any) -> Tensor:
+    """Experts' weights [E, in, out] as [E, out, in]; the parameter becomes a view of it."""
+    turned: Tensor = parameter.data.transpose(1, 2).contiguous()
+    parameter.data = turned.transpose(1, 2)
+    return turned
+
+
+def _joined(parameters: Sequence[Any]) -> Tensor:
+    whole = torch.cat([parameter.data for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = whole[start : start + parameter.shape[0]]
+        start += parameter.shape[0]
+    return whole

@@ -1,0 +1,116 @@
+"""A model as Kvant's own decoder runs it: weights, and which computation each of them takes part in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvant.attention.base import AttentionParams
+from kvant.models.fused.experts import Experts
+from kvant.models.fused.feed_forward import Dense
+from kvant.models.fused.linear import Linear
+from kvant.models.fused.recipe import NormKind, Pairing
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """weight: [width], [heads, head_dim] for heads that differ, or None for ones. bias: [width] or None."""
+
+    kind: NormKind
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorms:
+    """Norms of queries and keys. whole: over all heads together. after: they follow the rotation."""
+
+    q: Norm
+    k: Norm
+    whole: bool = False
+    after: bool = False
+
+    @property
+    def of_heads(self) -> bool:
+        """Whether they are root-mean-square norms of every head, with one weight, before the rotation."""
+        return (
+            self.q.kind.is_rms
+            and not self.whole
+            and not self.after
+            and self.q.weight is not None
+            and self.q.weight.ndim == 1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. qkv: rows of queries, keys and values.
+
+    attn_in, attn_out, ffn_in, ffn_out: norms of what attention and feed-forward read and of what they
+    give; None for no norm. rotary: which of the model's angles turn q and k; None for none. clip: limit
+    on numbers of qkv. factor: on what is added to the residual sum.
+    """
+
+    attn_in: Norm | None
+    attn_out: Norm | None
+    ffn_in: Norm | None
+    ffn_out: Norm | None
+    qkv: Linear
+    output: Linear
+    feed_forward: Dense | Experts
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norms: QKNorms | None
+    rotary: int | None
+    pairing: Pairing
+    clip: float | None
+    factor: float
+    params: AttentionParams
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """All layers, and what comes before and behind them.
+
+    embedding: [vocab_size, hidden_size]. embed_scale: factor on embeddings. parallel: attention and
+    feed-forward of a layer read the same sum. logits: times logits_scale, then capped at logits_cap
+    (0 for none).
+    """
+
+    layers: tuple[Layer, ...]
+    embedding: Tensor
+    embed_scale: float
+    norm: Norm
+    head: Linear
+    parallel: bool
+    logits_scale: float
+    logits_cap: float
+
+    @property
+    def folds_norms(self) -> bool:
+        """Whether a norm's scale may be applied behind the product that reads it, in every layer."""
+        return (
+            not self.parallel
+            and self.embed_scale == 1.0
+            and self.norm.kind.is_rms
+            and all(_folds(layer) for layer in self.layers)
+        )
+
+
+def _folds(layer: Layer) -> bool:
+    return (
+        layer.attn_out is None
+        and layer.ffn_out is None
+        and layer.factor == 1.0
+        and _plain(layer.attn_in)
+        and _plain(layer.ffn_in)
+    )
+
+
+def _plain(norm: Norm | None) -> bool:
+    if norm is None or norm.weight is None:
+        return False
+    return norm.kind in (NormKind.RMS, NormKind.RMS_WIDE)

@@ -1,0 +1,277 @@
+"""Reads a loaded transformers module by its family's recipe.
+
+Joined weights replace the module's own, which become views of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvant.attention.base import AttentionParams
+from kvant.errors import EngineFault
+from kvant.kv.geometry import LayerGeometry
+from kvant.kv.spec import KVPlan
+from kvant.models.fused.experts import Clamp, Experts, GateOrder, Shared
+from kvant.models.fused.feed_forward import Dense
+from kvant.models.fused.join import check_numbers, join, turn
+from kvant.models.fused.layers import Layer, Model, Norm, QKNorms
+from kvant.models.fused.linear import DenseLinear, Multiply
+from kvant.models.fused.recipe import (
+    Activation,
+    FeedForward,
+    Mixture,
+    NormKind,
+    Recipe,
+    Rotated,
+    RouterKind,
+    activation_of,
+)
+from kvant.models.fused.routing import Routing, Scoring
+from kvant.models.geometry.parameters import QKNorm
+
+_SCORING = {
+    RouterKind.SOFTMAX_TOP_K: Scoring.SOFTMAX_THEN_TOP_K,
+    RouterKind.TOP_K_SOFTMAX: Scoring.TOP_K_THEN_SOFTMAX,
+    RouterKind.SIGMOID: Scoring.SIGMOID,
+}
+
+
+def decoder_of(module: PreTrainedModel) -> Any:
+    """The part of a transformers model that has the decoder's layers."""
+    return module.get_decoder()  # type: ignore[no-untyped-call]
+
+
+def read_model(
+    module: PreTrainedModel, recipe: Recipe, plan: KVPlan, multiply: Multiply
+) -> tuple[Model, tuple[Any, ...]]:
+    """The model, and for each kind of angles the arguments of the module's rotary embedding.
+
+    multiply: the product of weights that are numbers. EngineFault for a module that the recipe does
+    not describe.
+    """
+    decoder = decoder_of(module)
+    if type(decoder).__name__ != recipe.module_class:
+        raise EngineFault(
+            f"the plan runs {type(decoder).__name__} through Kvant's own decoder, which reads "
+            f"{recipe.module_class}"
+        )
+    config = module.config.get_text_config(decoder=True)
+    reader = _Reader(recipe, config, multiply)
+    layers = tuple(
+        reader.layer(index, layer, plan.layers[index].geometry)
+        for index, layer in enumerate(decoder.layers)
+    )
+    head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    check_numbers([head], type(module).__name__)
+    scale = 1.0
+    if recipe.embed_scale is not None:
+        embedding = _at(decoder, recipe.embedding)
+        found: Any = _at(decoder, recipe.embed_scale)
+        # Tensors are rounded to the embedding's dtype before they multiply.
+        scale = float(found.to(embedding.weight.dtype) if isinstance(found, Tensor) else found)
+    made = Model(
+        layers=layers,
+        embedding=_at(decoder, recipe.embedding).weight,
+        embed_scale=scale,
+        norm=reader.norm(_at(decoder, recipe.last_norm), recipe.norm),
+        head=DenseLinear(head.weight, head.bias, multiply),
+        parallel=recipe.block.parallel,
+        logits_scale=_logits_scale(recipe, config),
+        logits_cap=float(_config(config, recipe.logits_cap) or 0.0),
+    )
+    return made, reader.angles
+
+
+def read_feed_forward(
+    module: Any, recipe: Recipe, config: Any, multiply: Multiply, name: str = "a layer"
+) -> Dense | Experts:
+    """A layer's feed-forward module by its family's recipe."""
+    return _Reader(recipe, config, multiply).feed_forward(module, module, name)
+
+
+def _logits_scale(recipe: Recipe, config: Any) -> float:
+    divisor, factor = _config(config, recipe.logits_divided), _config(config, recipe.logits_times)
+    return float(factor if factor is not None else 1.0) / float(
+        divisor if divisor is not None else 1.0
+    )
+
+
+def _config(config: Any, field: str | None) -> Any:
+    return None if field is None else getattr(config, field, None)
+
+
+def _at(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+class _Reader:
+    """angles: arguments of the rotary embedding, by `Layer.rotary`."""
+
+    def __init__(self, recipe: Recipe, config: Any, multiply: Multiply) -> None:
+        self._recipe, self._config, self._multiply = recipe, config, multiply
+        self.angles: tuple[Any, ...] = ()
+
+    def layer(self, index: int, layer: Any, geometry: LayerGeometry) -> Layer:
+        recipe = self._recipe
+        block, attend = recipe.block, recipe.attention
+        attention = getattr(layer, attend.module)
+        name = f"{type(attention).__name__} (layer {index})"
+        self._check(attention, geometry, name)
+        factor = 1.0
+        if block.residual_multiplier is not None:
+            factor = float(getattr(layer, block.residual_multiplier))
+        clip = _config(self._config, attend.clip)
+        return Layer(
+            attn_in=self._optional(layer, block.attn_in),
+            attn_out=self._optional(layer, block.attn_out),
+            ffn_in=self._optional(layer, block.ffn_in),
+            ffn_out=self._optional(layer, block.ffn_out),
+            qkv=join([getattr(attention, p) for p in attend.projections], self._multiply, name),
+            output=join([getattr(attention, attend.output)], self._multiply, name),
+            feed_forward=self.feed_forward(getattr(layer, recipe.feed_forward.module), layer, name),
+            num_q_heads=geometry.num_q_heads,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim_k,
+            qk_norms=self._qk_norms(attention),
+            rotary=self._rotary(index, attention, geometry),
+            pairing=attend.pairing,
+            clip=None if clip is None else float(clip),
+            factor=factor,
+            params=AttentionParams(
+                scale=float(attention.scaling),
+                window=geometry.window,
+                softcap=geometry.softcap,
+                sinks=attention.sinks if geometry.sinks else None,
+            ),
+        )
+
+    def _check(self, attention: Any, geometry: LayerGeometry, name: str) -> None:
+        """EngineFault where the module's layer is not the plan's."""
+        window = getattr(attention, "sliding_window", geometry.window)
+        if window != geometry.window or not geometry.causal:
+            raise EngineFault(f"{name} has the window {window}, the plan says {geometry.window}")
+        if geometry.shared_with is not None or geometry.head_dim_k != geometry.head_dim_v:
+            raise EngineFault(f"{name} has no keys and values of its own, or of two sizes")
+
+    def norm(self, module: Any, kind: NormKind) -> Norm:
+        """A norm module of any family; the name of eps differs."""
+        names = ("variance_epsilon", "eps", "epsilon")
+        eps = next((getattr(module, name) for name in names if hasattr(module, name)), 1e-5)
+        return Norm(
+            kind, getattr(module, "weight", None), getattr(module, "bias", None), float(eps)
+        )
+
+    def _optional(self, layer: Any, name: str | None) -> Norm | None:
+        return None if name is None else self.norm(_at(layer, name), self._recipe.norm)
+
+    def _qk_norms(self, attention: Any) -> QKNorms | None:
+        attend = self._recipe.attention
+        if attend.qk_norm is QKNorm.NONE or getattr(attention, attend.q_norm, None) is None:
+            return None
+        kind = attend.qk_kind or self._recipe.norm
+        q, k = (self.norm(getattr(attention, n), kind) for n in (attend.q_norm, attend.k_norm))
+        return QKNorms(q, k, whole=attend.qk_norm is QKNorm.ROW, after=attend.norm_after)
+
+    def _rotary(self, index: int, attention: Any, geometry: LayerGeometry) -> int | None:
+        rotated = self._recipe.attention.rotated
+        if rotated is Rotated.WINDOWED and geometry.window is None:
+            return None
+        if rotated is Rotated.FLAGGED and not attention.use_rope:
+            return None
+        arguments = (self._config.layer_types[index],) if self._recipe.by_layer_type else ()
+        if arguments not in self.angles:
+            self.angles = (*self.angles, arguments)
+        return self.angles.index(arguments)
+
+    def feed_forward(self, module: Any, layer: Any, name: str) -> Dense | Experts:
+        mixture = self._recipe.mixture
+        if mixture is not None and hasattr(module, mixture.experts):
+            return self._experts(module, layer, mixture, name)
+        return self._dense(module, self._recipe.feed_forward, name)
+
+    def _dense(self, module: Any, names: FeedForward, name: str) -> Dense:
+        return Dense(
+            up=join([getattr(module, part) for part in names.up], self._multiply, name),
+            down=join([getattr(module, names.down)], self._multiply, name),
+            activation=self._activation(names),
+            gated=names.gated,
+        )
+
+    def _activation(self, names: FeedForward) -> Activation:
+        said = getattr(self._config, names.field, None)
+        found = names.activation if said is None else activation_of(said)
+        if found is None:
+            raise EngineFault(f"Kvant's own decoder does not compute {said}; the plan says it does")
+        return found
+
+    def _experts(self, module: Any, layer: Any, mixture: Mixture, name: str) -> Experts:
+        router, experts = _at(module, mixture.router), getattr(module, mixture.experts)
+        weights = experts.gate_up_proj, experts.down_proj
+        if any(type(weight) is not nn.Parameter or weight.ndim != 3 for weight in weights):
+            raise EngineFault(
+                f"{name} has experts in a layout that Kvant's own decoder does not read"
+            )
+        gate_up, down = (turn(w) if mixture.transposed else w for w in weights)
+        shared = None
+        if mixture.shared is not None and _has(module, layer, mixture.shared):
+            beside = _find(module, layer, mixture.shared)
+            gate = None
+            if mixture.shared_gate is not None:
+                gate = join([getattr(module, mixture.shared_gate)], self._multiply, name)
+            names = mixture.shared_names or self._recipe.feed_forward
+            shared = Shared(self._dense(beside, names, name), gate)
+        clamp = None
+        if mixture.clamped:
+            clamp = Clamp(float(experts.limit), float(experts.alpha))
+        correction: Tensor | None = None
+        if mixture.bias is not None:
+            correction = _find(router, module, mixture.bias).detach().reshape(-1)
+        return Experts(
+            self._routing(module, router, experts, mixture),
+            (router.weight, getattr(router, "bias", None)),
+            (gate_up, getattr(experts, "gate_up_proj_bias", None)),
+            (down, getattr(experts, "down_proj_bias", None)),
+            order=GateOrder.ALTERNATING if mixture.alternating else GateOrder.HALVES,
+            clamp=clamp,
+            shared=shared,
+            correction=correction,
+        )
+
+    def _routing(self, module: Any, router: Any, experts: Any, mixture: Mixture) -> Routing:
+        renormalise = mixture.renormalise
+        if isinstance(renormalise, str):
+            renormalise = bool(_find(router, module, renormalise))
+        scale, groups = mixture.scale, mixture.groups
+        found = 1.0 if scale is None else float(_find(router, module, scale))
+        counts = (1, 1) if groups is None else tuple(int(getattr(router, g)) for g in groups)
+        top_k = next(p.top_k for p in (router, _parent(router, module), module) if hasattr(p, "top_k"))
+        return Routing(
+            experts.gate_up_proj.shape[0], int(top_k), _SCORING[mixture.kind],
+            renormalise=renormalise, rounded=mixture.rounded, wide=mixture.wide, scale=found,
+            groups=counts[0], top_groups=counts[1],
+        )  # fmt: skip
+
+
+def _parent(router: Any, module: Any) -> Any:
+    """The module that holds the router, which may be within the block's router."""
+    return next((part for part in module.children() if router in part.children()), module)
+
+
+def _has(first: Any, second: Any, path: str) -> bool:
+    try:
+        return _find(first, second, path) is not None
+    except AttributeError:
+        return False
+
+
+def _find(first: Any, second: Any, path: str) -> Any:
+    """The attribute of the first module, or else of the second."""
+    try:
+        return _at(first, path)
+    except AttributeError:
+        return _at(second, path)

@@ -40,7 +40,10 @@ def facts(family: str, device: DeviceFacts, compute: ComputeDtype, **options: An
         ("qwen3_moe", GPU, BF16, "few rows"),
         ("mixtral", GPU, F32, "fused"),
         ("qwen3_moe", CPU, F32, "fused"),
-        ("gemma2", GPU, BF16, "transformers"),
+        ("gemma3", GPU, BF16, "few rows"),
+        ("gpt_oss", GPU, BF16, "few rows"),
+        ("gpt_oss", CPU, F32, "fused"),
+        ("phi3", GPU, BF16, "transformers"),
         ("ministral", CPU, F32, "transformers"),
     ],
 )
@@ -61,23 +64,15 @@ def test_batch_invariance_takes_a_forward_that_promises_it(device: DeviceFacts, 
 
 def test_batch_invariance_that_no_forward_promises_is_refused_with_every_reason() -> None:
     with pytest.raises(NotServable, match="number of rows") as refused:
-        select_forward(facts("gemma2", GPU, BF16, batch_invariant=True))
+        select_forward(facts("phi3", GPU, BF16, batch_invariant=True))
     assert len(refused.value.tried) == len(FORWARDS)
-    assert select_forward(facts("gemma2", CPU, BF16, batch_invariant=True)).name == "transformers"
+    assert select_forward(facts("phi3", CPU, BF16, batch_invariant=True)).name == "transformers"
 
 
-def test_experts_are_batch_invariant_only_through_modules_on_a_cpu() -> None:
-    with pytest.raises(NotServable) as refused:
-        select_forward(facts("qwen3_moe", GPU, BF16, batch_invariant=True))
-    assert any("rows are multiplied" in reason for reason in refused.value.tried)
-    chosen = select_forward(facts("qwen3_moe", CPU, F32, batch_invariant=True))
-    assert chosen.name == "transformers"
-
-
-def test_an_expert_of_all_tokens_is_left_to_the_fused_forward() -> None:
-    asked = facts("qwen3_moe", GPU, BF16)
-    config = {**asked.config, "shared_expert_intermediate_size": 32}
-    assert select_forward(replace(asked, config=config)).name == "fused"
+def test_experts_are_batch_invariant_in_the_fused_forward() -> None:
+    for device, compute in ((GPU, BF16), (CPU, F32)):
+        asked = facts("qwen3_moe", device, compute, batch_invariant=True)
+        assert select_forward(asked).name == "fused"
 
 
 def test_a_model_that_can_only_be_planned_has_no_forward() -> None:

@@ -52,7 +52,13 @@ def rotation(
     q_weight, k_weight = weights if norm else (None, None)
     dtype = x.q.dtype
     return HeadRotation(
-        angles.cos().to(dtype), angles.sin().to(dtype), by_position, q_weight, k_weight, EPS, **options
+        angles.cos().to(dtype),
+        angles.sin().to(dtype),
+        by_position,
+        q_weight,
+        k_weight,
+        EPS,
+        **options,
     )
 
 

@@ -108,7 +108,7 @@ def test_the_flag_reaches_the_engine_and_the_plan(tmp_path: Path) -> None:
         ({}, CPU, ComputeDtype.BFLOAT16, "bfloat16"),
         ({"model_type": "gemma2"}, CPU, ComputeDtype.FLOAT32, "gemma2"),
         ({"layer_types": ["full_attention"] * 4, "model_type": "mistral"}, CPU,
-         ComputeDtype.FLOAT32, "ministral"),
+         ComputeDtype.FLOAT32, "layer_types"),
         ({"hidden_act": "gelu"}, CPU, ComputeDtype.FLOAT32, "gelu"),
         ({"hidden_size": 24}, CPU, ComputeDtype.FLOAT32, "multiple of 32"),
         (

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.models.fused import few_rows
-from kvant.models.fused.few_rows import FewRows, Stream
 from kvant.models.fused.feed_forward import activate
+from kvant.models.fused.few_rows import FewRows, Stream
 from kvant.models.fused.recipe import Activation
 
 ON_GPU = torch.cuda.is_available()

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from kvant.attention.triton.store import encode_rows
 
-
 NO_NORM, ROUNDED, WIDE, ONE = (tl.constexpr(i) for i in range(4))
 
 

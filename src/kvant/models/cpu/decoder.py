@@ -39,7 +39,8 @@ from kvant.models.cpu.weights import Code, pack
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.fused.decoder import FusedDecoder, fuse
 from kvant.models.fused.feed_forward import Dense
-from kvant.models.fused.layers import Layer, Norm as LayerNorm
+from kvant.models.fused.layers import Layer
+from kvant.models.fused.layers import Norm as LayerNorm
 from kvant.models.fused.linear import DenseLinear
 from kvant.models.fused.linear import Linear as AnyLinear
 from kvant.models.quantization import Quantization

@@ -7,7 +7,14 @@ import importlib.util
 from kvant.attention.need import DeviceFacts
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
-from kvant.models.fused.info import find_recipe, has_experts, products, refuse_layers
+from kvant.models.fused.info import (
+    find_recipe,
+    has_experts,
+    products,
+    refuse_layers,
+    text_config,
+)
+from kvant.models.fused.recipe import Activation, activation_of
 from kvant.models.geometry.parameters import QKNorm
 from kvant.models.geometry.weight_recipe import read_recipe
 
@@ -53,6 +60,9 @@ def _refuse(facts: ForwardFacts) -> str | None:
     recipe = find_recipe(facts)
     if recipe is not None and not recipe.is_plain:
         return f"its layers are Llama's, which those of {facts.geometry.model_type} are not"
+    activation = text_config(facts).get("hidden_act", "silu")
+    if activation_of(activation) is not Activation.SILU:
+        return f"it computes silu, not {activation}"
     return refuse_layers(facts) or refuse_host(facts.device) or _refuse_shapes(facts)
 
 

@@ -24,7 +24,7 @@ from kvant.models.fused.experts import ExpertKernels, Experts, TorchExperts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.info import MOST_ANGLES
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
-from kvant.models.fused.layers import Layer, Model, Norm
+from kvant.models.fused.layers import Model
 from kvant.models.fused.linear import Linear, Multiply, multiply_for
 from kvant.models.fused.read import decoder_of, read_model
 from kvant.models.fused.recipe import Activation, Angles, NormKind, Pairing
@@ -153,7 +153,9 @@ class FusedDecoder:
     @property
     def extra_bytes(self) -> int:
         """Bytes of the tables of angles."""
-        kept = [part for turns in self._kept if turns is not None for part in (turns.cos, turns.sin)]
+        kept = [
+            part for turns in self._kept if turns is not None for part in (turns.cos, turns.sin)
+        ]
         return sum(part.numel() * part.element_size() for part in kept)
 
     @property
@@ -213,12 +215,15 @@ class FusedDecoder:
                 )
                 y = self._sum(self.feed_forward(x, layer.feed_forward, products))
             norm = model.norm if last else model.layers[index + 1].attn_in
-            end = {"before": layer.ffn_out, "factor": layer.factor}
             if last and index in layers:
-                taps[index] = kernels.add_norm(y.clone(), residual.clone(), None, **end)[1]
+                _, taps[index] = kernels.add_norm(
+                    y.clone(), residual.clone(), None, before=layer.ffn_out, factor=layer.factor
+                )
             if last and not narrowed:
                 y, residual = y[logits_index], residual[logits_index]
-            x, residual = kernels.add_norm(y, residual, norm, **end)
+            x, residual = kernels.add_norm(
+                y, residual, norm, before=layer.ffn_out, factor=layer.factor
+            )
             if index in layers and not last:
                 taps[index] = residual.clone()  # the next layers add to it in place
         logits = products.head(x, model.head)
@@ -288,12 +293,12 @@ class FusedDecoder:
         if layer.clip is not None:
             qkv = qkv.clamp(-layer.clip, layer.clip)
         if isinstance(backend, RotatingWriter) and (norms is None or norms.of_heads):
-            weights, eps, kind = (None, None), 0.0, HeadNorm.ROUNDED
-            if norms is not None:
-                weights, eps = (norms.q.weight, norms.k.weight), norms.q.eps
-                kind = _HEAD_NORMS[norms.q.kind]
             rotation = HeadRotation(
-                turn.cos, turn.sin, turn.by_position, *weights, eps, kind,
+                turn.cos, turn.sin, turn.by_position,
+                q_weight=None if norms is None else norms.q.weight,
+                k_weight=None if norms is None else norms.k.weight,
+                eps=0.0 if norms is None else norms.q.eps,
+                norm=HeadNorm.ROUNDED if norms is None else _HEAD_NORMS[norms.q.kind],
                 neighbours=layer.pairing is Pairing.NEIGHBOURS,
             )  # fmt: skip
             return backend.write_rotated(cache, qkv, rotation, step)

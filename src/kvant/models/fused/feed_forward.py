@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from kvant.models.fused.linear import Linear
 from kvant.models.fused.recipe import Activation
 
-
 Apply = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 """Calls a function of single numbers for x [..]."""
 
 
 def call_directly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) for x [..]."""
     return function(x)
 
 

@@ -81,9 +81,7 @@ class FewRowsDecoder:
             stream = self._feed_forward(layer.feed_forward, stream, norm)
             if index in layers:
                 taps[index] = stream.residual
-        logits = few.normed(
-            stream, *numbers(model.head), picked=logits_index, dtype=torch.float32
-        )
+        logits = few.normed(stream, *numbers(model.head), picked=logits_index, dtype=torch.float32)
         return fused.finish(logits), tuple(taps[index] for index in layers)
 
     def _feed_forward(self, layer: Dense | Experts, stream: Stream, norm: Tensor) -> Stream:
@@ -133,11 +131,13 @@ def is_own(linear: Linear) -> bool:
 
 
 def numbers(linear: Linear) -> tuple[Tensor, Tensor | None]:
+    """The weight [rows, columns] and the bias [rows] of a linear layer that `is_own`."""
     assert isinstance(linear, DenseLinear)
     return linear.weight, linear.bias
 
 
 def weight_of(norm: Norm | None) -> Tensor:
+    """The weight [width] of a norm that folds."""
     assert norm is not None
     assert norm.weight is not None
     return norm.weight

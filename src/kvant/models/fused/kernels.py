@@ -136,7 +136,7 @@ class TorchKernels:
         return q, k, v
 
     def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
-        q, k, v = qkv.split((q_width, k_width, qkv.shape[1] - q_width - k_width), dim=1)
+        q, k, v = torch.split(qkv, [q_width, k_width, qkv.shape[1] - q_width - k_width], dim=1)
         return torch.cat((self.norm(q, norms.q), self.norm(k, norms.k), v), dim=1)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -249,7 +249,9 @@ class _Reader:
         scale, groups = mixture.scale, mixture.groups
         found = 1.0 if scale is None else float(_find(router, module, scale))
         counts = (1, 1) if groups is None else tuple(int(getattr(router, g)) for g in groups)
-        top_k = next(p.top_k for p in (router, _parent(router, module), module) if hasattr(p, "top_k"))
+        top_k = next(
+            p.top_k for p in (router, _parent(router, module), module) if hasattr(p, "top_k")
+        )
         return Routing(
             experts.gate_up_proj.shape[0], int(top_k), _SCORING[mixture.kind],
             renormalise=renormalise, rounded=mixture.rounded, wide=mixture.wide, scale=found,

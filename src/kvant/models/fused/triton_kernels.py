@@ -211,7 +211,9 @@ def _add_norm(x, residual, out, weight, bias, eps, before_weight, before_bias, b
     dtype: tl.constexpr = raw.dtype
     value = raw.to(tl.float32)
     if BEFORE != _NONE:
-        value = _normed(value, before_weight, before_bias, c, mask, WIDTH, before_eps, BEFORE, dtype)
+        value = _normed(
+            value, before_weight, before_bias, c, mask, WIDTH, before_eps, BEFORE, dtype
+        )
     if FACTOR:
         value = (value * factor).to(dtype).to(tl.float32)
     if ADD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -161,15 +162,17 @@ class Conversation:
         engine, plan = self.llm.engine, self.llm.plan
         number = engine.submit(self._prompt(), self.params)
         clock = _Clock()
+        words = Words(self._show, self.console.width if self.console.is_terminal else None)
         result: Result | None = None
         with _interruptible() as interrupted:
             while result is None:
                 for piece in engine.step():
                     clock.count(len(piece.token_ids))
-                    self._show(piece.text)
+                    words.push(piece.text)
                     result = piece.result
                 if result is None and interrupted():
                     result = engine.cancel(number)
+        words.finish()
         self.console.print()
         parts = [f"{clock.num_tokens} tokens", *clock.report()]
         if result.num_cached_tokens:
@@ -211,6 +214,55 @@ class Conversation:
 
     def _dim(self, text: str) -> None:
         self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+class Words:
+    """Shows a text that comes in pieces, whole words at a time.
+
+    show: prints text. width: columns of the terminal; a word that would cross its edge begins a new line.
+    None shows the pieces as they come.
+    """
+
+    def __init__(self, show: Callable[[str], None], width: int | None) -> None:
+        self._show, self._width = show, width
+        self._held = ""
+        self._column = 0
+
+    def push(self, text: str) -> None:
+        if self._width is None:
+            self._show(text)
+            return
+        *whole, self._held = re.split(r"(?<=\s)", self._held + printable(text))
+        for word in whole:
+            self._place(word)
+        if _cells(self._held) >= self._width:  # a word as long as a line is shown as it comes
+            self._place(self._held)
+            self._held = ""
+
+    def finish(self) -> None:
+        """Shows what is left."""
+        if self._held:
+            self._place(self._held)
+            self._held = ""
+
+    def _place(self, word: str) -> None:
+        """A word with the blank behind it."""
+        assert self._width is not None
+        size = _cells(word.rstrip())
+        if self._column and size and self._column + size > self._width:
+            self._show("\n")
+            self._column = 0
+        self._show(word)
+        column = self._column + _cells(word)
+        if size >= self._width:  # the terminal has wrapped it
+            column %= self._width
+        self._column = 0 if word.endswith("\n") else column
+
+
+def _cells(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(text.rstrip("\n"))
 
 
 _ENDED = {

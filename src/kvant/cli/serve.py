@@ -49,6 +49,7 @@ def _check(settings: Settings) -> None:
 def serve(settings: Settings) -> None:
     """Serve a model over HTTP with OpenAI's API."""
     _require_packages()
+    _say(f"kvant: starting {settings.build(EngineOptions).model}")  # imports and plans take seconds
     from kvant.server.serve import log_to_stderr
     from kvant.server.serve import serve as run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,9 +55,12 @@ class BuiltEngine:
 def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> BuiltEngine:
     """Plan, fetch, load. Raises ConfigError before weights are read, wherever that is possible.
 
-    progress: told about downloads and conversions.
+    progress: told about downloads, conversions and the phases of the start.
     """
+    begin = _phases(progress)
+    begin("planning")
     planned = plan_engine(config, progress=progress)
+    begin("importing torch and transformers")
     # Refusals above answer without torch and transformers, which are imported only now.
     wait_without_spinning()
     from kvant.attention.verify.start import verify_plan
@@ -68,6 +71,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     from kvant.sampling.sampler import max_prompt_logprobs
 
     target, limits = planned.target, planned.limits
+    begin("verifying kernels")
     device = torch_device(planned.request.device)
     for plan in (target, planned.draft):
         if plan is not None:
@@ -81,6 +85,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         from kvant.parallel.team import Team
 
         team = Team(config, planned, num_pages)  # which load their weights meanwhile
+    begin("loading weights")
     tokenizing = open_tokenizer(target.local.path)
     model = load_model(
         target.local.path,
@@ -98,6 +103,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     ends = model.eos_token_ids or (() if tokenizing is None else tokenizing.eos_token_ids)
     # An obstacle to loading does not concern random weights.
     warnings = tuple(line for line in planned.warnings if line not in planned.obstacles)
+    begin("compiling kernels and recording steps")
     with _memory_for(planned):
         runner = (
             ModelRunner(model, num_pages, max_num_seqs=limits.max_num_seqs)
@@ -131,6 +137,11 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         compile_limits=config.compile_limits,
     )
     return BuiltEngine(engine, planned, tokenizing, notes, warnings)
+
+
+def _phases(progress: Progress | None) -> Callable[[str], None]:
+    """Tells `progress` that a phase of unknown length begins."""
+    return lambda task: None if progress is None else progress(task, 0, 0)
 
 
 @contextmanager

@@ -214,9 +214,15 @@ async def _ready(call: Call) -> Response:
 
 
 def _state(service: Service, good: bool) -> Response:
-    state = "draining" if service.draining else service.supervisor.state.value
+    state: Any = "draining" if service.draining else service.supervisor.state.value
     headers = None if good else {"retry-after": "2"}
-    return as_json({"status": state}, 200 if good else 503, headers)
+    answer = wire.State(state)
+    loading = service.supervisor.loading
+    if loading is not None and not good:
+        answer.phase = loading.task
+        if loading.total:
+            answer.fraction = min(1.0, loading.done / loading.total)
+    return as_json(answer, 200 if good else 503, headers)
 
 
 async def _load(call: Call) -> Response:

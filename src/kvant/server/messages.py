@@ -35,7 +35,7 @@ ToEngine = Submit | Cancel
 
 
 class Loading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loading"):
-    """A download or conversion during start-up, in bytes."""
+    """A download or conversion during start-up, in bytes; total 0: a phase of unknown length."""
 
     task: str
     done: int

@@ -208,7 +208,7 @@ class _Loading:
     def __call__(self, task: str, done: int, total: int) -> None:
         if task not in self._seen:
             self._seen.add(task)
-            self._say(f"kvant: {task} ({format_size(total)})")
+            self._say(f"kvant: {task} ({format_size(total)})" if total else f"kvant: {task}")
 
 
 def log_to_stderr() -> None:

@@ -149,6 +149,7 @@ class Supervisor:
     ) -> None:
         self.state = State.STARTING
         self.ready: Ready | None = None
+        self.loading: Loading | None = None
         self._report = Report(Stats())
         self.num_deaths = 0
         self._settings = settings
@@ -299,9 +300,11 @@ class Supervisor:
             self._silent = 0.0
             match message:
                 case Loading():
+                    self.loading = message
                     self._on_loading(message.task, message.done, message.total)
                 case Ready():
                     self.ready = message
+                    self.loading = None
                     self.state = State.READY
                     self._on_ready(message)
                 case Fault():

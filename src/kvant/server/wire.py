@@ -465,7 +465,11 @@ class TokenizerInfo(Struct, kw_only=True):
 
 
 class State(Struct):
+    """phase: what a start is doing. fraction: of its bytes, if the phase has some."""
+
     status: Literal["starting", "ready", "restarting", "stopped", "draining"]
+    phase: str | UnsetType = UNSET
+    fraction: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
 
 
 class Version(Struct):

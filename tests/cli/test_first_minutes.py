@@ -1,0 +1,136 @@
+"""What a user sees first: phases of a start within a second, whole words, snippets that run."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from kvant.cli.chat import Words
+from kvant.cli.progress import bars
+from tests.engine import tiny_chat
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = "from kvant.cli.main import run; run()"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chat.build(tmp_path_factory.mktemp("first"), max_position_embeddings=256)
+
+
+@given(st.text("ab \n", max_size=60), st.integers(3, 12), st.integers(1, 7))
+def test_words_are_whole_and_nothing_is_lost(text: str, width: int, cut: int) -> None:
+    shown: list[str] = []
+    words = Words(shown.append, width)
+    for place in range(0, len(text), cut):
+        words.push(text[place : place + cut])
+    words.finish()
+    whole = "".join(shown)
+    assert re.sub(r"\s", "", whole) == re.sub(r"\s", "", text)
+    for word in whole.split():
+        assert word in text.split() or len(word) >= width
+    for line in whole.split("\n"):
+        if all(len(word) < width for word in text.split()):
+            assert len(line.rstrip()) <= width
+
+
+def test_pieces_are_shown_as_they_come_in_a_pipe() -> None:
+    shown: list[str] = []
+    words = Words(shown.append, None)
+    for piece in ("Hel", "lo wor", "ld"):
+        words.push(piece)
+    assert shown == ["Hel", "lo wor", "ld"]
+
+
+def test_a_terminal_shows_the_phase_and_removes_it() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    with bars(console) as progress:
+        progress("loading weights", 0, 0)
+        progress("downloading", 2**20, 2**21)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "loading weights" in text
+    assert "downloading" in text
+
+
+def test_a_start_tells_its_phases_in_order(path: Path) -> None:
+    command = (sys.executable, "-c", RUN, "generate", "-m", str(path), "--max-tokens", "1", "hello")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = [line for line in done.stderr.splitlines() if line.startswith("kvant: ")]
+    phases = [line.removeprefix("kvant: ") for line in told]
+    assert phases[0] == "planning"
+    assert phases.index("verifying kernels") < phases.index("loading weights")
+    assert "kvant: " not in done.stdout
+
+
+def test_a_server_says_at_once_that_it_starts_and_health_says_what_it_does(path: Path) -> None:
+    command = (sys.executable, "-c", RUN, "serve", str(path), "--port", "0")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"kvant: starting {path}\n"
+        seen = [process.stdout.readline()]
+        while "ready" not in seen[-1]:
+            seen.append(process.stdout.readline())
+        assert "kvant: loading weights\n" in seen
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_health_names_the_phase_of_a_start(path: Path, unused_port: int) -> None:
+    command = (sys.executable, "-c", RUN, "serve", str(path), "--port", str(unused_port))
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        phases, status, ended = set(), "", time.monotonic() + 90
+        while status != "ready":
+            assert time.monotonic() < ended
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{unused_port}/health") as found:
+                    answer = json.load(found)
+            except urllib.error.HTTPError as fault:
+                answer = json.load(fault)
+            except urllib.error.URLError:
+                continue
+            status = answer["status"]
+            phases.add(answer.get("phase"))
+            time.sleep(0.02)
+        assert "importing torch and transformers" in phases
+        assert "phase" not in answer
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_the_snippet_of_asyncllm_runs_as_printed(path: Path) -> None:
+    page = (ROOT / "docs" / "usage.md").read_text()
+    (snippet,) = [
+        one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Async" in one
+    ]
+    assert "temperature=0" in snippet, "an example gives the same text each time"
+    command = (sys.executable, "-c", snippet.replace('"smollm2"', repr(str(path))))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout

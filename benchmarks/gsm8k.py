@@ -144,12 +144,10 @@ def judge(
     formats: Iterable[FormatRequest],
     *,
     answer_tokens: int = 0,
-    num_answers: int | None = None,
 ) -> list[Judged]:
     """Judge every format on the model of `llm`; drift is measured from the first one.
 
-    answer_tokens: length of a greedy answer to each question; 0 skips answers. num_answers: number of
-    questions to answer, None for all.
+    answer_tokens: length of a greedy answer to each question; 0 skips answers.
     """
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
@@ -166,7 +164,7 @@ def judge(
         truth = found if truth is None else truth
         right = None
         if answer_tokens:
-            right = _num_right(llm, plan, problems[:num_answers], answer_tokens)
+            right = _num_right(llm, plan, problems, answer_tokens)
         rows.append(
             Judged(
                 format=str(wanted),

@@ -94,6 +94,11 @@ class LoadedModel:
         return self._module.dtype
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a row between two layers."""
+        return int(self._module.config.get_text_config(decoder=True).hidden_size)
+
+    @property
     def compiled_seconds(self) -> float | None:
         """Seconds spent in compiled code so far; None for forwards without one compiled call per step."""
         return self._forward.compiled_seconds

@@ -6,9 +6,10 @@ not depend on the number of rows.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,13 @@ from torch import Tensor
 from kvant.errors import EngineFault
 from kvant.models.sharding.shard import Shard
 
+if TYPE_CHECKING:
+    from kvant.parallel.symmetric import SymmetricSums
+
 TIMEOUT = timedelta(seconds=600)
 """Of one collective: longer than any step. `kvant.parallel.ranks` finds ranks that died or hang."""
+
+_SUMMED_OVER_NVLINK = (torch.bfloat16, torch.float16, torch.float32)
 
 _ONE_SHOT_BYTES = 256 * 1024
 """Larger sums on more than two ranks go in two shots, which move fewer bytes."""
@@ -31,9 +37,13 @@ class RankGroup:
         self.shard = shard
         self._device = device
         self._backend: Any = None
+        self._symmetric: SymmetricSums | None = None
 
-    def connect(self, directory: Path) -> None:
-        """Meet the other ranks through files in `directory`. Waits for all of them."""
+    def connect(self, directory: Path, width: int, dtype: torch.dtype) -> None:
+        """Meet the other ranks through files in `directory`. Waits for all of them.
+
+        width, dtype: of the rows that forwards sum.
+        """
         made: Any = dist  # some of its names have no types
         store = made.FileStore(str(directory / "store"), self.shard.size)
         rank, size = self.shard.rank, self.shard.size
@@ -43,6 +53,9 @@ class RankGroup:
             options._timeout = TIMEOUT
             self._backend = made.ProcessGroupGloo(store, rank, size, options)
             return
+        # Without NVLink multicast, which not every driver and virtual machine offers.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         if dist.is_initialized():
             raise EngineFault("another engine with several GPUs runs in this process")
         dist.init_process_group(
@@ -50,12 +63,19 @@ class RankGroup:
             device_id=self._device,
         )  # fmt: skip
         self._backend = dist.group.WORLD
+        if dtype in _SUMMED_OVER_NVLINK and _all_see_each_other(size):
+            from kvant.parallel.symmetric import SymmetricSums
+
+            self._symmetric = SymmetricSums(self.shard, width, dtype, self._device)
+            self._symmetric.check()
 
     def abort(self, _reason: str) -> None:
         """Break off collectives that wait for a lost rank; any thread may call it.
 
         gloo notices by itself that a connection ended. NCCL's kernels would wait for ever.
         """
+        if self._symmetric is not None:
+            self._symmetric.break_off()
         if self._backend is not None and self._device.type != "cpu":
             self._backend._get_backend(self._device).abort()
 
@@ -63,9 +83,23 @@ class RankGroup:
         """The sum of all ranks' x [..], added in float32 in the order of ranks: equal bits everywhere."""
         if x.device.type == "cpu":
             return _added(self._gather_on_host(x.contiguous())).to(x.dtype)
+        x = x.contiguous()
+        if self._symmetric is not None and self._symmetric.takes(x):
+            return self._symmetric.sum(x)
         if self.shard.size == 2 or x.numel() * x.element_size() <= _ONE_SHOT_BYTES:
-            return _added(self._gather_on_device(x.contiguous())).to(x.dtype)
+            return _added_on_device(self._gather_on_device(x))
         return self._sum_in_two(x)
+
+    def sum_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """`sum`, an addition to `residual` in place, and an RMS norm in one launch; None if there is none.
+
+        x, residual: [n, width]. Returns the normed rows, and `residual`.
+        """
+        if self._symmetric is None or not self._symmetric.takes(x):
+            return None
+        return self._symmetric.sum_add_norm(x.contiguous(), residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' x [.., n], one behind the other in the order of ranks: [.., size * n]."""
@@ -92,10 +126,25 @@ class RankGroup:
             flat = torch.nn.functional.pad(flat, (0, width * size - flat.numel()))
         parts = torch.empty_like(flat)
         dist.all_to_all_single(parts, flat)
-        own = _added(parts.view(size, width)).to(x.dtype)
+        own = _added_on_device(parts.view(size, width))
         whole = torch.empty_like(flat)
         dist.all_gather_into_tensor(whole, own)
         return whole[: x.numel()].view(x.shape)
+
+
+def _added_on_device(parts: Tensor) -> Tensor:
+    """parts [size, ..] -> their sum [..], in their dtype."""
+    if parts.dtype is torch.float64:
+        return _added(parts)
+    from kvant.parallel.triton_sums import added
+
+    return added(parts)
+
+
+def _all_see_each_other(size: int) -> bool:
+    """Whether each of the first `size` GPUs can write the others' memory."""
+    gpus = range(torch.cuda.device_count())[:size]
+    return all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
 
 
 def _added(parts: Tensor | list[Tensor]) -> Tensor:

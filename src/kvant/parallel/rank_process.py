@@ -85,7 +85,7 @@ def _serve(link: Connection[FromRank, ToRank]) -> None:
     while True:
         message = link.recv()
         if isinstance(message, Connect):
-            group.connect(start.directory)
+            group.connect(start.directory, model.hidden_size, model.dtype)
             runner = ModelRunner(model, start.num_pages)
             continue
         assert runner is not None, "ranks meet before they run"

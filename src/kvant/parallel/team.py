@@ -44,7 +44,7 @@ class Team:
         """The runner of this rank's loaded part. Waits for the other ranks; raises RankLost."""
         self._ranks.wait_loaded()
         self._ranks.send(Connect())
-        self.group.connect(self._ranks.directory)
+        self.group.connect(self._ranks.directory, model.hidden_size, model.dtype)
         return RankedRunner(model, self._num_pages, self._ranks)
 
 

@@ -24,7 +24,7 @@ from kvant.models.fused.experts import ExpertKernels, Experts, TorchExperts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.info import MOST_ANGLES
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
-from kvant.models.fused.layers import Model
+from kvant.models.fused.layers import Model, Norm
 from kvant.models.fused.linear import Linear, Multiply, multiply_for
 from kvant.models.fused.read import decoder_of, read_model
 from kvant.models.fused.recipe import Activation, Angles, NormKind, Pairing
@@ -198,7 +198,7 @@ class FusedDecoder:
         x = residual if first is None else kernels.norm(residual, first)
         for index, layer in enumerate(model.layers):
             q = self.enter(index, products.plain(x, layer.qkv), turns, call)
-            last = index + 1 == len(model.layers)
+            last, is_summed = index + 1 == len(model.layers), False
             narrowed = last and step.wanted is not None and index not in layers
             if narrowed:  # K and V are stored; later operations do not use the other rows
                 assert step.wanted is not None
@@ -208,21 +208,23 @@ class FusedDecoder:
             if model.parallel:
                 if layer.ffn_in is not None:
                     x = kernels.norm(residual, layer.ffn_in)
-                y = self._sum(y + self.feed_forward(x, layer.feed_forward, products))
+                y = y + self.feed_forward(x, layer.feed_forward, products)
             else:
-                x, residual = kernels.add_norm(
-                    self._sum(y), residual, layer.ffn_in, before=layer.attn_out, factor=layer.factor
+                x, residual = self._add_norm(
+                    y, residual, layer.ffn_in, before=layer.attn_out, factor=layer.factor
                 )
-                y = self._sum(self.feed_forward(x, layer.feed_forward, products))
+                y = self.feed_forward(x, layer.feed_forward, products)
             norm = model.norm if last else model.layers[index + 1].attn_in
+            if index in layers:
+                y, is_summed = self._sum(y), True
             if last and index in layers:
                 _, taps[index] = kernels.add_norm(
                     y.clone(), residual.clone(), None, before=layer.ffn_out, factor=layer.factor
                 )
             if last and not narrowed:
                 y, residual = y[logits_index], residual[logits_index]
-            x, residual = kernels.add_norm(
-                y, residual, norm, before=layer.ffn_out, factor=layer.factor
+            x, residual = self._add_norm(
+                y, residual, norm, before=layer.ffn_out, factor=layer.factor, is_summed=is_summed
             )
             if index in layers and not last:
                 taps[index] = residual.clone()  # the next layers add to it in place
@@ -231,6 +233,26 @@ class FusedDecoder:
             logits = gather_logits(self._ranks.group, logits, self._ranks.vocab_size)
         logits = self.finish(logits)
         return logits, tuple(taps[index] for index in layers)
+
+    def _add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        *,
+        before: Norm | None,
+        factor: float,
+        is_summed: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """`Kernels.add_norm` of the sum of all ranks' x [T, width]; is_summed: x is the sum already."""
+        if self._ranks is not None and not is_summed:
+            plain = before is None and factor == 1.0 and norm is not None
+            if plain and norm is not None and norm.kind is NormKind.RMS and norm.weight is not None:
+                found = self._ranks.group.sum_add_norm(x, residual, norm.weight, norm.eps)
+                if found is not None:
+                    return found
+            x = self._ranks.group.sum(x)
+        return self.kernels.add_norm(x, residual, norm, before=before, factor=factor)
 
     def _sum(self, x: Tensor) -> Tensor:
         """Add all ranks' partial sums x [..]."""

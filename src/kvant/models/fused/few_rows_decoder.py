@@ -19,28 +19,35 @@ from kvant.models.fused.layers import Layer, Norm
 from kvant.models.fused.linear import DenseLinear, Linear
 from kvant.models.fused.recipe import Activation
 from kvant.models.fused.triton_experts import TritonExperts
+from kvant.models.sharding.divide import Group
 
 
-def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> FewRowsDecoder:
-    """Build the forward of a loaded module. EngineFault if the module does not match the plan."""
+def make(
+    module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice, group: Group | None = None
+) -> FewRowsDecoder:
+    """Build the forward of a loaded module. EngineFault if the module does not match the plan.
+
+    group: the ranks that share the model, whose sums lie between products and norms.
+    """
     assert not choice.batch_invariant, "the plan refuses it"
-    return FewRowsDecoder(fuse(module, plan))
+    return FewRowsDecoder(fuse(module, plan, group=group), folds=group is None)
 
 
 class FewRowsDecoder:
     """Steps of up to `FewRows.most_tokens` tokens by products of its own; others as `FusedDecoder`.
 
     Where every norm's scale may be applied behind a product, a layer has four launches beside
-    attention (`_run_folded`); else norms are launches of their own, between the same products.
+    attention (`_run_folded`); else, or without `folds`, norms are launches of their own, between the
+    same products.
     """
 
-    def __init__(self, fused: FusedDecoder) -> None:
+    def __init__(self, fused: FusedDecoder, *, folds: bool = True) -> None:
         self._fused = fused
         model = fused.model
         self._few = FewRows(model.embedding.device, model.norm.eps)
         self._experts = TritonExperts(model.embedding.device)
         self._products = FewProducts(self._few, fused)
-        self._folds = model.folds_norms and all(_folds(layer) for layer in model.layers)
+        self._folds = folds and model.folds_norms and all(_folds(layer) for layer in model.layers)
         self._folds = self._folds and is_own(model.head) and model.norm.eps == _eps(model.layers)
 
     @property

@@ -21,8 +21,6 @@ _MULTIPROCESSORS = 256
 def _refuse(facts: ForwardFacts) -> str | None:
     if facts.device.kind is not DeviceKind.CUDA:
         return "its kernels run on NVIDIA GPUs"
-    if facts.num_ranks > 1:
-        return "its products add to the residual at once, before ranks have summed their parts"
     if facts.compute is not ComputeDtype.BFLOAT16:
         return f"it computes in bfloat16, not in {facts.compute.value}"
     if facts.quantization is not None:

@@ -34,6 +34,8 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
     recipe, config = find_recipe(facts), text_config(facts)
     if recipe is None:
         return f"Kvant's own decoder has no recipe for {facts.geometry.model_type}"
+    if facts.num_ranks > 1 and recipe.attention.qk_norm is QKNorm.ROW:
+        return "its norms span the heads of all ranks"
     for field, values in recipe.only.items():
         if config.get(field) not in values:
             return f"Kvant's own decoder does not compute {field} {config.get(field)!r}"
@@ -94,9 +96,6 @@ def table_bytes(facts: ForwardFacts) -> int:
 def _refuse(facts: ForwardFacts) -> str | None:
     if facts.quantization is not None:
         return "its products are torch's, which do not multiply with weights that Kvant rounds"
-    recipe = find_recipe(facts)
-    if facts.num_ranks > 1 and recipe is not None and recipe.attention.qk_norm is QKNorm.ROW:
-        return "its norms span the heads of all ranks"
     return refuse_layers(facts)
 
 

@@ -32,6 +32,15 @@ class Group(Protocol):
         """The sum of all ranks' x [..], added in float32 in the order of ranks: equal bits everywhere."""
         ...
 
+    def sum_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """`sum`, an addition to `residual` in place, and an RMS norm in one launch; None if there is none.
+
+        x, residual: [n, width]. Returns the normed rows, and `residual`.
+        """
+        ...
+
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' x [.., n], one behind the other in the order of ranks: [.., size * n]."""
         ...

@@ -98,29 +98,28 @@ def test_a_killed_template_process_costs_no_answer(server: Server) -> None:
         assert again.json["choices"] == before.json["choices"]
 
 
-def test_a_template_process_that_always_dies_is_an_api_error(model: Path) -> None:
-    with Server(model) as server:
-        killing, killed = threading.Event(), threading.Event()
+def test_a_template_process_that_always_dies_is_an_api_error(server: Server) -> None:
+    killing, killed = threading.Event(), threading.Event()
 
-        def kill() -> None:
-            while not killing.wait(0.005):
-                try:
-                    os.kill(_child(server, b"kvant.server.template"), signal.SIGKILL)
-                except (AssertionError, OSError, ProcessLookupError):
-                    continue
-                killed.set()
+    def kill() -> None:
+        while not killing.wait(0.005):
+            try:
+                os.kill(_child(server, b"kvant.server.template"), signal.SIGKILL)
+            except (AssertionError, OSError, ProcessLookupError):
+                continue
+            killed.set()
 
-        killer = threading.Thread(target=kill)
-        killer.start()
-        assert killed.wait(30), "the process of the start could answer before it dies"
-        try:
-            answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 2})
-        finally:
-            killing.set()
-            killer.join()
-        assert answer.status in (400, 503)
-        assert "template" in answer.error["message"]
-        assert server.post(CHAT, {"messages": HELLO, "max_tokens": 2}).status == 200
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert killed.wait(30), "the process of the start could answer before it dies"
+    try:
+        answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 2})
+    finally:
+        killing.set()
+        killer.join()
+    assert answer.status in (400, 503)
+    assert "template" in answer.error["message"]
+    assert server.post(CHAT, {"messages": HELLO, "max_tokens": 2}).status == 200
 
 
 def test_large_bodies_are_parsed_in_a_blink() -> None:

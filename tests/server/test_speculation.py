@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvant import LLM, SamplingParams
 from tests.server.harness import Server, build_model
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
@@ -21,22 +22,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_server_that_drafts_answers_alike_and_counts(model: Path) -> None:
     body = {
         "prompt": "abc abc abc abc", "max_tokens": 48, "temperature": 0, "ignore_eos": True,
-        "logprobs": 1,
+        "logprobs": 1, "return_token_ids": True,
     }  # fmt: skip
+    llm = LLM(model, dtype="float64", kv_cache_memory="4MB", max_model_len=512)
+    params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    (plain,) = llm.generate("abc abc abc abc", params)
+    streamed = ""
     flags = ("--dtype", "float64", "--kv-cache-memory", "4MB", "--max-model-len", "512")
-    answers, streamed = [], ""
-    for more in ((), ("--speculative-config", json.dumps(NGRAM))):
-        with Server(model, (*flags, *more)) as server:
-            answers.append(server.post("/v1/completions", body).json["choices"][0])
-            if more:
-                raw = server.post("/v1/completions", {**body, "stream": True}).body.decode()
-                for line in raw.splitlines():
-                    if line.startswith("data: {"):
-                        choices = json.loads(line[6:])["choices"]
-                        streamed += choices[0]["text"] if choices else ""
-            text = server.get("/metrics").body.decode()
-    assert answers[0]["text"] == answers[1]["text"] == streamed
-    assert answers[0]["logprobs"]["tokens"] == answers[1]["logprobs"]["tokens"]
+    with Server(model, (*flags, "--speculative-config", json.dumps(NGRAM))) as server:
+        answer = server.post("/v1/completions", body).json["choices"][0]
+        raw = server.post("/v1/completions", {**body, "stream": True}).body.decode()
+        for line in raw.splitlines():
+            if line.startswith("data: {"):
+                choices = json.loads(line[6:])["choices"]
+                streamed += choices[0]["text"] if choices else ""
+        text = server.get("/metrics").body.decode()
+    assert answer["text"] == plain.text == streamed
+    assert answer["token_ids"] == list(plain.token_ids)
+    assert len(answer["logprobs"]["tokens"]) == len(plain.token_ids)
 
     def value(name: str) -> float:
         found = re.search(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)

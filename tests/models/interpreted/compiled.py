@@ -38,7 +38,7 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
         for place, name in enumerate(names)
         if types[name].startswith("*")
     }
-    asked = {key: options[key] for key in ("num_warps", "launch_pdl") if key in options}
+    asked = {k: options[k] for k in ("num_warps", "num_stages", "launch_pdl") if k in options}
     source = ASTSource(kernel, types, {name: arguments[name] for name in constant}, aligned)
     made = triton.compile(source, target=H200, options=asked)
     shared = made.metadata.shared

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvant.kv.state_pool import StateCache
-from kvant.models.recurrent.packed import Packed, read_state, write_state
+from kvant.models.recurrent.packed import Packed, read_state, takes_kernels, write_state
 
 
 def causal_conv(
@@ -20,6 +20,14 @@ def causal_conv(
     wider. Replaces the states by each sequence's last kernel - 1 inputs.
     """
     size = weight.shape[1]
+    if takes_kernels(x, cache):
+        from kvant.models.recurrent.kernels import conv_prompts, conv_step
+
+        kept = cache.numbers, packed.rows, packed.starts
+        if packed.lengths is None:
+            return conv_step(x, weight.contiguous(), bias, *kept, silu=silu)
+        where = packed.owners, packed.cu_seqlens
+        return conv_prompts(x, weight.contiguous(), bias, *kept, *where, silu=silu)
     work = torch.promote_types(x.dtype, torch.float32)
     kernel = weight.to(work)
     history = read_state(cache, packed, None, x.dtype)  # [n, size - 1, channels]
@@ -45,7 +53,7 @@ def _extend(x: Tensor, history: Tensor, packed: Packed) -> tuple[Tensor, Tensor]
     """Each sequence's history before its tokens, and where the results of the tokens stand, [T]."""
     assert packed.lengths is not None
     num, before = history.shape[:2]
-    owner = torch.repeat_interleave(torch.tensor(packed.lengths)).to(x.device)
+    owner = packed.owners.to(torch.int64)
     behind = torch.arange(len(x), device=x.device) + owner * before
     extended = x.new_empty(len(x) + num * before, x.shape[1])
     extended[behind + before] = x

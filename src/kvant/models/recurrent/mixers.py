@@ -5,18 +5,18 @@ Each works on packed tokens [T, hidden] with the weights, projections and norms 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvant.kv.geometry import StateGeometry, StateKind
 from kvant.kv.state_pool import StateCache
 from kvant.models.recurrent.conv import causal_conv
-from kvant.models.recurrent.packed import Packed
+from kvant.models.recurrent.packed import Packed, takes_kernels
 from kvant.models.recurrent.scan import scan
 
 
@@ -40,6 +40,12 @@ class Mixer(Protocol):
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         """[T, hidden] -> [T, hidden]; reads and writes the states."""
         ...
+
+
+_NORMS_OF_QWEN = frozenset(
+    {"Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated"}
+)
+"""Norms that `kernels.gated_norm` computes."""
 
 
 def _conv_state(kernel: int, channels: int) -> StateGeometry:
@@ -71,21 +77,28 @@ class _DeltaRule:
             _recurrent_state(self.heads, self.values, self.keys),
         )
 
-    def delta(self, qkv: Tensor, g: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
-        """qkv: [T, channels] before the convolution. Returns [T, heads, values] in qkv's dtype."""
+    def convolve(self, qkv: Tensor, states: LayerStates) -> Tensor:
+        """[T, channels] -> [T, channels]."""
         assert states.conv is not None
+        conv = self.module.conv1d
+        return causal_conv(qkv, conv.weight[:, 0], conv.bias, states.conv, states.packed, silu=True)
+
+    def delta(
+        self, mixed: Tensor, g: Tensor, beta: Tensor, states: LayerStates, *, singles: bool = True
+    ) -> Tensor:
+        """mixed: [T, channels] behind the convolution. Returns [T, heads, values] in its dtype.
+
+        singles: as in `scan`.
+        """
         assert states.recurrent is not None
-        conv, width = self.module.conv1d, self.key_heads * self.keys
-        mixed: Tensor = causal_conv(
-            qkv, conv.weight[:, 0], conv.bias, states.conv, states.packed, silu=True
-        )
+        width = self.key_heads * self.keys
         q, k, v = torch.split(mixed, [width, width, self.heads * self.values], 1)
         q, k = (x.reshape(len(x), self.key_heads, self.keys) for x in (q, k))
         out = scan(
             _normed(q) * self.keys**-0.5, _normed(k), v.reshape(len(v), self.heads, self.values),
-            g, beta, states.recurrent, states.packed,
+            g, beta, states.recurrent, states.packed, singles=singles,
         )  # fmt: skip
-        return out.to(qkv.dtype)
+        return out.to(mixed.dtype)
 
 
 class GatedDeltaNet(_DeltaRule):
@@ -95,26 +108,67 @@ class GatedDeltaNet(_DeltaRule):
         super().__init__(
             module, module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
         )
+        self._joined: Tensor | None = None
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         m = self.module
         qkv, z, b, a = self._project(x)
-        beta = b.sigmoid()
-        if getattr(m, "allow_neg_eigval", False):
-            beta = beta * 2.0
-        g = -m.A_log.float().exp() * F.softplus(a.float() + m.dt_bias.float())
-        out = self.delta(qkv, g, beta, states)
+        out = self._recur(self.convolve(qkv, states), a, b, states)
         norm = m.o_norm if hasattr(m, "o_norm") else m.norm
         project = m.o_proj if hasattr(m, "o_proj") else m.out_proj
-        z = z.reshape(-1, self.values)
-        mixed: Tensor = project(norm(out.reshape(-1, self.values), z).reshape(len(x), -1))
+        out = out.reshape(-1, self.values)
+        assert states.recurrent is not None
+        if takes_kernels(out, states.recurrent) and type(norm).__name__ in _NORMS_OF_QWEN:
+            from kvant.models.recurrent.kernels import gated_norm
+
+            normed = gated_norm(out, z, norm.weight, norm.variance_epsilon)
+        else:
+            normed = norm(out, z.reshape(-1, self.values))
+        mixed: Tensor = project(normed.reshape(len(x), -1))
         return mixed
+
+    def _recur(self, mixed: Tensor, a: Tensor, b: Tensor, states: LayerStates) -> Tensor:
+        """The delta rule with its gates: a, b [T, heads] -> [T, heads, values]."""
+        m, packed, cache = self.module, states.packed, states.recurrent
+        assert cache is not None
+        strongest = 2.0 if getattr(m, "allow_neg_eigval", False) else 1.0
+        kernels = takes_kernels(mixed, cache)
+        if kernels and packed.lengths is None:
+            return self._step(mixed, a, b, cache, packed.rows, packed.starts, strongest)
+        g = -m.A_log.float().exp() * F.softplus(a.float() + m.dt_bias.float())
+        out = self.delta(mixed, g, b.sigmoid() * strongest, states, singles=not kernels)
+        if kernels:
+            places, which, tokens = packed.singles
+            if places:
+                rows, starts = packed.rows[which], packed.starts[which]
+                one = mixed[tokens], a[tokens], b[tokens]
+                out[tokens] = self._step(*one, cache, rows, starts, strongest)
+        return out
+
+    def _step(
+        self, mixed: Tensor, a: Tensor, b: Tensor, cache: StateCache, rows: Tensor, starts: Tensor,
+        strongest: float,
+    ) -> Tensor:  # fmt: skip
+        from kvant.models.recurrent.kernels import delta_step
+
+        m = self.module
+        return delta_step(
+            mixed, a, b, m.A_log, m.dt_bias, cache.numbers, rows, starts, self.key_heads,
+            strongest=strongest,
+        )  # fmt: skip
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution [T, channels], the gate, and b and a [T, heads]."""
         m = self.module
         if hasattr(m, "in_proj_qkv"):
-            return m.in_proj_qkv(x), m.in_proj_z(x), m.in_proj_b(x), m.in_proj_a(x)
+            parts = (m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a)
+            if x.device.type == "cpu" or any(type(part) is not nn.Linear for part in parts):
+                return m.in_proj_qkv(x), m.in_proj_z(x), m.in_proj_b(x), m.in_proj_a(x)
+            if self._joined is None:
+                self._joined = _join(parts)
+            sizes = [part.out_features for part in parts]
+            qkv, z, b, a = torch.split(F.linear(x, self._joined), sizes, 1)
+            return qkv, z, b, a
         if hasattr(m, "in_proj_qkvz"):
             per_key = self.heads // self.key_heads
             mixed = m.in_proj_qkvz(x).unflatten(1, (self.key_heads, -1))
@@ -122,7 +176,7 @@ class GatedDeltaNet(_DeltaRule):
             q, k, v, z = mixed.split([self.keys, self.keys, wide, wide], 2)
             b, a = m.in_proj_ba(x).unflatten(1, (self.key_heads, -1)).split([per_key, per_key], 2)
             qkv = torch.cat([part.flatten(1) for part in (q, k, v)], 1)
-            return qkv, z, b.flatten(1), a.flatten(1)
+            return qkv, z.flatten(1), b.flatten(1), a.flatten(1)
         qkv = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], 1)
         return qkv, m.g_proj(x), m.b_proj(x), m.a_proj(x)
 
@@ -136,11 +190,23 @@ class KimiDelta(_DeltaRule):
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         m = self.module
         qkv = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], 1)
-        out = self.delta(qkv, m.forget_gate(x[None])[0], m.b_proj(x).sigmoid(), states)
+        mixed = self.convolve(qkv, states)
+        out = self.delta(mixed, m.forget_gate(x[None])[0], m.b_proj(x).sigmoid(), states)
         gate = m.g_b_proj(m.g_a_proj(x)) if hasattr(m, "g_a_proj") else m.g_proj(x)
         gate = gate.unflatten(1, (self.heads, self.values))
-        mixed: Tensor = m.o_proj(m.o_norm(out[None], gate[None]).reshape(len(x), -1))
-        return mixed
+        normed = m.o_norm(out[None], gate[None])
+        found: Tensor = m.o_proj(normed.reshape(len(x), -1))
+        return found
+
+
+def _join(parts: Sequence[nn.Linear]) -> Tensor:
+    """One weight [sum of outputs, inputs] for layers without bias, whose own weights become parts of it."""
+    joined = torch.cat([part.weight.data for part in parts])
+    first = 0
+    for part in parts:
+        part.weight.data = joined[first : first + part.out_features]
+        first += part.out_features
+    return joined
 
 
 class Mamba2:
@@ -171,6 +237,15 @@ class Mamba2:
             inner, conv.weight[:, 0], conv.bias, states.conv, states.packed, silu=True
         )
         wide = m.n_groups * m.ssm_state_size
+        if takes_kernels(x, states.recurrent) and states.packed.lengths is None:
+            from kvant.models.recurrent.kernels import mamba_step
+
+            packed = states.packed
+            out = mamba_step(
+                inner, dt, m.A_log, m.dt_bias, m.D, states.recurrent.numbers, packed.rows,
+                packed.starts, m.n_groups, m.time_step_limit,
+            )  # fmt: skip
+            return self._finish(out.flatten(1), gate)
         value, b, c = torch.split(inner, [m.intermediate_size, wide, wide], 1)
         value = value.reshape(len(x), m.num_heads, m.head_dim)
         b, c = (part.reshape(len(x), m.n_groups, m.ssm_state_size) for part in (b, c))
@@ -182,9 +257,14 @@ class Mamba2:
             states.packed,
         )  # fmt: skip
         out = (out + m.D.to(work)[:, None] * value).to(x.dtype).flatten(1)
+        return self._finish(out, gate)
+
+    def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
+        """out, gate: [T, heads * values] -> [T, hidden]."""
+        m, dtype = self.module, out.dtype
         has_norm = getattr(m, "mamba_rms_norm", True)  # Falcon-H1 may have none
         out = m.norm(out[None], gate[None])[0] if has_norm else out * F.silu(gate)
-        mixed: Tensor = m.out_proj(out.to(x.dtype))
+        mixed: Tensor = m.out_proj(out.to(dtype))
         return mixed
 
 

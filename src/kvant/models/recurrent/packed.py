@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,16 +16,37 @@ from kvant.kv.state_pool import StateCache
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """The tokens of sequences with several tokens, in chunks of `size`; m chunks in all.
+
+    places: sequences, those with most chunks first. tokens: [m * size] int64, each chunk's tokens in T; T for
+    what lies behind a sequence's last token. found: [tokens in chunks] int64, where they stand in chunks, and
+    where: [tokens in chunks] int64, where in T. counts, begins: chunks of each of `places`, and the first of
+    them. bounds: [2, n] int64, first chunk and end of every sequence of the step.
+    """
+
+    size: int
+    places: list[int]
+    tokens: Tensor
+    found: Tensor
+    where: Tensor
+    counts: list[int]
+    begins: list[int]
+    bounds: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Packed:
     """n sequences in T tokens.
 
-    rows: [n] int64, rows of the states. is_new: [n] bool, whether a sequence's first token runs, so that
-    it starts from zeros; of padding too. cu_seqlens: [n + 1] int32. lengths: tokens of each sequence on the
-    host; None if each has one, as in recorded decodes.
+    step: the step. rows: [n] int64, rows of the states. starts: [n] int32, tokens that a sequence's state
+    holds already; not positive for one whose first token runs, and for padding. cu_seqlens: [n + 1] int32.
+    lengths: tokens of each sequence on the host; None if each has one, as in recorded decodes.
     """
 
+    step: Step
     rows: Tensor
-    is_new: Tensor
+    starts: Tensor
     cu_seqlens: Tensor
     lengths: tuple[int, ...] | None
 
@@ -33,50 +55,107 @@ class Packed:
         """The step's sequences. EngineFault for a step without rows."""
         if step.rows is None:
             raise EngineFault("a step without rows of states reached a recurrent layer")
-        counts = step.cu_seqlens_q[1:] - step.cu_seqlens_q[:-1]
-        return Packed(step.rows, step.seqlens_kv <= counts, step.cu_seqlens_q, step.lengths)
+        starts = step.lists.get("state starts")
+        if starts is None:
+            counts = step.cu_seqlens_q[1:] - step.cu_seqlens_q[:-1]
+            starts = step.lists["state starts"] = step.seqlens_kv - counts
+        return Packed(step, step.rows, starts, step.cu_seqlens_q, step.lengths)
 
     @property
-    def on_host(self) -> bool:
-        return self.rows.device.type == "cpu"
-
-    def pieces(self) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Sequences with one token, and (place, first token, tokens) of the others."""
+    def owners(self) -> Tensor:
+        """[T] int32, each token's sequence."""
         assert self.lengths is not None
-        ones: list[int] = []
-        others: list[tuple[int, int, int]] = []
-        first = 0
-        for place, length in enumerate(self.lengths):
-            if length == 1:
-                ones.append(place)
-            elif length:
-                others.append((place, first, length))
-            first += length
-        return ones, others
+        found = self.step.lists.get("state owners")
+        if found is None:
+            owners = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+            found = torch.from_numpy(owners).to(self.rows.device)
+            self.step.lists["state owners"] = found
+        return found
+
+    @property
+    def singles(self) -> tuple[list[int], Tensor, Tensor]:
+        """Sequences with one token: places on the host, [k] int64 on the device, and their tokens [k]."""
+        assert self.lengths is not None
+        places = [place for place, length in enumerate(self.lengths) if length == 1]
+        found = self.step.lists.get("state singles")
+        if found is None:
+            firsts = np.cumsum([0, *self.lengths])[places]
+            made = np.stack([np.array(places, np.int64), firsts.astype(np.int64)])
+            found = self.step.lists["state singles"] = torch.from_numpy(made).to(self.rows.device)
+        return places, found[0], found[1]
+
+    def chunks(self, size: int) -> Chunks | None:
+        """Chunks of the sequences with several tokens; None if there are none."""
+        assert self.lengths is not None
+        longer = [(n, place) for place, n in enumerate(self.lengths) if n > 1]
+        if not longer:
+            return None
+        longer.sort(key=lambda one: -one[0])
+        counts = [-(-n // size) for n, _ in longer]
+        begins = [int(x) for x in np.cumsum([0, *counts[:-1]])]
+        key = ("state chunks", size)
+        made = self.step.lists.get(key)
+        offsets = np.cumsum([0, *self.lengths])
+        total = int(offsets[-1])
+        in_chunks = sum(n for n, _ in longer)
+        if made is None:
+            tokens = np.full(sum(counts) * size, total, np.int64)
+            found, where = [], []
+            firsts = np.zeros(len(self.lengths), np.int64)
+            for (n, place), begin in zip(longer, begins, strict=True):
+                tokens[begin * size : begin * size + n] = np.arange(
+                    offsets[place], offsets[place] + n
+                )
+                found.append(np.arange(begin * size, begin * size + n))
+                where.append(np.arange(offsets[place], offsets[place] + n))
+                firsts[place] = begin
+            ends = firsts.copy()
+            for (_, place), begin, count in zip(longer, begins, counts, strict=True):
+                ends[place] = begin + count
+            flat = np.concatenate([tokens, *found, *where, firsts, ends])
+            made = self.step.lists[key] = torch.from_numpy(flat).to(self.rows.device)
+        n = len(self.lengths)
+        tokens_, found_, where_, bounds = torch.split(
+            made, [sum(counts) * size, in_chunks, in_chunks, 2 * n]
+        )
+        return Chunks(
+            size, [place for _, place in longer], tokens_, found_, where_, counts, begins,
+            bounds.view(2, n),
+        )  # fmt: skip
 
 
 def read_state(
-    cache: StateCache, packed: Packed, places: Sequence[int] | None, dtype: torch.dtype
+    cache: StateCache, packed: Packed, places: Sequence[int] | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """States [n, *shape] of some sequences, of all for None; zeros for new ones. A copy."""
-    rows, is_new = packed.rows, packed.is_new
+    """States [n, *shape] of some sequences, of all for None; zeros for new ones. A copy in `dtype`."""
+    rows, starts = packed.rows, packed.starts
     if places is not None:
-        index = torch.tensor(places, device=rows.device)
-        rows, is_new = rows[index], is_new[index]
+        index = _index(places, rows.device)
+        rows, starts = rows[index], starts[index]
     shape = cache.spec.geometry.shape
     stored = tuple(plane[rows] for plane in cache.planes)
     codec = codec_for(cache.spec.choice.dtype)
     found = codec.decode(stored, None, shape[-1], torch.float32).to(dtype)
-    return found.masked_fill_(is_new.view(-1, *(1,) * len(shape)), 0.0)
+    return found.masked_fill_((starts <= 0).view(-1, *(1,) * len(shape)), 0.0)
 
 
 def write_state(
-    cache: StateCache, packed: Packed, places: Sequence[int] | None, value: Tensor
+    cache: StateCache, packed: Packed, places: Sequence[int] | Tensor | None, value: Tensor
 ) -> None:
-    """Store states [n, *shape] of some sequences, of all for None."""
+    """Store states [n, *shape], of any floating dtype, of some sequences, of all for None."""
     rows = packed.rows
     if places is not None:
-        rows = rows[torch.tensor(places, device=rows.device)]
+        rows = rows[_index(places, rows.device)]
     codes = codec_for(cache.spec.choice.dtype).encode(value, None)
     for plane, code in zip(cache.planes, codes, strict=True):
         plane[rows] = code
+
+
+def takes_kernels(x: Tensor, cache: StateCache) -> bool:
+    """Whether Triton's kernels run on these numbers and states."""
+    is_native = cache.spec.choice.dtype.format.is_native
+    return x.device.type != "cpu" and x.dtype is not torch.float64 and is_native
+
+
+def _index(places: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    return places if isinstance(places, Tensor) else torch.tensor(places, device=device)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvant.kv.state_pool import StateCache
-from kvant.models.recurrent.packed import Packed, read_state, write_state
+from kvant.models.recurrent.packed import Chunks, Packed, read_state, takes_kernels, write_state
 
 CHUNK = 64
 """Tokens of a chunk where all keys of a head decay alike."""
@@ -31,13 +31,15 @@ KEY_CHUNK = 16
 
 
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cache: StateCache, packed: Packed
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cache: StateCache, packed: Packed,
+    *, singles: bool = True,
 ) -> Tensor:  # fmt: skip
     """Run the recurrence over each sequence's tokens, from its stored state; stores the states it ends with.
 
     q, k: [T, key_heads, keys], scaled as they are to be used; each of them serves heads / key_heads heads
     in order. v: [T, heads, values]. g: [T, heads] or [T, heads, keys], logarithms of decays, at most 0. beta:
-    [T, heads], or None without a delta rule. Returns [T, heads, values] in float32 or wider.
+    [T, heads], or None without a delta rule. singles: False leaves sequences with one token alone; their
+    results are undefined. Returns [T, heads, values] in float32 or wider.
     """
     work = torch.promote_types(v.dtype, torch.float32)
     q, k, v, g = (x.to(work) for x in (q, k, v, g))
@@ -48,20 +50,16 @@ def scan(
         write_state(cache, packed, None, state)
         return out
     out = torch.empty_like(v)
-    ones, pieces = packed.pieces()
-    if ones:
-        firsts = packed.cu_seqlens[:-1].to(torch.int64)
-        index = firsts[torch.tensor(ones, device=v.device)]
-        state = read_state(cache, packed, ones, work)
+    places, rows, index = packed.singles
+    if places and singles:
+        state = read_state(cache, packed, rows, work)
         few = None if beta is None else beta[index]
         out[index], state = one_token(q[index], k[index], v[index], g[index], few, state)
-        write_state(cache, packed, ones, state)
-    for place, first, count in pieces:
-        there = slice(first, first + count)
-        state = read_state(cache, packed, [place], work)
-        some = None if beta is None else beta[there]
-        out[there], last = in_chunks(q[there], k[there], v[there], g[there], some, state[0])
-        write_state(cache, packed, [place], last[None])
+        write_state(cache, packed, rows, state)
+    chunks = packed.chunks(KEY_CHUNK if g.ndim == 3 else CHUNK)
+    if chunks is not None:
+        found = _in_chunks(q, k, v, g, beta, chunks, cache, packed)
+        out[chunks.where] = found.transpose(1, 2).reshape(-1, *v.shape[1:])[chunks.found]
     return out
 
 
@@ -70,10 +68,10 @@ def one_token(
 ) -> tuple[Tensor, Tensor]:
     """One token of each of n sequences. state: [n, heads, values, keys], which is overwritten.
 
-    The rest as in `scan`, with T = n. Returns the outputs and the new states.
+    The rest as in `scan`, with T = n. Returns the outputs [n, heads, values] and the new states.
     """
     heads = v.shape[1]
-    q, k = _for_heads(q, heads, 1), _for_heads(k, heads, 1)
+    q, k = _for_heads(q, heads), _for_heads(k, heads)
     decay = g.exp()
     state.mul_(decay[:, :, None, None] if g.ndim == 2 else decay[:, :, None, :])
     if beta is not None:
@@ -82,56 +80,66 @@ def one_token(
     return (state @ q[..., None])[..., 0], state
 
 
-def in_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The tokens of one sequence. state: [heads, values, keys]. Returns outputs and the last state."""
-    count, heads, values = v.shape
+def _in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks, cache: StateCache,
+    packed: Packed,
+) -> Tensor:  # fmt: skip
+    """Results of the tokens in chunks [m, heads, size, values]; stores the states."""
+    heads, values = v.shape[1:]
     by_key = g.ndim == 3
-    size = KEY_CHUNK if by_key else CHUNK
-    num = -(-count // size)
 
-    def chunks(x: Tensor) -> Tensor:
-        """[T, heads, d] -> [heads, num, size, d]; tokens behind the last are zeros and change nothing."""
-        x = x.transpose(0, 1)
-        if count < num * size:
-            x = torch.nn.functional.pad(x, (0, 0, 0, num * size - count))
-        return x.reshape(len(x), num, size, x.shape[-1])
+    def cut(x: Tensor) -> Tensor:
+        """[T, heads, d] -> [m, heads, size, d]; tokens behind a last one are zeros and change nothing."""
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])[chunks.tokens]
+        return x.view(-1, chunks.size, *x.shape[1:]).transpose(1, 2)
 
-    q, k, v = chunks(q), chunks(k), chunks(v)
-    c = chunks(g if by_key else g[..., None]).cumsum(2)
-    lower = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-    differences = c[:, :, :, None] - c[:, :, None]  # [heads, num, size, size, keys or 1]
-    decays = differences.masked_fill(~lower[..., None], -torch.inf).exp()
-    q, k = _for_heads(q, heads, 0), _for_heads(k, heads, 0)
-    if by_key:
-        scores = torch.einsum("hnik,hnijk,hnjk->hnij", q, decays, k)
-    else:
-        scores = (q @ k.transpose(-1, -2)) * decays[..., 0]
-    from_state = k * c.exp()
+    q, k, v = (_for_heads(cut(x), heads) for x in (q, k, v))
+    c = cut(g if by_key else g[..., None]).cumsum(2)
+    lower = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=v.device).tril()
+    differences = c[:, :, :, None] - c[:, :, None]  # [m, heads, size, size, keys or 1]
+    decays = differences.masked_fill_(~lower[..., None], -torch.inf).exp_()
+
+    def products(left: Tensor) -> Tensor:
+        if by_key:
+            return torch.einsum("mhik,mhijk,mhjk->mhij", left, decays, k)
+        return (left @ k.transpose(-1, -2)) * decays[..., 0]
+
+    scores, since = products(q), c.exp()
     moved: Tensor | None = None
     if beta is not None:
-        strength = chunks(beta[..., None])
-        if by_key:
-            products = torch.einsum("hnik,hnijk,hnjk->hnij", k, decays, k)
-        else:
-            products = (k @ k.transpose(-1, -2)) * decays[..., 0]
-        system = (strength * products).tril(-1)
-        right = torch.cat([strength * v, strength * from_state], -1)
+        strength = cut(beta[..., None])
+        system = (strength * products(k)).tril(-1)
+        right = torch.cat([strength * v, strength * (k * since)], -1)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         v, moved = solved[..., :values], solved[..., values:]
-    q = q * c.exp()
-    to_end = k * (c[:, :, -1:] - c).exp()
-    whole = c[:, :, -1].exp()  # [heads, num, keys or 1]
+    q, k = q * since, k * (c[:, :, -1:] - c).exp()
+    whole = since[:, :, -1]  # [m, heads, keys or 1]
+    if takes_kernels(v, cache) and not by_key:
+        from kvant.models.recurrent.kernels import over_chunks
+
+        moved = None if moved is None else moved.contiguous()
+        return over_chunks(
+            q.contiguous(), k.contiguous(), v.contiguous(), moved, scores.contiguous(),
+            whole[..., 0].contiguous(), cache.numbers, packed.rows, packed.starts, chunks.bounds,
+        )  # fmt: skip
+    state = read_state(cache, packed, chunks.places, v.dtype)
     out = torch.empty_like(v)
-    for n in range(num):
-        new = v[:, n]
+    for n in range(chunks.counts[0]):
+        there = [
+            begin + n
+            for begin, count in zip(chunks.begins, chunks.counts, strict=True)
+            if count > n
+        ]
+        before = state[: len(there)]
+        new = v[there]
         if moved is not None:
-            new = new - moved[:, n] @ state.transpose(1, 2)
-        out[:, n] = q[:, n] @ state.transpose(1, 2) + scores[:, n] @ new
-        state = state * whole[:, n, None] + new.transpose(1, 2) @ to_end[:, n]
-    return out.reshape(heads, num * size, values)[:, :count].transpose(0, 1), state
+            new = new - moved[there] @ before.transpose(-1, -2)
+        out[there] = q[there] @ before.transpose(-1, -2) + scores[there] @ new
+        state[: len(there)] = before * whole[there][:, :, None] + new.transpose(-1, -2) @ k[there]
+    write_state(cache, packed, chunks.places, state)
+    return out
 
 
-def _for_heads(x: Tensor, heads: int, dim: int) -> Tensor:
-    return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)
+def _for_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat heads of dimension 1 so that there are as many as `heads`."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)

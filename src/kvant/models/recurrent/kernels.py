@@ -1,0 +1,336 @@
+"""Triton kernels of recurrent layers. One launch per layer for the convolution, one for the recurrence.
+
+They compute in float32 and read and write the states of a step's rows in place. A sequence whose `starts` is
+not positive begins here: its row is not read. `conv` and `scan` define the results.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHANNELS = 512
+
+
+def conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Tensor, starts: Tensor,
+    *, silu: bool,
+) -> Tensor:  # fmt: skip
+    """One token of each sequence through a causal convolution, as `conv.causal_conv` defines it.
+
+    x: [n, channels], rows of any stride. weight: [channels, kernel], contiguous. bias: [channels] or None.
+    state: [num_rows, kernel - 1, channels], updated. rows: [n] int64. starts: [n] int32, tokens before this
+    one. Returns [n, channels] in x's dtype.
+    """
+    count, channels = x.shape
+    out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
+    grid = (count, triton.cdiv(channels, _CHANNELS))
+    _conv_step[grid](
+        x, x.stride(0), weight, bias, state, rows, starts, out, channels,
+        SIZE=weight.shape[1], SILU=silu, BLOCK=_CHANNELS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def conv_prompts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Tensor, starts: Tensor,
+    owners: Tensor, cu_seqlens: Tensor, *, silu: bool,
+) -> Tensor:  # fmt: skip
+    """As `conv_step` for sequences of any length. x: [T, channels]. owners: [T] int32, each token's sequence."""
+    count, channels = x.shape
+    out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
+    columns = triton.cdiv(channels, _CHANNELS)
+    common = (x, x.stride(0), weight, bias, state, rows, starts)
+    _conv_prompts[(count, columns)](
+        *common, owners, cu_seqlens, out, channels,
+        SIZE=weight.shape[1], SILU=silu, BLOCK=_CHANNELS, num_warps=4,
+    )  # fmt: skip
+    _keep_last[(len(rows), columns)](
+        x, x.stride(0), state, rows, starts, cu_seqlens, channels,
+        SIZE=weight.shape[1], BLOCK=_CHANNELS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def delta_step(
+    mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor,
+    rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float,
+) -> Tensor:  # fmt: skip
+    """One token of each sequence through the gated delta rule, with its gates.
+
+    mixed: [n, channels], q, k and v behind the convolution. a, b: [n, heads], rows of any stride: decay
+    e^(-exp(a_log) softplus(a + dt_bias)), strength `strongest` * sigmoid(b). a_log, dt_bias: [heads].
+    state: [num_rows, heads, values, keys], updated. rows: [n] int64. starts: [n] int32.
+    Returns [n, heads, values] in mixed's dtype.
+    """
+    heads, values, keys = state.shape[1:]
+    out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
+    wide, block = triton.next_power_of_2(keys), min(32, triton.next_power_of_2(values))
+    _delta_step[(len(mixed), heads, triton.cdiv(values, block))](
+        mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, state, rows, starts, out,
+        keys**-0.5, strongest,
+        HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values, WIDE=wide, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def mamba_step(
+    mixed: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, state: Tensor, rows: Tensor,
+    starts: Tensor, groups: int, limits: tuple[float, float],
+) -> Tensor:  # fmt: skip
+    """One token of each sequence through Mamba2.
+
+    mixed: [n, channels], x, B and C behind the convolution. dt: [n, heads], rows of any stride. a_log, dt_bias,
+    d: [heads]. limits: of softplus(dt + dt_bias). state: [num_rows, heads, values, keys], updated.
+    rows: [n] int64. starts: [n] int32. Returns [n, heads, values] in mixed's dtype, with the skip by d.
+    """
+    heads, values, keys = state.shape[1:]
+    out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
+    wide, block = triton.next_power_of_2(keys), min(32, triton.next_power_of_2(values))
+    _mamba_step[(len(mixed), heads, triton.cdiv(values, block))](
+        mixed, mixed.stride(0), dt, dt.stride(0), a_log, dt_bias, d, state, rows, starts, out,
+        float(limits[0]), min(float(limits[1]), 3e38),
+        HEADS=heads, PER_GROUP=heads // groups, KEYS=keys, VALUES=values, WIDE=wide, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of rows, then times silu(gate), rounded as transformers' gated norms of Qwen round.
+
+    x: [n, width], contiguous. gate: [m, n / m * width], rows of any stride. weight: [width].
+    Returns [n, width] in x's dtype.
+    """
+    count, width = x.shape
+    out = torch.empty_like(x)
+    _gated_norm[(count,)](
+        x, gate, gate.stride(0), weight, out, eps,
+        EACH=count // len(gate), WIDTH=width, WIDE=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def over_chunks(
+    q: Tensor, k: Tensor, v: Tensor, moved: Tensor | None, scores: Tensor, whole: Tensor, state: Tensor,
+    rows: Tensor, starts: Tensor, bounds: Tensor,
+) -> Tensor:  # fmt: skip
+    """The passage from chunk to chunk of `scan.in_chunks`, for all sequences in one launch.
+
+    q, k, moved: [chunks, heads, size, keys], v: [chunks, heads, size, values], scores: [chunks, heads, size,
+    size], all float32 and contiguous. whole: [chunks, heads] float32, decays of whole chunks. bounds: [2, n]
+    int64, first chunk and end of each sequence. state: [num_rows, heads, values, keys], updated. rows: [n] int64.
+    starts: [n] int32. Returns [chunks, heads, size, values] float32.
+    """
+    heads, values, keys = state.shape[1:]
+    size = q.shape[2]
+    out = torch.empty_like(v)
+    block = min(32, max(16, triton.next_power_of_2(values)))
+    _over_chunks[(len(rows), heads, triton.cdiv(values, block))](
+        q, k, v, moved, scores, whole, state, rows, starts, bounds, out, len(rows),
+        HEADS=heads, KEYS=keys, VALUES=values, SIZE=size, WIDE=max(16, triton.next_power_of_2(keys)),
+        BLOCK=block, DELTA=moved is not None, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _activated(x, SILU: tl.constexpr):
+    if SILU:
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _conv_step(x, x_stride, weight, bias, state, rows, starts, out, channels,
+               SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program: BLOCK channels of a sequence."""
+    i = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = c < channels
+    old = c < tl.where(tl.load(starts + i) > 0, channels, 0)
+    kept = state + tl.load(rows + i) * (SIZE - 1) * channels + c
+    newest = tl.load(x + i * x_stride + c, mask=there, other=0.0).to(tl.float32)
+    total = newest * tl.load(weight + c * SIZE + SIZE - 1, mask=there, other=0.0).to(tl.float32)
+    for j in tl.static_range(SIZE - 1):
+        h = tl.load(kept + j * channels, mask=old, other=0.0).to(tl.float32)
+        total += h * tl.load(weight + c * SIZE + j, mask=there, other=0.0).to(tl.float32)
+        if j > 0:
+            tl.store(kept + (j - 1) * channels, h.to(state.dtype.element_ty), mask=there)
+    tl.store(kept + (SIZE - 2) * channels, newest.to(state.dtype.element_ty), mask=there)
+    if bias is not None:
+        total += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
+    found = _activated(total, SILU)
+    tl.store(out + i * channels + c, found.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _conv_prompts(x, x_stride, weight, bias, state, rows, starts, owners, cu_seqlens, out, channels,
+                  SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program: BLOCK channels of a token."""
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = c < channels
+    i = tl.load(owners + t)
+    first = tl.load(cu_seqlens + i)
+    start = tl.load(starts + i)
+    kept = state + tl.load(rows + i) * (SIZE - 1) * channels + c
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(SIZE):
+        at = t - (SIZE - 1) + j
+        inside = c < tl.where(at >= first, channels, 0)
+        h = tl.load(x + at * x_stride + c, mask=inside, other=0.0).to(tl.float32)
+        old = c < tl.where((start > 0) & (at < first), channels, 0)
+        before = tl.load(kept + (at - first + SIZE - 1) * channels, mask=old, other=0.0)
+        h += before.to(tl.float32)
+        total += h * tl.load(weight + c * SIZE + j, mask=there, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
+    found = _activated(total, SILU)
+    tl.store(out + t * channels + c, found.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _keep_last(x, x_stride, state, rows, starts, cu_seqlens, channels,
+               SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program: BLOCK channels of a sequence. What moves to an earlier place is read before it is overwritten."""
+    i = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = c < channels
+    first = tl.load(cu_seqlens + i).to(tl.int64)
+    end = tl.load(cu_seqlens + i + 1).to(tl.int64)
+    if end > first:
+        start = tl.load(starts + i)
+        kept = state + tl.load(rows + i) * (SIZE - 1) * channels + c
+        for j in tl.static_range(SIZE - 1):
+            at = end - (SIZE - 1) + j
+            inside = c < tl.where(at >= first, channels, 0)
+            h = tl.load(x + at * x_stride + c, mask=inside, other=0.0).to(tl.float32)
+            old = c < tl.where((start > 0) & (at < first), channels, 0)
+            before = tl.load(kept + (at - first + SIZE - 1) * channels, mask=old, other=0.0)
+            h += before.to(tl.float32)
+            tl.store(kept + j * channels, h.to(state.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=("strongest",))
+def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, state, rows, starts, out,
+                scale, strongest, HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr,
+                VALUES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program: BLOCK values of a head of a sequence."""
+    i = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    kk = tl.arange(0, WIDE)
+    vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    is_key, is_value = kk < KEYS, vv < VALUES
+    tile = is_value[:, None] & is_key[None, :]
+    old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
+    at = (tl.load(rows + i) * HEADS + h) * VALUES * KEYS
+    place = state + at + vv[:, None] * KEYS + kk[None, :]
+    s = tl.load(place, mask=tile & old[:, None], other=0.0).to(tl.float32)
+    line = mixed + i * mixed_stride
+    width = HEADS // PER_KEY * KEYS
+    q = tl.load(line + h // PER_KEY * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
+    k = tl.load(line + width + h // PER_KEY * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
+    v = tl.load(line + 2 * width + h * VALUES + vv, mask=is_value, other=0.0).to(tl.float32)
+    q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    gate = tl.load(a + i * a_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+    decay = tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * _softplus(gate))
+    beta = strongest / (1.0 + tl.exp(-tl.load(b + i * b_stride + h).to(tl.float32)))
+    s = s * decay
+    u = beta * (v - tl.sum(s * k[None, :], 1))
+    s += u[:, None] * k[None, :]
+    o = tl.sum(s * q[None, :], 1)
+    tl.store(place, s.to(state.dtype.element_ty), mask=tile)
+    tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit(do_not_specialize=("least", "most"))
+def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, state, rows, starts, out, least,
+                most, HEADS: tl.constexpr, PER_GROUP: tl.constexpr, KEYS: tl.constexpr,
+                VALUES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program: BLOCK values of a head of a sequence."""
+    i = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    kk = tl.arange(0, WIDE)
+    vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    is_key, is_value = kk < KEYS, vv < VALUES
+    tile = is_value[:, None] & is_key[None, :]
+    old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
+    at = (tl.load(rows + i) * HEADS + h) * VALUES * KEYS
+    place = state + at + vv[:, None] * KEYS + kk[None, :]
+    s = tl.load(place, mask=tile & old[:, None], other=0.0).to(tl.float32)
+    line = mixed + i * mixed_stride
+    inner = HEADS * VALUES
+    x = tl.load(line + h * VALUES + vv, mask=is_value, other=0.0).to(tl.float32)
+    k = tl.load(line + inner + h // PER_GROUP * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
+    other = line + inner + HEADS // PER_GROUP * KEYS
+    q = tl.load(other + h // PER_GROUP * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
+    step = tl.load(dt + i * dt_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+    step = tl.minimum(tl.maximum(_softplus(step), least), most)
+    s = s * tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * step)
+    s += (step * x)[:, None] * k[None, :]
+    o = tl.sum(s * q[None, :], 1) + tl.load(d + h).to(tl.float32) * x
+    tl.store(place, s.to(state.dtype.element_ty), mask=tile)
+    tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _gated_norm(x, gate, gate_stride, weight, out, eps, EACH: tl.constexpr, WIDTH: tl.constexpr,
+                WIDE: tl.constexpr):  # fmt: skip
+    """Program: a row."""
+    i = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, WIDE)
+    there = c < WIDTH
+    row = tl.load(x + i * WIDTH + c, mask=there, other=0.0).to(tl.float32)
+    row = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
+    row = row.to(out.dtype.element_ty).to(tl.float32)
+    row = row * tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
+    row = row.to(out.dtype.element_ty).to(tl.float32)
+    z = tl.load(gate + i // EACH * gate_stride + i % EACH * WIDTH + c, mask=there, other=0.0)
+    z = z.to(tl.float32)
+    row = row * (z / (1.0 + tl.exp(-z)))
+    tl.store(out + i * WIDTH + c, row.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=("count",))
+def _over_chunks(q, k, v, moved, scores, whole, state, rows, starts, bounds, out, count,
+                 HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
+                 WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr):  # fmt: skip
+    """Program: BLOCK values of a head of a sequence, chunk after chunk. The state is held as [keys, values]."""
+    i = tl.program_id(0)
+    h = tl.program_id(1)
+    kk = tl.arange(0, WIDE)
+    vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    tt = tl.arange(0, SIZE)
+    is_key, is_value = kk < KEYS, vv < VALUES
+    tile = is_key[:, None] & is_value[None, :]
+    first, end = tl.load(bounds + i), tl.load(bounds + count + i)
+    if end > first:
+        old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
+        place = state + (tl.load(rows + i) * HEADS + h) * VALUES * KEYS
+        place = place + vv[None, :] * KEYS + kk[:, None]
+        s = tl.load(place, mask=tile & old[None, :], other=0.0).to(tl.float32)
+        of_keys = tt[:, None] * KEYS + kk[None, :]
+        of_values = tt[:, None] * VALUES + vv[None, :]
+        for n in range(first, end):
+            at = (n * HEADS + h) * SIZE
+            new = tl.load(v + at * VALUES + of_values, mask=is_value[None, :], other=0.0)
+            if DELTA:
+                m = tl.load(moved + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+                new -= tl.dot(m, s, input_precision="tf32x3")
+            qs = tl.load(q + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+            o = tl.dot(qs, s, input_precision="tf32x3")
+            near = tl.load(scores + at * SIZE + tt[:, None] * SIZE + tt[None, :])
+            o += tl.dot(near, new, input_precision="tf32x3")
+            tl.store(out + at * VALUES + of_values, o, mask=is_value[None, :])
+            ks = tl.load(k + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+            s = s * tl.load(whole + n * HEADS + h)
+            s += tl.dot(tl.trans(ks), new, input_precision="tf32x3")
+        tl.store(place, s.to(state.dtype.element_ty), mask=tile)

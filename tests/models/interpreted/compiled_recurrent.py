@@ -1,0 +1,47 @@
+"""Run as a program without `TRITON_INTERPRET`: compiles the kernels of recurrent layers for an H200, with the
+widths of Qwen3.5-9B and Bamba in bfloat16, on a machine without a GPU, and prints what it compiled.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from kvant.models.recurrent import kernels
+from tests.models.interpreted.compiled_experts import _compile as compile_only
+
+BF16 = torch.bfloat16
+
+
+def main() -> None:
+    n, rows = 3, torch.zeros(3, dtype=torch.int64)
+    starts = torch.zeros(3, dtype=torch.int32)
+    for stored in (torch.float32, BF16):
+        channels, heads, keys, values = 8192, 32, 128, 128
+        x, weight = torch.zeros(n, channels, dtype=BF16), torch.zeros(channels, 4, dtype=BF16)
+        bias, per_head = torch.zeros(channels, dtype=BF16), torch.zeros(heads, dtype=BF16)
+        a = torch.zeros(n, heads, dtype=BF16)
+        last = torch.zeros(1, 3, channels, dtype=BF16)
+        for some in (bias, None):
+            kernels.conv_step(x, weight, some, last, rows, starts, silu=True)
+        kernels.conv_prompts(x, weight, None, last, rows, starts, starts, starts, silu=True)
+        state = torch.zeros(1, heads, values, keys, dtype=stored)
+        kernels.delta_step(x, a, a, per_head, per_head, state, rows, starts, 16, strongest=1.0)
+        kernels.gated_norm(x.view(-1, values), torch.zeros(n, 8192, dtype=BF16), per_head, 1e-6)
+        bamba = torch.zeros(1, 128, 64, 256, dtype=stored)
+        wide = torch.zeros(n, 128 * 64 + 2 * 256, dtype=BF16)
+        limits = (0.0, float("inf"))
+        of_bamba = a, per_head, per_head, per_head, bamba, rows, starts, 1, limits
+        kernels.mamba_step(wide, *of_bamba)
+        chunks = torch.zeros(2, heads, 64, 128)
+        scores, whole = torch.zeros(2, heads, 64, 64), torch.zeros(2, heads)
+        bounds = torch.zeros(2, n, dtype=torch.int64)
+        for moved in (chunks, None):
+            kernels.over_chunks(
+                chunks, chunks, chunks, moved, scores, whole, state, rows, starts, bounds
+            )
+
+
+if __name__ == "__main__":
+    JITFunction.run = compile_only  # type: ignore[method-assign,assignment]
+    main()

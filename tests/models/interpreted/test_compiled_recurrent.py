@@ -1,0 +1,29 @@
+"""Kernels of recurrent layers compile for an H200: the interpreter runs types that do not fit, too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches compile them there")
+ROOT = Path(__file__).parents[3]
+
+
+def test_they_compile_and_fit_into_shared_memory(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.models.interpreted.compiled_recurrent"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = {line.split()[0] for line in done.stdout.splitlines()}
+    assert {"_conv_step", "_conv_prompts", "_keep_last", "_delta_step", "_mamba_step"} < found
+    assert "_over_chunks" in found

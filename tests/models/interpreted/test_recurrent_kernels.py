@@ -1,0 +1,157 @@
+"""Kernels of recurrent layers give what `scan` and `conv` define, and touch the rows of the step alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvant.kv.geometry import StateKind
+from kvant.models.recurrent.conv import causal_conv
+from kvant.models.recurrent.scan import scan
+from tests.models.recurrent.test_scan import ROWS, cache, packed
+
+kernels = pytest.importorskip("kvant.models.recurrent.kernels")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLACES = [3, 0, ROWS, 7, ROWS]  # twice the scratch row, as padding
+STARTS = [5, 0, -1, 100, -1]
+
+
+def where(dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor]:
+    return torch.tensor(PLACES, device=DEVICE), torch.tensor(STARTS, dtype=dtype, device=DEVICE)
+
+
+def before(*shape: int) -> Tensor:
+    """States in rows: NaN where none may look."""
+    state = torch.full((ROWS + 1, *shape), torch.nan, device=DEVICE)
+    for row, start in zip(PLACES, STARTS, strict=True):
+        if start > 0:
+            state[row] = torch.randn(*shape, device=DEVICE)
+    return state
+
+
+def defined(
+    run: object, state: Tensor, kind: StateKind, lengths: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Outputs and states of a definition in float64 over the same rows."""
+    made = cache(tuple(state.shape[1:]), kind)
+    made.planes[0].copy_(state)
+    out = run(made, packed([max(0, s) for s in STARTS], lengths, PLACES))  # type: ignore[operator]
+    return out, made.planes[0]
+
+
+def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], lengths: list[int]) -> None:
+    real = [i for i, row in enumerate(PLACES) if row != ROWS]
+    tokens = [
+        t
+        for i, part in enumerate(torch.arange(sum(lengths)).split(lengths))
+        if i in real
+        for t in part.tolist()
+    ]
+    close = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
+    torch.testing.assert_close(
+        found[0].cpu().double()[tokens], expected[0].double()[tokens], **close
+    )
+    torch.testing.assert_close(found[1].cpu()[:ROWS], expected[1][:ROWS], **close)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 5, [1, 2, 1, 5, 3]])
+def test_convolutions(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    channels, size = 530, 4
+    x = torch.randn(sum(lengths), channels + 6, device=DEVICE)[:, :channels]
+    weight, bias = torch.randn(channels, size, device=DEVICE), torch.randn(channels, device=DEVICE)
+    state, (rows, starts) = before(size - 1, channels), where()
+
+    def define(made: object, there: object) -> Tensor:
+        return causal_conv(x.cpu(), weight.cpu(), bias.cpu(), made, there, silu=True)  # type: ignore[arg-type]
+
+    expected = defined(define, state, StateKind.CONV, lengths)
+    if max(lengths) == 1:
+        out = kernels.conv_step(x, weight, bias, state, rows, starts, silu=True)
+    else:
+        counts = torch.tensor(lengths, device=DEVICE)
+        owners = torch.repeat_interleave(torch.arange(5, device=DEVICE), counts).to(torch.int32)
+        ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+        out = kernels.conv_prompts(x, weight, bias, state, rows, starts, owners, ends, silu=True)
+    same((out, state), expected, lengths)
+
+
+@pytest.mark.parametrize(("values", "keys"), [(16, 32), (40, 24)])
+def test_a_token_of_the_delta_rule(values: int, keys: int) -> None:
+    torch.manual_seed(1)
+    heads, key_heads, n = 4, 2, len(PLACES)
+    mixed = torch.randn(n, 2 * key_heads * keys + heads * values, device=DEVICE)
+    a, b = torch.randn(n, heads, device=DEVICE), torch.randn(n, 2 * heads, device=DEVICE)[:, :heads]
+    a_log, bias = torch.randn(heads, device=DEVICE), torch.randn(heads, device=DEVICE)
+    state, (rows, starts) = before(heads, values, keys), where()
+
+    def define(made: object, there: object) -> Tensor:
+        width = key_heads * keys
+        q, k, v = mixed.cpu().double().split([width, width, heads * values], 1)
+        q, k = (x.view(n, key_heads, keys) for x in (q, k))
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        g = -a_log.cpu().double().exp() * F.softplus(a.cpu().double() + bias.cpu().double())
+        v = v.view(n, heads, values)
+        return scan(q * keys**-0.5, k, v, g, 2 * b.cpu().double().sigmoid(), made, there)  # type: ignore[arg-type]
+
+    expected = defined(define, state, StateKind.RECURRENT, [1] * n)
+    out = kernels.delta_step(
+        mixed, a, b, a_log, bias, state, rows, starts, key_heads, strongest=2.0
+    )
+    same((out, state), expected, [1] * n)
+
+
+def test_a_token_of_mamba2() -> None:
+    torch.manual_seed(2)
+    heads, groups, values, keys, n = 4, 2, 24, 16, len(PLACES)
+    mixed = torch.randn(n, heads * values + 2 * groups * keys, device=DEVICE)
+    dt, d = torch.randn(n, heads, device=DEVICE), torch.randn(heads, device=DEVICE)
+    a_log, bias = torch.randn(heads, device=DEVICE), torch.randn(heads, device=DEVICE)
+    state, (rows, starts) = before(heads, values, keys), where()
+
+    def define(made: object, there: object) -> Tensor:
+        x, k, q = mixed.cpu().double().split([heads * values, groups * keys, groups * keys], 1)
+        x, k, q = x.view(n, heads, values), k.view(n, groups, keys), q.view(n, groups, keys)
+        step = F.softplus(dt.cpu().double() + bias.cpu().double()).clamp(0.5, torch.inf)
+        g = -step * a_log.cpu().double().exp()
+        out = scan(q, k, x * step[..., None], g, None, made, there)  # type: ignore[arg-type]
+        return out + d.cpu().double()[:, None] * x
+
+    expected = defined(define, state, StateKind.RECURRENT, [1] * n)
+    limits = (0.5, float("inf"))
+    out = kernels.mamba_step(mixed, dt, a_log, bias, d, state, rows, starts, groups, limits)
+    same((out, state), expected, [1] * n)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_passage_over_chunks(delta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvant.models.recurrent import scan as module
+
+    torch.manual_seed(3)
+    lengths, heads, key_heads, values, keys = [70, 2, 3, 130, 1], 2, 1, 24, 16
+    total = sum(lengths)
+    q, k = torch.randn(total, key_heads, keys), torch.randn(total, key_heads, keys)
+    k = k / k.norm(dim=-1, keepdim=True)
+    v, g = torch.randn(total, heads, values), -torch.rand(total, heads)
+    beta = torch.rand(total, heads) if delta else None
+    state = before(heads, values, keys)
+
+    def define(made: object, there: object) -> Tensor:
+        return scan(q, k, v, g, beta, made, there)  # type: ignore[arg-type]
+
+    expected = defined(define, state, StateKind.RECURRENT, lengths)
+    monkeypatch.setattr(module, "takes_kernels", lambda x, cache: True)
+    same(defined(define, state, StateKind.RECURRENT, lengths), expected, lengths)
+
+
+def test_a_gated_norm() -> None:
+    torch.manual_seed(4)
+    rows, heads, width = 3, 4, 24
+    x, weight = torch.randn(rows * heads, width, device=DEVICE), torch.randn(width, device=DEVICE)
+    gate = torch.randn(rows, heads * width + 8, device=DEVICE)[:, : heads * width]
+    out = kernels.gated_norm(x, gate, weight, 1e-6)
+    normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
+    torch.testing.assert_close(out, normed * F.silu(gate.reshape(-1, width)), rtol=1e-5, atol=1e-5)

@@ -32,6 +32,7 @@ _EDGE = {
     "cli/demo.py",  # a command line of its own
     "plan/refused.py",  # a way out, as arguments
     "models/quantization.py",  # values of --quantization
+    "models/stored.py",  # names of weight recipes in configs
     "models/geometry/weight_methods.py",  # names of weight recipes in configs
     "models/geometry/weight_recipe.py",  # the same
 }

@@ -17,7 +17,8 @@ from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint, NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.cpu.info import INFO as COMPILED
-from kvant.models.forward_info import ForwardFacts
+from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.fused.info import INFO as FUSED
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.narrow import chosen_layers
@@ -35,11 +36,16 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
 def load(
-    path: Path, family: str, quantization: Quantization | None, **options: bool
+    path: Path,
+    family: str,
+    quantization: Quantization | None,
+    *,
+    only: ForwardInfo = MODULES,
+    **options: bool,
 ) -> LoadedModel:
     geometry = tiny.geometry(family)
     plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
-    return loading.load(path, plan, geometry, quantization=quantization, only=MODULES, **options)
+    return loading.load(path, plan, geometry, quantization=quantization, only=only, **options)
 
 
 def logits(model: LoadedModel) -> Tensor:
@@ -61,11 +67,12 @@ def rounded(path: Path, quantization: Quantization) -> Tensor:
 
 @pytest.mark.parametrize("quantization", Quantization, ids=lambda q: q.value)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
 def test_a_rounded_model_is_the_model_of_the_decoded_weights_in_the_planned_bytes(
-    family: str, quantization: Quantization, tmp_path: Path
+    only: ForwardInfo, family: str, quantization: Quantization, tmp_path: Path
 ) -> None:
     path = tiny.build(family, tmp_path)
-    model = load(path, family, quantization)
+    model = load(path, family, quantization, only=only)
     expected, found = rounded(path, quantization), logits(model)
     assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
     planned = quantized_weight_bytes(
@@ -155,10 +162,11 @@ def test_what_cannot_be_rounded_on_a_gpu_is_refused(config: dict[str, object], s
     assert says in str(refused.value)
 
 
-def test_a_gpu_computes_in_bfloat16_with_rounded_weights() -> None:
+def test_a_gpu_computes_in_16_bits_with_rounded_weights() -> None:
     check_quantization(Quantization.INT4, GPU, ComputeDtype.BFLOAT16)
-    with pytest.raises(NotServable, match="bfloat16"):
-        check_quantization(Quantization.INT4, GPU, ComputeDtype.FLOAT16)
+    check_quantization(Quantization.INT4, GPU, ComputeDtype.FLOAT16)
+    with pytest.raises(NotServable, match="16 bits"):
+        check_quantization(Quantization.INT4, GPU, ComputeDtype.FLOAT32)
 
 
 def test_only_the_forward_that_rounds_itself_gets_wide_weights() -> None:

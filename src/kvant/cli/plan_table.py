@@ -57,6 +57,8 @@ def _print_forward(plan: Plan, console: Console) -> None:
     if forward.name is None:
         return
     console.print(Text(f"forward: {forward.name}"), soft_wrap=True)
+    if plan.target.narrow is not None:
+        console.print(Text(f"weights: {plan.target.narrow}"), soft_wrap=True)
     if plan.target.shape_source is not ShapeSource.CONFIG:
         console.print(Text(f"geometry: {plan.target.shape_source.value}"), soft_wrap=True)
     for one in forward.refused:

@@ -9,8 +9,9 @@ from typing import Any
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
-from kvant.models.geometry.weight_recipe import are_decoded
+from kvant.models.geometry.weight_recipe import are_decoded, read_recipe
 from kvant.models.quantization import Quantization
+from kvant.models.stored import Stored, lists_experts, read_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class ForwardFacts:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the largest rounded weight once it is decoded, for products of many rows on a GPU."""
-        if self.quantization is None:
+        if not self.has_narrow:
             return 0
         text = self.config.get("text_config")
         inner = self.config.get("intermediate_size") or (text or {}).get("intermediate_size")
@@ -47,10 +48,34 @@ class ForwardFacts:
         return 2 * hidden * max(heads, 2 * int(inner or 4 * hidden))
 
     @property
+    def stored(self) -> Stored | None:
+        """How narrow weights of the checkpoint run as they are stored; None where they do not."""
+        found = read_stored(self.config, self.device, self.compute)
+        return found if isinstance(found, Stored) else None
+
+    @property
+    def refuse_rounding(self) -> str | None:
+        """Why `--quantization` cannot be had with layers whose weights are narrow; None if it can."""
+        if self.quantization is None:
+            return None
+        if self.on_cpu:
+            return "on a CPU only the compiled forward multiplies with weights that Kvant rounds"
+        if read_recipe(self.config) is not None:
+            return "the checkpoint's weights are quantised already"
+        return "experts are not rounded yet" if lists_experts(self.config) else None
+
+    @property
+    def has_narrow(self) -> bool:
+        """Whether linear layers have narrow weights that Kvant multiplies with."""
+        return self.quantization is not None or self.stored is not None
+
+    @property
     def kept_codes(self) -> str | None:
         """The method whose codes stay quantised in memory; None for weights that are numbers."""
         declared = self.config.get("quantization_config")
-        if not isinstance(declared, Mapping) or are_decoded(self.config, self.device):
+        if not isinstance(declared, Mapping) or self.stored is not None:
+            return None
+        if are_decoded(self.config, self.device):
             return None
         return str(declared.get("quant_method", "an unnamed method"))
 
@@ -84,7 +109,8 @@ class Refused:
 class ForwardChoice:
     """The forward that runs a model, as the plan shows it and the loader makes it.
 
-    info: None for a model that can be planned and not run. refused: the faster forwards.
+    info: None for a model that can be planned and not run. refused: the faster forwards. stored: how
+    narrow weights of the checkpoint run as they are stored; None where they do not.
     """
 
     info: ForwardInfo | None
@@ -92,6 +118,7 @@ class ForwardChoice:
     extra_bytes: int = 0
     quantization: Quantization | None = None
     batch_invariant: bool = False
+    stored: Stored | None = None
 
     @property
     def name(self) -> str | None:

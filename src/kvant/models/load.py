@@ -27,8 +27,7 @@ from kvant.models.classes import auto_class
 from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.loaded import LoadedModel
-from kvant.models.narrow import RoundingConfig, round_loaded
-from kvant.models.quantization import Quantization
+from kvant.models.narrow import NarrowConfig, round_loaded
 from kvant.models.quantized import (
     check_nothing_quantises_kv,
     check_weights,
@@ -86,13 +85,17 @@ def load_model(
     register()
     with quiet_transformers(), _room_for(path, device):
         config = _read_config(path)
-        if not dummy_weights:
+        stored = forward.stored
+        if not dummy_weights and stored is None:
             check_weights(config, path, _facts(device))
-        leave_weights_only(config)
+        leave_weights_only(config, keep=stored is None)
         if plan.compute_dtype is ComputeDtype.FLOAT64:
             config._experts_implementation = "eager"  # grouped products know no float64
         with quiet_compressed_tensors(is_compressed(config)):
             rounded = None if forward.rounds_itself else forward.quantization
+            narrow = None
+            if rounded is not None or stored is not None:
+                narrow = NarrowConfig(path, asked=rounded, stored=stored)
             if dummy_weights:
                 module = _make_weights(config, plan.compute_dtype, device, divided)
                 if rounded is not None:
@@ -100,9 +103,9 @@ def load_model(
                 unused: tuple[str, ...] = ()
             else:
                 module, unused = _read_weights(
-                    path, config, plan.compute_dtype, device, rounded, divided
+                    path, config, plan.compute_dtype, device, narrow, divided
                 )
-            if rounded is None:
+            if narrow is None:
                 decode_weights(module, TORCH_COMPUTE[plan.compute_dtype])
             if divided is not None:
                 divided.finish(module)
@@ -154,11 +157,10 @@ def _read_weights(
     config: PreTrainedConfig,
     compute: ComputeDtype,
     device: torch.device,
-    rounded: Quantization | None,
+    narrow: NarrowConfig | None,
     divided: Divided | None,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The module, and the names of tensors that it does not use. rounded: as they arrive."""
-    rounding = None if rounded is None else RoundingConfig(rounded)
+    """The module, and the names of tensors that it does not use. narrow: which weights are."""
     options: dict[str, Any] = {
         "config": config,
         "dtype": TORCH_COMPUTE[compute],
@@ -166,8 +168,8 @@ def _read_weights(
         "device_map": None if device.type == "cpu" else {"": device},
         "output_loading_info": True,
     }
-    if rounding is not None:
-        options["quantization_config"] = rounding
+    if narrow is not None:
+        options["quantization_config"] = narrow
     try:
         if divided is not None:
             loaded: Any = divided.read(path, auto_class(config), options)
@@ -194,16 +196,16 @@ def _read_weights(
             ways_out=(WayOut("convert .bin weights with transformers' save_pretrained"),),
         ) from fault
     except Exception as fault:  # a family's own code may raise anything
-        if rounding is not None and rounding.fault is not None:
-            raise rounding.fault from None
+        if narrow is not None and narrow.fault is not None:
+            raise narrow.fault from None
         raise NotServable(
             f"transformers cannot load {path}", why=f"{type(fault).__name__}: {fault}"
         ) from fault
     module, info = loaded
     _check_complete(path, info)
     assert isinstance(module, PreTrainedModel)
-    if rounding is not None:
-        rounding.finish(path, module)
+    if narrow is not None:
+        narrow.finish(module)
     check_finite(path, module)
     return module, tuple(sorted(info["unexpected_keys"]))
 

@@ -66,10 +66,10 @@ def check_quantization(asked: Quantization, device: DeviceFacts, compute: Comput
             ways_out=(without, WayOut("run on the CPU", ("--device", "cpu"))),
         )
     if device.kind is DeviceKind.CUDA:
-        if compute is not ComputeDtype.BFLOAT16:
+        if compute not in (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16):
             raise NotServable(
                 f"{flag} does not compute in {compute.value} on a GPU",
-                why="its kernels decode weights to bfloat16",
+                why="its kernels decode weights to 16 bits",
                 ways_out=(WayOut("compute in bfloat16", ("--dtype", "bfloat16")), without),
             )
         return

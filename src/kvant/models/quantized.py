@@ -41,10 +41,16 @@ def check_weights(config: PreTrainedConfig, directory: Path, device: DeviceFacts
         raise refusal
 
 
-def leave_weights_only(config: PreTrainedConfig) -> None:
-    """Reduce the config's quantisation to that of weights, in place; none left means plain weights."""
+def leave_weights_only(config: PreTrainedConfig, *, keep: bool = True) -> None:
+    """Reduce the config's quantisation to that of weights, in place; none left means plain weights.
+
+    keep: whether transformers is to read the weights; else nothing is left.
+    """
     holder, declared = _declaration(config)
     if declared is None:
+        return
+    if not keep:
+        _set(holder, None)
         return
     if method_of(declared) in COMPRESSED_TENSORS:
         kept = {key: value for key, value in declared.items() if key != "kv_cache_scheme"}

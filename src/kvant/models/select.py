@@ -38,7 +38,12 @@ def choose(
 ) -> ForwardChoice:
     """The choice of one forward, which must not refuse these facts."""
     return ForwardChoice(
-        info, refused, info.extra_bytes(facts), facts.quantization, facts.batch_invariant
+        info,
+        refused,
+        info.extra_bytes(facts),
+        facts.quantization,
+        facts.batch_invariant,
+        facts.stored,
     )
 
 

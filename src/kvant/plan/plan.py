@@ -77,7 +77,7 @@ class PlannedModel:
     """One model of a plan.
 
     config: its config.json. refusal: why its weights cannot be read here. shape_source: where its
-    geometry comes from.
+    geometry comes from. narrow: what happens to a checkpoint's narrow weights, None for one without.
     """
 
     local: LocalModel
@@ -88,6 +88,7 @@ class PlannedModel:
     kv: KVPlan
     refusal: ConfigError | None = None
     shape_source: ShapeSource = ShapeSource.CONFIG
+    narrow: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

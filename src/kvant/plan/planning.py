@@ -22,6 +22,7 @@ from kvant.models.sharding.divided import (
     replicated,
 )
 from kvant.models.sharding.shard import rank_geometry
+from kvant.models.stored import NotStored, Stored, read_stored
 from kvant.models.weights import (
     ELEMENT_BYTES,
     list_weights,
@@ -217,15 +218,25 @@ def _plan_draft(
     return _plan_model(request, kv, facts, geometry, Role.DRAFT), draft_facts
 
 
+def _in_words(stored: Stored | NotStored | None, facts: ModelFacts) -> str | None:
+    """What happens to narrow weights of the checkpoint."""
+    if isinstance(stored, NotStored):
+        done = "decoded while they are loaded" if facts.are_decoded else "left to transformers"
+        return f"{done}: {stored.reason}"
+    return None if stored is None else stored.summary
+
+
 def _plan_model(
     request: PlanRequest, asked: KVRequest, facts: ModelFacts, geometry: ModelGeometry, role: Role
 ) -> PlannedModel:
     config, quantization = facts.config, request.quantization
     kv = resolve_kv(request, asked, facts.checkpoint, facts.local.name, geometry, role)
+    stored = read_stored(config, request.device, kv.compute_dtype)
     if quantization is None or role is Role.DRAFT:
         weights = weight_bytes_of(
             facts.weights, config, geometry,
-            compute=kv.compute_dtype, decoded=facts.are_decoded,
+            compute=kv.compute_dtype,
+            decoded=facts.are_decoded and not isinstance(stored, Stored),
             num_weights=None if facts.shape is None else facts.shape.num_weights,
         )  # fmt: skip
     else:
@@ -235,5 +246,13 @@ def _plan_model(
         )
     source = ShapeSource.CONFIG if facts.shape is None else facts.shape.source
     return PlannedModel(
-        facts.local, config, geometry, facts.checkpoint, weights, kv, facts.refusal, source
+        facts.local,
+        config,
+        geometry,
+        facts.checkpoint,
+        weights,
+        kv,
+        facts.refusal,
+        source,
+        _in_words(stored, facts),
     )

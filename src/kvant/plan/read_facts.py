@@ -14,6 +14,7 @@ from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.local import LocalModel, ModelSource, Progress
 from kvant.models.locate import locate
 from kvant.models.read_shape import read_shape
+from kvant.models.stored import Stored, read_stored
 from kvant.models.weights import read_stored_weights
 from kvant.plan.device import device_memory
 from kvant.plan.facts import Facts, ModelFacts
@@ -83,5 +84,6 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     if not is_target:
         return ModelFacts(local, config, checkpoint, weights, decoded)
     shape = read_shape(config)  # refuses a drafter
-    refusal = refuse_weights(config, local.path, device)
+    kept = isinstance(read_stored(config, device), Stored)
+    refusal = None if kept else refuse_weights(config, local.path, device)
     return ModelFacts(local, config, checkpoint, weights, decoded, refusal, shape)

@@ -172,22 +172,40 @@ def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     return (numbers * _spread(scale, fmt, rows, columns)).to(dtype)
 
 
+def can_join(parts: Sequence[NarrowWeight]) -> bool:
+    """Whether weights have one format, no global scales of their own, and blocks that end with a part."""
+    fmt, columns = parts[0].format, parts[0].columns
+    if any(part.format != fmt or part.columns != columns for part in parts):
+        return False
+    if len(parts) == 1:
+        return True
+    return not fmt.global_scale and all(part.rows % max(1, fmt.rows) == 0 for part in parts[:-1])
+
+
+def rows_of(weight: NarrowWeight, start: int, count: int) -> NarrowWeight:
+    """A view of `count` rows of a joined weight, which begin and end with blocks."""
+    fmt, scales, zeros = weight.format, weight.scales, weight.zeros
+    assert fmt.rows != WHOLE
+    if fmt.rows == 1 and fmt.columns != WHOLE:
+        scales = scales[:, start : start + count]
+        zeros = None if zeros is None else zeros[:, start : start + count]
+    else:
+        scales = scales[start // fmt.rows : -(-(start + count) // fmt.rows)]
+    codes = weight.codes[start : start + count]
+    return replace(weight, rows=count, codes=codes, scales=scales, zeros=zeros)
+
+
 def join(parts: Sequence[NarrowWeight]) -> NarrowWeight:
     """Weights of one input as one weight, rows after rows; decodes to the same numbers.
 
-    A scale per matrix becomes one per output. ValueError for formats that differ, and for blocks that end
-    inside a part.
+    A scale per matrix becomes one per output. ValueError for weights that `can_join` refuses.
     """
     first = parts[0]
-    if any(part.format != first.format or part.columns != first.columns for part in parts):
-        raise ValueError("weights of different formats or inputs cannot be joined")
+    if not can_join(parts):
+        raise ValueError("weights of different formats or inputs, or blocks that end inside a part")
     if len(parts) == 1:
         return first
     fmt = first.format
-    if fmt.global_scale:
-        raise ValueError("weights with global scales of their own cannot be joined")
-    if fmt.rows > 1 and any(part.rows % fmt.rows for part in parts[:-1]):
-        raise ValueError(f"blocks of {fmt.rows} outputs end inside a part")
     if fmt.rows == WHOLE:
         parts = [per_output(part) for part in parts]
         fmt = parts[0].format

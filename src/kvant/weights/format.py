@@ -97,6 +97,30 @@ class WeightFormat:
         return found + (4 if self.global_scale else 0)
 
 
+class Dialect(Enum):
+    """How a checkpoint writes a narrow weight; `kvant.weights.dialects` reads each."""
+
+    FP8 = "fp8"  # DeepSeek's and Qwen's: weight, weight_scale_inv
+    FLOAT_QUANTIZED = "float-quantized"  # compressed-tensors: weight, weight_scale
+    INT_QUANTIZED = "int-quantized"
+    PACK_QUANTIZED = "pack-quantized"
+    NVFP4_PACK = "nvfp4-pack-quantized"
+    MXFP4_PACK = "mxfp4-pack-quantized"
+    AWQ = "awq"
+    GPTQ = "gptq"  # stores a zero point less one
+    GPTQ_V2 = "gptq_v2"
+    MODELOPT_FP8 = "modelopt FP8"
+    MODELOPT_NVFP4 = "modelopt NVFP4"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One layer's weight in a checkpoint. format: what it is; its scales' dtype is the file's."""
+
+    dialect: Dialect
+    format: WeightFormat
+
+
 FP8_TENSOR = WeightFormat("fp8_e4m3", Code.E4M3, WHOLE, WHOLE, Scale.FLOAT32)
 FP8_CHANNEL = WeightFormat("fp8_e4m3", Code.E4M3, 1, WHOLE, Scale.FLOAT32)
 FP8_BLOCK = WeightFormat("fp8_e4m3", Code.E4M3, 128, 128, Scale.FLOAT32)

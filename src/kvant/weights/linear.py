@@ -10,15 +10,18 @@ from kvant.weights.codecs import TORCH_SCALE, NarrowWeight, decode
 from kvant.weights.format import WHOLE, WeightFormat
 
 
-def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
+def multiply(
+    x: Tensor, weight: NarrowWeight, bias: Tensor | None, *, alike: bool = False
+) -> Tensor:
     """x [T, columns] times a weight, plus bias [rows] or None: [T, rows] in x's dtype.
 
+    alike: on a GPU, multiply any T in one way, so that no row's result depends on the rows beside it.
     On a GPU kernels read the codes. Elsewhere the weight is decoded for each product, which is slow.
     """
     if x.device.type == "cuda":
-        from kvant.weights.triton.choose import multiply as on_gpu
+        from kvant.weights.triton import choose
 
-        return on_gpu(x, weight, bias)
+        return (choose.multiply_alike if alike else choose.multiply)(x, weight, bias)
     return F.linear(x, decode(weight, x.dtype), bias)
 
 
@@ -57,8 +60,9 @@ class NarrowLinear(nn.Module):
         )  # fmt: skip
 
     def put(self, weight: NarrowWeight, bias: Tensor | None = None) -> None:
-        """Take a weight of the declared format and shape, and a bias [out_features] or None."""
-        assert (weight.format, weight.shape) == (self.format, (self.out_features, self.in_features))
+        """Take a weight of the declared shape, and a bias [out_features] or None."""
+        assert weight.shape == (self.out_features, self.in_features)
+        self.format = weight.format
         for name, tensor in named_tensors(weight).items():
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
         if bias is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvant.attention.need import DeviceKind
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
-from kvant.models.fused.info import refuse_layers, table_bytes
+from kvant.models.fused.info import extra_bytes, refuse_layers
 
 MOST_TOKENS = 64
 """Tokens up to which it multiplies itself; it hands larger steps to the fused forward.
@@ -23,15 +23,15 @@ def _refuse(facts: ForwardFacts) -> str | None:
         return "its kernels run on NVIDIA GPUs"
     if facts.compute is not ComputeDtype.BFLOAT16:
         return f"it computes in bfloat16, not in {facts.compute.value}"
-    if facts.quantization is not None:
-        return "its products do not read weights that Kvant rounds"
+    if facts.refuse_rounding is not None:
+        return facts.refuse_rounding
     if facts.batch_invariant:
         return "its sums depend on the number of rows, and --batch-invariant was asked for"
     return refuse_layers(facts)
 
 
 def _extra_bytes(facts: ForwardFacts) -> int:
-    return table_bytes(facts) + 4 * _MULTIPROCESSORS * MOST_SPLIT * ROWS * MOST_TOKENS
+    return extra_bytes(facts) + 4 * _MULTIPROCESSORS * MOST_SPLIT * ROWS * MOST_TOKENS
 
 
 INFO = ForwardInfo("few rows", "kvant.models.fused.few_rows_decoder", _refuse, _extra_bytes)

@@ -94,9 +94,14 @@ def table_bytes(facts: ForwardFacts) -> int:
 
 
 def _refuse(facts: ForwardFacts) -> str | None:
-    if facts.quantization is not None:
-        return "its products are torch's, which do not multiply with weights that Kvant rounds"
+    if facts.refuse_rounding is not None:
+        return facts.refuse_rounding
     return refuse_layers(facts)
 
 
-INFO = ForwardInfo("fused", "kvant.models.fused.decoder", _refuse, table_bytes)
+def extra_bytes(facts: ForwardFacts) -> int:
+    """Bytes of the angles, and room for the largest narrow weight as numbers."""
+    return table_bytes(facts) + (0 if facts.on_cpu else facts.scratch_bytes)
+
+
+INFO = ForwardInfo("fused", "kvant.models.fused.decoder", _refuse, extra_bytes)

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from kvant.errors import EngineFault
-from kvant.models.fused.linear import DenseLinear, Linear, Multiply
+from kvant.models.fused.linear import Apart, DenseLinear, Linear, Multiply, NarrowProduct
+from kvant.models.invariant.linear import TiledLinear
+from kvant.weights.codecs import can_join, rows_of
+from kvant.weights.codecs import join as join_weights
+from kvant.weights.linear import NarrowLinear
 
 
 def join(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:
@@ -20,6 +24,8 @@ def join(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:
 
     name: of their module, for EngineFault where a layer's weight is no numbers.
     """
+    if any(isinstance(product, NarrowLinear) for product in products):
+        return _join_narrow(products, multiply, name)
     check_numbers(products, name)
     if len(products) == 1:
         return DenseLinear(products[0].weight, products[0].bias, multiply)
@@ -28,6 +34,26 @@ def join(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:
     if biases and len(biases) != len(products):
         raise EngineFault(f"{name} has biases on some of its joined products only")
     return DenseLinear(weight, _joined(biases) if biases else None, multiply)
+
+
+def _join_narrow(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:
+    """The same where weights are narrow. Layers of different formats stay apart."""
+    alike = isinstance(multiply, TiledLinear)
+    narrow = [product for product in products if isinstance(product, NarrowLinear)]
+    biases = [product.bias for product in products if product.bias is not None]
+    joinable = len(narrow) == len(products) and can_join([one.narrow for one in narrow])
+    if len(products) > 1 and (not joinable or len(biases) not in (0, len(products))):
+        return Apart(tuple(join([product], multiply, name) for product in products))
+    weights = [one.narrow for one in narrow]
+    whole = join_weights(weights)
+    start = 0
+    for one in narrow if len(narrow) > 1 else ():
+        one.put(rows_of(whole, start, one.out_features))
+        start += one.out_features
+    bias = None
+    if biases:
+        bias = _joined(biases) if len(biases) > 1 else biases[0]
+    return NarrowProduct(whole, bias, alike)
 
 
 def check_numbers(products: Sequence[Any], name: str) -> None:

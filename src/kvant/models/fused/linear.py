@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from kvant.weights.codecs import NarrowWeight
+from kvant.weights.linear import multiply
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [T, in], weight [out, in], bias [out] or None -> [T, out]."""
@@ -44,6 +48,47 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowProduct:
+    """A weight in a narrow format, and a bias [rows] or None.
+
+    alike: any number of rows is multiplied in one way, so that no row's result depends on others.
+    """
+
+    weight: NarrowWeight
+    bias: Tensor | None
+    alike: bool
+
+    @property
+    def rows(self) -> int:
+        return self.weight.rows
+
+    @property
+    def columns(self) -> int:
+        return self.weight.columns
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return multiply(x, self.weight, self.bias, alike=self.alike)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Products of one input whose weights have different formats: results [T, rows] beside each other."""
+
+    parts: tuple[Linear, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
 
 
 def multiply_for(weight: Tensor) -> Multiply:

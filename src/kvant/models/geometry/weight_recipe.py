@@ -107,7 +107,7 @@ def _mxfp4(fields: Fields) -> Recipe:
     """Experts only: 4 bits per number, a one-byte scale per 32 (OCP Microscaling Formats 1.0)."""
     return Recipe(
         (_Group(None, _coded(4, 1, 32, 1)),),
-        _named(fields.words("modules_to_not_convert") or ()),
+        names_chosen(fields.words("modules_to_not_convert") or ()),
         (WeightKind.EXPERT,),
     )
 
@@ -152,9 +152,9 @@ def _compressed_tensors(fields: Fields) -> Recipe | NoRecipe:
         if isinstance(matrix, NoRecipe):
             return matrix
         targets = group.words("targets") or ()
-        chosen = None if "Linear" in targets else _named(targets)
+        chosen = None if "Linear" in targets else names_chosen(targets)
         groups.append(_Group(chosen, matrix))
-    return Recipe(tuple(groups), _named(fields.words("ignore") or ()))
+    return Recipe(tuple(groups), names_chosen(fields.words("ignore") or ()))
 
 
 def _scheme(weights: Fields, layout: str) -> MatrixBytes | NoRecipe:
@@ -215,10 +215,10 @@ def _nvfp4(group: int) -> MatrixBytes:
 def _whole(fields: Fields, matrix: MatrixBytes, *lists: str) -> Recipe:
     """All matrices but the head and what the first of `lists` that is there names."""
     names = next((fields.words(name) for name in lists if fields.has(name)), None)
-    return Recipe((_Group(None, matrix),), _named(("lm_head", *(names or ()))))
+    return Recipe((_Group(None, matrix),), names_chosen(("lm_head", *(names or ()))))
 
 
-def _named(patterns: Sequence[str]) -> Callable[[str], bool]:
+def names_chosen(patterns: Sequence[str]) -> Callable[[str], bool]:
     """Return a test for module names: "re:..", with wildcards, whole, or a part."""
     regexes = [re.compile(pattern[3:]) for pattern in patterns if pattern.startswith("re:")]
     plain = [pattern for pattern in patterns if not pattern.startswith("re:")]

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
-from kvant.models.geometry.weight_recipe import read_recipe
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def _has_experts(facts: ForwardFacts) -> bool:
-    text = facts.config.get("text_config")
-    sections = [facts.config, *([text] if isinstance(text, Mapping) else [])]
-    return any(section.get(key) for section in sections for key in _EXPERTS)
 
 
 def _refuse(facts: ForwardFacts) -> str | None:
-    if facts.quantization is not None and facts.on_cpu:
-        return "on a CPU, transformers' modules do not multiply with weights that Kvant rounds"
-    if facts.quantization is not None and read_recipe(facts.config) is not None:
-        return "the checkpoint's weights are quantised already"
-    if facts.quantization is not None and _has_experts(facts):
-        return "experts are not rounded yet"
-    if facts.quantization is not None and facts.batch_invariant:
-        return "with rounded weights its products depend on the number of rows"
+    if facts.refuse_rounding is not None:
+        return facts.refuse_rounding
+    if facts.has_narrow and facts.batch_invariant:
+        return "with narrow weights its products depend on the number of rows"
     if facts.batch_invariant and facts.geometry.has_states:
         return "recurrences over prompts depend on where a prompt is cut"
     if facts.batch_invariant and not facts.on_cpu:

@@ -28,23 +28,25 @@ FINE = tl.constexpr(2)  # several groups a step
 
 
 @triton.jit
-def _halves(tile, zeros, dtype, CODE: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr):
+def _halves(
+    tile, zeros, dtype: tl.constexpr, CODE: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr
+):
     """A tile of 4-bit codes as its low and its high halves."""
     if CODE == E2M1:
-        low, high = decode_e2m1(tile, PTX)
+        low, high = decode_e2m1(tile, dtype, PTX)
     elif ZEROS:
-        low, high = decode_int4_less(tile, tl.broadcast_to(zeros, tile.shape), PTX)
+        low, high = decode_int4_less(tile, tl.broadcast_to(zeros, tile.shape), dtype, PTX)
     else:
-        low, high = decode_int4(tile, PTX)
+        low, high = decode_int4(tile, dtype, PTX)
     return low.to(dtype), high.to(dtype)
 
 
 @triton.jit
-def _whole(tile, dtype, CODE: tl.constexpr, PTX: tl.constexpr):
+def _whole(tile, dtype: tl.constexpr, CODE: tl.constexpr, PTX: tl.constexpr):
     if CODE == E4M3:
-        return decode_e4m3(tile, PTX).to(dtype)
+        return decode_e4m3(tile, dtype, PTX).to(dtype)
     else:
-        return decode_int8(tile, PTX).to(dtype)
+        return decode_int8(tile, dtype, PTX).to(dtype)
 
 
 @triton.jit
@@ -291,7 +293,7 @@ def decode_tile(
     if ZEROS:
         z_at = zeros + (n // BLOCK_ROWS) * SCALE_N
     first = tl.program_id(1) * BLOCK
-    dtype: tl.constexpr = tl.float32
+    dtype: tl.constexpr = out.dtype.element_ty
     common = 1.0
     if FACTOR:
         common = tl.load(factor)
@@ -309,13 +311,13 @@ def decode_tile(
         low, high = _halves(codes, z, dtype, CODE, ZEROS, PTX)
         scale = scale_value(tl.load(s_at[:, None] + at, mask=live, other=0), SCALE) * common
         to = out + n[:, None].to(tl.int64) * COLUMNS + k[None, :]
-        tl.store(to, (low * scale).to(out.dtype.element_ty), mask=live)
-        tl.store(to + RUN, (high * scale).to(out.dtype.element_ty), mask=live)
+        tl.store(to, (low.to(tl.float32) * scale).to(out.dtype.element_ty), mask=live)
+        tl.store(to + RUN, (high.to(tl.float32) * scale).to(out.dtype.element_ty), mask=live)
     else:
         k = first + tl.arange(0, BLOCK)
         live = inside[:, None] & (k < COLUMNS)[None, :]
         at = n[:, None].to(tl.int64) * COLUMNS + k[None, :]
-        numbers = _whole(tl.load(weight + at, mask=live, other=0), dtype, CODE, PTX)
+        numbers = _whole(tl.load(weight + at, mask=live, other=0), dtype, CODE, PTX).to(tl.float32)
         if SHARE == PER_OUTPUT:
             scale = scale_value(tl.load(s_at, mask=inside, other=0), SCALE)[:, None] * common
         else:

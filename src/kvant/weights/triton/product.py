@@ -111,7 +111,7 @@ def decoded(weight: NarrowWeight, out: Tensor) -> Tensor:
 
 
 def _ptx(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and has_ptx(x.device)
+    return x.dtype in (torch.bfloat16, torch.float16) and has_ptx(x.device)
 
 
 def processors(x: Tensor) -> int:

@@ -1,0 +1,266 @@
+"""Checkpoints whose weights run as they are stored: which layers are narrow, and in which dialect. No torch.
+
+A dialect is how a checkpoint writes a narrow weight: names, shapes and dtypes of its tensors.
+`kvant.weights.dialects` turns those into `NarrowWeight`. A checkpoint that is not read here is decoded
+while it is loaded, by transformers, or refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import BadCheckpoint
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.geometry.fields import Fields, shown
+from kvant.models.geometry.weight_recipe import names_chosen
+from kvant.weights.format import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    INT8_CHANNEL,
+    MXFP4,
+    NVFP4,
+    Code,
+    Dialect,
+    Scale,
+    Scheme,
+    WeightFormat,
+)
+
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+_HALF = (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Schemes of a checkpoint's layers: the first group whose names match decides; None keeps numbers.
+
+    activations: what the checkpoint declares about activations, "" for nothing. Products compute with
+    16-bit activations in any case.
+    """
+
+    groups: tuple[tuple[Callable[[str], bool] | None, Scheme], ...]
+    left_alone: Callable[[str], bool]
+    activations: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The formats in words, and what is declared about activations and not done."""
+        formats = ", ".join(dict.fromkeys(scheme.format.summary for _, scheme in self.groups))
+        text = f"linear layers run as they are stored: {formats}"
+        if self.activations:
+            text += f"; declared activations ({self.activations}) are computed in 16 bits instead"
+        return text
+
+    def scheme(self, name: str) -> Scheme | None:
+        """The scheme of a linear layer by its path, such as model.layers.0.mlp.up_proj."""
+        if self.left_alone(name):
+            return None
+        return next((s for chosen, s in self.groups if chosen is None or chosen(name)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class NotStored:
+    """Why a checkpoint's weights do not run as they are stored."""
+
+    reason: str
+
+
+def read_stored(
+    config: Mapping[str, Any], device: DeviceFacts, compute: ComputeDtype | None = None
+) -> Stored | NotStored | None:
+    """How this checkpoint's narrow weights run as stored; None for weights that are numbers. Pure.
+
+    compute: the dtype that the model computes in; None if it is not known yet, for 16 bits.
+    """
+    declared = config.get("quantization_config")
+    if not isinstance(declared, Mapping):
+        return None
+    if device.kind is not DeviceKind.CUDA:
+        return NotStored("weights run as they are stored on NVIDIA GPUs")
+    if compute is not None and compute not in _HALF:
+        return NotStored(f"products with narrow weights compute in 16 bits, not in {compute.value}")
+    if isinstance(config.get("text_config"), Mapping):
+        return NotStored("models with several parts are decoded while they are loaded")
+    if lists_experts(config):
+        return NotStored("experts are decoded while they are loaded")
+    try:
+        fields = Fields(config).inside("quantization_config")
+        assert fields is not None
+        reader = _READERS.get(fields.text("quant_method") or "")
+        if reader is None:
+            return NotStored(f"Kvant has no products for {shown(fields.text('quant_method'))}")
+        return reader(fields)
+    except (BadCheckpoint, re.error) as fault:
+        what = fault.what if isinstance(fault, BadCheckpoint) else str(fault)
+        return NotStored(f"the quantization_config cannot be read: {what}")
+
+
+def lists_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that layers choose among experts."""
+    text = config.get("text_config")
+    sections = [config, text] if isinstance(text, Mapping) else [config]
+    return any(section.get(field) for section in sections for field in _EXPERT_FIELDS)
+
+
+def _fp8(fields: Fields) -> Stored | NotStored:
+    """DeepSeek's and Qwen's FP8: blocks, or one scale a matrix; activations in fp8 by token."""
+    block = fields.integers("weight_block_size", least=1)
+    if block is None:
+        scheme = Scheme(Dialect.FP8, FP8_TENSOR)
+    elif tuple(block) == (128, 128):
+        scheme = Scheme(Dialect.FP8, FP8_BLOCK)
+    else:
+        return NotStored(f"blocks of {shown(block)} are not 128 x 128")
+    names = fields.words("modules_to_not_convert") or ()
+    said = fields.text("activation_scheme")
+    activations = f"8-bit floats, {said}" if said else ""
+    return _whole(scheme, names, activations)
+
+
+def _awq(fields: Fields) -> Stored | NotStored:
+    if (fields.text("version") or "gemm").lower() != "gemm":
+        return NotStored(f"AWQ's layout {shown(fields.text('version'))} is not gemm")
+    scheme = _integers(fields, Dialect.AWQ, ("bits", "w_bit"), ("group_size", "q_group_size"),
+                       zero_points=fields.flag("zero_point", True))  # fmt: skip
+    if isinstance(scheme, NotStored):
+        return scheme
+    return _whole(scheme, fields.words("modules_to_not_convert") or ())
+
+
+def _gptq(fields: Fields) -> Stored | NotStored:
+    if fields.flag("desc_act", False) and not fields.flag("static_groups", False):
+        return NotStored("inputs are reordered by desc_act, which its groups do not survive")
+    dialect = Dialect.GPTQ
+    if (fields.text("checkpoint_format") or "gptq") == "gptq_v2":
+        dialect = Dialect.GPTQ_V2
+    scheme = _integers(fields, dialect, ("bits",), ("group_size",), zero_points=True)
+    return scheme if isinstance(scheme, NotStored) else _whole(scheme, ())
+
+
+def _integers(
+    fields: Fields,
+    dialect: Dialect,
+    bits: Sequence[str],
+    group: Sequence[str],
+    *,
+    zero_points: bool,
+) -> Scheme | NotStored:
+    width = fields.integer(*bits, most=16)
+    if width != 4:
+        return NotStored(f"{dialect.value} weights of {width} bits are not 4 bits wide")
+    size = fields.optional_integer(*group, least=-1) or 128
+    return _int4(dialect, size, zero_points=zero_points)
+
+
+def _int4(dialect: Dialect, size: int, *, zero_points: bool) -> Scheme | NotStored:
+    """Groups of any supported size; a scale per output becomes equal scales of groups of 128."""
+    if size < 0:
+        return NotStored("4-bit weights with a scale per output have no groups")
+    if size not in (32, 64, 128):
+        return NotStored(f"groups of {size} inputs are not 32, 64 or 128")
+    return Scheme(dialect, WeightFormat("int4", Code.INT4, 1, size, Scale.FLOAT16, zero_points))
+
+
+def _modelopt(fields: Fields) -> Stored | NotStored:
+    algorithm = fields.text("quant_algo")
+    names = fields.words("ignore") or fields.words("exclude_modules") or ()
+    if algorithm == "FP8":
+        return _whole(Scheme(Dialect.MODELOPT_FP8, FP8_TENSOR), names, "8-bit floats, static")
+    if algorithm == "NVFP4":
+        return _whole(Scheme(Dialect.MODELOPT_NVFP4, NVFP4), names, "4-bit floats, dynamic")
+    return NotStored(f"Kvant has no products for ModelOpt's {shown(algorithm)}")
+
+
+def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
+    sparse = fields.inside("sparsity_config")
+    if sparse is not None and sparse.text("format") not in (None, "dense"):
+        return NotStored("the weights are sparse")
+    groups: list[tuple[Callable[[str], bool] | None, Scheme]] = []
+    declared: list[str] = []
+    listed = fields.inside("config_groups")
+    for name in () if listed is None else listed.names():
+        assert listed is not None
+        group = listed.inside(name)
+        weights = None if group is None else group.inside("weights")
+        if group is None or weights is None:
+            continue
+        layout = group.text("format") or fields.text("format") or ""
+        scheme = _scheme(weights, layout)
+        if isinstance(scheme, NotStored):
+            return scheme
+        targets = group.words("targets") or ()
+        groups.append((None if "Linear" in targets else names_chosen(targets), scheme))
+        inputs = group.inside("input_activations")
+        if inputs is not None:
+            kind = "floats" if inputs.text("type") == "float" else "integers"
+            when = "dynamic" if inputs.flag("dynamic", False) else "static"
+            declared.append(f"{inputs.integer('num_bits', most=16)}-bit {kind}, {when}")
+    if not groups:
+        return None  # it describes the KV cache alone
+    left = names_chosen(fields.words("ignore") or ())
+    return Stored(tuple(groups), left, ", ".join(sorted(set(declared))))
+
+
+def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
+    bits, kind, strategy = (
+        weights.integer("num_bits", most=16), weights.text("type"), weights.text("strategy"),
+    )  # fmt: skip
+    actorder = weights.text("actorder")
+    if actorder not in (None, "static", "weight"):
+        return NotStored(f"inputs are reordered by actorder {shown(actorder)}")
+    group = weights.optional_integer("group_size", least=-1)
+    if kind == "float" and bits == 8 and layout in ("float-quantized", "naive-quantized"):
+        if strategy == "block":
+            block = tuple(weights.integers("block_structure", least=1) or ())
+            if block != (128, 128):
+                return NotStored(f"blocks of {shown(block)} are not 128 x 128")
+            return Scheme(Dialect.FLOAT_QUANTIZED, FP8_BLOCK)
+        formats = {"tensor": FP8_TENSOR, "channel": FP8_CHANNEL}
+        if strategy in formats:
+            return Scheme(Dialect.FLOAT_QUANTIZED, formats[strategy])
+    if kind == "float" and bits == 4 and "nvfp4" in layout:
+        return Scheme(Dialect.NVFP4_PACK, NVFP4)
+    if kind == "float" and bits == 4 and "mxfp4" in layout:
+        return Scheme(Dialect.MXFP4_PACK, MXFP4)
+    symmetric = weights.flag("symmetric", True)
+    if kind == "int" and bits == 4 and layout == "pack-quantized" and strategy == "group":
+        return _int4(Dialect.PACK_QUANTIZED, group or 128, zero_points=not symmetric)
+    if kind == "int" and bits == 8 and symmetric and strategy == "channel":
+        if layout == "int-quantized":
+            return Scheme(Dialect.INT_QUANTIZED, INT8_CHANNEL)
+        if layout == "pack-quantized":
+            return Scheme(Dialect.PACK_QUANTIZED, INT8_CHANNEL)
+    if (
+        kind == "int"
+        and bits == 8
+        and symmetric
+        and strategy == "group"
+        and layout == "pack-quantized"
+    ):
+        if group not in (32, 64, 128):
+            return NotStored(f"groups of {group} inputs are not 32, 64 or 128")
+        made = WeightFormat("int8", Code.INT8, 1, group, Scale.FLOAT16)
+        return Scheme(Dialect.PACK_QUANTIZED, made)
+    return NotStored(
+        f"Kvant has no products for {bits}-bit {kind} weights by {strategy} in {shown(layout)}"
+    )
+
+
+def _whole(scheme: Scheme, names: Sequence[str], activations: str = "") -> Stored:
+    return Stored(((None, scheme),), names_chosen(("lm_head", *names)), activations)
+
+
+_READERS: Mapping[str, Callable[[Fields], Stored | NotStored | None]] = {
+    "fp8": _fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "compressed-tensors": _compressed_tensors,
+}
+"""By `quant_method`."""

@@ -1,0 +1,217 @@
+"""Checkpoints' narrow weights: what each dialect stores, and the same numbers as `NarrowWeight`.
+
+Layouts come from compressed-tensors 0.20, AutoAWQ, AutoGPTQ, ModelOpt and DeepSeek's checkpoints. Shapes are
+written [N, K] = outputs, inputs; G is a group's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvant.errors import BadCheckpoint
+from kvant.weights.codecs import NarrowWeight, pack_nibbles
+from kvant.weights.format import WHOLE, Code, Dialect, Scale, Scheme, WeightFormat
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of each of eight neighbouring outputs."""
+
+_FLOATS = ("F32", "F16", "BF16")
+_SCALE_OF = {
+    torch.float32: Scale.FLOAT32, torch.float16: Scale.FLOAT16, torch.bfloat16: Scale.BFLOAT16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a layer: its dtypes in safetensors' words, and the shapes that it may have.
+
+    is_scale: numbers that must be finite and above zero.
+    """
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_scale: bool = False
+    optional: bool = False
+
+
+def parts_of(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]:
+    """The tensors of a layer [rows, columns] in a dialect, by the names behind the layer's."""
+    fmt, dialect = scheme.format, scheme.dialect
+    whole: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
+    down, along = fmt.blocks(rows, columns)
+    shared = whole
+    if (fmt.rows, fmt.columns) == (1, WHOLE):
+        shared = ((rows, 1), (rows,))
+    elif fmt.rows != WHOLE:
+        shared = ((down, along),)
+    scale = Part(_FLOATS, shared, is_scale=True)
+    one = Part(_FLOATS, whole, is_scale=True)
+    codes = Part(("F8_E4M3",), ((rows, columns),))
+    if dialect is Dialect.FP8:
+        return {"weight": codes, "weight_scale_inv": scale}
+    if dialect in (Dialect.FLOAT_QUANTIZED, Dialect.MODELOPT_FP8):
+        return {"weight": codes, "weight_scale": scale}
+    if dialect is Dialect.INT_QUANTIZED:
+        return {"weight": Part(("I8",), ((rows, columns),)), "weight_scale": scale}
+    if dialect in (Dialect.NVFP4_PACK, Dialect.MXFP4_PACK, Dialect.MODELOPT_NVFP4):
+        packed = Part(("U8",), ((rows, columns // 2),))
+        if dialect is Dialect.MXFP4_PACK:
+            return {"weight_packed": packed, "weight_scale": Part(("U8",), shared)}
+        scale = Part(("F8_E4M3",), shared)
+        if dialect is Dialect.NVFP4_PACK:
+            return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": one}
+        return {"weight": packed, "weight_scale": scale, "weight_scale_2": one}
+    bits = fmt.code.bits
+    if dialect is Dialect.PACK_QUANTIZED:
+        found = {
+            "weight_packed": Part(("I32",), ((rows, columns * bits // 32),)),
+            "weight_scale": scale,
+            "weight_shape": Part(("I64", "I32"), ((2,),), optional=True),
+            "weight_g_idx": Part(("I32",), ((columns,),), optional=True),
+        }
+        if fmt.zero_points:
+            found["weight_zero_point"] = Part(("I32",), ((rows * bits // 32, along),))
+        return found
+    group = Part(_FLOATS, ((along, rows),), is_scale=True)
+    zeros = Part(("I32",), ((along, rows // 8),), optional=not fmt.zero_points)
+    if dialect is Dialect.AWQ:
+        return {
+            "qweight": Part(("I32",), ((columns, rows // 8),)),
+            "scales": group,
+            "qzeros": zeros,
+        }
+    return {
+        "qweight": Part(("I32",), ((columns // 8, rows),)), "scales": group, "qzeros": zeros,
+        "g_idx": Part(("I32",), ((columns,),), optional=True),
+    }  # fmt: skip
+
+
+def check_part(name: str, part: Part, dtype: str | None, shape: tuple[int, ...] | None) -> None:
+    """BadCheckpoint, naming the tensor, for another dtype or shape, or for none."""
+    if dtype is None or shape is None:
+        if part.optional:
+            return
+        raise BadCheckpoint(f"the tensor {name} is missing", why="its layer's weight needs it")
+    if shape not in part.shapes:
+        fits = " or ".join(str(list(one)) for one in part.shapes)
+        raise BadCheckpoint(f"{name} has the shape {list(shape)}", why=f"its layer needs {fits}")
+    if dtype not in part.dtypes:
+        raise BadCheckpoint(
+            f"{name} has the dtype {dtype}", why=f"its dialect stores {' or '.join(part.dtypes)}"
+        )
+
+
+def check_scales(name: str, scales: Tensor) -> None:
+    """BadCheckpoint for scales of any shape [..] that are NaN, infinite, zero or negative."""
+    wide = scales.to(torch.float32)
+    if not bool(torch.isfinite(wide).all()):
+        raise BadCheckpoint(f"{name} holds NaN or infinite scales", why="its numbers would be NaN")
+    if bool((wide <= 0).any()):
+        raise BadCheckpoint(
+            f"{name} holds scales that are zero or negative", why="whole blocks would be lost"
+        )
+
+
+def check_order(name: str, index: Tensor, group: int) -> None:
+    """BadCheckpoint if an index of groups [K] is not in order: inputs then are reordered."""
+    expected = torch.arange(len(index), device=index.device) // group
+    if not torch.equal(index.to(torch.int64), expected):
+        raise BadCheckpoint(
+            f"{name} reorders the inputs (act-order)",
+            why="Kvant's products take groups of neighbouring inputs",
+        )
+
+
+def read(
+    name: str, scheme: Scheme, rows: int, columns: int, tensors: Mapping[str, Tensor]
+) -> NarrowWeight:
+    """The weight [rows, columns] of the layer `name`.
+
+    tensors: by the names of `parts_of`, of its shapes and dtypes. Changes no number: `decode` of the result
+    is the dialect's own dequantisation. BadCheckpoint for 8-bit floats that are NaN.
+    """
+    fmt, dialect = scheme.format, scheme.dialect
+    if dialect in (Dialect.FP8, Dialect.FLOAT_QUANTIZED, Dialect.MODELOPT_FP8):
+        codes = tensors["weight"].view(torch.uint8)
+        if bool(((codes & 0x7F) == 0x7F).any()):
+            raise BadCheckpoint(f"{name}.weight holds NaN", why="a code of its 8-bit floats is NaN")
+        scales = tensors["weight_scale_inv" if dialect is Dialect.FP8 else "weight_scale"]
+        return _wide_scales(fmt, rows, columns, codes, scales)
+    if dialect is Dialect.INT_QUANTIZED:
+        return _wide_scales(
+            fmt, rows, columns, tensors["weight"].view(torch.uint8), tensors["weight_scale"]
+        )
+    if dialect in (Dialect.NVFP4_PACK, Dialect.MXFP4_PACK, Dialect.MODELOPT_NVFP4):
+        packed = tensors["weight" if dialect is Dialect.MODELOPT_NVFP4 else "weight_packed"]
+        codes = torch.stack((packed & 15, packed >> 4), -1).view(rows, columns)
+        factor = None
+        if dialect is Dialect.NVFP4_PACK:
+            factor = 1.0 / tensors["weight_global_scale"].to(torch.float32).view(1)
+        elif dialect is Dialect.MODELOPT_NVFP4:
+            factor = tensors["weight_scale_2"].to(torch.float32).view(1)
+        scales = tensors["weight_scale"].view(torch.uint8).t().contiguous()
+        return NarrowWeight(
+            fmt, rows, columns, pack_nibbles(codes, fmt.columns), scales, None, factor
+        )
+    if dialect is Dialect.PACK_QUANTIZED:
+        return _packed(fmt, rows, columns, tensors)
+    words = tensors["qweight"]
+    zeros: Tensor | None = None
+    if dialect is Dialect.AWQ:
+        codes = _unpack(words, 4, _AWQ_ORDER).t()
+        if fmt.zero_points:
+            zeros = _unpack(tensors["qzeros"], 4, _AWQ_ORDER)
+    else:
+        codes = _unpack(words.t(), 4)
+        zeros = _unpack(tensors["qzeros"], 4)
+        if dialect is Dialect.GPTQ:
+            zeros = zeros + 1
+    scales = tensors["scales"].contiguous()
+    made = replace(fmt, scale=_SCALE_OF[scales.dtype])
+    codes = pack_nibbles(codes.contiguous(), fmt.columns)
+    return NarrowWeight(
+        made, rows, columns, codes, scales, None if zeros is None else zeros.contiguous()
+    )
+
+
+def _wide_scales(
+    fmt: WeightFormat, rows: int, columns: int, codes: Tensor, scales: Tensor
+) -> NarrowWeight:
+    wide = scales.to(torch.float32)
+    if fmt.columns == WHOLE:
+        wide = wide.reshape(-1)
+    return NarrowWeight(fmt, rows, columns, codes.contiguous(), wide.contiguous())
+
+
+def _packed(
+    fmt: WeightFormat, rows: int, columns: int, tensors: Mapping[str, Tensor]
+) -> NarrowWeight:
+    """compressed-tensors' integers: code + 2^(bits - 1) in words, the first in the lowest bits."""
+    codes = _unpack(tensors["weight_packed"], fmt.code.bits)
+    scales = tensors["weight_scale"]
+    if fmt.code is Code.INT8:
+        signed = codes ^ 0x80
+        if fmt.columns == WHOLE:
+            return _wide_scales(fmt, rows, columns, signed, scales)
+        grouped = scales.t().contiguous()
+        made = replace(fmt, scale=_SCALE_OF[scales.dtype])
+        return NarrowWeight(made, rows, columns, signed.contiguous(), grouped)
+    zeros = None
+    if fmt.zero_points:
+        zeros = _unpack(tensors["weight_zero_point"].t(), fmt.code.bits).contiguous()
+    made = replace(fmt, scale=_SCALE_OF[scales.dtype])
+    return NarrowWeight(
+        made, rows, columns, pack_nibbles(codes, fmt.columns), scales.t().contiguous(), zeros
+    )
+
+
+def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """int32 [n, m] of 32 / bits codes each to uint8 [n, m * 32 / bits]. order: places in a word."""
+    count = 32 // bits
+    places = torch.tensor(order or tuple(range(count)), device=words.device, dtype=torch.int32)
+    found = (words[..., None] >> (places * bits)) & ((1 << bits) - 1)
+    return found.to(torch.uint8).reshape(words.shape[0], -1)

@@ -1,0 +1,213 @@
+"""Checkpoints with narrow weights, run as they are stored: the model of the dialect's own numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.reference.backend import backend
+from kvant.errors import BadCheckpoint
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.fused.info import INFO as FUSED
+from kvant.models.load import load_model
+from kvant.models.loaded import LoadedModel
+from kvant.models.modules.info import INFO as MODULES
+from kvant.models.select import choose, select_forward
+from kvant.models.stored import NotStored, Stored, read_stored
+from kvant.weights.codecs import decode
+from kvant.weights.linear import NarrowLinear
+from tests.attention import driver
+from tests.models import tiny
+from tests.models.tiny_narrow import DIALECTS, build
+
+CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
+TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
+
+
+def load(path: Path, only: ForwardInfo = MODULES) -> LoadedModel:
+    """On this CPU, as a GPU would load it; products decode their weights then."""
+    geometry = tiny.geometry("llama")
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    config = json.loads((path / "config.json").read_text())
+    facts = ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, GPU)
+    assert facts.stored is not None
+    return load_model(path, plan, geometry, choose(only, facts), device=torch.device("cpu"))
+
+
+def logits(model: LoadedModel) -> Tensor:
+    steps = driver.Driver(driver.pool(model.plan, 40), backend())
+    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
+    return model.forward(ids, call, torch.arange(len(TEXT)))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_stored_weight_is_the_numbers_that_its_dialect_means(
+    dialect: str, tmp_path: Path
+) -> None:
+    path, numbers = build(tmp_path, dialect)
+    module = load(path)._module
+    narrow = {n: part for n, part in module.named_modules() if isinstance(part, NarrowLinear)}
+    assert len(narrow) == 7 * module.config.num_hidden_layers
+    for name, part in narrow.items():
+        assert torch.equal(decode(part.narrow), numbers[f"{name}.weight"]), name
+    assert torch.equal(module.lm_head.weight, numbers["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "dialect", ["fp8 block", "ct fp8 tensor", "ct int4 zero points", "ct nvfp4"]
+)
+@pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
+def test_a_stored_model_computes_what_the_model_of_its_numbers_does(
+    only: ForwardInfo, dialect: str, tmp_path: Path
+) -> None:
+    path, numbers = build(tmp_path, dialect)
+    config = tiny.make("llama").config
+    wide = LlamaForCausalLM(config)
+    wide.load_state_dict(numbers)
+    expected = wide.train(False)(torch.tensor([TEXT])).logits[0].detach()
+    found = logits(load(path, only))
+    assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+
+
+def _with(path: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+_UP = "model.layers.1.mlp.up_proj"
+
+
+def _truncated(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{_UP}.weight_packed"] = tensors[f"{_UP}.weight_packed"][:, :-1]
+
+
+def _short_scales(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{_UP}.weight_scale"] = tensors[f"{_UP}.weight_scale"][:, :-1]
+
+
+def _nan_scale(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{_UP}.weight_scale"][3, 0] = float("nan")
+
+
+def _zero_scale(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{_UP}.weight_scale"][3, 0] = 0.0
+
+
+def _missing_scales(tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{_UP}.weight_scale"]
+
+
+def _other_dtype(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{_UP}.weight_packed"] = tensors[f"{_UP}.weight_packed"].to(torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "says"),
+    [
+        (_truncated, "weight_packed", r"shape \[96, 7\]"),
+        (_short_scales, "weight_scale", r"shape \[96, 1\]"),
+        (_nan_scale, "weight_scale", "NaN"),
+        (_zero_scale, "weight_scale", "zero"),
+        (_missing_scales, "weight_scale", "missing"),
+        (_other_dtype, "weight_packed", "dtype I64"),
+    ],
+)
+def test_a_broken_layer_is_refused_before_loading_by_the_tensors_name(
+    change: Callable[[dict[str, Tensor]], None], tensor: str, says: str, tmp_path: Path
+) -> None:
+    path, _ = build(tmp_path, "ct int4")
+    with pytest.raises(BadCheckpoint, match=says) as refused:
+        load(_with(path, change))
+    assert f"{_UP}.{tensor}" in str(refused.value)
+
+
+def test_reordered_inputs_are_refused_by_name(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "gptq")
+
+    def reorder(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{_UP}.g_idx"] = tensors[f"{_UP}.g_idx"].flip(0)
+
+    with pytest.raises(BadCheckpoint, match=r"up_proj\.g_idx reorders"):
+        load(_with(path, reorder))
+
+
+def test_codes_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "fp8 block")
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{_UP}.weight"].view(torch.uint8)[0, 0] = 0x7F
+
+    with pytest.raises(BadCheckpoint, match=r"up_proj\.weight holds NaN"):
+        load(_with(path, spoil))
+
+
+def test_a_group_that_does_not_divide_is_refused_by_name(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "ct int4")
+    config = json.loads((path / "config.json").read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    weights["group_size"] = 64  # down_proj has 96 inputs
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadCheckpoint):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("declared", "says"),
+    [
+        ({"quant_method": "quip"}, "quip"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 48}, "groups of 48"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "64"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
+    ],
+)
+def test_what_does_not_run_as_stored_says_why(declared: dict[str, Any], says: str) -> None:
+    found = read_stored({"quantization_config": declared}, GPU)
+    assert isinstance(found, NotStored)
+    assert says in found.reason
+
+
+def test_experts_cpus_and_wide_computing_do_not_run_as_stored() -> None:
+    declared, _ = DIALECTS["fp8 block"]
+    config = {"quantization_config": declared}
+    assert isinstance(read_stored(config, GPU, ComputeDtype.BFLOAT16), Stored)
+    for other in (
+        read_stored(config, CPU),
+        read_stored(config, GPU, ComputeDtype.FLOAT32),
+        read_stored({**config, "num_experts": 8}, GPU),
+    ):
+        assert isinstance(other, NotStored)
+    assert read_stored({}, GPU) is None
+
+
+def test_ignored_layers_keep_their_numbers() -> None:
+    declared, _ = DIALECTS["ct int4"]
+    declared = {**declared, "ignore": ["lm_head", "re:.*down_proj"]}
+    found = read_stored({"quantization_config": declared}, GPU)
+    assert isinstance(found, Stored)
+    assert found.scheme("model.layers.0.mlp.down_proj") is None
+    assert found.scheme("model.layers.0.mlp.up_proj") is not None
+
+
+def test_a_gpu_runs_a_stored_checkpoint_in_kvants_own_decoder() -> None:
+    declared, _ = DIALECTS["ct int4"]
+    config = {"model_type": "llama", "intermediate_size": 96, "quantization_config": declared}
+    facts = ForwardFacts(config, tiny.geometry("llama"), ComputeDtype.BFLOAT16, GPU)
+    choice = select_forward(facts)
+    assert choice.stored is not None
+    assert choice.info is not None
+    assert choice.info.name in {"few rows", "fused"}

@@ -35,7 +35,7 @@ def select(need: Need, *, only: BackendInfo | None = None) -> Served:
     """Return the first backend that serves this layer. only: the one that the user named."""
     rejected: list[Rejected] = []
     for info in BACKENDS:
-        if only is not None and info is not only:
+        if only is not None and info != only:
             rejected.append(Rejected(info.name, f"--attention-backend {only.name} was asked for"))
             continue
         reason = refusal(need, info)

@@ -79,6 +79,13 @@ class RankGroup:
         if self._backend is not None and self._device.type != "cpu":
             self._backend._get_backend(self._device).abort()
 
+    def close(self) -> None:
+        """Leave the group. On a GPU another engine of this process may then have ranks."""
+        if self._backend is not None and self._device.type != "cpu" and dist.is_initialized():
+            self._symmetric = None
+            dist.destroy_process_group()
+        self._backend = None
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x [..], added in float32 in the order of ranks: equal bits everywhere."""
         if x.device.type == "cpu":

@@ -55,15 +55,20 @@ class _Rank:
 class Ranks:
     """Ranks 1 .. size - 1, in processes of their own. Not thread-safe, except for the watching inside.
 
-    on_loss: called once by another thread when a rank was lost; all ranks have been killed then.
+    on_loss: called once by another thread when a rank was lost; all ranks have been killed then. on_end:
+    called once all ranks have ended with the engine.
     """
 
-    def __init__(self, on_loss: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        on_loss: Callable[[str], None] = lambda _: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvant-ranks-"))
         self._ranks: list[_Rank] = []
         self._life = _Life(on_loss)
         self._finalizer = weakref.finalize(
-            self, _end, self._ranks, self._life, self.directory, os.getpid()
+            self, _end, self._ranks, self._life, self.directory, os.getpid(), on_end
         )
 
     @property
@@ -223,7 +228,9 @@ def _last_words(rank: _Rank) -> str | None:
     return None
 
 
-def _end(ranks: Sequence[_Rank], life: _Life, directory: Path, owner: int) -> None:
+def _end(
+    ranks: Sequence[_Rank], life: _Life, directory: Path, owner: int, on_end: Callable[[], None]
+) -> None:
     """End processes that this process started: by closing their links, then by force."""
     if os.getpid() != owner:
         return  # a fork has no ranks
@@ -239,3 +246,4 @@ def _end(ranks: Sequence[_Rank], life: _Life, directory: Path, owner: int) -> No
             rank.process.kill()
             rank.process.wait()
     shutil.rmtree(directory, ignore_errors=True)
+    on_end()

@@ -28,7 +28,7 @@ class Team:
             _check_count(size, gpu)
         self.group = RankGroup(Shard(0, size), device)
         self._num_pages = num_pages
-        self._ranks = Ranks(self.group.abort)
+        self._ranks = Ranks(self.group.abort, self.group.close)
         self._ranks.start(
             [
                 Start(

@@ -105,7 +105,7 @@ def _check_ranks(request: PlanRequest, facts: ModelFacts, geometry: ModelGeometr
         quantized = str(declared.get("quant_method", "an unnamed method"))
     check_division(facts.config, geometry, request.tensor_parallel_size, quantized=quantized)
     asked = request.speculative
-    if asked is not None and asked.method is not NGRAM:
+    if asked is not None and asked.method != NGRAM:
         raise NotServable(
             f"--tensor-parallel-size {request.tensor_parallel_size} cannot be had with the "
             f"method {asked.method.name}",

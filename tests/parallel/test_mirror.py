@@ -1,0 +1,82 @@
+"""What another rank makes of a sent step equals what rank 0 runs."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import pytest
+import torch
+
+from kvant.execution.batch import Batch, Drafts, Launched, build_batch
+from kvant.parallel.mirror import Receiver, Sender
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.scheduler import Schedule
+from tests.engine.fakes import VOCAB, RememberingRunner, make_engine
+
+
+class Mirror:
+    """Checks each step of a runner against the batch that the other side would run."""
+
+    def __init__(self, runner: RememberingRunner) -> None:
+        self.page_size = runner.stored.shape[1]
+        self.sender, self.receiver = Sender(), Receiver()
+        self.num_checked = 0
+        self.launch_here = runner.launch
+
+    def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
+        sent = self.sender.step(schedule, table, drafts, log_has_reader=False)
+        arrived = pickle.loads(pickle.dumps(sent))
+        found = self.receiver.step(arrived)
+        size = self.page_size
+        there = build_batch(found, self.receiver.table, size, arrived.drafts)
+        _same(build_batch(schedule, table, size, drafts), there)
+        rows = schedule.rows
+        assert (self.receiver.table.sampling[rows] == table.sampling[rows]).all()
+        assert (self.receiver.table.seeds[rows] == table.seeds[rows]).all()
+        assert (self.receiver.table.num_prompt[rows] == table.num_prompt[rows]).all()
+        self.num_checked += 1
+        return self.launch_here(schedule, table, drafts)
+
+
+def _same(here: Batch, there: Batch) -> None:
+    assert torch.equal(here.input_ids, there.input_ids)
+    assert torch.equal(here.logits_index, there.logits_index)
+    assert (here.num_sampled, here.first_rows) == (there.num_sampled, there.first_rows)
+    for name in ("cu_seqlens_q", "seqlens_kv", "slot_mapping", "positions"):
+        assert torch.equal(getattr(here.step, name), getattr(there.step, name)), name
+    size = here.step.seqlens_kv.numel()
+    assert there.step.page_table.shape == here.step.page_table.shape
+    for row in range(size):  # entries behind a sequence's end are never read
+        used = -(-int(here.step.seqlens_kv[row]) // _PAGE)
+        assert torch.equal(here.step.page_table[row, :used], there.step.page_table[row, :used])
+    assert (here.step.wanted is None) == (there.step.wanted is None)
+
+
+_PAGE = 4
+
+
+def test_every_step_arrives_whole_under_pressure_and_cancels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = random.Random(1)
+    engine, runner = make_engine(
+        num_pages=24, page_size=_PAGE, max_num_seqs=5, max_num_batched_tokens=9
+    )
+    mirror = Mirror(runner)
+    monkeypatch.setattr(runner, "launch", mirror.launch)
+    numbers = []
+    for turn in range(120):
+        if turn < 60 and drawn.random() < 0.8:
+            prompt = [drawn.randrange(4, VOCAB) for _ in range(drawn.randrange(1, 22))]
+            params = SamplingParams(
+                temperature=drawn.choice([0.0, 1.0]), seed=drawn.randrange(9), max_tokens=12,
+                prompt_logprobs=drawn.choice([None, None, 1]), ignore_eos=True,
+            )  # fmt: skip
+            numbers.append(engine.submit(prompt, params))
+        if numbers and drawn.random() < 0.1:
+            engine.cancel(drawn.choice(numbers))
+        engine.step()
+    assert mirror.num_checked > 60
+    assert engine.stats.num_preemptions > 0

@@ -24,11 +24,12 @@ from kvant.attention.base import AttentionBackend, AttentionParams
 from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.cpu.formats import SERVED
 from kvant.attention.reference.backend import ReferenceBackend
+from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import codec_for
-from kvant.kv.dtype import KVDtype
+from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry
-from kvant.kv.pool import LayerCache
-from kvant.kv.spec import Choice, LayerSpec, Scale, ScaleState, Source
+from kvant.kv.pool import KVPool
+from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
 from kvant.measure.attention_inputs import Inputs, paged_step
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 9, 3, 64, 16
@@ -85,21 +86,24 @@ def make_inputs(case: Case, pair: Pair, *, seed: int = 0) -> Inputs:
     pages = [-(-n // PAGE_SIZE) for n in case.lengths]
     total = sum(pages)
     geometry = LayerGeometry(0, "bench", Attention.FULL, Q_HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
-    sides: list[tuple[Tensor, ...]] = []
-    scales: list[Tensor | None] = []
-    x = torch.randn(total * PAGE_SIZE, KV_HEADS, HEAD_DIM, generator=made)
-    for dtype in pair:
-        takes = dtype.format.takes_outside_scale
-        scale = torch.full((1,), 0.01) if takes else None
-        planes = codec_for(dtype).encode(x, scale)
-        sides.append(tuple(p.view(total, PAGE_SIZE, *p.shape[1:]) for p in planes))
-        scales.append(scale)
     choices = [Choice(d, Source.EXPLICIT, "bench", (), Scale(ScaleState.NONE)) for d in pair]
     spec = LayerSpec(geometry, choices[0], choices[1], "bench")
+    plan = KVPlan(Role.TARGET, "bench", ComputeDtype.FLOAT32, "bench", PAGE_SIZE, (spec,))
+    encoded: list[Tensor] = []
+    scales: dict[tuple[int, Side], Tensor] = {}
+    x = torch.randn(total * PAGE_SIZE, KV_HEADS, HEAD_DIM, generator=made)
+    for side, dtype in zip((Side.K, Side.V), pair, strict=True):
+        takes = dtype.format.takes_outside_scale
+        scale = torch.full((1,), 0.01) if takes else None
+        if scale is not None:
+            scales[0, side] = scale
+        encoded += codec_for(dtype).encode(x, scale)
+    cache = KVPool(plan, total, device=torch.device("cpu"), scales=scales)[0]
+    for plane, rows in zip((*cache.k, *cache.v), encoded, strict=True):
+        plane.copy_(rows.view(plane.shape))
     order = torch.randperm(total, generator=made).to(torch.int32)
     step = paged_step(case.lengths, case.queries, order, PAGE_SIZE)
     q = torch.randn(len(step.positions), Q_HEADS, HEAD_DIM, generator=made)
-    cache = LayerCache(spec, sides[0], sides[1], scales[0], scales[1])
     return Inputs(cache, q, step, AttentionParams(scale=HEAD_DIM**-0.5))
 
 

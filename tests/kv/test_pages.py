@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvant.kv.pages import SCRATCH, CacheIdentity, PageAllocator, page_hash, root_hash
+from kvant.kv.pages import (
+    SCRATCH,
+    CacheIdentity,
+    PageAllocator,
+    SharedPages,
+    Superblocks,
+    page_hash,
+    root_hash,
+)
 
 PAGE_SIZE = 4
 
@@ -210,21 +218,179 @@ def test_giving_back_twice_is_caught() -> None:
 @pytest.mark.parametrize(
     ("damage", "finding"),
     [
-        (lambda a: a._free.append(a._free[0]), "2 times free"),
-        (lambda a: a._free.pop(), "0 times free"),
+        (lambda a: a.superblocks.free.append(a.superblocks.free[0]), "2 owners"),
+        (lambda a: a.superblocks.free.pop(), "0 owners"),
+        (lambda a: a.superblocks.free.append(1), "to be taken"),
         (lambda a: a._ref_counts.__setitem__(1, 2), "reference count 2"),
-        (lambda a: a._free.append(SCRATCH), "page 0"),
+        (lambda a: a.superblocks.free.append(SCRATCH), "superblock 0"),
         (lambda a: a._page_of.clear(), "two directions"),
         (lambda a: a._idle.__setitem__(3, None), "no request can find it"),
     ],
 )
 def test_the_audit_sees_damage(damage: object, finding: str) -> None:
-    allocator = PageAllocator(5)
+    shared = SharedPages(5)
+    allocator = shared.groups[0]
     pages, _ = filled(allocator, [1] * PAGE_SIZE)
-    assert allocator.audit([pages]) == []
+    assert shared.audit([[pages]]) == []
     assert callable(damage)
     damage(allocator)
-    assert any(finding in fault for fault in allocator.audit([pages]))
+    assert any(finding in fault for fault in shared.audit([[pages]]))
+
+
+SIZES = (3, 1, 2)
+"""Pages of a superblock, of each group."""
+
+
+class GroupsUnderLoad(RuleBasedStateMachine):
+    """Sequences take pages of several groups together, share them, drop early ones, and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = SharedPages(9, (None, 8, 4), SIZES)
+        self.held: list[list[list[int]]] = []
+        self.known: dict[tuple[int, int], int] = {}
+        self.next = 0
+
+    def _most(self) -> int:
+        """Superblocks that no held page lies in."""
+        live = {
+            page // size
+            for sequence in self.held
+            for pages, size in zip(sequence, SIZES, strict=True)
+            for page in pages
+        }
+        return 8 - len(live)
+
+    @rule(counts=st.tuples(*[st.integers(0, 7)] * 3))
+    def begin(self, counts: tuple[int, ...]) -> None:
+        before = [(len(g._idle), g.num_idle) for g in self.shared.groups], self.shared.num_available
+        fits = self.shared.fit(counts)
+        pages = self.shared.allocate(counts)
+        assert (pages is not None) == fits
+        if pages is None:
+            assert before == (
+                [(len(g._idle), g.num_idle) for g in self.shared.groups],
+                self.shared.num_available,
+            )
+            assert sum(-(-n // size) for n, size in zip(counts, SIZES, strict=True)) > 0
+            return
+        assert [len(some) for some in pages] == list(counts)
+        for place, some in enumerate(pages):
+            taken = {page for sequence in self.held for page in sequence[place]}
+            assert not taken & set(some)
+            assert len(set(some)) == len(some)
+        zeroed = self.shared.take_pages_to_zero()
+        assert [sorted(some) for some in zeroed] == [sorted(some) for some in pages]
+        self.held.append(pages)
+
+    @rule(counts=st.tuples(*[st.integers(0, 30)] * 3))
+    def all_that_is_free_can_be_had(self, counts: tuple[int, ...]) -> None:
+        spare = [
+            group.num_own + group.per_superblock * self._most() for group in self.shared.groups
+        ]
+        assert self.shared.fit(counts) <= all(
+            n <= most for n, most in zip(counts, spare, strict=True)
+        )
+        assert [group.num_available for group in self.shared.groups] == spare
+        for place in range(3):
+            alone = [0, 0, 0]
+            alone[place] = spare[place]
+            assert self.shared.fit(alone)
+            alone[place] += 1
+            assert not self.shared.fit(alone)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.held))
+        for place, pages in enumerate(sequence):
+            group = self.shared.groups[place]
+            for page in pages:
+                if group.generation_of(page) is None:
+                    self.next += 1
+                    assert group.remember(page, self.next.to_bytes(8, "little"))
+                    self.known[place, page] = self.next
+                    break
+
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        found: list[list[int]] = [[], [], []]
+        for (place, page), number in self.known.items():
+            if self.shared.groups[place].find(number.to_bytes(8, "little")) == page:
+                found[place].append(page)
+        found = [
+            data.draw(st.lists(st.sampled_from(some), unique=True, max_size=3)) if some else []
+            for some in found
+        ]
+        counts = data.draw(st.tuples(*[st.integers(0, 5)] * 3))
+        fits = self.shared.fit(counts, found)
+        for group, some in zip(self.shared.groups, found, strict=True):
+            group.join(some)
+        self.held.append(found)
+        assert self.shared.fit(counts) == fits
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), place=st.integers(0, 2))
+    def drop_the_first(self, data: st.DataObject, place: int) -> None:
+        pages = data.draw(st.sampled_from(self.held))[place]
+        if pages:
+            self.shared.groups[place].release([pages.pop(0)])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), spoilt=st.booleans())
+    def end(self, data: st.DataObject, spoilt: bool) -> None:
+        sequence = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        for group, pages in zip(self.shared.groups, sequence, strict=True):
+            if spoilt:
+                group.forget(pages)
+            group.release(pages)
+
+    @rule()
+    def forget_all(self) -> None:
+        self.shared.forget_all()
+        assert self.shared.num_idle == 0
+        self.known.clear()
+
+    @invariant()
+    def adds_up(self) -> None:
+        holders = [[sequence[place] for sequence in self.held] for place in range(3)]
+        assert self.shared.audit(holders) == []
+        assert self.shared.num_available == self._most()
+
+    def teardown(self) -> None:
+        for sequence in self.held:
+            for group, pages in zip(self.shared.groups, sequence, strict=True):
+                group.release(pages)
+        assert self.shared.num_available == 8
+
+
+TestGroupsUnderLoad = GroupsUnderLoad.TestCase
+TestGroupsUnderLoad.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_group_takes_the_superblock_that_another_one_no_longer_uses() -> None:
+    shared = SharedPages(3, (None, 4), (1, 4))
+    whole, recent = shared.groups
+    found = shared.allocate([1, 3])
+    assert found is not None
+    assert shared.allocate([1, 0]) is None
+    assert recent.remember(found[1][0], b"x")
+    recent.release(found[1])
+    assert recent.num_idle == 1
+    assert shared.allocate([1, 0]) is not None
+    assert recent.num_idle == 0
+    assert recent.find(b"x") is None
+    assert whole.num_held == 2
+
+
+def test_free_pages_of_the_fullest_superblock_go_first() -> None:
+    allocator = PageAllocator(Superblocks(4), 4)
+    pages = allocator.allocate(8)
+    assert pages is not None
+    allocator.release([pages[0], pages[1], pages[4]])
+    assert allocator.allocate(1) == [pages[4]]
+    assert allocator.allocate(2) is not None
+    assert allocator.superblocks.num_live == 2
 
 
 def test_the_scratch_page_is_the_pools() -> None:

@@ -82,7 +82,7 @@ def test_f1_an_explicit_bfloat16_is_not_overwritten_by_the_checkpoints_scheme(
     texts = driver.Driver(pool, backend())
     ids, call, last = texts.call([(driver.Text(list(PROMPT)), len(PROMPT))])
     model.forward(ids, call, last)
-    stored = pool[0].k[0].view(-1, 2, 16)[16 : 16 + len(PROMPT)]
+    stored = pool[0].k[0].flatten(0, 1)[16 : 16 + len(PROMPT)]
     assert stored.dtype is torch.bfloat16
     assert (stored.view(torch.int16) & 0xF != 0).any(), "the low bits of e4m3 numbers are all zero"
     assert len(generate(model)) == 12
@@ -125,9 +125,7 @@ def test_keys_and_values_are_quantised_once(wanted: str | None, tmp_path: Path) 
     ):
         assert choice is not None
         codec = codec_for(choice.dtype)
-        found = codec.decode(
-            [p.view(-1, 2, p.shape[-1])[16:21] for p in planes], used, 16, rows.dtype
-        )
+        found = codec.decode([p.flatten(0, 1)[16:21] for p in planes], used, 16, rows.dtype)
         expected = codec.decode(codec.encode(rows, used), used, 16, rows.dtype)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

@@ -79,11 +79,11 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self._proposer: Proposer | None = None
         self._taps: tuple[int, ...] = ()
-        self._clear: Callable[[Sequence[int]], None] = self.pool.zero
+        self._clear: Callable[[Sequence[Sequence[int]]], None] = self.pool.arena.zero
         if self.device.type != "cpu":
             from kvant.kernels.triton.zero import PageEraser
 
-            self._clear = PageEraser(self.pool.planes()).clear
+            self._clear = PageEraser([self.pool.arena.pieces(0)]).clear
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +105,7 @@ class ModelRunner:
         self.pool.refit(self.model.scales)
 
     def zero(self, pages: Sequence[int]) -> None:
-        self._clear(pages)
+        self._clear([pages])
 
     def num_drafts(self, num_sequences: int) -> Sequence[int]:
         return () if self._graphs is None else self._graphs.num_drafts(num_sequences)

@@ -1,6 +1,7 @@
 """Page ownership: ids, reference counts and prefix hashes. No tensors; the pool holds the bytes.
 
-A page is always in exactly one state:
+Pages of several groups lie in one arena (`kvant.kv.groups`). A group has its own ids, and takes superblocks
+of the arena for them. A page in a group's superblock is always in exactly one state:
 
     held      some sequences refer to it; it may be known by a prefix hash, then others can join
     idle      no sequence refers to it, a prefix hash finds its contents: reused oldest first
@@ -62,58 +63,114 @@ def _packer(count: int) -> Callable[..., bytes]:
     return Struct(f"={count}q").pack
 
 
-class PageAllocator:
-    """Hands out pages 1 .. num_pages - 1 of a pool.
+class Superblocks:
+    """Superblocks of an arena, lent to groups of pages. The only place that knows which group has which.
 
-    num_pages: pages of the pool, the scratch page counted. Everything is O(1) a page except `audit`.
+    A superblock is live while a sequence holds one of its pages, resting while it holds only pages that
+    a prefix hash finds, else free. Groups take free ones first, then the one that has rested longest.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        self._num_pages = num_pages
-        self._ref_counts = [0] * num_pages
-        self._free = list(range(num_pages - 1, SCRATCH, -1))  # a stack: lowest id first
-        self._idle: OrderedDict[int, None] = OrderedDict()  # longest unused first
+    def __init__(self, num_superblocks: int) -> None:
+        self.num_usable = num_superblocks - 1  # the first one holds the scratch pages
+        self.free = list(range(num_superblocks - 1, SCRATCH, -1))  # a stack: lowest first
+        self.resting: OrderedDict[int, PageAllocator] = OrderedDict()  # longest first
+
+    @property
+    def num_takeable(self) -> int:
+        """Superblocks that a group could take now."""
+        return len(self.free) + len(self.resting)
+
+    @property
+    def num_live(self) -> int:
+        return self.num_usable - self.num_takeable
+
+
+class PageAllocator:
+    """Hands out the pages of one group.
+
+    superblocks: shared with other groups; or the number of pages, the scratch page counted, of an arena
+    for this group alone. per_superblock: pages of a superblock. Everything is O(1) a page, or
+    O(per_superblock) a superblock, except `audit`.
+    """
+
+    def __init__(self, superblocks: int | Superblocks, per_superblock: int = 1) -> None:
+        if not isinstance(superblocks, Superblocks):
+            superblocks = Superblocks(superblocks)
+        self.superblocks = superblocks
+        self.per_superblock = per_superblock
+        self._num_pages = (superblocks.num_usable + 1) * per_superblock
+        self._ref_counts = [0] * self._num_pages
+        self._held_in = [0] * (superblocks.num_usable + 1)  # held pages of each superblock
+        self._num_held = self._num_idle = 0
+        # Of live superblocks only: pages nobody uses, by superblock, and idle pages, longest unused first.
+        self._spots: dict[int, list[int]] = {}
+        self._num_spots = 0
+        self._by_held: list[dict[int, None]] = [{} for _ in range(per_superblock + 1)]
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._to_zero: list[int] = []
-        self._generations = [0] * num_pages  # how often each was handed out
+        self._generations = [0] * self._num_pages  # how often each was handed out
 
     @property
     def num_usable(self) -> int:
-        """Pages that can be held at all."""
-        return self._num_pages - 1
+        """Pages that can be held at all, if no other group holds any."""
+        return self.superblocks.num_usable * self.per_superblock
+
+    @property
+    def num_own(self) -> int:
+        """Pages that nobody holds in superblocks that this group has anyway."""
+        return self._num_spots + len(self._idle)
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could hand out now, idle ones included."""
-        return len(self._free) + len(self._idle)
+        """Pages that `allocate` could hand out now, idle ones included, if no other group takes any."""
+        return self.num_own + self.superblocks.num_takeable * self.per_superblock
 
     @property
     def num_held(self) -> int:
-        return self.num_usable - self.num_available
+        return self._num_held
 
     @property
     def num_idle(self) -> int:
         """Pages without a holder that a later request may find by their prefix."""
-        return len(self._idle)
+        return self._num_idle
 
-    def allocate(self, count: int) -> list[int] | None:
+    def lacks(self, count: int) -> int:
+        """Superblocks that `count` more pages would take."""
+        return -(-max(0, count - self.num_own) // self.per_superblock)
+
+    def allocate(self, count: int, *, spare: int | None = None) -> list[int] | None:
         """Return `count` pages with reference count 1, or None (and no change) if there are too few.
 
         All must be zeroed, see `take_pages_to_zero`. Idle pages are taken last, longest unused first.
+        spare: superblocks that may be taken, though idle pages would do; all without.
         """
-        if count > self.num_available:
+        lacking = self.lacks(count)
+        shared = self.superblocks
+        if lacking > shared.num_takeable:
             return None
-        pages = []
-        for _ in range(count):
-            if self._free:
-                page = self._free.pop()
+        if spare is None:
+            spare = shared.num_takeable - lacking
+        pages: list[int] = []
+        while len(pages) < count:
+            left = count - len(pages)
+            if self._num_spots:
+                pages += self._take_spots(left)
+            elif len(self._idle) < left:
+                self._take_superblock(left, pages)
+            elif spare > 0 and shared.free:
+                spare -= 1
+                self._take_superblock(left, pages)
             else:
                 page, _ = self._idle.popitem(last=False)
-                self._drop_hash(page)
+                self._evict(page)
+                self._hold_in_live(page)
+                pages.append(page)
+        for page in pages:
             self._ref_counts[page] = 1
             self._generations[page] += 1
-            pages.append(page)
+        self._num_held += count
         self._to_zero += pages
         return pages
 
@@ -127,6 +184,10 @@ class PageAllocator:
             found.append(page)
         return found
 
+    def find(self, digest: bytes) -> int | None:
+        """The page with these contents."""
+        return self._page_of.get(digest)
+
     def generation_of(self, page: int) -> int | None:
         """Return how often a page was handed out. While this is constant, so are its contents.
 
@@ -136,13 +197,31 @@ class PageAllocator:
 
     def num_idle_among(self, pages: Iterable[int]) -> int:
         """Return how many of these pages `join` would take from the available ones."""
-        return sum(page in self._idle for page in pages)
+        return sum(not self._ref_counts[page] for page in pages)
+
+    def if_joined(self, pages: Iterable[int]) -> tuple[int, int]:
+        """What `join` would change: how many fewer pages are `num_own`, and superblocks become live."""
+        woken: Counter[int] = Counter()
+        own = 0
+        for page in pages:
+            if not self._ref_counts[page]:
+                superblock = page // self.per_superblock
+                if self._held_in[superblock]:
+                    own += 1
+                else:
+                    woken[superblock] += 1
+        return own - sum(self.per_superblock - n for n in woken.values()), len(woken)
 
     def join(self, pages: Iterable[int]) -> None:
         """Add one reference to each page that `match` found."""
         for page in pages:
             assert page in self._hash_of, f"page {page} has no contents to join"
-            self._idle.pop(page, None)
+            if not self._ref_counts[page]:
+                self._wake(page // self.per_superblock)
+                del self._idle[page]
+                self._num_idle -= 1
+                self._hold_in_live(page)
+                self._num_held += 1
             self._ref_counts[page] += 1
 
     def remember(self, page: int, digest: bytes) -> bool:
@@ -155,13 +234,38 @@ class PageAllocator:
         self._hash_of[page] = digest
         return True
 
+    def rename(self, old: bytes, new: bytes) -> bool:
+        """Let contents that were remembered as `old` be found as `new`, if they are still there.
+
+        False if they are not, or if `new` is known already; then they are forgotten.
+        """
+        page = self._page_of.get(old)
+        if page is None:
+            return False
+        if new in self._page_of:
+            self.forget([page])
+            return False
+        del self._page_of[old]
+        self._page_of[new] = page
+        self._hash_of[page] = new
+        return True
+
     def forget(self, pages: Iterable[int]) -> None:
         """Make these pages unfindable, because their contents are not trusted. Holders keep them."""
         for page in pages:
-            self._drop_hash(page)
-            if page in self._idle:
+            if page not in self._hash_of:
+                continue
+            if self._ref_counts[page]:
+                self._drop_hash(page)
+                continue
+            superblock = page // self.per_superblock
+            self._evict(page)
+            if self._held_in[superblock]:
                 del self._idle[page]
-                self._free.append(page)
+                self._add_spot(page)
+            elif not any(p in self._hash_of for p in self._pages_of(superblock)):
+                del self.superblocks.resting[superblock]
+                self.superblocks.free.append(superblock)
 
     def release(self, pages: Sequence[int]) -> None:
         """Release one reference to each page of a sequence, in the sequence's order.
@@ -175,10 +279,16 @@ class PageAllocator:
             self._ref_counts[page] = count
             if count:
                 continue
+            self._num_held -= 1
+            superblock = page // self.per_superblock
+            self._move(superblock, -1)
             if page in self._hash_of:
+                self._num_idle += 1
                 self._idle[page] = None
             else:
-                self._free.append(page)
+                self._add_spot(page)
+            if not self._held_in[superblock]:
+                self._rest(superblock)
 
     def forget_all(self) -> None:
         """Empty the prefix cache."""
@@ -189,6 +299,12 @@ class PageAllocator:
         pages, self._to_zero = self._to_zero, []
         return pages
 
+    def surrender(self, superblock: int) -> None:
+        """Forget the idle pages of a superblock that another group takes."""
+        for page in self._pages_of(superblock):
+            if page in self._hash_of:
+                self._evict(page)
+
     def audit(self, holders: Iterable[Sequence[int]]) -> list[str]:
         """Recompute all counts; return each inconsistency as text, [] if there is none.
 
@@ -196,28 +312,250 @@ class PageAllocator:
         """
         faults: list[str] = []
         held = Counter(page for pages in holders for page in pages)
-        free, idle = Counter(self._free), set(self._idle)
+        shared, size = self.superblocks, self.per_superblock
+        spots = Counter(page for pages in self._spots.values() for page in pages)
+        free = Counter(shared.free)
+        num_idle = 0
         for page in range(self._num_pages):
+            superblock = page // size
             count, referred = self._ref_counts[page], held[page]
             if count != referred:
                 faults.append(f"page {page}: reference count {count}, {referred} sequences hold it")
-            places = free[page] + (page in idle) + (referred > 0)
-            if places != (0 if page == SCRATCH else 1):
-                faults.append(
-                    f"page {page}: {free[page]} times free, idle {page in idle}, held {referred} times"
-                )
-            if page in self._hash_of and (free[page] or page == SCRATCH):
-                faults.append(f"page {page}: findable, though its contents mean nothing")
-            if page in idle and page not in self._hash_of:
+            is_known = page in self._hash_of
+            rests = shared.resting.get(superblock) is self
+            is_idle = page in self._idle or (rests and is_known)
+            num_idle += is_idle
+            is_live = any(held[p] for p in self._pages_of(superblock))
+            if is_live and (free[superblock] or superblock in shared.resting):
+                faults.append(f"superblock {superblock}: live, and to be taken")
+            if page in self._idle and not is_live:
+                faults.append(f"page {page}: idle in a superblock of nobody")
+            if page in self._idle and not is_known:
                 faults.append(f"page {page}: idle, but no request can find it")
+            places = spots[page] + is_idle + (referred > 0)
+            wanted = is_live or is_idle
+            if places != wanted:
+                faults.append(
+                    f"page {page}: {spots[page]} times free, idle {is_idle}, held {referred} times"
+                )
+            if is_known and (spots[page] or superblock == SCRATCH or free[superblock]):
+                faults.append(f"page {page}: findable, though its contents mean nothing")
+            if superblock == SCRATCH and (referred or spots[page]):
+                faults.append(f"page {page} lies in the scratch superblock")
+        for superblock, count in enumerate(self._held_in):
+            if count != sum(held[page] > 0 for page in self._pages_of(superblock)):
+                faults.append(f"superblock {superblock}: {count} pages counted as held")
+            bucket = self._by_held[count] if count < len(self._by_held) else {}
+            if (superblock in self._spots) != (superblock in bucket):
+                faults.append(f"superblock {superblock}: not where its free pages are looked for")
         faults += [
             f"page {page} is none of this pool's" for page in held if page >= self._num_pages
         ]
         if {digest: page for page, digest in self._hash_of.items()} != self._page_of:
             faults.append("the two directions of the prefix map disagree")
+        counted = (len(held), num_idle, sum(spots.values()))
+        if counted != (self._num_held, self._num_idle, self._num_spots):
+            faults.append("held, idle or free pages are counted wrongly")
         return faults
+
+    # -- superblocks ---------------------------------------------------------------------------
+
+    def _pages_of(self, superblock: int) -> range:
+        first = superblock * self.per_superblock
+        return range(first, first + self.per_superblock)
+
+    def _take_superblock(self, most: int, pages: list[int]) -> None:
+        """Make a superblock live, and append up to `most` of its pages, which are held from now on."""
+        shared = self.superblocks
+        kept: list[int] = []
+        if shared.free:
+            superblock = shared.free.pop()
+            fresh = list(self._pages_of(superblock))
+        else:
+            superblock, owner = shared.resting.popitem(last=False)
+            if owner is not self:
+                owner.surrender(superblock)
+            fresh = []
+            for page in self._pages_of(superblock):
+                (kept if page in self._hash_of else fresh).append(page)
+            while kept and len(fresh) < most:
+                page = kept.pop(0)
+                self._evict(page)
+                fresh.append(page)
+        taken = fresh[:most]
+        pages += taken
+        self._held_in[superblock] = len(taken)
+        if len(fresh) > len(taken):
+            self._spots[superblock] = fresh[: len(taken) - 1 : -1]
+            self._num_spots += len(fresh) - len(taken)
+            self._by_held[len(taken)][superblock] = None
+        for page in reversed(kept):  # older than anything idle in a live superblock
+            self._idle[page] = None
+            self._idle.move_to_end(page, last=False)
+
+    def _take_spots(self, most: int) -> list[int]:
+        """Up to `most` free pages of the fullest superblock that has some; they are held from now on."""
+        bucket = next(bucket for bucket in reversed(self._by_held) if bucket)
+        superblock = next(reversed(bucket))
+        spots = self._spots[superblock]
+        taken = [spots.pop() for _ in range(min(most, len(spots)))]
+        self._num_spots -= len(taken)
+        if not spots:
+            del self._spots[superblock], bucket[superblock]
+        self._move(superblock, len(taken))
+        return taken
+
+    def _add_spot(self, page: int) -> None:
+        superblock = page // self.per_superblock
+        self._num_spots += 1
+        if superblock in self._spots:
+            self._spots[superblock].append(page)
+        else:
+            self._spots[superblock] = [page]
+            self._by_held[self._held_in[superblock]][superblock] = None
+
+    def _hold_in_live(self, page: int) -> None:
+        self._move(page // self.per_superblock, 1)
+
+    def _move(self, superblock: int, by: int) -> None:
+        """Count more or fewer held pages of a superblock."""
+        before = self._held_in[superblock]
+        self._held_in[superblock] = before + by
+        if superblock in self._spots:
+            del self._by_held[before][superblock]
+            self._by_held[before + by][superblock] = None
+
+    def _rest(self, superblock: int) -> None:
+        """Nobody holds a page of it any more."""
+        spots = self._spots.pop(superblock, ())
+        if spots:
+            self._num_spots -= len(spots)
+            del self._by_held[0][superblock]
+        if len(spots) == self.per_superblock:
+            self.superblocks.free.append(superblock)
+            return
+        for page in self._pages_of(superblock):
+            self._idle.pop(page, None)
+        self.superblocks.resting[superblock] = self
+
+    def _wake(self, superblock: int) -> None:
+        """One of its idle pages gets a holder."""
+        if self._held_in[superblock]:
+            return
+        del self.superblocks.resting[superblock]
+        for page in self._pages_of(superblock):
+            if page in self._hash_of:
+                self._idle[page] = None
+            else:
+                self._add_spot(page)
+
+    def _evict(self, page: int) -> None:
+        self._num_idle -= 1
+        self._drop_hash(page)
 
     def _drop_hash(self, page: int) -> None:
         digest = self._hash_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
+
+
+class SharedPages:
+    """The pages of all groups of an arena.
+
+    num_superblocks: the first one, of the scratch pages, counted. windows: tokens that each group keeps,
+    None for all. per_superblock: pages of a superblock, of each group. One group of whole superblocks
+    without these.
+    """
+
+    def __init__(
+        self,
+        num_superblocks: int,
+        windows: Sequence[int | None] = (None,),
+        per_superblock: Sequence[int] = (1,),
+    ) -> None:
+        self.superblocks = Superblocks(num_superblocks)
+        self.windows = tuple(windows)
+        self.groups = tuple(PageAllocator(self.superblocks, n) for n in per_superblock)
+
+    @property
+    def num_usable(self) -> int:
+        """Superblocks that can be live at all. With one group: pages, as in the next three."""
+        return self.superblocks.num_usable
+
+    @property
+    def num_available(self) -> int:
+        """Superblocks that a group could take."""
+        return self.superblocks.num_takeable
+
+    @property
+    def num_held(self) -> int:
+        """Superblocks with pages that sequences hold."""
+        return self.superblocks.num_live
+
+    @property
+    def num_idle(self) -> int:
+        """Superblocks that hold only pages which a later request may find by their prefix."""
+        return len(self.superblocks.resting)
+
+    def fit(self, counts: Sequence[int], joined: Sequence[Sequence[int]] = ()) -> bool:
+        """Whether `allocate` could hand out that many pages of each group, if `joined` were joined first.
+
+        joined: pages of each group.
+        """
+        if len(self.groups) == 1 and not joined:
+            return self.groups[0].lacks(counts[0]) <= self.superblocks.num_takeable
+        takeable = self.superblocks.num_takeable
+        for place, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
+            own = group.num_own
+            if joined:
+                fewer, woken = group.if_joined(joined[place])
+                own -= fewer
+                takeable -= woken
+            takeable -= -(-max(0, count - own) // group.per_superblock)
+        return takeable >= 0
+
+    def allocate(self, counts: Sequence[int]) -> list[list[int]] | None:
+        """Return that many pages of each group, or None (and no change) if there are too few."""
+        lacking = [group.lacks(count) for group, count in zip(self.groups, counts, strict=True)]
+        spare = self.superblocks.num_takeable - sum(lacking)
+        if spare < 0:
+            return None
+        found = []
+        for place, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
+            pages = group.allocate(count, spare=spare)
+            assert pages is not None
+            spare = self.superblocks.num_takeable - sum(lacking[place + 1 :])
+            found.append(pages)
+        return found
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache."""
+        for group in self.groups:
+            group.forget_all()
+
+    def take_pages_to_zero(self) -> list[list[int]]:
+        """Return each group's pages that were handed out since the last call. See `Arena.zero`."""
+        return [group.take_pages_to_zero() for group in self.groups]
+
+    def audit(self, holders: Sequence[Sequence[Sequence[int]]]) -> list[str]:
+        """Recompute all counts; return each inconsistency as text.
+
+        holders: of each group, the pages of every sequence that holds any.
+        """
+        faults = [
+            fault if len(self.groups) == 1 else f"group {place}: {fault}"
+            for place, group in enumerate(self.groups)
+            for fault in group.audit(holders[place])
+        ]
+        owners: Counter[int] = Counter(self.superblocks.free)
+        owners.update(list(self.superblocks.resting))
+        for place, group in enumerate(self.groups):
+            owners.update(
+                {page // group.per_superblock for pages in holders[place] for page in pages}
+            )
+        faults += [
+            f"superblock {superblock} has {owners[superblock]} owners"
+            for superblock in range(self.num_usable + 1)
+            if owners[superblock] != (superblock != SCRATCH)
+        ]
+        return faults

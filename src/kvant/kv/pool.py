@@ -1,7 +1,7 @@
-"""The storage behind page ids: one set of planes per layer.
+"""The storage behind page ids: an arena of bytes, and the planes of every layer as views of it.
 
-One page id covers the same tokens in every layer, for any format; each layer's planes have their
-own widths, so formats mix freely and page sizes need never divide each other.
+One page id covers the same tokens in every layer of a group, for any format; each layer's planes have
+their own widths, so formats mix freely. `kvant.kv.groups` decides where pages and planes lie.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import TORCH_ELEMENT
+from kvant.kv.groups import ArenaLayout, lay_out
 from kvant.kv.saturation import Saturated, largest_stored
 from kvant.kv.saturation_counter import SaturationCounter
-from kvant.kv.spec import KVPlan, LayerSpec
+from kvant.kv.spec import KVPlan, LayerSpec, Role
 
 SCRATCH_PAGE = 0
 """Page for writes of padding and warm-up; never handed out, never read by a request."""
@@ -28,8 +29,8 @@ SCRATCH_PAGE = 0
 class LayerCache:
     """One layer's storage.
 
-    k, v: planes in the order of the format, each [num_pages, page_size, num_kv_heads, width];
-    empty for a side that stores nothing (MLA's V).
+    k, v: planes in the order of the format, each [num_pages, page_size, num_kv_heads, width]; empty for a
+    side that stores nothing (MLA's V). Pages of all planes are `page_stride` bytes apart, a multiple of 16.
     k_scale, v_scale: float32 [1] or [num_kv_heads], the scale outside the pages, or None.
     saturation: count of values beyond the range; None if no value can be beyond.
     """
@@ -45,10 +46,74 @@ class LayerCache:
     def page_size(self) -> int:
         return self.k[0].shape[1]
 
+    @property
+    def page_stride(self) -> int:
+        """Bytes from a page to the next one."""
+        return self.k[0].stride(0) * self.k[0].element_size()
+
+
+class Arena:
+    """The bytes of all pages, zeros at first.
+
+    num_superblocks: the scratch pages' superblock counted, which is the first one.
+    """
+
+    def __init__(self, layout: ArenaLayout, num_superblocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_superblocks = num_superblocks
+        self.device = device
+        self.bytes = zeros((num_superblocks * layout.superblock_bytes,), torch.uint8, device)
+
+    def num_pages(self, group: int) -> int:
+        """Page ids of a group, all of the arena's bytes as its pages."""
+        return self.num_superblocks * self.layout.groups[group].per_superblock
+
+    def pieces(self, group: int) -> list[Tensor]:
+        """All of a group's pages as bytes: uint8 [num_pages, n] views, one for each piece of a page."""
+        held, count = self.layout.groups[group], self.num_pages(group)
+        if len(self.layout.groups) > 1:
+            return [self.bytes.view(count, held.page_bytes)]
+        return [
+            self.bytes[first * count : end * count].view(count, end - first)
+            for first, end in held.pieces.values()
+        ]
+
+    def planes(self, spec: LayerSpec, role: Role) -> list[Tensor]:
+        """A layer's planes by `spec.planes`, views [num_pages, page_size, num_kv_heads, width]."""
+        owner = role, spec.geometry.index
+        place = self.layout.group_of(owner)
+        group, heads = self.layout.groups[place], spec.geometry.num_kv_heads
+        count, stride, moved = self.num_pages(place), group.page_bytes, 0
+        if len(self.layout.groups) == 1:
+            first, end = group.pieces[owner]
+            stride, moved = end - first, first * (count - 1)
+        found = []
+        for (_, plane), offset in zip(spec.planes, group.offsets[owner], strict=True):
+            typed = self.bytes.view(TORCH_ELEMENT[plane.element])
+            size = typed.element_size()
+            shape = (count, self.layout.page_size, heads, plane.width)
+            strides = (stride // size, heads * plane.width, plane.width, 1)
+            first = typed.storage_offset() + (moved + offset) // size
+            found.append(typed.as_strided(shape, strides, first))
+        return found
+
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
+        """Clear pages of each group before they get a new owner.
+
+        A recycled page may hold NaN bytes of its last owner, and masked attention multiplies them by 0.
+        """
+        for group, some in enumerate(pages):
+            if some:
+                index = torch.as_tensor(some, device=self.device, dtype=torch.int64)
+                for piece in self.pieces(group):
+                    piece.index_fill_(0, index, 0)
+
 
 class KVPool:
-    """Planes of all layers of one plan, for `num_pages` pages (the scratch page counted).
+    """Planes of all layers of one plan, in an arena.
 
+    pages: the arena, which may hold other plans' layers too; or the number of pages (the scratch page
+    counted) of an arena for this plan alone, in which every page holds all layers.
     scales: values of the scales outside the pages by (layer index, side), float32 [1] or
     [num_kv_heads]; where a format takes one and none is given, the spec's fixed value is used.
     """
@@ -56,32 +121,43 @@ class KVPool:
     def __init__(
         self,
         plan: KVPlan,
-        num_pages: int,
+        pages: int | Arena,
         *,
         device: torch.device,
         scales: Mapping[tuple[int, Side], Tensor],
     ) -> None:
         self.plan = plan
-        self.num_pages = num_pages
         self.device = device
+        if not isinstance(pages, Arena):
+            pages = Arena(lay_out(plan, windows=False), pages, device)
+        self.arena = pages
         self._saturated = torch.zeros(len(plan.layers), 2, dtype=torch.int64, device=device)
         self._layers: dict[int, LayerCache] = {}
+        self._groups: dict[int, int] = {}
         for spec in plan.layers:
             if spec.k is not None:
                 self._layers[spec.geometry.index] = self._allocate(spec, scales)
+                owner = plan.role, spec.geometry.index
+                self._groups[spec.geometry.index] = self.arena.layout.group_of(owner)
         for spec in plan.layers:
-            owner = spec.geometry.shared_with
-            if owner is not None:
-                self._layers[spec.geometry.index] = self._layers[owner]
+            shared = spec.geometry.shared_with
+            if shared is not None:
+                self._layers[spec.geometry.index] = self._layers[shared]
+                self._groups[spec.geometry.index] = self._groups[shared]
 
     def __getitem__(self, layer: int) -> LayerCache:
         """The storage that a layer reads: its own, or its owner's if it shares."""
         return self._layers[layer]
 
     @property
+    def num_pages(self) -> int:
+        """Page ids of the first group, the scratch page counted."""
+        return self.arena.num_pages(0)
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes actually allocated for pages."""
-        return sum(plane.numel() * plane.element_size() for plane in self.planes())
+        """Bytes actually allocated for pages, those of other plans in the arena included."""
+        return self.arena.bytes.numel()
 
     def planes(self) -> list[Tensor]:
         """Every plane once, layers that share counted with their owner."""
@@ -106,22 +182,19 @@ class KVPool:
             scale.copy_(value)
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Clear pages in every layer before they get a new owner.
+        """Clear pages of the first group in every layer of it. See `Arena.zero`."""
+        self.arena.zero([pages])
 
-        A recycled page may hold NaN bytes of its last owner, and masked attention multiplies them by 0.
-        """
-        index = torch.as_tensor(pages, device=self.device, dtype=torch.int64)
-        for plane in self.planes():
-            plane.index_fill_(0, index, 0)
+    def group_of(self, layer: int) -> int:
+        """The group whose page ids address what a layer reads."""
+        return self._groups[layer]
 
     def _allocate(self, spec: LayerSpec, scales: Mapping[tuple[int, Side], Tensor]) -> LayerCache:
         g = spec.geometry
-        shape = (self.num_pages, self.plan.page_size, g.num_kv_heads)
         planes: dict[str, list[Tensor]] = {"k": [], "v": []}
-        for label, plane in spec.planes:
-            planes[label[0]].append(
-                zeros((*shape, plane.width), TORCH_ELEMENT[plane.element], self.device)
-            )
+        found = self.arena.planes(spec, self.plan.role)
+        for (label, _), plane in zip(spec.planes, found, strict=True):
+            planes[label[0]].append(plane)
         outside: list[Tensor | None] = []
         for side, choice in ((Side.K, spec.k), (Side.V, spec.v)):
             if choice is None or not choice.dtype.format.takes_outside_scale:
@@ -146,9 +219,12 @@ class KVPool:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros [*shape] of `dtype`; on a CPU in memory that the system allocates at first use.
 
-    torch.zeros writes every byte, which takes seconds for a pool of gigabytes.
+    torch.zeros writes every byte, which takes seconds for a pool of gigabytes. They begin at a multiple
+    of 64, where a kernel may load whole lines.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    room = torch.from_numpy(np.zeros(num_bytes + 64, np.uint8))
+    first = -room.data_ptr() % 64
+    return room[first : first + num_bytes].view(dtype).view(shape)

@@ -144,7 +144,7 @@ def _paged(x: Inputs, size: int) -> tuple[Inputs, Inputs]:
     small = (large[:, :, None] * factor + within).view(seqs, columns)
     k, v = (
         tuple(
-            plane[: seqs * columns].view(-1, size, *plane.shape[2:]) for plane in planes
+            plane[: seqs * columns].reshape(-1, size, *plane.shape[2:]) for plane in planes
         )
         for planes in (x.cache.k, x.cache.v)
     )  # fmt: skip

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step
 from kvant.attention.long import list_long
+from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import codec_for
-from kvant.kv.dtype import KVDtype
+from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry
-from kvant.kv.pool import LayerCache
-from kvant.kv.spec import Choice, LayerSpec, Scale, ScaleState, Source
+from kvant.kv.pool import KVPool, LayerCache
+from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +66,27 @@ def make_cache(
         for dtype in (case.k, case.v)
     ]
     distinct = min(distinct, num_pages)
-    sides: list[tuple[Tensor, ...]] = []
-    scales: list[Tensor | None] = []
-    for dtype in (case.k, case.v):
+    spec = LayerSpec(geometry, choices[0], choices[1], "triton")
+    plan = KVPlan(
+        Role.TARGET, "bench", ComputeDtype.BFLOAT16, "bench", case.page_size, (spec,)
+    )  # fmt: skip
+    encoded: list[Tensor] = []
+    scales: dict[tuple[int, Side], Tensor] = {}
+    for side, dtype in ((Side.K, case.k), (Side.V, case.v)):
         scale = None
         if dtype.format.takes_outside_scale:
             scale = torch.full((1,), 0.01 if dtype is KVDtype.NVFP4 else 0.02, device=device)
         x = torch.randn(distinct * case.page_size, case.kv_heads, case.head_dim, device=device)
         x *= torch.rand(x.shape[:2], device=device)[..., None] + 0.5
-        planes = codec_for(dtype).encode(x.to(torch.bfloat16), scale)
-        repeat = -(-num_pages // distinct)
-        sides.append(
-            tuple(
-                p.view(distinct, case.page_size, *p.shape[1:])
-                .repeat(repeat, 1, 1, 1)[:num_pages]
-                .contiguous()
-                for p in planes
-            )
-        )
-        scales.append(scale)
-    spec = LayerSpec(geometry, choices[0], choices[1], "triton")
-    return LayerCache(spec, sides[0], sides[1], scales[0], scales[1])
+        if scale is not None:
+            scales[0, side] = scale
+        encoded += codec_for(dtype).encode(x.to(torch.bfloat16), scale)
+    cache = KVPool(plan, num_pages, device=device, scales=scales)[0]
+    for plane, rows in zip((*cache.k, *cache.v), encoded, strict=True):
+        pages = rows.view(distinct, *plane.shape[1:])
+        for start in range(0, num_pages, distinct):
+            plane[start : start + distinct] = pages[: num_pages - start]
+    return cache
 
 
 def paged_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 from kvant.attention.base import AttentionParams, Step
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.kv.checkpoint.facts import Side
-from kvant.kv.dtype import KVDtype
+from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.pool import KVPool, LayerCache
+from kvant.kv.spec import KVPlan, Role
 from tests.attention import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,6 +49,20 @@ def poison(cache: LayerCache) -> None:
     """Fill all storage with NaN (0xff in bytes: NaN as e4m3 and e5m2, -1 as int8)."""
     for plane in (*cache.k, *cache.v):
         plane.fill_(0xFF if plane.dtype is torch.uint8 else float("nan"))
+
+
+def far_away(cache: LayerCache, skipped: int) -> LayerCache:
+    """The same contents in a pool with `skipped` pages of NaN before them."""
+    plan = KVPlan(
+        Role.TARGET, "far", ComputeDtype.BFLOAT16, "far", cache.page_size, (cache.spec,)
+    )  # fmt: skip
+    pages = skipped + len(cache.k[0])
+    pool = KVPool(plan, pages, device=cache.k[0].device, scales={})
+    pool.arena.bytes.fill_(0xFF)
+    far = pool[cache.spec.geometry.index]
+    for to, plane in zip((*far.k, *far.v), (*cache.k, *cache.v), strict=True):
+        to[skipped:] = plane
+    return replace(far, k_scale=cache.k_scale, v_scale=cache.v_scale)
 
 
 def prepare(

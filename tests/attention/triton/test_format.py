@@ -54,14 +54,14 @@ def test_formats_are_told_apart_by_triton() -> None:
 
 @triton.jit
 def _encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     int8_per_token_head.encode(
-        x, row, head, there, codes, scales, outer, FORMAT, OUTER, HEAD, PAD, ROWS, PTX
+        x, head, there, codes, scales, outer, FORMAT, OUTER, HEAD, PAD, ROWS, PTX
     )
-    scale = tl.load(scales + row, mask=there, other=0).to(tl.float32, bitcast=True)
-    tl.store(scales + row, (scale + scale).to(tl.int32, bitcast=True), mask=there)
+    scale = tl.load(scales, mask=there, other=0).to(tl.float32, bitcast=True)
+    tl.store(scales, (scale + scale).to(tl.int32, bitcast=True), mask=there)
 
 
 def _kernels(declared: KVFormat) -> Kernels:

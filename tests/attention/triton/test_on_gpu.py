@@ -62,8 +62,8 @@ def _written(x: case.Case) -> list[torch.Tensor]:
     ):
         assert choice is not None
         for plane, part in zip(planes, codec_for(choice.dtype).encode(rows, scale), strict=True):
-            plane = plane.clone()
-            plane.view(-1, *plane.shape[2:])[x.step.slot_mapping[keep]] = part[keep]
+            plane = plane.contiguous().clone()
+            plane.flatten(0, 1)[x.step.slot_mapping[keep]] = part[keep]
             out.append(plane)
     return out
 
@@ -248,17 +248,7 @@ def test_rows_beyond_int32_words_are_written_and_reached(
     codes = ((x.cache.k[0], k), (x.cache.v[0], v))
     least = min(plane[0].view(format_of(name).word).numel() for plane, name in codes)
     skipped = 2**31 // least + 1
-    far = []
-    for planes in (x.cache.k, x.cache.v):
-        far.append([])
-        for plane in planes:
-            big = torch.empty(
-                (skipped + len(plane), *plane.shape[1:]), dtype=plane.dtype, device="cuda"
-            )
-            big.view(torch.uint8).fill_(0xFF)
-            big[skipped:] = plane
-            far[-1].append(big)
-    cache = replace(x.cache, k=tuple(far[0]), v=tuple(far[1]))
+    cache = case.far_away(x.cache, skipped)
     moved = list_long(
         replace(
             x.step,
@@ -391,16 +381,17 @@ def test_few_sequences_are_cut_into_many_parts(name: KVDtype, lengths: tuple[int
     )  # fmt: skip
 
 
-def test_pages_are_cleared_in_every_plane_and_no_other_page_is_touched() -> None:
-    planes = [
-        torch.full((9, 16, 2, width), 7, dtype=torch.uint8, device="cuda") for width in (64, 4, 128)
+def test_pages_are_cleared_in_every_group_and_no_other_page_is_touched() -> None:
+    groups = [
+        torch.full((9, size), 7, dtype=torch.uint8, device="cuda") for size in (16 * 68, 16 * 400)
     ]
-    PageEraser(planes).clear([3, 8])
-    for plane in planes:
-        cleared = (plane.view(9, -1) == 0).all(1).tolist()
-        kept = (plane.view(9, -1) == 7).all(1).tolist()
-        assert cleared == [page in (3, 8) for page in range(9)]
-        assert kept == [page not in (3, 8) for page in range(9)]
+    chosen = [[3, 8], [1]]
+    PageEraser([[pages] for pages in groups]).clear(chosen)
+    for pages, gone in zip(groups, chosen, strict=True):
+        cleared = (pages == 0).all(1).tolist()
+        kept = (pages == 7).all(1).tolist()
+        assert cleared == [page in gone for page in range(9)]
+        assert kept == [page not in gone for page in range(9)]
 
 
 @pytest.mark.parametrize("name", [*FORMATS], ids=str)

@@ -146,17 +146,7 @@ def test_rows_beyond_int32_bytes_are_reached(name: KVDtype) -> None:
     held = backend()
     held.write(x.cache, x.k, x.v, x.step)
     skipped = 2**31 // (x.cache.page_size * 2 * 128) + 1
-    far = []
-    for planes in (x.cache.k, x.cache.v):
-        far.append([])
-        for plane in planes:
-            big = torch.empty(
-                (skipped + len(plane), *plane.shape[1:]), dtype=plane.dtype, device="cuda"
-            )
-            big.view(torch.uint8).fill_(0xFF)
-            big[skipped:] = plane
-            far[-1].append(big)
-    cache = replace(x.cache, k=tuple(far[0]), v=tuple(far[1]))
+    cache = case.far_away(x.cache, skipped)
     moved = replace(x.step, page_table=x.step.page_table + skipped)
     near = held.attend(x.cache, x.q, x.step, x.params)
     assert torch.equal(held.attend(cache, x.q, moved, x.params), near)

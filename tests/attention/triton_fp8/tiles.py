@@ -86,7 +86,7 @@ def _codes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes as numbers [m, heads, d], scales of rows [m, heads] and of heads [heads]."""
     assert choice is not None
-    codes, *scales = (plane.view(-1, *plane.shape[2:])[slots] for plane in planes)
+    codes, *scales = (plane.flatten(0, 1)[slots] for plane in planes)
     rows = scales[0][..., 0] if scales else torch.ones(len(slots), heads)
     every = torch.ones(heads) if scale is None else scale.expand(heads)
     return codes.view(CODES[choice.dtype]).float(), rows, every

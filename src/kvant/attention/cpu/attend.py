@@ -62,7 +62,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 # numba treats enum members of other modules as objects, but compiles plain ints as constants.
 (
     C_NEXT, C_TICKET, C_NUM_SEQS, C_TOKENS, C_CU, C_LENGTHS, C_TABLE, C_TABLE_STRIDE, C_CAUSAL, C_Q,
-    C_Q_TOKEN, C_Q_HEAD, C_Q_REAL, C_OUT, C_OUT_REAL, C_SCALE, C_SOFTCAP, C_WINDOW, C_SINKS, C_PAGE,
+    C_Q_TOKEN, C_Q_HEAD, C_Q_REAL, C_OUT, C_OUT_REAL, C_SCALE, C_SOFTCAP, C_WINDOW, C_SINKS, C_PAGE, C_STRIDE,
     C_HEADS, C_GROUP, C_DK, C_DV, C_K_CODES, C_K_BYTES, C_K_SCALES, C_K_SCALING, C_K_OUTER,
     C_K_OUTERS, C_K_FACTOR, C_K_ROTATED, C_K_KERNEL, C_V_CODES, C_V_BYTES, C_V_SCALES, C_V_SCALING,
     C_V_OUTER, C_V_OUTERS, C_V_FACTOR, C_V_ROTATED, C_V_KERNEL, C_V_HALVES, C_E4M3, C_SCRATCH,
@@ -72,7 +72,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
         Call.NEXT, Call.TICKET, Call.NUM_SEQS, Call.TOKENS, Call.CU_SEQLENS_Q, Call.SEQLENS_KV,
         Call.PAGE_TABLE, Call.PAGE_TABLE_STRIDE, Call.CAUSAL, Call.Q, Call.Q_TOKEN_STRIDE,
         Call.Q_HEAD_STRIDE, Call.Q_REAL, Call.OUT, Call.OUT_REAL, Call.SCALE, Call.SOFTCAP,
-        Call.WINDOW, Call.SINKS, Call.PAGE_SIZE, Call.KV_HEADS, Call.GROUP, Call.K_HEAD_DIM,
+        Call.WINDOW, Call.SINKS, Call.PAGE_SIZE, Call.PAGE_STRIDE, Call.KV_HEADS, Call.GROUP, Call.K_HEAD_DIM,
         Call.V_HEAD_DIM, Call.K_CODES, Call.K_ROW_BYTES, Call.K_SCALES, Call.K_SCALING, Call.K_OUTER,
         Call.K_OUTERS, Call.K_FACTOR, Call.K_ROTATED, Call.K_KERNEL, Call.V_CODES, Call.V_ROW_BYTES,
         Call.V_SCALES, Call.V_SCALING, Call.V_OUTER, Call.V_OUTERS, Call.V_FACTOR, Call.V_ROTATED,
@@ -85,16 +85,18 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
     I_ALL_FIRST, I_ALL_END, I_PART, I_COUNTER, I_SIZE,
 ) = (int(f) for f in Item)  # fmt: skip
 (
-    T_BASE, T_STRIDE, T_SLOTS, T_ROW_WORDS, T_HEAD_DIM, T_ROWS, T_IN, T_IN_PITCH, T_OUT,
+    T_BASE, T_SLOTS, T_ROW_WORDS, T_HEAD_DIM, T_ROWS, T_IN, T_IN_PITCH, T_OUT,
     T_OUT_PITCH, T_WORDS, T_EXPANDED, T_BLOCK_SCALES, T_NANS, T_SIZE,
 ) = (int(f) for f in Tile)  # fmt: skip
-S_ROW, S_ZERO_POINT, S_BLOCK, S_HALF, S_HALF_OFFSET = (
+S_NONE, S_ROW, S_ZERO_POINT, S_BLOCK, S_HALF, S_HALF_OFFSET = (
     int(s) for s in (
-        Scaling.ROW, Scaling.ROW_ZERO_POINT, Scaling.BLOCK, Scaling.ROW_HALF, Scaling.ROW_HALF_OFFSET
+        Scaling.NONE, Scaling.ROW, Scaling.ROW_ZERO_POINT, Scaling.BLOCK, Scaling.ROW_HALF,
+        Scaling.ROW_HALF_OFFSET,
     )
 )  # fmt: skip
 R_FLOAT16, R_BFLOAT16 = int(Real.FLOAT16), int(Real.BFLOAT16)
 _LINE = 64
+_SLOTS_BYTES = 8 * (LONGEST_SPLIT + 2 * TILE)
 WORTH_A_THREAD = 400_000
 """Multiply-adds of queries and cache below which a second thread costs more than it saves."""
 
@@ -113,7 +115,7 @@ def scratch_bytes(head_dim_k: int, head_dim_v: int, group: int) -> int:
         + 8 * rows
         + head_dim_v
     )
-    return 4 * floats + 8 * (LONGEST_SPLIT + 2 * TILE) + int(Tile.END) + 32 * _LINE
+    return 4 * floats + 4 * _SLOTS_BYTES + int(Tile.END) + 32 * _LINE
 
 
 @njit(inline="always")
@@ -183,46 +185,49 @@ def _load_query(call: int, token: int, head: int, kv_head: int, to: int) -> Any:
     return total
 
 
+@njit(inline="always")
+def _scale_bytes(scaling: int, blocks: int) -> int:
+    """Bytes of a row's scales in its page."""
+    if scaling == S_BLOCK:
+        return blocks
+    if scaling == S_HALF:
+        return 2
+    return 4 if scaling != S_NONE else 0
+
+
 @njit(error_model="numpy")
-def _row_scales(
-    planes: int, scaling: int, head: int, heads: int, slots: int, scales: int, offsets: int
-) -> None:
-    """Scale and offset of a tile's rows: float32 [TILE] each."""
+def _row_scales(planes: int, scaling: int, slots: int, scales: int, offsets: int) -> None:
+    """Scale and offset of a tile's rows, which begin at planes + slots[t]: float32 [TILE] each."""
     if scaling == S_ROW:
         for t in range(TILE):
-            at = planes + 4 * (load_i64(slots + 8 * t) * heads + head)
-            store_f32(scales + 4 * t, load_f32(at))
+            store_f32(scales + 4 * t, load_f32(planes + load_i64(slots + 8 * t)))
             if t % 4 == 0:
-                ahead = load_i64(slots + 8 * (t + TILE)) * heads + head
-                prefetch_line(planes + 4 * ahead)
+                prefetch_line(planes + load_i64(slots + 8 * (t + TILE)))
     elif scaling == S_ZERO_POINT:
         for t in range(TILE):
-            bits = load_i32(planes + 4 * (load_i64(slots + 8 * t) * heads + head))
+            bits = load_i32(planes + load_i64(slots + 8 * t))
             scale = float_of(bits & ~15)
             store_f32(scales + 4 * t, scale)
             store_f32(offsets + 4 * t, -scale * np.float32(bits & 15))
             if t % 4 == 0:
-                ahead = load_i64(slots + 8 * (t + TILE)) * heads + head
-                prefetch_line(planes + 4 * ahead)
+                prefetch_line(planes + load_i64(slots + 8 * (t + TILE)))
     elif scaling == S_HALF:
         for t in range(TILE):
-            at = planes + 2 * (load_i64(slots + 8 * t) * heads + head)
-            store_f32(scales + 4 * t, load_f16(at))
+            store_f32(scales + 4 * t, load_f16(planes + load_i64(slots + 8 * t)))
     elif scaling == S_HALF_OFFSET:
         for t in range(TILE):
-            at = planes + 4 * (load_i64(slots + 8 * t) * heads + head)
+            at = planes + load_i64(slots + 8 * t)
             store_f32(scales + 4 * t, load_f16(at))
             store_f32(offsets + 4 * t, load_f16(at + 2))
 
 
 @njit(error_model="numpy")
 def _block_scales(
-    planes: int, head: int, heads: int, slots: int, blocks: int, numbers: int, to: int, row: int,
-    column: int,
-) -> None:  # fmt: skip
+    planes: int, slots: int, blocks: int, numbers: int, to: int, row: int, column: int
+) -> None:
     """Scales of a tile's blocks of 16 as float32; row t, block i to `to + row * t + column * i`."""
     for t in range(TILE):
-        at = planes + blocks * (load_i64(slots + 8 * t) * heads + head)
+        at = planes + load_i64(slots + 8 * t)
         for i in range(blocks):
             store_f32(to + row * t + column * i, load_f32(numbers + 4 * load_u8(at + i)))
 
@@ -348,7 +353,13 @@ def _run_item(call: int, item: int, scratch: int) -> None:
     q_sums = k_scales + 20 * TILE
     row = _aligned(q_sums + 4 * all_rows)
     tile = _aligned(row + 4 * dv)
-    slots = _aligned(tile + T_SIZE)
+    slots = _aligned(tile + T_SIZE)  # where rows begin: codes and scales of keys, then of values
+    k_slot_scales, v_slots = slots + _SLOTS_BYTES, slots + 2 * _SLOTS_BYTES
+    v_slot_scales = slots + 3 * _SLOTS_BYTES
+    page_bytes = load_i64(call + C_STRIDE)
+    k_bytes, v_bytes = load_i64(call + C_K_BYTES), load_i64(call + C_V_BYTES)
+    k_scale_bytes = _scale_bytes(k_scaling, k_blocks)
+    v_scale_bytes = _scale_bytes(v_scaling, v_blocks)
 
     for t in range(TILE):
         store_f32(k_scales + 4 * t, _ONE)
@@ -380,33 +391,35 @@ def _run_item(call: int, item: int, scratch: int) -> None:
         first_tile = (low // TILE) * TILE
         padded = (end - first_tile + TILE - 1) // TILE * TILE + TILE
         number, within = low // page, low % page
-        slot = load_i32(table + 4 * number) * page + within
+        page_at = load_i32(table + 4 * number) * page_bytes
         for t in range(padded):
             if low < first_tile + t < end:
                 within += 1
-                slot += 1
                 if within == page:
                     number, within = number + 1, 0
-                    slot = load_i32(table + 4 * number) * page
-            store_i64(slots + 8 * t, slot)
+                    page_at = load_i32(table + 4 * number) * page_bytes
+            row_of_page = within * heads
+            store_i64(slots + 8 * t, page_at + row_of_page * k_bytes)
+            store_i64(k_slot_scales + 8 * t, page_at + row_of_page * k_scale_bytes)
+            store_i64(v_slots + 8 * t, page_at + row_of_page * v_bytes)
+            store_i64(v_slot_scales + 8 * t, page_at + row_of_page * v_scale_bytes)
         for key in range(first_tile, end, TILE):
-            at = slots + 8 * (key - first_tile)
+            ahead = 8 * (key - first_tile)
             for h in range(h0, h1):
                 first = (h - h0) * rows
                 if k_scaling == S_BLOCK:
                     _block_scales(
-                        load_i64(call + C_K_SCALES), h, heads, at, k_blocks, numbers,
-                        k_blocks_at, 4, 4 * TILE,
+                        load_i64(call + C_K_SCALES) + h * k_scale_bytes, k_slot_scales + ahead,
+                        k_blocks, numbers, k_blocks_at, 4, 4 * TILE,
                     )  # fmt: skip
                 else:
                     _row_scales(
-                        load_i64(call + C_K_SCALES), k_scaling, h, heads, at, k_scales, k_offsets
-                    )
-                width = load_i64(call + C_K_BYTES)
-                store_i64(tile + T_BASE, load_i64(call + C_K_CODES) + h * width)
-                store_i64(tile + T_STRIDE, heads * width)
-                store_i64(tile + T_SLOTS, at)
-                store_i64(tile + T_ROW_WORDS, width // 4)
+                        load_i64(call + C_K_SCALES) + h * k_scale_bytes, k_scaling,
+                        k_slot_scales + ahead, k_scales, k_offsets,
+                    )  # fmt: skip
+                store_i64(tile + T_BASE, load_i64(call + C_K_CODES) + h * k_bytes)
+                store_i64(tile + T_SLOTS, slots + ahead)
+                store_i64(tile + T_ROW_WORDS, k_bytes // 4)
                 store_i64(tile + T_HEAD_DIM, dk)
                 store_i64(tile + T_ROWS, rows)
                 store_i64(tile + T_IN, q_rows + 4 * dk * first)
@@ -426,13 +439,14 @@ def _run_item(call: int, item: int, scratch: int) -> None:
 
                 if v_scaling == S_BLOCK:
                     _block_scales(
-                        load_i64(call + C_V_SCALES), h, heads, at, v_blocks, numbers,
-                        v_blocks_at, 4 * v_blocks, 4,
+                        load_i64(call + C_V_SCALES) + h * v_scale_bytes, v_slot_scales + ahead,
+                        v_blocks, numbers, v_blocks_at, 4 * v_blocks, 4,
                     )  # fmt: skip
                 else:
                     _row_scales(
-                        load_i64(call + C_V_SCALES), v_scaling, h, heads, at, v_scales, v_offsets
-                    )
+                        load_i64(call + C_V_SCALES) + h * v_scale_bytes, v_scaling,
+                        v_slot_scales + ahead, v_scales, v_offsets,
+                    )  # fmt: skip
                 for r in range(rows):
                     position = shift + q0 + r // group
                     seen = max(_first_seen(position, window) - key, 0)
@@ -462,9 +476,8 @@ def _run_item(call: int, item: int, scratch: int) -> None:
                     for t in range(TILE):
                         store_f32(k_scales + 4 * t, _ONE)
 
-                width = load_i64(call + C_V_BYTES)
-                store_i64(tile + T_BASE, load_i64(call + C_V_CODES) + h * width)
-                store_i64(tile + T_STRIDE, heads * width)
+                store_i64(tile + T_BASE, load_i64(call + C_V_CODES) + h * v_bytes)
+                store_i64(tile + T_SLOTS, v_slots + ahead)
                 store_i64(tile + T_HEAD_DIM, dv)
                 store_i64(tile + T_IN, scores)
                 store_i64(tile + T_OUT, parts + first * part_bytes + SCALARS)

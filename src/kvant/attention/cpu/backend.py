@@ -184,6 +184,7 @@ class CpuBackend:
         v = _side(cache.v, cache.spec.v, cache.v_scale, g.head_dim_v)
         call = block_of(Call)
         call[Call.PAGE_SIZE // 8] = cache.page_size
+        call[Call.PAGE_STRIDE // 8] = cache.page_stride
         call[Call.KV_HEADS // 8] = g.num_kv_heads
         call[Call.GROUP // 8] = g.num_q_heads // g.num_kv_heads
         call[Call.K_HEAD_DIM // 8], call[Call.V_HEAD_DIM // 8] = g.head_dim_k, g.head_dim_v
@@ -213,6 +214,8 @@ class CpuBackend:
             if side.scales is not None:
                 scale_bytes = side.scales.shape[-1] * side.scales.element_size()
             made[Write.HEADS // 8], made[Write.HEAD_DIM // 8] = g.num_kv_heads, side.head_dim
+            made[Write.PAGE_SIZE // 8] = cache.page_size
+            made[Write.PAGE_STRIDE // 8] = cache.page_stride
             made[Write.CODES // 8], made[Write.ROW_BYTES // 8] = codes.data_ptr(), row_bytes
             made[Write.SCALES // 8], made[Write.SCALE_BYTES // 8] = call[at + 2], scale_bytes
             made[Write.OUTER // 8], made[Write.OUTERS // 8] = call[at + 4], call[at + 5]

@@ -26,8 +26,8 @@ from kvant.kernels.cpu.vector import load_i64
 FEW_ROWS = 12
 """Up to this many rows, codes are unpacked again for every 6 rows; with more rows, once into float32."""
 _PITCH = 4 * TILE
-_BASE, _STRIDE, _SLOTS, _ROW_WORDS, _HEAD_DIM, _ROWS = (
-    int(f) for f in (Tile.BASE, Tile.STRIDE, Tile.SLOTS, Tile.ROW_WORDS, Tile.HEAD_DIM, Tile.ROWS)
+_BASE, _SLOTS, _ROW_WORDS, _HEAD_DIM, _ROWS = (
+    int(f) for f in (Tile.BASE, Tile.SLOTS, Tile.ROW_WORDS, Tile.HEAD_DIM, Tile.ROWS)
 )
 _IN, _IN_PITCH, _OUT, _OUT_PITCH, _WORDS, _EXPANDED, _BLOCK_SCALES, _NANS = (
     int(f)
@@ -50,7 +50,7 @@ def key_kernel(number: int) -> Any:
     group = codes_of(number).group
 
     def keys(tile: int, _: int) -> None:
-        base, stride = load_i64(tile + _BASE), load_i64(tile + _STRIDE)
+        base = load_i64(tile + _BASE)
         slots, row_words = load_i64(tile + _SLOTS), load_i64(tile + _ROW_WORDS)
         words, scales = load_i64(tile + _WORDS), load_i64(tile + _BLOCK_SCALES)
         nans = load_i64(tile + _NANS)
@@ -58,15 +58,15 @@ def key_kernel(number: int) -> Any:
             at, lane_slots = words + 64 * part, slots + 128 * part
             done = 0
             while row_words - done >= 16:
-                key_words(16, number, base, stride, lane_slots, 4 * done, 16, at + _PITCH * done,
+                key_words(16, number, base, lane_slots, 4 * done, 16, at + _PITCH * done,
                           nans + 64 * part)  # fmt: skip
                 done += 16
             if row_words - done >= 8:
-                key_words(8, number, base, stride, lane_slots, 4 * done, 8, at + _PITCH * done,
+                key_words(8, number, base, lane_slots, 4 * done, 8, at + _PITCH * done,
                           nans + 64 * part)  # fmt: skip
                 done += 8
             while row_words - done > 0:
-                key_words(4, number, base, stride, lane_slots, 4 * done, row_words - done,
+                key_words(4, number, base, lane_slots, 4 * done, row_words - done,
                           at + _PITCH * done, nans + 64 * part)  # fmt: skip
                 done += 4
         groups = row_words // group
@@ -88,7 +88,7 @@ def value_kernel(number: int) -> Any:
     bits = codes_of(number).bits
 
     def values(tile: int, _: int) -> None:
-        base, stride = load_i64(tile + _BASE), load_i64(tile + _STRIDE)
+        base = load_i64(tile + _BASE)
         slots, head_dim = load_i64(tile + _SLOTS), load_i64(tile + _HEAD_DIM)
         scales = load_i64(tile + _BLOCK_SCALES)
         rows, weights = load_i64(tile + _ROWS), load_i64(tile + _IN)
@@ -102,26 +102,26 @@ def value_kernel(number: int) -> Any:
             left = head_dim - start
             if left >= 64:
                 if rows > FEW_ROWS:
-                    expand_values(number, 4, at, stride, slots, scale, scales_pitch, to, width)
+                    expand_values(number, 4, at, slots, scale, scales_pitch, to, width)
                     multiply(4, True, rows, weights, _PITCH, to, width, c, pitch, TILE)
                 else:
-                    weigh_values(number, 4, rows, weights, at, stride, slots, scale, scales_pitch, c,
+                    weigh_values(number, 4, rows, weights, at, slots, scale, scales_pitch, c,
                                  pitch)  # fmt: skip
                 start += 64
             elif left >= 32:
                 if rows > FEW_ROWS:
-                    expand_values(number, 2, at, stride, slots, scale, scales_pitch, to, width)
+                    expand_values(number, 2, at, slots, scale, scales_pitch, to, width)
                     multiply(2, True, rows, weights, _PITCH, to, width, c, pitch, TILE)
                 else:
-                    weigh_values(number, 2, rows, weights, at, stride, slots, scale, scales_pitch, c,
+                    weigh_values(number, 2, rows, weights, at, slots, scale, scales_pitch, c,
                                  pitch)  # fmt: skip
                 start += 32
             else:
                 if rows > FEW_ROWS:
-                    expand_values(number, 1, at, stride, slots, scale, scales_pitch, to, width)
+                    expand_values(number, 1, at, slots, scale, scales_pitch, to, width)
                     multiply(1, True, rows, weights, _PITCH, to, width, c, pitch, TILE)
                 else:
-                    weigh_values(number, 1, rows, weights, at, stride, slots, scale, scales_pitch, c,
+                    weigh_values(number, 1, rows, weights, at, slots, scale, scales_pitch, c,
                                  pitch)  # fmt: skip
                 start += 16
 

@@ -80,26 +80,26 @@ def _in_blocks(b: Any, rows: Any, sizes: tuple[int, ...], body: Callable[[int, A
 
 @intrinsic(prefer_literal=True)
 def key_words(
-    typing: Any, width: Any, code: Any, base: Any, stride: Any, slots: Any, offset: Any, count: Any,
-    out: Any, nans: Any,
+    typing: Any, width: Any, code: Any, base: Any, slots: Any, offset: Any, count: Any, out: Any,
+    nans: Any,
 ) -> Any:  # fmt: skip
     """Words offset / 4 .. of 16 rows, transposed: width (4, 8, 16) of them, or `count` if that is 4.
 
-    slots: address of the rows' numbers, int64; row i begins at base + slot * stride. out: words
-    [..][TILE]. nans: WORDS, made other than 0 where an e4m3 row has NaN. Prefetches the rows 64 further on.
+    slots: address of int64; row i begins at base + slots[i]. out: words [..][TILE]. nans: WORDS, made
+    other than 0 where an e4m3 row has NaN. Prefetches the rows 64 further on.
     """
     n, kind = _literal(width), codes_of(_literal(code))
-    signature = types.void(width, code, *[types.int64] * 7)
+    signature = types.void(width, code, *[types.int64] * 6)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, base, stride, slots, offset, count, out, nans = arguments
+        _, _, base, slots, offset, count, out, nans = arguments
         base = b.add(base, offset)
         rows = []
         for lane in range(LANES):
             place = b.add(slots, i64(8 * lane))
-            address = b.add(base, b.mul(load(b, I64, place, 8), stride))
+            address = b.add(base, load(b, I64, place, 8))
             later = load(b, I64, b.add(place, i64(8 * _AHEAD)), 8)
-            prefetch(b, b.add(base, b.mul(later, stride)))
+            prefetch(b, b.add(base, later))
             type_ = ir.VectorType(I32, n)
             rows.append(load_first(b, type_, address, count) if n == 4 else load(b, type_, address))
         found = transpose(b, rows, n)
@@ -210,15 +210,15 @@ def _values(
 
 @intrinsic(prefer_literal=True)
 def weigh_values(
-    typing: Any, code: Any, vectors: Any, rows: Any, weights: Any, base: Any, stride: Any,
-    slots: Any, scales: Any, scales_pitch: Any, out: Any, pitch: Any,
+    typing: Any, code: Any, vectors: Any, rows: Any, weights: Any, base: Any, slots: Any,
+    scales: Any, scales_pitch: Any, out: Any, pitch: Any,
 ) -> Any:  # fmt: skip
     """out[r][16 * vectors] += weights[r][TILE] . values. pitch: bytes between rows of out."""
     kind, m = codes_of(_literal(code)), _literal(vectors)
-    signature = types.void(code, vectors, *[types.int64] * 9)
+    signature = types.void(code, vectors, *[types.int64] * 8)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, rows, weights, base, stride, slots, scales, scales_pitch, out, pitch = arguments
+        _, _, rows, weights, base, slots, scales, scales_pitch, out, pitch = arguments
 
         def block(n: int, first: Any) -> None:
             sums = _accumulators(b, n, m)
@@ -229,9 +229,9 @@ def weigh_values(
                     b.store(load(b, FLOATS, b.add(out_rows[r], i64(4 * LANES * v)), 4), place)
             with cgutils.for_range(b, i64(TILE)) as loop:
                 place = b.add(slots, b.mul(loop.index, i64(8)))
-                address = b.add(base, b.mul(load(b, I64, place, 8), stride))
+                address = b.add(base, load(b, I64, place, 8))
                 later = load(b, I64, b.add(place, i64(8 * _AHEAD)), 8)
-                later = b.add(base, b.mul(later, stride))
+                later = b.add(base, later)
                 for line in range(0, m * LANES * kind.bits // 8, _LINE):
                     prefetch(b, b.add(later, i64(line)))
                 here = b.add(scales, b.mul(loop.index, scales_pitch))
@@ -253,19 +253,19 @@ def weigh_values(
 
 @intrinsic(prefer_literal=True)
 def expand_values(
-    typing: Any, code: Any, vectors: Any, base: Any, stride: Any, slots: Any, scales: Any,
+    typing: Any, code: Any, vectors: Any, base: Any, slots: Any, scales: Any,
     scales_pitch: Any, out: Any, pitch: Any,
 ) -> Any:  # fmt: skip
     """Part of the tile's values in float32: out[t][16 * vectors]."""
     kind, m = codes_of(_literal(code)), _literal(vectors)
-    signature = types.void(code, vectors, *[types.int64] * 7)
+    signature = types.void(code, vectors, *[types.int64] * 6)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, base, stride, slots, scales, scales_pitch, out, pitch = arguments
+        _, _, base, slots, scales, scales_pitch, out, pitch = arguments
         with cgutils.for_range(b, i64(TILE)) as loop:
             slot = load(b, I64, b.add(slots, b.mul(loop.index, i64(8))), 8)
             here = b.add(scales, b.mul(loop.index, scales_pitch))
-            address = b.add(base, b.mul(slot, stride))
+            address = b.add(base, slot)
             to = b.add(out, b.mul(loop.index, pitch))
             for v, number in enumerate(_values(context, b, kind, address, m, here)):
                 store(b, number, b.add(to, i64(4 * LANES * v)), 4)

@@ -11,8 +11,7 @@ class Tile(Fields):
     """One tile of keys or values of one KV head, for `decode`. Addresses, and sizes in bytes."""
 
     BASE = auto()  # first row of this KV head
-    STRIDE = auto()  # between slots
-    SLOTS = auto()  # int64 [2 * TILE]: this tile's and the next one's
+    SLOTS = auto()  # int64 [2 * TILE], where rows begin, from BASE: this tile's and the next one's
     ROW_WORDS = auto()  # words of a row
     HEAD_DIM = auto()
     ROWS = auto()  # of queries
@@ -86,6 +85,7 @@ class Call(Fields):
     SINKS = auto()
     # the layer
     PAGE_SIZE = auto()
+    PAGE_STRIDE = auto()  # bytes from a page to the next one
     KV_HEADS = auto()
     GROUP = auto()
     K_HEAD_DIM = auto()
@@ -132,6 +132,8 @@ class Write(Fields):
     REAL = auto()
     HEADS = auto()
     HEAD_DIM = auto()
+    PAGE_SIZE = auto()
+    PAGE_STRIDE = auto()  # as in Call
     SLOTS = auto()  # int64 [tokens], -1 writes nowhere
     TOKENS = auto()
     CODES = auto()

@@ -25,8 +25,8 @@ AT_ONCE = 8
 WORTH_A_THREAD = 64
 """Tokens below which a second thread costs more than it saves."""
 (
-    W_NEXT, _, W_TICKET, W_X, W_TOKEN, W_HEAD, W_REAL, W_HEADS, W_DIM, W_SLOTS, W_TOKENS, W_CODES,
-    W_ROW_BYTES, W_SCALES, W_SCALE_BYTES, W_OUTER, W_OUTERS, W_E4M3, W_KERNEL, W_SCRATCH,
+    W_NEXT, _, W_TICKET, W_X, W_TOKEN, W_HEAD, W_REAL, W_HEADS, W_DIM, W_PAGE, W_STRIDE, W_SLOTS, W_TOKENS,
+    W_CODES, W_ROW_BYTES, W_SCALES, W_SCALE_BYTES, W_OUTER, W_OUTERS, W_E4M3, W_KERNEL, W_SCRATCH,
     W_SCRATCH_STRIDE, W_OTHER, _,
 ) = (int(f) for f in Write)  # fmt: skip
 R_X, R_REAL, R_DIM, R_NUMBERS, R_CODES, R_SCALES, R_OUTER, R_E4M3, R_SIZE = (int(f) for f in Row)
@@ -65,15 +65,19 @@ def _token(task: int, token: int, row: int) -> None:
     store_i64(row + R_NUMBERS, numbers)
     store_i64(row + R_E4M3, load_i64(task + W_E4M3))
     outer = load_i64(task + W_OUTER)
+    page_size = load_i64(task + W_PAGE)
+    page = slot // page_size * load_i64(task + W_STRIDE)
+    within = slot % page_size * heads
     for head in range(heads):
         x = load_i64(task + W_X) + token * load_i64(task + W_TOKEN) + head * load_i64(task + W_HEAD)
         _widen(x, real, n, numbers)
-        place = slot * heads + head
+        place = within + head
         store_i64(row + R_X, x)
-        store_i64(row + R_CODES, load_i64(task + W_CODES) + place * load_i64(task + W_ROW_BYTES))
         store_i64(
-            row + R_SCALES, load_i64(task + W_SCALES) + place * load_i64(task + W_SCALE_BYTES)
+            row + R_CODES, load_i64(task + W_CODES) + page + place * load_i64(task + W_ROW_BYTES)
         )
+        scales = load_i64(task + W_SCALES) + page + place * load_i64(task + W_SCALE_BYTES)
+        store_i64(row + R_SCALES, scales)
         scale = _ONE
         if outer:
             scale = load_f32(outer + 4 * (head if load_i64(task + W_OUTERS) > 1 else 0))

@@ -46,7 +46,7 @@ __device__ __forceinline__ u32 round4(float a, float b, float c, float d) {  // 
 // Program (tile, KV head, sequence from first_seq on); tiles of a head of a sequence lie side by side.
 extern "C" __global__ void __launch_bounds__(256)
 lay_out(const u8* __restrict__ k_codes, const float* __restrict__ k_scales, const u8* __restrict__ v_codes, const float* __restrict__ v_scales,
-        const int* __restrict__ page_table, long long max_pages, const int* __restrict__ lens, int first_seq, int tiles, u8* __restrict__ out) {
+        const int* __restrict__ page_table, long long max_pages, const int* __restrict__ lens, int first_seq, int tiles, long long page_bytes, u8* __restrict__ out) {
   __shared__ u32 turned[TILE][HEAD / 4 + 1];
   __shared__ float largest[8];
   const int tile = blockIdx.x % tiles, head = blockIdx.x / tiles % HEADS, seq = blockIdx.x / tiles / HEADS;
@@ -54,24 +54,26 @@ lay_out(const u8* __restrict__ k_codes, const float* __restrict__ k_scales, cons
   if (start >= length) return;
   u8* const to = out + (long long)blockIdx.x * STAGE;
   const int* const pages = page_table + (first_seq + seq) * max_pages;
-  auto row_of_token = [&](int token) { return ((long long)pages[token / PAGE] * PAGE + token % PAGE) * HEADS + head; };
+  // The row of a token, of `width` bytes.
+  auto row_of_token = [&](const void* plane, int token, int width) {
+    return (const u8*)plane + pages[token / PAGE] * page_bytes + (token % PAGE * HEADS + head) * width;
+  };
   constexpr int CHUNKS = HEAD / 16;  // of 16 bytes
 #pragma unroll
   for (int i = tid; i < TILE * CHUNKS; i += 256) {
     const int r = i / CHUNKS, c = i % CHUNKS, token = start + r;
     uint4 k = {0, 0, 0, 0}, v = {0, 0, 0, 0};
     if (token < length) {
-      const long long row = row_of_token(token);
-      k = *(const uint4*)(k_codes + row * HEAD + c * 16);
-      v = *(const uint4*)(v_codes + row * HEAD + c * 16);
+      k = *(const uint4*)(row_of_token(k_codes, token, HEAD) + c * 16);
+      v = *(const uint4*)(row_of_token(v_codes, token, HEAD) + c * 16);
     }
     *(uint4*)(to + r * 128 + ((c ^ (r & 7)) * 16)) = k;
     turned[r][4 * c] = v.x; turned[r][4 * c + 1] = v.y; turned[r][4 * c + 2] = v.z; turned[r][4 * c + 3] = v.w;
   }
-  if (SCALED_K && tid < TILE) ((float*)(to + AT_KS))[tid] = start + tid < length ? k_scales[row_of_token(start + tid)] : 0.0f;
+  if (SCALED_K && tid < TILE) ((float*)(to + AT_KS))[tid] = start + tid < length ? *(const float*)row_of_token(k_scales, start + tid, 4) : 0.0f;
   float scale = 0.0f;
   if (SCALED_V) {
-    if (tid < TILE && start + tid < length) scale = v_scales[row_of_token(start + tid)];
+    if (tid < TILE && start + tid < length) scale = *(const float*)row_of_token(v_scales, start + tid, 4);
     float most = scale;
     for (int s = 16; s; s >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, s));
     if (tid % 32 == 0) largest[tid / 32] = most;

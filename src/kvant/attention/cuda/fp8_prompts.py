@@ -34,7 +34,7 @@ AT_ONCE = 32768
 
 SOURCES = ("hopper.cuh", "fp8_prompts.cu")
 
-_LAY_OUT = (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, POINTER, INT, INT, POINTER)
+_LAY_OUT = (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, POINTER, INT, INT, LONG, POINTER)
 _ATTEND = (
     POINTER, LONG, LONG, POINTER, POINTER, INT, POINTER, INT, POINTER,
     POINTER, POINTER, INT, INT, INT, FLOAT, INT,
@@ -109,7 +109,7 @@ def _attend(
         (
             *_plane_addresses(cache.k), *_plane_addresses(cache.v),
             step.page_table.data_ptr(), step.page_table.stride(0), step.seqlens_kv.data_ptr(),
-            first, tiles, laid_out.data_ptr(),
+            first, tiles, cache.page_stride, laid_out.data_ptr(),
         ),
     )  # fmt: skip
     attend.launch(

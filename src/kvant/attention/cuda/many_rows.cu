@@ -263,11 +263,12 @@ struct Copies {
   const int* table;
   const u8 *k, *v, *scales;      // of this thread's piece of a row, in page 0
   int row_k, row_v, row_s;
+  u32 page_bytes;        // from a page to the next one
   u32 to_k, to_v, to_s;  // in a tile's space
   bool of_keys;          // whose scales are this thread's
 
-  __device__ __forceinline__ Copies(const Work& work, u32 at, const int* pages, const u8* k_codes, const u8* k_scales, const u8* v_codes, const u8* v_scales)
-      : w(work), control(at), table(pages) {
+  __device__ __forceinline__ Copies(const Work& work, u32 at, const int* pages, const u8* k_codes, const u8* k_scales, const u8* v_codes, const u8* v_scales, u32 stride)
+      : w(work), control(at), table(pages), page_bytes(stride) {
     const int tid = threadIdx.x % HALF;
     of_keys = tid < TILE;
     row_k = tid / PER_K; row_v = tid / PER_V; row_s = tid % TILE;
@@ -300,16 +301,16 @@ struct Copies {
 #pragma unroll
     for (int r = 0; r < N_K; ++r) {
       const int row = row_k + r * PASS_K;
-      copy16(tile + to_k + r * PASS_K * BYTES_K, row_of(k + offset(row) * (HEADS * BYTES_K), page_k[r], PAGE * HEADS * BYTES_K), there(row));
+      copy16(tile + to_k + r * PASS_K * BYTES_K, row_of(k + offset(row) * (HEADS * BYTES_K), page_k[r], page_bytes), there(row));
     }
 #pragma unroll
     for (int r = 0; r < N_V; ++r) {
       const int row = row_v + r * PASS_V;
-      copy16(tile + to_v + r * PASS_V * BYTES_V, row_of(v + offset(row) * (HEADS * BYTES_V), page_v[r], PAGE * HEADS * BYTES_V), there(row));
+      copy16(tile + to_v + r * PASS_V * BYTES_V, row_of(v + offset(row) * (HEADS * BYTES_V), page_v[r], page_bytes), there(row));
     }
     if (SB_K || SB_V) {
       const u32 bytes = of_keys ? SB_K : SB_V;
-      const u8* const from = row_of(scales + offset(row_s) * (HEADS * bytes), page_s, PAGE * HEADS * bytes);
+      const u8* const from = row_of(scales + offset(row_s) * (HEADS * bytes), page_s, page_bytes);
       if (SB_K && of_keys) copy_small<SB_K ? SB_K : 4>(tile + to_s, from, there(row_s));
       if (SB_V && !of_keys) copy_small<SB_V ? SB_V : 4>(tile + to_s, from, there(row_s));
     }
@@ -420,7 +421,7 @@ many_rows(const void* q_ptr, long long q_token, long long q_head,
           const float* k_outer, int k_outers, const float* v_outer, int v_outers, const void* sinks, int sink_kind,
           void* out, float* partial, float* partial_lse,
           const int* cu, const int* lens, const int* __restrict__ page_table, long long max_pages, int num_seqs,
-          float softmax_scale, int causal, int window, int target, int least) {
+          float softmax_scale, int causal, int window, int target, int least, int page_bytes) {
   extern __shared__ __align__(1024) u8 smem[];
   __shared__ Shared shared;
   const Item it = find_item(blockIdx.x / HEADS, cu, lens, num_seqs, window, causal, target, least, shared.scratch);
@@ -436,7 +437,7 @@ many_rows(const void* q_ptr, long long q_token, long long q_head,
   __syncthreads();
 
   if (threadIdx.x >= HALF) {
-    const Copies copies(w, control, page_table + w.seq * max_pages, k_codes, k_scales, v_codes, v_scales);
+    const Copies copies(w, control, page_table + w.seq * max_pages, k_codes, k_scales, v_codes, v_scales, page_bytes);
     float o0[32], o1[32];
     sum_outputs(shared, control, w, copies, sp, tiles, o0, o1);
     __syncthreads();

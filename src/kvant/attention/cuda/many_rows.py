@@ -42,7 +42,7 @@ _FIXED = 1024 + ROWS * HEAD * 2 + 2 * TILE * ROWS * 2  # to align, queries, prob
 _TURNED = 1024 + ROWS * HEAD * 2 + ROWS * (HEAD + 4) * 4  # queries, the output being turned
 _ARGUMENTS = (
     POINTER, LONG, LONG, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, INT, POINTER, INT,
-    POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, INT, FLOAT, INT, INT, INT, INT,
+    POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, INT, FLOAT, INT, INT, INT, INT, INT,
 )  # fmt: skip
 
 
@@ -174,6 +174,7 @@ def launch(
             step.cu_seqlens_q.data_ptr(), step.seqlens_kv.data_ptr(),
             step.page_table.data_ptr(), step.page_table.stride(0), step.seqlens_kv.shape[0],
             params.scale, int(step.causal), params.window or 0, target, least,
+            cache.page_stride,
         ),
     )  # fmt: skip
 

@@ -127,8 +127,9 @@ def _store(
     slots: Tensor,
 ) -> None:
     assert choice is not None, "refuse() excludes layers that store only one side"
+    pages, offsets = slots // planes[0].shape[1], slots % planes[0].shape[1]
     for plane, encoded in zip(planes, codec_for(choice.dtype).encode(rows, scale), strict=True):
-        plane.view(-1, *plane.shape[2:]).index_copy_(0, slots, encoded)
+        plane.index_put_((pages, offsets), encoded)
 
 
 def _rows(

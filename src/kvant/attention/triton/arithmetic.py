@@ -98,7 +98,7 @@ def half(x):
 
 
 @triton.jit
-def scale_rows(x, scales, row, there, STEPS: tl.constexpr, PTX: tl.constexpr):
+def scale_rows(x, scales, there, STEPS: tl.constexpr, PTX: tl.constexpr):
     """(rows x [ROWS, PAD] divided by a scale per row, whether they hold NaN [ROWS]); stores the scales.
 
     A row's largest magnitude becomes STEPS. Rows with NaN become zeros and get the scale NaN.
@@ -108,33 +108,33 @@ def scale_rows(x, scales, row, there, STEPS: tl.constexpr, PTX: tl.constexpr):
     scale = row_scale(tl.max(tl.abs(y), 1), STEPS, PTX)
     y = divide(y, scale[:, None] + 0.0 * tl.zeros_like(y), PTX)
     bits = tl.where(broken, NAN_BITS, scale.to(tl.int32, bitcast=True))
-    tl.store(scales + row, bits, mask=there)
+    tl.store(scales, bits, mask=there)
     return y, broken
 
 
 @triton.jit
-def store_bytes(codes, row, there, code, HEAD: tl.constexpr, PAD: tl.constexpr):
+def store_bytes(codes, there, code, HEAD: tl.constexpr, PAD: tl.constexpr):
     """Codes [ROWS, PAD] of 8 bits into rows of HEAD bytes."""
     c = tl.arange(0, PAD)
     mask = there[:, None] & (c < HEAD)[None, :]
-    tl.store(codes + row[:, None] * HEAD + c[None, :], code.to(tl.uint8), mask=mask)
+    tl.store(codes[:, None] + c[None, :], code.to(tl.uint8), mask=mask)
 
 
 @triton.jit
 def store_packed(
-    codes, row, there, code, HEAD: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr,
+    codes, there, code, HEAD: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
     """Codes [ROWS, PAD] of 4 or 3 bits into rows of HEAD codes."""
     if BITS == 4:
         packed = pack_nibbles(code, ROWS, PAD)
         b = tl.arange(0, PAD // 2)
-        tl.store(codes + row[:, None] * (HEAD // 2) + b[None, :], packed.to(tl.uint8),
+        tl.store(codes[:, None] + b[None, :], packed.to(tl.uint8),
                  mask=there[:, None] & (b < HEAD // 2)[None, :])  # fmt: skip
     else:
         packed = pack_threes(code, ROWS, PAD)
         b = tl.arange(0, PAD // 8)
         mask = there[:, None] & (b < HEAD // 8)[None, :]
-        at = codes + row[:, None] * (HEAD * 3 // 8) + 3 * b[None, :]
+        at = codes[:, None] + 3 * b[None, :]
         for i in tl.static_range(3):
             tl.store(at + i, ((packed >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)

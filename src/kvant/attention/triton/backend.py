@@ -14,7 +14,7 @@ from kvant.attention.triton.combine import combine
 from kvant.attention.triton.cut import Cut, Shape, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.format import format_of
-from kvant.attention.triton.launch import outer, pad, rotate, shifts, stores, words
+from kvant.attention.triton.launch import outer, pad, page_units, rotate, shifts, stores, words
 from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.prefill import attend_long
 from kvant.attention.triton.rotated_store import rotate_and_store
@@ -58,8 +58,8 @@ class TritonBackend:
         store_rows[(triton.cdiv(num_rows, rows), 2)](
             k, k.stride(0), k.stride(1), *stores(cache.k), cache.k_scale,
             v, v.stride(0), v.stride(1), *stores(cache.v), cache.v_scale,
-            step.slot_mapping, num_rows, counts, MOST_K=most_k, MOST_V=most_v,
-            HEADS=heads, ROWS=rows, PTX=is_nvidia(k.device),
+            page_units(cache), step.slot_mapping, num_rows, counts, MOST_K=most_k, MOST_V=most_v,
+            HEADS=heads, PAGE=cache.page_size, ROWS=rows, PTX=is_nvidia(k.device),
             K=format_of(spec.k.dtype), OUTER_K=outer(cache.k_scale),
             HEAD_K=head_k, PAD_K=triton.next_power_of_2(head_k),
             V=format_of(spec.v.dtype), OUTER_V=outer(cache.v_scale),
@@ -86,8 +86,9 @@ class TritonBackend:
             qkv, qkv.stride(0), tokens, rotation.cos, rotation.sin, step.positions,
             rotation.q_weight, rotation.k_weight, rotation.eps, q,
             *stores(cache.k), cache.k_scale, *stores(cache.v), cache.v_scale,
-            step.slot_mapping, counts, MOST_K=most_k, MOST_V=most_v,
-            Q_HEADS=q_heads, HEADS=heads, HEAD=head, PAD=triton.next_power_of_2(head),
+            page_units(cache), step.slot_mapping, counts, MOST_K=most_k, MOST_V=most_v,
+            Q_HEADS=q_heads, HEADS=heads, PAGE=cache.page_size, HEAD=head,
+            PAD=triton.next_power_of_2(head),
             NORM=_norm_of(rotation), ROTARY=2 * rotation.cos.shape[-1],
             NEIGHBOURS=rotation.neighbours, BY_POSITION=rotation.by_position,
             ROWS=rows, PTX=is_nvidia(qkv.device),
@@ -287,6 +288,7 @@ def _launch_items(
     options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
     paged_attention[(cut.heads * cut.items,)](
         q, q.stride(0), q.stride(1), *words(cache.k, k), *words(cache.v, v), shifts(device, k, v),
+        page_units(cache),
         cache.k_scale, cache.v_scale, params.sinks,
         out, partial, partial_lse,
         step.cu_seqlens_q, step.seqlens_kv, listed, step.page_table, step.page_table.stride(0),

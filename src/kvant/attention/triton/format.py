@@ -50,9 +50,9 @@ class Kernels:
 
     decode(words, PTX): the elements of words, a tuple of tensors of the words' shape in the type of
         `Format.operand`. PTX: whether inline assembly for NVIDIA sm_89 and later can be used.
-    encode(x, row, head, there, codes, scales, outer, FORMAT, OUTER, HEAD, PAD, ROWS, PTX): stores
-        rows x [ROWS, PAD] into rows `row` [ROWS] of the planes, where `there` [ROWS].
-    row_scale(pointer, row, there): (scale, zero point or minimum) of rows, float32 [rows].
+    encode(x, head, there, codes, scales, outer, FORMAT, OUTER, HEAD, PAD, ROWS, PTX): stores rows x
+        [ROWS, PAD] to `codes`, and their scales to `scales`, pointers [ROWS], where `there` [ROWS].
+    row_scale(pointer, there): (scale, zero point or minimum) of rows, float32 [rows]. pointer: [rows].
     block_scale(codes, PTX): float16 factors of the blocks' scale codes.
     factor, bias: number = decoded * factor - bias, before the row's scale.
     even: decoded elements at even places of a word are smaller than at odd places by this factor.

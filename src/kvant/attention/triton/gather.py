@@ -5,13 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvant.attention.triton.paged import row_at
 from kvant.attention.triton.rotation import hadamard
 from kvant.attention.triton.words import in_order
 
 
-@triton.jit(do_not_specialize=("max_pages", "first_seq", "skipped", "size"))
+@triton.jit(do_not_specialize=("page_units", "max_pages", "first_seq", "skipped", "size"))
 def gather_rows(
-    codes, scales, shifts, outer, page_table, max_pages, seqlens_kv, first_seq, skipped, out, size,
+    codes, scales, shifts, page_units, outer, page_table, max_pages, seqlens_kv, first_seq, skipped, out,
+    size,
     HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     FORMAT: tl.constexpr, PAD: tl.constexpr, OUTER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -32,19 +34,21 @@ def gather_rows(
     inside_out = to < size
     there = inside_out & (pos < tl.load(seqlens_kv + seq))
     pages = page_table + seq * max_pages
-    page = tl.load(pages + pos // PAGE, mask=there, other=0).to(tl.int64)
-    row = (page * PAGE + pos % PAGE) * HEADS + head
+    page = tl.load(pages + pos // PAGE, mask=there, other=0)
+    small = pos % PAGE * HEADS + head
     WORDS: tl.constexpr = HEAD // ELEMENTS
     j = tl.arange(0, PAD)
     inside = there[:, None] & (j < WORDS)[None, :]
     UNITS: tl.constexpr = HEAD * FORMAT.bits // FORMAT.word_bits
-    words = FORMAT.load(codes + row[:, None] * UNITS, j, inside, shifts, True, PTX)
+    words = FORMAT.load(
+        row_at(codes, page, small, page_units, UNITS)[:, None], j, inside, shifts, True, PTX
+    )
     parts = FORMAT.decode(words, PTX)
     scale = tl.full((TILE,), 1.0, tl.float32)
     zero = tl.zeros((TILE,), tl.float32)
     minimum = zero
     if FORMAT.per_row:
-        scale, zero = FORMAT.row_scale(scales, row, there)
+        scale, zero = FORMAT.row_scale(row_at(scales, page, small, page_units, 1), there)
     if FORMAT.minimum:
         minimum = zero
         zero = tl.zeros((TILE,), tl.float32)
@@ -57,7 +61,8 @@ def gather_rows(
     if FORMAT.per_block:
         PER: tl.constexpr = FORMAT.block // ELEMENTS  # words of a block
         b = tl.arange(0, PAD // PER)
-        code = tl.load(scales + row[:, None] * BLOCKS + b[None, :],
+        at_scales = row_at(scales, page, small, page_units, BLOCKS)
+        code = tl.load(at_scales[:, None] + b[None, :],
                        mask=there[:, None] & (b < BLOCKS)[None, :], other=0)  # fmt: skip
         factor = FORMAT.block_scale(code, PTX)
         factor = tl.broadcast_to(factor[:, :, None], (TILE, PAD // PER, PER))

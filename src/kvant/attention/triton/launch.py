@@ -11,6 +11,7 @@ from torch import Tensor
 from kvant.attention.triton.format import Format
 from kvant.attention.triton.rotation import rotate_rows
 from kvant.attention.triton.words import load_24_bit_words
+from kvant.kv.pool import LayerCache
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
@@ -51,6 +52,11 @@ def stores(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
     bits = {torch.float32: torch.int32, torch.float16: torch.int16}
     scales = planes[1]
     return planes[0], scales.view(bits.get(scales.dtype, scales.dtype))
+
+
+def page_units(cache: LayerCache) -> int:
+    """Units of 16 bytes from a page to the next one, the same in each of the layer's planes."""
+    return cache.page_stride // 16
 
 
 def outer(scale: Tensor | None) -> int:

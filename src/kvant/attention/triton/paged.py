@@ -64,24 +64,29 @@ def _page_ids(pages, at, end, TILE: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _at(page, small, WIDTH: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr):
-    """Element offset of rows in a plane of this width. small: (offset in page) * HEADS + head."""
-    return page.to(tl.int64) * (PAGE * HEADS * WIDTH) + small * WIDTH
+def row_at(pointer, page, small, page_units, WIDTH: tl.constexpr):
+    """Pointers to rows of WIDTH elements in a plane.
+
+    pointer: the row of head 0 and offset 0 in page 0. small: (offset in page) * HEADS + head. page_units:
+    see `launch.page_units`.
+    """
+    PER_UNIT: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
+    return pointer + (page.to(tl.int64) * (page_units * PER_UNIT) + small * WIDTH)
 
 
 @triton.jit
 def _block_scales(
-    pointer, page, small, there, FORMAT: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-    HEAD: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+    pointer, page, small, there, page_units, FORMAT: tl.constexpr, HEAD: tl.constexpr,
+    WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Block scales of rows as float16, spread over the words: [rows, WORDS]."""
     PER: tl.constexpr = FORMAT.block // FORMAT.elements  # words of a block
     SLOTS: tl.constexpr = WORDS // PER
     BLOCKS: tl.constexpr = HEAD // FORMAT.block
-    row = _at(page, small, BLOCKS, PAGE, HEADS)
+    row = row_at(pointer, page, small, page_units, BLOCKS)
     b = tl.arange(0, SLOTS)
     mask = there[:, None] & (b < BLOCKS)[None, :]
-    code = tl.load(pointer + row[:, None] + b[None, :], mask=mask, other=0)
+    code = tl.load(row[:, None] + b[None, :], mask=mask, other=0)
     s = FORMAT.block_scale(code, PTX)
     s = tl.broadcast_to(s[:, :, None], (s.shape[0], SLOTS, PER))
     return tl.reshape(s, (s.shape[0], WORDS))
@@ -90,7 +95,7 @@ def _block_scales(
 @triton.jit
 def _tile(
     state, q, q_sum, factor, cap, at, start, end, row_lo, row_hi,
-    k_codes, k_scales, v_codes, v_scales, shifts, pages, head,
+    k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,
     TILE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     K: tl.constexpr, HEAD_K: tl.constexpr, PAD_K: tl.constexpr,
     V: tl.constexpr, HEAD_V: tl.constexpr, PAD_V: tl.constexpr,
@@ -117,11 +122,11 @@ def _tile(
     UNITS_K: tl.constexpr = HEAD_K * K.bits // K.word_bits
     UNITS_V: tl.constexpr = HEAD_V * V.bits // V.word_bits
     k = K.load(
-        k_codes + _at(page, small, UNITS_K, PAGE, HEADS)[:, None], jk,
+        row_at(k_codes, page, small, page_units, UNITS_K)[:, None], jk,
         there[:, None] & (jk < WORDS_K)[None, :], shifts, MASKED or PAD_K != WORDS_K, PTX,
     )  # fmt: skip
     v = V.load(
-        v_codes + _at(page, small, UNITS_V, PAGE, HEADS)[:, None], jv,
+        row_at(v_codes, page, small, page_units, UNITS_V)[:, None], jv,
         there[:, None] & (jv < WORDS_V)[None, :], shifts, MASKED or PAD_V != WORDS_V, PTX,
     )  # fmt: skip
 
@@ -130,13 +135,13 @@ def _tile(
 
     block = 0.0
     if K.per_block:
-        block = _block_scales(k_scales, page, small, there, K, PAGE, HEADS, HEAD_K, PAD_K, PTX)
+        block = _block_scales(k_scales, page, small, there, page_units, K, HEAD_K, PAD_K, PTX)
     parts = _elements(k, block, K, FULL, PTX)
     x = tl.dot(q[0], tl.trans(parts[0]), input_precision="ieee")
     for e in tl.static_range(1, len(parts)):
         x = tl.dot(q[e], tl.trans(parts[e]), x, input_precision="ieee")
     if K.per_row:
-        scale, zero = K.row_scale(k_scales, _at(page, small, 1, PAGE, HEADS), there)
+        scale, zero = K.row_scale(row_at(k_scales, page, small, page_units, 1), there)
         if K.zero_point:
             x -= q_sum[:, None] * zero[None, :]
         elif K.bias > 0:
@@ -161,7 +166,7 @@ def _tile(
     den = den * fade + tl.sum(p, 1)
 
     if V.per_row:
-        scale, zero = V.row_scale(v_scales, _at(page, small, 1, PAGE, HEADS), there)
+        scale, zero = V.row_scale(row_at(v_scales, page, small, page_units, 1), there)
         if V.minimum:
             zeros = zeros * fade + tl.sum(p * zero[None, :], 1)
         if FIXED:
@@ -187,7 +192,7 @@ def _tile(
     elif V.bias > 0:
         zeros = zeros * fade + tl.sum(p.to(tl.float32), 1) * V.bias
     if V.per_block:
-        block = _block_scales(v_scales, page, small, there, V, PAGE, HEADS, HEAD_V, PAD_V, PTX)
+        block = _block_scales(v_scales, page, small, there, page_units, V, HEAD_V, PAD_V, PTX)
     parts = _elements(v, block, V, FULL, PTX)
     f = fade[:, None]
     sums = ()
@@ -264,12 +269,12 @@ def _join(
 
 # Numbers that change from step to step. Triton would compile a kernel for each class of number (1, multiples
 # of 16, others), and requests would wait a second for each.
-_VARYING = ("max_pages", "num_seqs", "window", "target", "least", "num_tokens")
+_VARYING = ("page_units", "max_pages", "num_seqs", "window", "target", "least", "num_tokens")
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def paged_attention(
-    q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts,
+    q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts, page_units,
     k_outer, v_outer, sinks,
     out, partial, partial_lse,
     cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs, arrived, num_tokens,
@@ -290,7 +295,7 @@ def paged_attention(
     out: [T, HEADS * GROUP, HEAD_V], rotated back if values are stored rotated.
     partial: [items, HEADS, ROWS, HEAD_V] float32, each row divided by its sum.
     partial_lse: [items, HEADS, ROWS] float32, base 2.
-    shifts: see `load_24_bit_words`.
+    shifts: see `load_24_bit_words`. page_units: from a page to the next one, see `launch.page_units`.
     k_outer, v_outer: float32 scales outside the pages. K_OUTER, V_OUTER: 0 none, 1 for [1], 2 for [HEADS].
     FIXED: an item is `least` tiles counted from token 0, in any batch. LISTED: items is from `list_items`.
     JOIN: the last program of a row's items joins their partial results, AT_ONCE items at a time and in order;
@@ -413,14 +418,14 @@ def paged_attention(
         for at in range(begin, masked_from, TILE):
             state = _tile(
                 state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
-                k_codes, k_scales, v_codes, v_scales, shifts, pages, head,
+                k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,
                 TILE, HEADS, PAGE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V,
                 False, SOFTCAP, FULL, FIXED, PTX,
             )  # fmt: skip
     for at in tl.range(masked_from, end, TILE, num_stages=1):
         state = _tile(
             state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
-            k_codes, k_scales, v_codes, v_scales, shifts, pages, head,
+            k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,
             TILE, HEADS, PAGE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V,
             True, SOFTCAP, FULL, FIXED, PTX,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from kvant.attention.triton.format import format_of
 from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.info import INFO
 from kvant.attention.triton.join import join_rows
-from kvant.attention.triton.launch import outer, shifts, words
+from kvant.attention.triton.launch import outer, page_units, shifts, words
 from kvant.attention.triton.pack import pack_rows, unpack_rows
 from kvant.kernels.triton.device import has_ptx
 from kvant.kv.geometry import LayerGeometry
@@ -241,7 +241,7 @@ def decoded(
     out = torch.empty(count, tokens, g.num_kv_heads, head, dtype=dtype, device=planes[0].device)
     tile = 32
     gather_rows[(triton.cdiv(tokens, tile), g.num_kv_heads, count)](
-        *words(planes, format), shifts(planes[0].device, format), scale,
+        *words(planes, format), shifts(planes[0].device, format), page_units(cache), scale,
         step.page_table, step.page_table.stride(0), step.seqlens_kv, first.sequence, skipped, out,
         tokens,
         HEADS=g.num_kv_heads, HEAD=head, PAGE=cache.page_size, TILE=tile,

@@ -66,12 +66,13 @@ def _rotated(
     return x.to(dtype)
 
 
-@triton.jit(do_not_specialize=("num_tokens",))
+@triton.jit(do_not_specialize=("num_tokens", "page_units"))
 def rotate_and_store(
     qkv, stride_token, num_tokens, cos, sin, positions, q_weight, k_weight, eps, q_out,
-    k_codes, k_scales, k_outer, v_codes, v_scales, v_outer, slot_mapping, counts,
-    MOST_K: tl.constexpr, MOST_V: tl.constexpr,
-    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr, PAD: tl.constexpr,
+    k_codes, k_scales, k_outer, v_codes, v_scales, v_outer, page_units, slot_mapping,
+    counts, MOST_K: tl.constexpr, MOST_V: tl.constexpr,
+    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD: tl.constexpr,
+    PAD: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr, BY_POSITION: tl.constexpr,
     ROWS: tl.constexpr, PTX: tl.constexpr,
     K: tl.constexpr, OUTER_K: tl.constexpr, V: tl.constexpr, OUTER_V: tl.constexpr,
@@ -102,13 +103,14 @@ def rotate_and_store(
         head = r % HEADS
         slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
         there = slot >= 0
-        row = slot * HEADS + head
+        page = slot // PAGE
+        small = (slot % PAGE).to(tl.int32) * HEADS + head
         at = token.to(tl.int64) * stride_token + (Q_HEADS + head) * HEAD
         if is_k:
             x = _rotated(qkv, at, token, there, cos, sin, positions, k_weight, eps,
                          HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION)  # fmt: skip
-            encode_rows(x, row, head, there, k_codes, k_scales, k_outer, counts, MOST_K, K, OUTER_K,
-                        HEAD, PAD, ROWS, PTX)  # fmt: skip
+            encode_rows(x, page, small, head, there, k_codes, k_scales, page_units, k_outer, counts,
+                        MOST_K, K, OUTER_K, HEAD, PAD, ROWS, PTX)  # fmt: skip
         else:
             c = tl.arange(0, PAD)
             x = tl.load(qkv + (at + HEADS * HEAD)[:, None] + c[None, :],
@@ -116,5 +118,5 @@ def rotate_and_store(
             v_counts = counts
             if MOST_V > 0:
                 v_counts = counts + 1
-            encode_rows(x, row, head, there, v_codes, v_scales, v_outer, v_counts, MOST_V, V, OUTER_V,
-                        HEAD, PAD, ROWS, PTX)  # fmt: skip
+            encode_rows(x, page, small, head, there, v_codes, v_scales, page_units, v_outer, v_counts,
+                        MOST_V, V, OUTER_V, HEAD, PAD, ROWS, PTX)  # fmt: skip

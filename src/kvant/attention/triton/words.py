@@ -95,7 +95,7 @@ def decode_uint4(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_row_scale(pointer, row, there):
+def load_row_scale(pointer, there):
     """A float16 or float32 scale per row as float32 [rows], and zeros in place of a zero point."""
-    scale = tl.load(pointer + row, mask=there, other=0.0).to(tl.float32)
+    scale = tl.load(pointer, mask=there, other=0.0).to(tl.float32)
     return scale, tl.zeros_like(scale)

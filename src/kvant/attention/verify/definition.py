@@ -32,8 +32,8 @@ def stored_planes(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> lis
         assert choice is not None, "refuse() excludes layers that store only one side"
         encoded = codec_for(choice.dtype).encode(rows[keep], scale)
         for plane, part in zip(planes, encoded, strict=True):
-            after = plane.clone()
-            after.view(-1, *plane.shape[2:])[slots[keep]] = part
+            after = plane.contiguous().clone()
+            after.flatten(0, 1)[slots[keep]] = part
             found.append(after)
     return found
 
@@ -106,5 +106,5 @@ def _decoded(
 ) -> Tensor:
     """Rows of these slots: float64 [len(slots), num_kv_heads, head_dim]."""
     assert choice is not None, "refuse() excludes layers that store only one side"
-    rows = [plane.view(-1, *plane.shape[2:])[slots] for plane in planes]
+    rows = [plane[slots // plane.shape[1], slots % plane.shape[1]] for plane in planes]
     return codec_for(choice.dtype).decode(rows, scale, head_dim, torch.float64)

@@ -101,5 +101,6 @@ def _factors(cache: LayerCache, slots: Tensor) -> Tensor:
     assert cache.spec.v is not None
     if cache.spec.v.dtype.format.scale_place is not ScalePlace.PLANE:
         return torch.ones(1, 1, 1, dtype=torch.float64, device=slots.device)
-    scales = cache.v[1].view(-1, g.num_kv_heads)[slots].double().T[:, None]
+    stored = cache.v[1][slots // cache.page_size, slots % cache.page_size]
+    scales = stored.view(-1, g.num_kv_heads).double().T[:, None]
     return scales.repeat_interleave(g.num_q_heads // g.num_kv_heads, 0)

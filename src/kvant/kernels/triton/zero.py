@@ -1,4 +1,4 @@
-"""Clear pages in all planes of a pool with one launch."""
+"""Clear pages of an arena: one launch per group of pages."""
 
 from __future__ import annotations
 
@@ -11,33 +11,39 @@ from torch import Tensor
 
 from kvant.kernels.transfer import to_device
 
+_BLOCK = 1024
+
 
 class PageEraser:
-    """Clears pages of planes [num_pages, ..]; the bytes of a page must be a multiple of 4."""
+    """Clears pages of some groups: of each its pieces, uint8 [num_pages, n], n a multiple of 4.
 
-    def __init__(self, planes: Sequence[Tensor]) -> None:
-        device = planes[0].device
-        page_bytes = [plane[0].numel() * plane.element_size() for plane in planes]
-        assert all(size % 4 == 0 for size in page_bytes)
-        self._planes = tuple(planes)  # they must live as long as their addresses are used
-        self._addresses = torch.tensor([p.data_ptr() for p in planes], device=device)
-        self._words = torch.tensor([size // 4 for size in page_bytes], device=device)
-        self._most = max(page_bytes) // 4
+    A model that stores nothing has no groups.
+    """
 
-    def clear(self, pages: Sequence[int]) -> None:
-        device = self._addresses.device
-        ids = to_device(torch.tensor(pages, dtype=torch.int64), device)
-        block = 1024
-        grid = (len(pages), len(self._planes), triton.cdiv(self._most, block))
-        clear_pages[grid](self._addresses, self._words, ids, BLOCK=block, num_warps=4)
+    def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        self._pieces = [tuple(pieces) for pieces in groups if pieces]  # their addresses are used
+        self._facts = [
+            torch.tensor([(p.data_ptr(), p.shape[1] // 4) for p in pieces], device=pieces[0].device)
+            for pieces in self._pieces
+        ]
+        self._most = [max(p.shape[1] // 4 for p in pieces) for pieces in self._pieces]
+
+    def clear(self, pages: Sequence[Sequence[int]]) -> None:
+        """pages: ids of each group."""
+        for place, some in enumerate(pages):
+            if some and self._facts:
+                facts = self._facts[place]
+                ids = to_device(torch.tensor(some, dtype=torch.int64), facts.device)
+                grid = (len(some), len(facts), triton.cdiv(self._most[place], _BLOCK))
+                clear_pages[grid](facts, ids, BLOCK=_BLOCK, num_warps=4)
 
 
 @triton.jit
-def clear_pages(addresses, words, pages, BLOCK: tl.constexpr):
-    """Program (page, plane, BLOCK words)."""
-    plane = tl.program_id(1)
-    size = tl.load(words + plane)
-    start = tl.load(addresses + plane).to(tl.pointer_type(tl.int32))
+def clear_pages(facts, pages, BLOCK: tl.constexpr):
+    """Program (page, piece, BLOCK words). facts: of each piece its address, and words of a page."""
+    piece = facts + 2 * tl.program_id(1)
+    start = tl.load(piece).to(tl.pointer_type(tl.int32))
+    words = tl.load(piece + 1)
     c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     page = tl.load(pages + tl.program_id(0))
-    tl.store(start + page * size + c, tl.zeros((BLOCK,), tl.int32), mask=c < size)
+    tl.store(start + page * words + c, tl.zeros((BLOCK,), tl.int32), mask=c < words)

@@ -33,18 +33,18 @@ class DFlashProposer:
         self._page_size = draft.kv.page_size
         self._orders = {layer.causal for layer in draft.geometry.layers}
         self._device = device
-        self._clear: Callable[[Sequence[int]], None] = pool.zero
+        self._clear: Callable[[Sequence[Sequence[int]]], None] = pool.arena.zero
         if device.type != "cpu":
             from kvant.kernels.triton.zero import PageEraser
 
-            self._clear = PageEraser(pool.planes()).clear
+            self._clear = PageEraser([pool.arena.pieces(0)]).clear
 
     @property
     def taps(self) -> tuple[int, ...]:
         return self._facts.target_layer_ids
 
     def zero(self, pages: Sequence[int]) -> None:
-        self._clear(pages)
+        self._clear([pages])
 
     @torch.no_grad()
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
@@ -105,7 +105,8 @@ def build(setting: Setting) -> Proposer:
         key: torch.tensor(values, dtype=torch.float32, device=target.device)
         for key, values in read.items()
     }
-    pool = KVPool(draft.kv, setting.pool.num_pages, device=target.device, scales=scales)
+    pages = setting.pool.arena.num_pages(0)
+    pool = KVPool(draft.kv, pages, device=target.device, scales=scales)
     weights = (make_weights if setting.dummy_weights else load_weights)(draft, target.device)
     network = DraftNetwork(draft, weights, target, pool, setting.max_model_len)
     return DFlashProposer(network, draft, pool, target.device)

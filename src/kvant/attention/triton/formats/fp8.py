@@ -19,14 +19,14 @@ _DECODE = {
 
 @triton.jit
 def encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     y = widen(x)
     if OUTER > 0:
         scale = tl.load(outer + head * (OUTER - 1))
         y = divide(y, scale[:, None] + 0.0 * tl.zeros_like(y), PTX)
-    store_bytes(codes, row, there, float8_code(y, FORMAT), HEAD, PAD)
+    store_bytes(codes, there, float8_code(y, FORMAT), HEAD, PAD)
 
 
 def kernels(declared: KVFormat) -> Kernels:

@@ -14,12 +14,12 @@ from kvant.kv.format import KVFormat
 
 @triton.jit
 def encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    y, broken = scale_rows(x, scales, row, there, FORMAT.float8.max, PTX)
+    y, broken = scale_rows(x, scales, there, FORMAT.float8.max, PTX)
     code = tl.where(broken[:, None], FORMAT.float8.nan_code, float8_code(y, FORMAT))
-    store_bytes(codes, row, there, code, HEAD, PAD)
+    store_bytes(codes, there, code, HEAD, PAD)
 
 
 def kernels(declared: KVFormat) -> Kernels:

@@ -27,15 +27,15 @@ DROPPED = tl.constexpr(1 << DROPPED_BITS)
 
 
 @triton.jit
-def load_scale_and_zero_point(pointer, row, there):
+def load_scale_and_zero_point(pointer, there):
     """Scale and zero point of rows, float32 [rows] each; pointer: the scale plane as int32."""
-    bits = tl.load(pointer + row, mask=there, other=0)
+    bits = tl.load(pointer, mask=there, other=0)
     return (bits & ~MASK).to(tl.float32, bitcast=True), (bits & MASK).to(tl.float32)
 
 
 @triton.jit
 def encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     broken = has_nan(x)
@@ -49,8 +49,8 @@ def encode(
     steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
     code = bound(steps + zero[:, None], 0.0, LARGEST).to(tl.int32)
     code = tl.where(broken[:, None], 0, code)
-    store_packed(codes, row, there, code, HEAD, ROWS, PAD, 4)
-    tl.store(scales + row, tl.where(broken, NAN_BITS, bits | zero.to(tl.int32)), mask=there)
+    store_packed(codes, there, code, HEAD, ROWS, PAD, 4)
+    tl.store(scales, tl.where(broken, NAN_BITS, bits | zero.to(tl.int32)), mask=there)
 
 
 def kernels(declared: KVFormat) -> Kernels:

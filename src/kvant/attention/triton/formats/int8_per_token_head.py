@@ -27,12 +27,12 @@ def decode(x, PTX: tl.constexpr):
 
 @triton.jit
 def encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    y, _ = scale_rows(x, scales, row, there, LARGEST, PTX)
+    y, _ = scale_rows(x, scales, there, LARGEST, PTX)
     code = bound(nearest(y), -LARGEST, LARGEST).to(tl.int32) & 0xFF
-    store_bytes(codes, row, there, code, HEAD, PAD)
+    store_bytes(codes, there, code, HEAD, PAD)
 
 
 def kernels(declared: KVFormat) -> Kernels:

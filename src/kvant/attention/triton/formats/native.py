@@ -17,7 +17,7 @@ def decode(x, PTX: tl.constexpr):
 
 @triton.jit
 def encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     target = codes.dtype.element_ty
@@ -27,7 +27,7 @@ def encode(
         x = bound(x.to(tl.float32), -LARGEST_HALF, LARGEST_HALF)
     elif x.dtype != target and target == tl.bfloat16:
         x = bfloat16(x.to(tl.float32))
-    tl.store(codes + row[:, None] * HEAD + c[None, :], x.to(target), mask=mask)
+    tl.store(codes[:, None] + c[None, :], x.to(target), mask=mask)
 
 
 def kernels(declared: KVFormat) -> Kernels:

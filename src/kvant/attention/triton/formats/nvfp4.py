@@ -76,7 +76,7 @@ def _e2m1_code(x):
 
 @triton.jit
 def encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(OUTER > 0)
@@ -97,9 +97,9 @@ def encode(
     steps = divide(blocks, tl.where(empty, 1.0, step)[:, None] + 0.0 * tl.abs(blocks), PTX)
     code = _e2m1_code(tl.where(empty[:, None], 0.0, steps))
     scale = tl.where(broken, FORMAT.float8.nan_code, scale)
-    store_packed(codes, row, there, tl.reshape(code, (ROWS, PAD)), HEAD, ROWS, PAD, 4)
+    store_packed(codes, there, tl.reshape(code, (ROWS, PAD)), HEAD, ROWS, PAD, 4)
     s = tl.arange(0, BLOCKS)
-    tl.store(scales + row[:, None] * (HEAD // BLOCK) + s[None, :],
+    tl.store(scales[:, None] + s[None, :],
              tl.reshape(scale, (ROWS, BLOCKS)).to(tl.uint8),
              mask=there[:, None] & (s < HEAD // BLOCK)[None, :])  # fmt: skip
 

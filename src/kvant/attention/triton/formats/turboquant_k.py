@@ -167,7 +167,7 @@ def _length(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     BITS: tl.constexpr = FORMAT.bits
@@ -194,9 +194,9 @@ def encode(
     found = tl.where((tl.arange(0, PAD) < HEAD)[None, :], found, 0.0)
     scale = half(divide(root, _length(found, ROWS, PAD, PTX), PTX) * unit)
     code = tl.where(broken[:, None], 0, code)
-    store_packed(codes, row, there, code, HEAD, ROWS, PAD, BITS)
+    store_packed(codes, there, code, HEAD, ROWS, PAD, BITS)
     scale = tl.where(broken, NAN_HALF, scale.to(tl.int16, bitcast=True))
-    tl.store(scales + row, scale.to(tl.int16), mask=there)
+    tl.store(scales, scale.to(tl.int16), mask=there)
 
 
 def kernels(declared: KVFormat) -> Kernels:

@@ -42,15 +42,15 @@ def decode_uint3(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_scale_and_minimum(pointer, row, there):
+def load_scale_and_minimum(pointer, there):
     """Scale and minimum of rows, float32 [rows] each; pointer: the scale plane as int32."""
-    bits = tl.load(pointer + row, mask=there, other=0)
+    bits = tl.load(pointer, mask=there, other=0)
     return float16_of(bits & 0xFFFF).to(tl.float32), float16_of(bits >> 16).to(tl.float32)
 
 
 @triton.jit
 def encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     BITS: tl.constexpr = FORMAT.bits
@@ -67,10 +67,10 @@ def encode(
     code = divide(y - start[:, None], step[:, None] + 0.0 * tl.zeros_like(y), PTX)
     code = nearest(bound(code, 0.0, STEPS * 1.0)).to(tl.int32)
     code = tl.where((scale == 0.0)[:, None], 0, code)
-    store_packed(codes, row, there, code, HEAD, ROWS, PAD, BITS)
+    store_packed(codes, there, code, HEAD, ROWS, PAD, BITS)
     scale = tl.where(broken, NAN_HALF, scale.to(tl.int16, bitcast=True))
-    tl.store(scales + 2 * row, scale.to(tl.int16), mask=there)
-    tl.store(scales + 2 * row + 1, low.to(tl.int16, bitcast=True), mask=there)
+    tl.store(scales, scale.to(tl.int16), mask=there)
+    tl.store(scales + 1, low.to(tl.int16, bitcast=True), mask=there)
 
 
 def kernels(declared: KVFormat) -> Kernels:

@@ -1,0 +1,168 @@
+"""Where pages lie in memory: groups of layers, and one arena for all of them.
+
+Layers form groups by what they keep: every token, or the last W tokens. A page of a group holds `page_size`
+tokens of all its layers, codes and scales.
+
+The arena is cut into superblocks of equal size. A superblock holds pages of one group while any of them is
+used, so groups share memory without a fixed ratio. It is a whole multiple of each group's page: page `p` of
+a group is one piece that begins at `p * page_bytes`, and the ids of a group range over the whole arena.
+
+A single group shares its memory with nobody. There, the pages of each layer lie side by side: neighbouring
+pages of one layer are read together, and small pieces far apart cost up to 10 % of attention's speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvant.kv.spec import KVPlan, LayerSpec, Role
+
+ALIGNMENT = 16
+"""Bytes that every page and every plane in it begins at a multiple of."""
+
+MOST_WASTE = 0.03
+"""Share of a superblock that may be padding."""
+
+_MOST_PAGES = 256
+"""Pages of the largest kind in a superblock, as far as `_cut` searches."""
+
+Owner = tuple[Role, int]
+"""A layer: of the target or of the drafter, by its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Layers whose pages are allocated and released together.
+
+    window: tokens that they keep; None for all. pieces: where each layer's bytes begin and end in a page.
+    offsets: by layer, where each of its planes begins in a page, in the order of `LayerSpec.planes`.
+    used_bytes: of a page, without padding at its end. page_bytes: with it. per_superblock: pages of a
+    superblock.
+    """
+
+    window: int | None
+    pieces: Mapping[Owner, tuple[int, int]]
+    offsets: Mapping[Owner, tuple[int, ...]]
+    used_bytes: int
+    page_bytes: int
+    per_superblock: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """How an arena is cut. groups: at least one, first the one that keeps every token, if there is one."""
+
+    page_size: int
+    superblock_bytes: int
+    groups: tuple[PageGroup, ...]
+
+    def group_of(self, owner: Owner) -> int:
+        """The group of a layer that owns storage."""
+        return next(i for i, group in enumerate(self.groups) if owner in group.offsets)
+
+    @property
+    def waste(self) -> float:
+        """The largest share of a superblock that is padding."""
+        used = min(group.per_superblock * group.used_bytes for group in self.groups)
+        return 1 - used / self.superblock_bytes if self.superblock_bytes else 0.0
+
+
+def lay_out(target: KVPlan, draft: KVPlan | None = None, *, windows: bool = True) -> ArenaLayout:
+    """Lay out the pages of a plan, and of a drafter that shares them.
+
+    windows: put layers with windows into groups of their own; else there is one group. The drafter's
+    layers keep every token.
+    """
+    members: dict[int | None, list[tuple[Owner, LayerSpec]]] = {}
+    for plan in (target,) if draft is None else (target, draft):
+        for spec in plan.layers:
+            if spec.k is None:
+                continue
+            window = _kept(plan, spec) if windows else None
+            members.setdefault(window, []).append(((plan.role, spec.geometry.index), spec))
+    kept = sorted(members, key=lambda window: -math.inf if window is None else -window) or [None]
+    made = [_page(target.page_size, members.get(window, ())) for window in kept]
+    size, counts = _cut([used for _, _, used in made])
+    return ArenaLayout(
+        target.page_size,
+        size,
+        tuple(
+            PageGroup(
+                window=window,
+                pieces=ends,
+                offsets=offsets,
+                used_bytes=used,
+                page_bytes=size // count,
+                per_superblock=count,
+            )
+            for window, (ends, offsets, used), count in zip(kept, made, counts, strict=True)
+        ),
+    )
+
+
+def _kept(plan: KVPlan, spec: LayerSpec) -> int | None:
+    """Tokens of a layer that some layer still reads: its own window, and those of layers that share it."""
+    if plan.role is not Role.TARGET:
+        return None
+    most = 0
+    for reader in plan.layers:
+        if reader is spec or reader.geometry.shared_with == spec.geometry.index:
+            window = reader.geometry.window
+            if window is None or not reader.geometry.causal:
+                return None
+            most = max(most, window)
+    return most
+
+
+def _page(
+    page_size: int, members: Sequence[tuple[Owner, LayerSpec]]
+) -> tuple[dict[Owner, tuple[int, int]], dict[Owner, tuple[int, ...]], int]:
+    """`PageGroup.pieces`, `PageGroup.offsets`, and the bytes of a page.
+
+    Planes of scales are small. They lie behind the layer's codes and do not move these off the borders of
+    cache lines.
+    """
+    pieces: dict[Owner, tuple[int, int]] = {}
+    found: dict[Owner, tuple[int, ...]] = {}
+    at = 0
+    for owner, spec in members:
+        first, starts = at, [0] * len(spec.planes)
+        for is_codes in (True, False):
+            for place, (label, plane) in enumerate(spec.planes):
+                if label.endswith(".codes") is is_codes:
+                    starts[place] = at
+                    size = page_size * spec.geometry.num_kv_heads * plane.row_bytes
+                    at += -(-size // ALIGNMENT) * ALIGNMENT
+        pieces[owner], found[owner] = (first, at), tuple(starts)
+    return pieces, found, at
+
+
+def _cut(used: list[int]) -> tuple[int, list[int]]:
+    """The smallest superblock with at most MOST_WASTE of padding in any group, and pages of each in it.
+
+    used: bytes of a page of each group. If no such size is found, the one with the least padding.
+    """
+    if len(used) == 1:
+        return used[0], [1]
+    largest = max(used)
+    best: tuple[float, int, list[int]] | None = None
+    for most in range(1, _MOST_PAGES + 1):
+        # Sizes for `most` pages of the largest kind: without padding, and up to the next smaller kind.
+        counts = [max(1, round(most * largest / one)) for one in used]
+        for candidate in {tuple(counts), *(_lowered(counts, i) for i in range(len(counts)))}:
+            least = max(n * one for n, one in zip(candidate, used, strict=True))
+            unit = ALIGNMENT * math.lcm(*candidate)
+            size = -(-least // unit) * unit
+            waste = 1 - min(n * one for n, one in zip(candidate, used, strict=True)) / size
+            if best is None or waste < best[0]:
+                best = waste, size, list(candidate)
+            if waste <= MOST_WASTE:
+                return size, list(candidate)
+    assert best is not None
+    return best[1], best[2]
+
+
+def _lowered(counts: list[int], place: int) -> tuple[int, ...]:
+    return tuple(max(1, n - (i == place)) for i, n in enumerate(counts))

@@ -26,6 +26,6 @@ def _memory_holds_nan() -> Iterator[None]:
 def test_every_number_is_finite(family: str) -> None:
     register()
     config = tiny.config_of(family)
-    module = _make_weights(config, ComputeDtype.FLOAT32, torch.device("cpu"))
+    module = _make_weights(config, ComputeDtype.FLOAT32, torch.device("cpu"), None)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         assert bool(tensor.isfinite().all()), name

@@ -47,6 +47,7 @@ FACTS = {
     "gemma-2-9b": (42, 42, 8 * 512 * 42, {4096, None}),
     "gemma-3-1b": (26, 26, 1 * 512 * 26, {512, None}),
     "gemma-3-4b": (34, 34, 4 * 512 * 34, {1024, None}),
+    "gemma-3-12b": (48, 48, 8 * 512 * 48, {1024, None}),
     "gemma-3n-e4b": (35, 20, 2 * 512 * 20, {512, None}),
     "gemma-3n-e4b-text": (35, 20, 2 * 512 * 20, {512, None}),
     "gemma-4-e2b": (35, 15, 1 * 512 * 12 + 1 * 1024 * 3, {512, None}),
@@ -151,7 +152,7 @@ RUNNABLE = {
     "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-9b",
     "llama-3.1-8b", "llama-3.1-70b", "smollm2-135m", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b",
     "mistral-7b-v0.1", "mistral-7b-v0.3", "mixtral-8x7b", "gemma-2-9b", "gemma-3-1b",
-    "gemma-3-4b", "gemma-3n-e4b-text", "gemma-4-26b-a4b", "gemma-4-31b", "gemma-4-e2b",
+    "gemma-3-4b", "gemma-3-12b", "gemma-3n-e4b-text", "gemma-4-26b-a4b", "gemma-4-31b", "gemma-4-e2b",
     "gpt-oss-20b", "phi-3-mini-4k", "olmo-2-7b",
 }  # fmt: skip
 

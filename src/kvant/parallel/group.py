@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvant.parallel.symmetric import SymmetricSums
 
 TIMEOUT = timedelta(seconds=600)
-"""Of one collective: longer than any step. `kvant.parallel.ranks` finds ranks that died or hang."""
+"""Limit of one collective, longer than any step. `kvant.parallel.ranks` finds ranks that died or hang."""
 
 _SUMMED_OVER_NVLINK = (torch.bfloat16, torch.float16, torch.float32)
 

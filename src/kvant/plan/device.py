@@ -78,7 +78,7 @@ def work_on(gpu: int | None) -> None:
 def device_memory(facts: DeviceFacts, num_ranks: int = 1) -> DeviceMemory:
     """Memory of the device now, before anything is loaded.
 
-    Of several ranks: the GPU with the least free memory, or an equal part of a CPU's memory.
+    Several ranks: the GPU with the least free memory, or an equal part of a CPU's memory.
     """
     if facts.kind is DeviceKind.CPU:
         free = free_host_bytes() // num_ranks

@@ -47,7 +47,7 @@ class Group(Protocol):
 
 
 def cut_of(tensor: Tensor, cut: Cut) -> Tensor:
-    """A copy of the parts of a whole tensor that a rank holds."""
+    """A copy of the parts of a whole tensor [..] that a rank holds: [..], shorter in one dimension."""
     parts = [tensor.narrow(cut.dim, start, end - start) for start, end in cut.ranges]
     return torch.cat(parts, cut.dim)
 

@@ -142,6 +142,8 @@ def _mismatch(decoder: FusedDecoder) -> str | None:
     if model.embedding.dtype is not torch.float32:
         return f"it computes in float32, not in {model.embedding.dtype}"
     for layer in model.layers:
+        if not isinstance(layer, Layer):
+            return "it has layers that carry states"
         if layer.qk_norms is not None and layer.head_dim % NORM_STEP:
             return f"heads of {layer.head_dim} are normed in steps of {NORM_STEP}"
         forward = layer.feed_forward
@@ -178,7 +180,9 @@ class CpuDecoder:
         self._turns = decoder.turns
         self._embedding, self._norm_weight = model.embedding, _weight(model.norm)
         self._eps = model.norm.eps
-        self._layers = tuple(_layer(layer, layers) for layer in model.layers)
+        self._layers = tuple(
+            _layer(layer, layers) for layer in model.layers if isinstance(layer, Layer)
+        )
         self._head = _linear(model.head, head)
         self._program: _Program | None = None
         self._entry = run_function().call

@@ -24,13 +24,14 @@ from kvant.models.fused.experts import ExpertKernels, Experts, TorchExperts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.info import MOST_ANGLES
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
-from kvant.models.fused.layers import Model, Norm
-from kvant.models.fused.linear import Linear, Multiply, multiply_for
+from kvant.models.fused.layers import Layer, MixerLayer, Model, Norm
+from kvant.models.fused.linear import DenseLinear, Linear, Multiply, multiply_for
 from kvant.models.fused.read import decoder_of, read_model
 from kvant.models.fused.recipe import Activation, Angles, NormKind, Pairing
 from kvant.models.fused.recipes import recipe_of
 from kvant.models.invariant.linear import TiledLinear, prove_all
 from kvant.models.invariant.vectors import by_whole_vectors
+from kvant.models.recurrent.hook import run_mixer
 from kvant.models.sharding.divide import Group, gather_logits
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
@@ -197,14 +198,25 @@ class FusedDecoder:
         first = model.layers[0].attn_in
         x = residual if first is None else kernels.norm(residual, first)
         for index, layer in enumerate(model.layers):
-            q = self.enter(index, products.plain(x, layer.qkv), turns, call)
-            last, is_summed = index + 1 == len(model.layers), False
-            narrowed = last and step.wanted is not None and index not in layers
-            if narrowed:  # K and V are stored; later operations do not use the other rows
-                assert step.wanted is not None
-                q, x, residual = q[logits_index], x[logits_index], residual[logits_index]
-                step = step.wanted
-            y = products.plain(self.attend(index, q, call, step), layer.output)
+            last, is_summed, narrowed = index + 1 == len(model.layers), False, False
+            if isinstance(layer, MixerLayer):
+                y = run_mixer(
+                    layer.mixer, x, call, index,
+                    lambda x, w: products.plain(x, DenseLinear(w, None, self._multiply)),
+                )  # fmt: skip
+            else:
+                qkv, gate = split_gate(products.plain(x, layer.qkv), layer)
+                q = self.enter(index, qkv, turns, call)
+                narrowed = last and step.wanted is not None and index not in layers
+                if narrowed:  # K and V are stored; later operations do not use the other rows
+                    assert step.wanted is not None
+                    q, x, residual = q[logits_index], x[logits_index], residual[logits_index]
+                    gate = None if gate is None else gate[logits_index]
+                    step = step.wanted
+                attended = self.attend(index, q, call, step)
+                if gate is not None:
+                    attended = attended * self.kernels.sigmoid(gate).reshape(attended.shape)
+                y = products.plain(attended, layer.output)
             if model.parallel:
                 if layer.ffn_in is not None:
                     x = kernels.norm(residual, layer.ffn_in)
@@ -305,6 +317,7 @@ class FusedDecoder:
         Returns [T, num_q_heads, head_dim].
         """
         layer, step = self.model.layers[index], call.step
+        assert isinstance(layer, Layer)
         backend, cache = call.backends[index], call.pool[index]
         norms, turn = layer.qk_norms, self._nothing
         if layer.rotary is not None:
@@ -332,8 +345,19 @@ class FusedDecoder:
 
     def attend(self, index: int, q: Tensor, call: StepCall, step: Step) -> Tensor:
         """[len(q), num_q_heads * head_dim]."""
-        backend, cache = call.backends[index], call.pool[index]
-        return backend.attend(cache, q, step, self.model.layers[index].params).reshape(len(q), -1)
+        backend, cache, layer = call.backends[index], call.pool[index], self.model.layers[index]
+        assert isinstance(layer, Layer)
+        return backend.attend(cache, q, step, layer.params).reshape(len(q), -1)
+
+
+def split_gate(qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor | None]:
+    """q, k and v [T, (Hq + 2 Hkv) * head_dim], and gates [T, Hq, head_dim] of a layer that has some."""
+    if not layer.gated:
+        return qkv, None
+    heads, dim = layer.num_q_heads, layer.head_dim
+    q, gate = qkv[:, : 2 * heads * dim].view(-1, heads, 2, dim).unbind(2)
+    kv = qkv[:, 2 * heads * dim :].view(len(qkv), -1, dim)
+    return torch.cat([q, kv], 1).flatten(1), gate
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvant.models.fused.decoder import FusedDecoder, fuse
 from kvant.models.fused.experts import Experts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.few_rows import FewRows, Stream
-from kvant.models.fused.layers import Layer, Norm
+from kvant.models.fused.layers import Layer, MixerLayer, Norm
 from kvant.models.fused.linear import DenseLinear, Linear
 from kvant.models.fused.recipe import Activation
 from kvant.models.fused.triton_experts import TritonExperts
@@ -82,6 +82,7 @@ class FewRowsDecoder:
         first = weight_of(model.layers[0].attn_in)
         stream = few.embed(input_ids, model.embedding, first)
         for index, (layer, norm) in enumerate(zip(model.layers, norms, strict=True)):
+            assert isinstance(layer, Layer), "folded layers attend"
             q = fused.enter(index, few.normed(stream, *numbers(layer.qkv)), turns, call)
             attended = fused.attend(index, q, call, call.step)
             stream = few.added(attended, *numbers(layer.output), stream, weight_of(layer.ffn_in))
@@ -150,10 +151,10 @@ def weight_of(norm: Norm | None) -> Tensor:
     return norm.weight
 
 
-def _folds(layer: Layer) -> bool:
+def _folds(layer: Layer | MixerLayer) -> bool:
     """Whether kernels for few rows compute a layer whose norms can be applied behind products."""
     forward = layer.feed_forward
-    if not is_own(layer.qkv) or not is_own(layer.output):
+    if isinstance(layer, MixerLayer) or not is_own(layer.qkv) or not is_own(layer.output):
         return False
     if isinstance(forward, Dense):
         return forward.gated and is_own(forward.up) and is_own(forward.down)
@@ -162,7 +163,7 @@ def _folds(layer: Layer) -> bool:
     return plain and routing.num_experts % 2 == 0
 
 
-def _eps(layers: Sequence[Layer]) -> float:
+def _eps(layers: Sequence[Layer | MixerLayer]) -> float:
     """The eps of all layers' norms; NaN where they differ."""
     found = {norm.eps for layer in layers for norm in (layer.attn_in, layer.ffn_in) if norm}
     return found.pop() if len(found) == 1 else float("nan")

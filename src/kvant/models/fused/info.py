@@ -36,6 +36,10 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
         return f"Kvant's own decoder has no recipe for {facts.geometry.model_type}"
     if facts.num_ranks > 1 and recipe.attention.qk_norm is QKNorm.ROW:
         return "its norms span the heads of all ranks"
+    if facts.geometry.has_states and not recipe.mixers:
+        return "its layers keep states, of which Kvant's own decoder has no mixer"
+    if facts.geometry.has_states and facts.batch_invariant:
+        return "recurrences over prompts depend on where a prompt is cut"
     for field, values in recipe.only.items():
         if config.get(field) not in values:
             return f"Kvant's own decoder does not compute {field} {config.get(field)!r}"
@@ -90,7 +94,8 @@ def table_bytes(facts: ForwardFacts) -> int:
     kinds = 1
     if recipe.by_layer_type:
         kinds = len({layer.window is None for layer in facts.geometry.layers})
-    return kinds * most * facts.geometry.layers[0].head_dim_k * ELEMENT_BYTES[facts.compute]
+    dim = max(layer.head_dim_k for layer in facts.geometry.layers)
+    return kinds * most * dim * ELEMENT_BYTES[facts.compute]
 
 
 def _refuse(facts: ForwardFacts) -> str | None:

@@ -11,6 +11,7 @@ from kvant.models.fused.experts import Experts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.linear import Linear
 from kvant.models.fused.recipe import NormKind, Pairing
+from kvant.models.recurrent.mixers import Mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Layer:
 
     attn_in, attn_out, ffn_in, ffn_out: norms of what attention and feed-forward read and of what they
     give; None for no norm. rotary: which of the model's angles turn q and k; None for none. clip: limit
-    on numbers of qkv. factor: on what is added to the residual sum.
+    on numbers of qkv. factor: on what is added to the residual sum. gated: rows of a head's queries are
+    followed by those of its gate, whose sigmoid multiplies what the head attends to.
     """
 
     attn_in: Norm | None
@@ -69,6 +71,20 @@ class Layer:
     clip: float | None
     factor: float
     params: AttentionParams
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MixerLayer:
+    """A decoder layer that mixes tokens by a recurrence. The fields as in `Layer`."""
+
+    attn_in: Norm | None
+    attn_out: Norm | None
+    ffn_in: Norm | None
+    ffn_out: Norm | None
+    mixer: Mixer
+    feed_forward: Dense | Experts
+    factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +96,7 @@ class Model:
     (0 for none).
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer | MixerLayer, ...]
     embedding: Tensor
     embed_scale: float
     norm: Norm
@@ -100,9 +116,11 @@ class Model:
         )
 
 
-def _folds(layer: Layer) -> bool:
+def _folds(layer: Layer | MixerLayer) -> bool:
     return (
-        layer.attn_out is None
+        isinstance(layer, Layer)
+        and not layer.gated
+        and layer.attn_out is None
         and layer.ffn_out is None
         and layer.factor == 1.0
         and _plain(layer.attn_in)

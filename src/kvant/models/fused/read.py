@@ -17,7 +17,7 @@ from kvant.kv.spec import KVPlan
 from kvant.models.fused.experts import Clamp, Experts, GateOrder, Shared
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.join import check_numbers, join, turn
-from kvant.models.fused.layers import Layer, Model, Norm, QKNorms
+from kvant.models.fused.layers import Layer, MixerLayer, Model, Norm, QKNorms
 from kvant.models.fused.linear import DenseLinear, Multiply
 from kvant.models.fused.recipe import (
     Activation,
@@ -31,6 +31,7 @@ from kvant.models.fused.recipe import (
 )
 from kvant.models.fused.routing import Routing, Scoring
 from kvant.models.geometry.parameters import QKNorm
+from kvant.models.recurrent.hook import mixer_of
 
 _SCORING = {
     RouterKind.SOFTMAX_TOP_K: Scoring.SOFTMAX_THEN_TOP_K,
@@ -116,9 +117,23 @@ class _Reader:
         self._recipe, self._config, self._multiply = recipe, config, multiply
         self.angles: tuple[Any, ...] = ()
 
-    def layer(self, index: int, layer: Any, geometry: LayerGeometry) -> Layer:
+    def layer(self, index: int, layer: Any, geometry: LayerGeometry) -> Layer | MixerLayer:
         recipe = self._recipe
         block, attend = recipe.block, recipe.attention
+        mixer = mixer_of(layer) if recipe.mixers else None
+        if mixer is not None:
+            name = f"{type(layer).__name__} (layer {index})"
+            return MixerLayer(
+                attn_in=self._optional(layer, block.attn_in),
+                attn_out=self._optional(layer, block.attn_out),
+                ffn_in=self._optional(layer, block.ffn_in),
+                ffn_out=self._optional(layer, block.ffn_out),
+                mixer=mixer,
+                feed_forward=self.feed_forward(
+                    getattr(layer, recipe.feed_forward.module), layer, name
+                ),
+                factor=1.0,
+            )
         attention = getattr(layer, attend.module)
         name = f"{type(attention).__name__} (layer {index})"
         self._check(attention, geometry, name)
@@ -148,6 +163,7 @@ class _Reader:
                 softcap=geometry.softcap,
                 sinks=attention.sinks if geometry.sinks else None,
             ),
+            gated=attend.gated,
         )
 
     def _check(self, attention: Any, geometry: LayerGeometry, name: str) -> None:

@@ -106,7 +106,7 @@ class Attend:
 
     projections: q, k and v, or one that is joined. qk_norm: what a norm of q and k spans.
     qk_kind: its arithmetic, None for the layers'. norm_after: it follows the rotation.
-    clip: the config's field for a limit on q, k and v.
+    clip: the config's field for a limit on q, k and v. gated: q has a gate for each head behind it.
     """
 
     module: str = "self_attn"
@@ -121,6 +121,7 @@ class Attend:
     angles: Angles = Angles.TWICE
     rotated: Rotated = Rotated.ALL
     clip: str | None = None
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class Recipe:
     that a config may have in fields on which the computation depends; None stands for no field.
     embed_scale: the decoder's attribute that multiplies embeddings. logits_divided, logits_times,
     logits_cap: the config's fields. by_layer_type: angles are of the layer's type. partial: a rotation
-    may leave the end of a head alone.
+    may leave the end of a head alone. mixers: some layers mix tokens by a recurrence and do not attend.
     """
 
     module_class: str
@@ -203,6 +204,7 @@ class Recipe:
     logits_cap: str | None = None
     by_layer_type: bool = False
     partial: bool = False
+    mixers: bool = False
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _NOTHING)
 
     @property
@@ -219,6 +221,8 @@ class Recipe:
             and attention.pairing is Pairing.HALVES
             and attention.rotated is Rotated.ALL
             and attention.clip is None
+            and not attention.gated
+            and not self.mixers
             and forward.gated
             and forward.activation is Activation.SILU
             and not self.by_layer_type

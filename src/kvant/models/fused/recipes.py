@@ -22,6 +22,15 @@ _LLAMA = Recipe("LlamaModel")
 _HEADS = Attend(qk_norm=QKNorm.HEAD)
 _ROW = Attend(qk_norm=QKNorm.ROW)
 
+_QWEN_NEXT = Recipe(
+    "Qwen3NextModel", NormKind.RMS_ONE, attention=replace(_HEADS, gated=True), partial=True,
+    mixers=True,
+    mixture=Mixture(
+        renormalise="norm_topk_prob", rounded=True, shared="shared_expert",
+        shared_gate="shared_expert_gate",
+    ),
+)  # fmt: skip
+
 _GEMMA_BLOCK = Block(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
@@ -62,6 +71,12 @@ RECIPES: Mapping[str, Recipe] = {
         ),
     ),
     "gemma3_text": _GEMMA3,
+    "qwen3_next": _QWEN_NEXT,
+    "qwen3_5_moe_text": replace(
+        _QWEN_NEXT, module_class="Qwen3_5MoeTextModel",
+        mixture=Mixture(rounded=True, shared="shared_expert", shared_gate="shared_expert_gate"),
+    ),
+    "qwen3_5_text": replace(_QWEN_NEXT, module_class="Qwen3_5TextModel", mixture=None),
 }  # fmt: skip
 """By the model_type of the config, or of its text section."""
 

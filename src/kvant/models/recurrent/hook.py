@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kvant.attention.base import StepCall
 from kvant.errors import EngineFault
 from kvant.kv.geometry import StateKind
-from kvant.models.recurrent.mixers import MIXERS, LayerStates, Mixer
+from kvant.models.recurrent.mixers import MIXERS, LayerStates, Mixer, Product
 from kvant.models.recurrent.packed import Packed
 
 
@@ -25,6 +26,11 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mixer]]:
         make = MIXERS.get(type(module).__name__)
         if make is not None:
             yield name, module, make(module)
+
+
+def mixer_of(layer: nn.Module) -> Mixer | None:
+    """The mixer of a decoder layer that carries a state, None for a layer that attends."""
+    return next((mixer for _, _, mixer in find_mixers(layer)), None)
 
 
 def hook_mixers(model: nn.Module) -> None:
@@ -43,16 +49,27 @@ class Hooked:
         self, hidden_states: Tensor, *_: object, kvant: StepCall | None = None, **__: object
     ) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]."""
-        if kvant is None or kvant.states is None:
-            raise EngineFault(f"{self._who} was called without a step and its states")
-        spec = kvant.states.plan.layers[self._layer]
-        planned = tuple(state.geometry for state in spec.states)
-        if planned != self._mixer.states:
-            raise EngineFault(f"{self._who} keeps {self._mixer.states}, the plan says {planned}")
-        kinds = {state.kind for state in planned}
-        conv, recurrent = (
-            kvant.states.get(self._layer, kind) if kind in kinds else None
-            for kind in (StateKind.CONV, StateKind.RECURRENT)
-        )
-        states = LayerStates(Packed.of(kvant.step), conv, recurrent)
-        return self._mixer.run(hidden_states[0], states)[None]
+        if kvant is None:
+            raise EngineFault(f"{self._who} was called without a step")
+        return run_mixer(self._mixer, hidden_states[0], kvant, self._layer)[None]
+
+
+def run_mixer(
+    mixer: Mixer, x: Tensor, call: StepCall, layer: int, multiply: Product = F.linear
+) -> Tensor:
+    """One layer's mixer over a step: [T, hidden] -> [T, hidden]. EngineFault without its planned states.
+
+    multiply: as in `LayerStates`.
+    """
+    who = f"{type(mixer).__name__} of layer {layer}"
+    if call.states is None:
+        raise EngineFault(f"{who} was called without states")
+    planned = tuple(state.geometry for state in call.states.plan.layers[layer].states)
+    if planned != mixer.states:
+        raise EngineFault(f"{who} keeps {mixer.states}, the plan says {planned}")
+    kinds = {state.kind for state in planned}
+    conv, recurrent = (
+        call.states.get(layer, kind) if kind in kinds else None
+        for kind in (StateKind.CONV, StateKind.RECURRENT)
+    )
+    return mixer.run(x, LayerStates(Packed.of(call.step), conv, recurrent, multiply))

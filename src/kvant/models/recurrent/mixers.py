@@ -19,14 +19,20 @@ from kvant.models.recurrent.conv import causal_conv
 from kvant.models.recurrent.packed import Packed, takes_kernels
 from kvant.models.recurrent.scan import scan
 
+Product = Callable[[Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The states of one layer for one step. recurrent: None for a layer that only convolves."""
+    """The states of one layer for one step. recurrent: None for a layer that only convolves.
+
+    multiply: x [T, columns] and weight [rows, columns] -> [T, rows].
+    """
 
     packed: Packed
     conv: StateCache | None
     recurrent: StateCache | None
+    multiply: Product = F.linear
 
 
 class Mixer(Protocol):
@@ -112,7 +118,7 @@ class GatedDeltaNet(_DeltaRule):
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         m = self.module
-        qkv, z, b, a = self._project(x)
+        qkv, z, b, a = self._project(x, states.multiply)
         out = self._recur(self.convolve(qkv, states), a, b, states)
         norm = m.o_norm if hasattr(m, "o_norm") else m.norm
         project = m.o_proj if hasattr(m, "o_proj") else m.out_proj
@@ -124,7 +130,10 @@ class GatedDeltaNet(_DeltaRule):
             normed = gated_norm(out, z, norm.weight, norm.variance_epsilon)
         else:
             normed = norm(out, z.reshape(-1, self.values))
-        mixed: Tensor = project(normed.reshape(len(x), -1))
+        normed = normed.reshape(len(x), -1)
+        if type(project) is nn.Linear and project.bias is None:
+            return states.multiply(normed, project.weight)
+        mixed: Tensor = project(normed)
         return mixed
 
     def _recur(self, mixed: Tensor, a: Tensor, b: Tensor, states: LayerStates) -> Tensor:
@@ -157,7 +166,7 @@ class GatedDeltaNet(_DeltaRule):
             strongest=strongest,
         )  # fmt: skip
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, multiply: Product) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution [T, channels], the gate, and b and a [T, heads]."""
         m = self.module
         if hasattr(m, "in_proj_qkv"):
@@ -167,7 +176,7 @@ class GatedDeltaNet(_DeltaRule):
             if self._joined is None:
                 self._joined = _join(parts)
             sizes = [part.out_features for part in parts]
-            qkv, z, b, a = torch.split(F.linear(x, self._joined), sizes, 1)
+            qkv, z, b, a = torch.split(multiply(x, self._joined), sizes, 1)
             return qkv, z, b, a
         if hasattr(m, "in_proj_qkvz"):
             per_key = self.heads // self.key_heads

@@ -152,7 +152,7 @@ def write_state(
 
 
 def takes_kernels(x: Tensor, cache: StateCache) -> bool:
-    """Whether Triton's kernels run on these numbers and states."""
+    """Whether Triton's kernels run on numbers x [..] and these states."""
     is_native = cache.spec.choice.dtype.format.is_native
     return x.device.type != "cpu" and x.dtype is not torch.float64 and is_native
 

@@ -32,11 +32,20 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """A table's size, as `RowTable` takes it, and its page ids [num_rows, ..]."""
+
+    size: tuple[int, ...]
+    pages: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class SentStep:
     """A schedule without its sequences. tokens: of each sequence, the known ones that the step runs.
 
-    scored: (number of prompt tokens, or 0) for each sequence whose prompt's tokens are scored. shape: of
-    a table that was not sent before, else None. The other fields are the schedule's.
+    scored: of each sequence, the number of prompt tokens if they are scored, else 0. whole: a table that
+    was not sent before, else None. changes: of its page ids, as its log has them. The other fields are
+    the schedule's.
     """
 
     tokens: list[Items[int]]
@@ -52,7 +61,7 @@ class SentStep:
     num_drafts: int
     needs_host: bool
     drafts: Drafts | None
-    shape: tuple[int, int] | None
+    whole: Whole | None
     changes: list[_Change]
     new: Rows
 
@@ -66,15 +75,10 @@ class Sender:
     def step(
         self, schedule: Schedule, table: RowTable, drafts: Drafts | None, *, log_has_reader: bool
     ) -> SentStep:
-        shape = None
+        whole, changes = None, list[_Change]()
         if table is not self._table:
             self._table = table
-            shape = table.num_rows, table.max_pages
-            changes: list[_Change] = [
-                (row, 0, table.pages[row, : table.num_pages[row]].tolist())
-                for row in range(table.num_rows)
-                if table.num_pages[row]
-            ]
+            whole = Whole((table.num_rows, table.max_pages), table.pages)
             new = np.arange(table.num_rows)
             if table.log is None or not log_has_reader:
                 table.start_log()
@@ -102,7 +106,7 @@ class Sender:
             [s.num_prompt_tokens if s.lacks_prompt_logprobs else 0 for s in schedule.sequences],
             schedule.rows, schedule.starts, schedule.counts, schedule.samples,
             schedule.num_prefills, schedule.limits, schedule.is_pending, schedule.max_drafts,
-            schedule.num_drafts, schedule.needs_host, drafts, shape, changes,
+            schedule.num_drafts, schedule.needs_host, drafts, whole, changes,
             Rows(new, table.sampling[new], table.seeds[new], table.num_prompt[new]),
         )  # fmt: skip
 
@@ -115,14 +119,17 @@ class Receiver:
 
     def step(self, sent: SentStep) -> Schedule:
         """Update the table; return the schedule, whose sequences know only what a launch asks."""
-        if sent.shape is not None:
-            self.table = RowTable(*sent.shape)
+        if sent.whole is not None:
+            self.table = RowTable(*sent.whole.size)
+            self.table.pages[:] = sent.whole.pages
         table, new = self.table, sent.new
         table.sampling[new.rows] = new.sampling
         table.seeds[new.rows] = new.seeds
         table.num_prompt[new.rows] = new.num_prompt
         for row, start, pages in sent.changes:
-            table.write(row, start, pages)
+            table.pages[row, start : start + len(pages)] = pages
+        if table.log is not None:  # of this rank's device
+            table.log += sent.changes
         first_piece = len(sent.rows) - sent.num_prefills
         sequences = [
             _Known(_Known.tokens_of(tokens, start, place < first_piece), scored)

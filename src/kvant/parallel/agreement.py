@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import version
 
+import torch
+import transformers
+
+from kvant import __version__
 from kvant.plan.config import EngineConfig
 from kvant.plan.plan import Plan
 from kvant.plan.planning import make_plan
@@ -19,7 +22,7 @@ def plan_fingerprint(plan: Plan) -> str:
     """
     target, request = plan.target, plan.request
     facts = [
-        [version("kvant"), version("transformers"), version("torch")],
+        [__version__, transformers.__version__, torch.__version__],
         target.kv.fingerprint,
         plan.rank_kv.fingerprint,
         [layer.backend for layer in target.kv.layers],

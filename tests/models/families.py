@@ -241,6 +241,9 @@ def build(name: str, directory: Path) -> Mapping[str, Any]:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif parameter.numel() and float(parameter.std()) < 1e-6:
                 parameter.normal_(0, 0.15)
+        for kind, buffer in model.named_buffers():
+            if kind.endswith("correction_bias"):
+                buffer.normal_(0, 0.2)
     model.save_pretrained(directory)
     said: Mapping[str, Any] = json.loads((directory / "config.json").read_text())
     return said

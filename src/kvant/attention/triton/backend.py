@@ -14,7 +14,16 @@ from kvant.attention.triton.combine import combine
 from kvant.attention.triton.cut import Cut, Shape, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.format import format_of
-from kvant.attention.triton.launch import outer, pad, page_units, rotate, shifts, stores, words
+from kvant.attention.triton.launch import (
+    ahead,
+    outer,
+    pad,
+    page_units,
+    rotate,
+    shifts,
+    stores,
+    words,
+)
 from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.prefill import attend_long
 from kvant.attention.triton.rotated_store import rotate_and_store
@@ -94,7 +103,7 @@ class TritonBackend:
             ROWS=rows, PTX=is_nvidia(qkv.device),
             K=format_of(spec.k.dtype), OUTER_K=outer(cache.k_scale),
             V=format_of(spec.v.dtype), OUTER_V=outer(cache.v_scale),
-            num_warps=1,
+            num_warps=1, **ahead(qkv.device),
         )  # fmt: skip
         return q
 
@@ -239,6 +248,7 @@ def attend(
         rotated=v.rotated,
         wide=wide,
         fixed_seqlen_kv=step.max_seqlen_kv if fixed else None,
+        window=params.window or 0,
     )
     out_dtype = q.dtype
     if k.rotated and not wide:
@@ -286,6 +296,7 @@ def _launch_items(
     listed = _listed(step, cut, window, tokens=False) if cut.listed else None
     arrived = arrivals(device, cut.items * cut.heads) if cut.join else None
     options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
+    options |= ahead(device)
     paged_attention[(cut.heads * cut.items,)](
         q, q.stride(0), q.stride(1), *words(cache.k, k), *words(cache.v, v), shifts(device, k, v),
         page_units(cache),
@@ -331,7 +342,7 @@ def _launch_combine(
         CAUSAL=step.causal, WINDOW=window > 0, SINKS=params.sinks is not None,
         DIRECT=cut.direct, FIXED=cut.fixed, SEARCH=search, LISTED=cut.listed,
         ROTATION=block_length(head_v) if rotated else 0,
-        num_warps=warps,
+        num_warps=warps, **ahead(out.device),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvant.attention.triton.rotation import hadamard
 from kvant.attention.triton.workmap import find_token, listed, tiles_per_split
@@ -19,15 +20,18 @@ def combine(
     ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     DIRECT: tl.constexpr, FIXED: tl.constexpr, SEARCH: tl.constexpr, LISTED: tl.constexpr,
-    ROTATION: tl.constexpr,
+    ROTATION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: per_program query heads of a token; it finds its items once for all of them.
 
     partial, partial_lse, out, sinks: as in `paged_attention`. Items are joined AT_ONCE at a time, in order.
     DIRECT: rows of one item were already written. SEARCH: whether the items were made with a search.
     LISTED: tokens is from `list_items`. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no
-    sequence get zeros.
+    sequence get zeros. AHEAD: launched while the kernel before still runs.
     """
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     first_head = tl.program_id(0) * per_program % (HEADS * GROUP)
     token = tl.program_id(0) * per_program // (HEADS * GROUP)
     if LISTED:

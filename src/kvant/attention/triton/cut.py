@@ -23,6 +23,9 @@ FEWEST_JOINED = 64
 many programs join them faster than one.
 """
 
+LONGEST_JOINED = 2048
+"""Tokens of a window up to which it joins with fewer: such a sequence never has that many items."""
+
 MOST_SCANNED = 128
 """Maximum sequences among which every program finds its work itself."""
 
@@ -102,11 +105,13 @@ def cut_step(
     rotated: bool,
     wide: bool = False,
     fixed_seqlen_kv: int | None = None,
+    window: int = 0,
 ) -> Cut:
     """Return the cut of a step; names that `Cut` has too mean the same.
 
     rotated: V is stored rotated. wide: by the kernel for many rows. fixed_seqlen_kv: the longest length
     if items must end at fixed positions, for batch invariance; None if they may end anywhere.
+    window: tokens that a query sees, 0 for all.
     """
     blocks = min(
         num_seqs * -(-max_seqlen_q * group // shape.rows),
@@ -126,7 +131,8 @@ def cut_step(
         items = blocks + target if splits else blocks
     rows = max_seqlen_q * group
     few = not (wide or fixed) and 0 < rows <= MOST_JOINED and num_seqs <= MOST_SCANNED
-    join = 1 << (rows - 1).bit_length() if few and num_seqs * heads >= FEWEST_JOINED else 0
+    short = num_seqs * heads >= FEWEST_JOINED or 0 < window <= LONGEST_JOINED
+    join = 1 << (rows - 1).bit_length() if few and short else 0
     direct = wide or join > 0 or not rotated
     return Cut(
         shape=shape,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -11,7 +12,14 @@ from torch import Tensor
 from kvant.attention.triton.format import Format
 from kvant.attention.triton.rotation import rotate_rows
 from kvant.attention.triton.words import load_24_bit_words
+from kvant.kernels.triton.device import launches_ahead
 from kvant.kv.pool import LayerCache
+
+
+def ahead(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that may begin while the kernel before still runs, where devices can do that."""
+    found = launches_ahead(device)
+    return {"AHEAD": found, **({"launch_pdl": True} if found else {})}
 
 
 def rotate(x: Tensor, block: int) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvant.attention.triton.rotation import hadamard
 from kvant.attention.triton.words import in_order
@@ -285,7 +286,7 @@ def paged_attention(
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
-    PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr,
+    PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program item * HEADS + KV head: programs of one item run side by side and share memory pages.
 
@@ -300,8 +301,12 @@ def paged_attention(
     FIXED: an item is `least` tiles counted from token 0, in any batch. LISTED: items is from `list_items`.
     JOIN: the last program of a row's items joins their partial results, AT_ONCE items at a time and in order;
     JOIN is the number of valid rows, rounded up to a power of two; 0 leaves them to `combine`.
-    arrived: int32 [items, HEADS], zeros before and after the launch.
+    arrived: int32 [items, HEADS], zeros before and after the launch. AHEAD: launched while the kernel
+    before still runs.
     """
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     ELEMENTS_K: tl.constexpr = K.elements
     ELEMENTS_V: tl.constexpr = V.elements
     FACTOR_K: tl.constexpr = K.factor

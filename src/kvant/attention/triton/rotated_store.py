@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvant.attention.triton.store import encode_rows
 
@@ -75,14 +76,17 @@ def rotate_and_store(
     PAD: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr, BY_POSITION: tl.constexpr,
     ROWS: tl.constexpr, PTX: tl.constexpr,
-    K: tl.constexpr, OUTER_K: tl.constexpr, V: tl.constexpr, OUTER_V: tl.constexpr,
+    K: tl.constexpr, OUTER_K: tl.constexpr, V: tl.constexpr, OUTER_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: ROWS rows of q, of K or of V; a row is one token and head.
 
     qkv: [T, (Q_HEADS + 2 HEADS) * HEAD] by its stride. cos, sin: [.., ROTARY / 2], of the row's position
     or, without BY_POSITION, of the row's token. q_out: [T, Q_HEADS, HEAD]. The other arguments are
-    those of `store_rows`.
+    those of `store_rows`. AHEAD: launched while the kernel before still runs.
     """
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     block = tl.program_id(0)
     q_blocks = tl.cdiv(num_tokens * Q_HEADS, ROWS)
     kv_blocks = tl.cdiv(num_tokens * HEADS, ROWS)

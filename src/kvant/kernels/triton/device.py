@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def is_nvidia(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+@cache
 def launches_ahead(device: torch.device) -> bool:
     """True if a kernel can be launched while the one before it still runs: NVIDIA, sm_90 and later."""
     return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (9, 0)

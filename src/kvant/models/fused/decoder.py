@@ -275,7 +275,7 @@ class FusedDecoder:
         if layer.routing.wide:
             logits = self._multiply(x.to(torch.float32), weight.to(torch.float32), bias)
         else:
-            logits = self._multiply(x, weight, bias)
+            logits = self._multiply(x.to(weight.dtype), weight, bias)
         found = self.experts.apply(x, logits, layer)
         shared = layer.shared
         if shared is None:
@@ -286,11 +286,13 @@ class FusedDecoder:
         return found + beside
 
     def _dense(self, x: Tensor, layer: Dense, products: Products) -> Tensor:
+        activation = layer.activation
+        if not isinstance(activation, Activation):
+            return products.plain(activation(products.plain(x, layer.up)), layer.down)
         if layer.gated:
-            return products.plain(products.gated(x, layer.up, layer.activation), layer.down)
-        return products.plain(
-            self.kernels.activate(products.plain(x, layer.up), layer.activation), layer.down
-        )
+            return products.plain(products.gated(x, layer.up, activation), layer.down)
+        x = self.kernels.activate(products.plain(x, layer.up), activation)
+        return products.plain(x, layer.down)
 
     def turns(self, step: Step) -> tuple[Turns, ...]:
         """Every kind of angles for the tokens of a step: of all positions where they are kept."""
@@ -312,6 +314,9 @@ class FusedDecoder:
         assert isinstance(layer, Layer)
         backend, cache = call.backends[index], call.pool[index]
         norms, turn = layer.qk_norms, self._nothing
+        if layer.by_head:
+            parts = qkv.view(len(qkv), layer.num_q_heads, 3, layer.head_dim).transpose(1, 2)
+            qkv = parts.reshape(qkv.shape)
         if layer.rotary is not None:
             turn = turns[layer.rotary]
         if norms is not None and norms.whole:
@@ -328,12 +333,13 @@ class FusedDecoder:
                 norm=HeadNorm.ROUNDED if norms is None else _HEAD_NORMS[norms.q.kind],
                 neighbours=layer.pairing is Pairing.NEIGHBOURS,
             )  # fmt: skip
-            return backend.write_rotated(cache, qkv, rotation, step)
+            q = backend.write_rotated(cache, qkv, rotation, step)
+            return _scaled(q, layer.position_scale, step)
         q, k, v = self.kernels.rotate(
             qkv, *turn.of(step), layer.num_q_heads, layer.num_kv_heads, norms, layer.pairing
         )
         backend.write(cache, k, v, step)
-        return q
+        return _scaled(q, layer.position_scale, step)
 
     def attend(self, index: int, q: Tensor, call: StepCall, step: Step) -> Tensor:
         """[len(q), num_q_heads * head_dim]."""
@@ -350,6 +356,15 @@ def split_gate(qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor | None]:
     q, gate = qkv[:, : 2 * heads * dim].view(-1, heads, 2, dim).unbind(2)
     kv = qkv[:, 2 * heads * dim :].view(len(qkv), -1, dim)
     return torch.cat([q, kv], 1).flatten(1), gate
+
+
+def _scaled(q: Tensor, scale: tuple[float, float] | None, step: Step) -> Tensor:
+    """Queries [T, heads, head_dim] times what grows with their positions; see `Layer`."""
+    if scale is None:
+        return q
+    beta, length = scale
+    factor = 1 + beta * torch.log(1 + torch.floor(step.positions / length))
+    return q * factor[:, None, None].to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +415,9 @@ class _Source:
     def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R / 2] in the dtype of x: transformers' own. positions: [T]."""
         cos, sin = self.rotary(x[None], positions[None], *self.arguments)
-        return self._once(cos[0]), self._once(sin[0])
+        # Rotary positions of images have three parts, which are equal for text.
+        cos, sin = (part.reshape(-1, *part.shape[-2:])[0] for part in (cos, sin))
+        return self._once(cos), self._once(sin)
 
     def _once(self, table: Tensor) -> Tensor:
         if self.layout is Angles.ONCE:

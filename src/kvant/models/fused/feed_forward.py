@@ -23,11 +23,14 @@ def call_directly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A feed-forward layer. up: rows of gates, then of ups; with gated False, ups alone."""
+    """A feed-forward layer. up: rows of gates, then of ups; with gated False, ups alone.
+
+    activation: a function of x [..] where it has weights of its own.
+    """
 
     up: Linear
     down: Linear
-    activation: Activation
+    activation: Activation | Callable[[Tensor], Tensor]
     gated: bool = True
 
 

@@ -23,6 +23,21 @@ from kvant.models.fused.triton_kernels import ACTIVATIONS
 _DEPTH = 128  # columns of a weight's tile
 
 
+class RowTile(NamedTuple):
+    """rows of a weight that one program multiplies with a single row, and columns at a time."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def row_tile(rows: int, columns: int) -> RowTile:
+    """The tile for a weight [rows, columns]."""
+    return RowTile(
+        2, min(2048 if columns <= 4096 else 4096, int(triton.next_power_of_2(columns))), 4
+    )
+
+
 class Cut(NamedTuple):
     """split: parts that the columns of a stripe are cut into. stages: tiles in flight."""
 
@@ -75,11 +90,25 @@ class FewRows:
         if tokens == 1:
             return Stream(embedding.index_select(0, ids), norm_weight)
         residual = embedding.new_empty(tokens, width)
+        return self._weigh(residual, norm_weight, ids, embedding)
+
+    def weigh(self, residual: Tensor, norm_weight: Tensor) -> Stream:
+        """The stream of a residual sum [T, width] that is complete."""
+        if residual.shape[0] == 1:
+            return Stream(residual, norm_weight)
+        return self._weigh(residual, norm_weight, None, None)
+
+    def _weigh(
+        self, residual: Tensor, norm_weight: Tensor, ids: Tensor | None, embedding: Tensor | None
+    ) -> Stream:
+        tokens, width = residual.shape
         weighted = torch.empty_like(residual)
         squares = residual.new_empty(1, MOST_TOKENS, dtype=torch.float32)
         kernels.embed[(tokens,)](
             ids, embedding, norm_weight, residual, weighted, squares,
-            WIDTH=width, PAD=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+            WIDTH=width, PAD=triton.next_power_of_2(width), GATHER=ids is not None,
+            AHEAD=self._ahead, num_warps=8 if width > 2048 else 4,
+            **({"launch_pdl": True} if self._ahead else {}),
         )  # fmt: skip
         return Stream(residual, norm_weight, weighted, squares)
 
@@ -115,8 +144,10 @@ class FewRows:
         *,
         gate: Activation | None = None,
         dtype: torch.dtype | None = None,
+        tile: RowTile | None = None,
+        cut: Cut | None = None,
     ) -> Tensor:
-        """The product of x [T, in] as it is. gate, dtype: as in `normed`."""
+        """The product of x [T, in] as it is. gate, dtype: as in `normed`. tile, cut: to measure others."""
         x = x.contiguous()
         tokens, (rows, columns) = x.shape[0], weight.shape
         out = weight.new_empty(tokens, rows // 2 if gate else rows, dtype=dtype)
@@ -125,15 +156,21 @@ class FewRows:
         kind = (kernels.GATED if gate else kernels.SCALED).value
         act = ACTIVATIONS[gate or Activation.SILU]
         if tokens == 1:
-            self._one_row(kind, x, None, weight, bias, None, out, None, act, ready=True)
+            tile = tile or row_tile(rows, columns)
+            width = out.shape[1]
+            kernels.ready_row[(triton.cdiv(width, tile.rows),)](
+                x, weight, bias, out, rows, COLUMNS=columns, ROWS=tile.rows, BLOCK=tile.block,
+                GATED=gate is not None, BIAS=bias is not None, ACTIVATION=act, AHEAD=self._ahead,
+                num_warps=tile.warps, **({"launch_pdl": True} if self._ahead else {}),
+            )  # fmt: skip
             return out
-        cut = self._cut(kind, tokens, weight)
-        kernels.product[(triton.cdiv(rows, ROWS), 1)](
+        cut = cut or self._cut(kind, tokens, weight, ready=True)
+        kernels.product[(triton.cdiv(rows, ROWS), cut.split)](
             x, weight, bias, None, None, 0, self._eps, None, None, out, None, None,
-            None, None, tokens, rows,
-            COLUMNS=columns, TOKENS=_padded(tokens), ROWS=ROWS, DEPTH=_DEPTH, SPLIT=1,
+            self._partial, self._arrived, tokens, rows,
+            COLUMNS=columns, TOKENS=_padded(tokens), ROWS=ROWS, DEPTH=_DEPTH, SPLIT=cut.split,
             STAGES=cut.stages, KIND=kind, BIAS=bias is not None, PICKED=False,
-            EVEN=rows % ROWS == 0 and columns % _DEPTH == 0, ACTIVATION=act, READY=True,
+            EVEN=rows % ROWS == 0 and columns % (_DEPTH * cut.split) == 0, ACTIVATION=act, READY=True,
             AHEAD=self._ahead, launch_pdl=self._ahead, num_warps=4,
         )  # fmt: skip
         return out
@@ -199,19 +236,17 @@ class FewRows:
         out: Tensor,
         picked: Tensor | None,
         activation: int,
-        *,
-        ready: bool = False,
     ) -> None:
         n, columns = weight.shape
-        short = columns <= 4096 and (ready or kind == kernels.ADDED.value)
+        short = kind == kernels.ADDED.value and columns <= 4096
         kernels.one_row[(n // 2,)](
             x, norm_weight, weight, bias, residual, out, picked, self._eps, n,
             COLUMNS=columns, BLOCK=min(2048 if short else 4096, triton.next_power_of_2(columns)),
             KIND=kind, BIAS=bias is not None, PICKED=picked is not None, ACTIVATION=activation,
-            READY=ready, AHEAD=self._ahead, num_warps=4 if short else 8, launch_pdl=self._ahead,
+            AHEAD=self._ahead, num_warps=4 if short else 8, launch_pdl=self._ahead,
         )  # fmt: skip
 
-    def _cut(self, kind: int, tokens: int, weight: Tensor) -> Cut:
+    def _cut(self, kind: int, tokens: int, weight: Tensor, *, ready: bool = False) -> Cut:
         """Stripes that fill the device, and as many tiles in flight as its shared memory takes.
 
         Where stripes are more than multiprocessors, up to three run side by side on each, so that all
@@ -220,8 +255,12 @@ class FewRows:
         n, columns = weight.shape
         stripes = triton.cdiv(n, ROWS)
         split = 1
-        if kind == kernels.ADDED.value and stripes <= self._processors:
-            split = min(2, triton.cdiv(columns, _DEPTH))
+        splits = kind == kernels.ADDED.value or (ready and kind == kernels.SCALED.value)
+        if splits and stripes <= self._processors:
+            split = min(MOST_SPLIT, triton.cdiv(columns, _DEPTH))
+            while split > 1 and stripes * split > 1.1 * self._processors:
+                split //= 2
+            split = max(split, 2) if kind == kernels.ADDED.value and columns > _DEPTH else split
         beside = min(3, triton.cdiv(stripes * split, self._processors))
         tile_bytes = 2 * _DEPTH * (ROWS + _padded(tokens))
         stages = max(2, min(4, self._shared_bytes // beside // tile_bytes))

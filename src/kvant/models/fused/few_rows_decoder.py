@@ -18,7 +18,7 @@ from kvant.models.fused.few_rows import FewRows, Stream
 from kvant.models.fused.layers import Layer, MixerLayer, Norm
 from kvant.models.fused.linear import DenseLinear, Linear
 from kvant.models.fused.recipe import Activation
-from kvant.models.fused.triton_experts import TritonExperts
+from kvant.models.fused.triton_experts import TritonExperts, is_single
 from kvant.models.sharding.divide import Group
 
 
@@ -99,9 +99,9 @@ class FewRowsDecoder:
             logits, layer.routing, residual, stream.norm_weight, self._fused.model.norm.eps
         )
         assert normed is not None
-        if stream.weighted is None:
+        if is_single(choice, layer):
             h = self._experts.one_gate_up(normed, choice, layer)
-            return Stream(self._experts.one_down(h, choice, layer, residual), norm)
+            return few.weigh(self._experts.one_down(h, choice, layer, residual), norm)
         parts = self._experts.few(normed, choice, layer)
         total, weighted, squares = self._experts.combine_stream(parts, residual, norm)
         return Stream(total, norm, weighted, squares)

@@ -11,7 +11,7 @@ MOST_TOKENS = 64
 """Tokens up to which it multiplies itself; it hands larger steps to the fused forward.
 Also the width of a row of sums of squares in the kernels."""
 
-ROWS, MOST_SPLIT = 64, 2
+ROWS, MOST_SPLIT = 64, 4
 """Rows of a weight's stripe, and parts into which the columns of a stripe are cut."""
 
 _MULTIPROCESSORS = 256

@@ -152,11 +152,6 @@ def product(
 
 
 @triton.jit
-def _add_two(a, b, x, y):
-    return a + x, b + y
-
-
-@triton.jit
 def _add_three(a, b, c, x, y, z):
     return a + x, b + y, c + z
 
@@ -172,11 +167,11 @@ def _rounded(y, bias, row, BIAS: tl.constexpr, dtype: tl.constexpr):
 def one_row(
     x, norm_weight, weight, bias, residual, out, picked, eps, N,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    PICKED: tl.constexpr, ACTIVATION: tl.constexpr, READY: tl.constexpr, AHEAD: tl.constexpr,
+    PICKED: tl.constexpr, ACTIVATION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The same for a single token. Program: two rows of the weight, with GATED a gate and its up.
 
-    x: [1, COLUMNS]; but for ADDED and READY not normalised yet: every program sums its squares beside the
+    x: [1, COLUMNS]; but for ADDED not normalised yet: every program sums its squares beside the
     product, which costs less than waiting for another program. N: even. AHEAD: launched while the kernel
     before still runs; of the weight, which that one does not write, a first block is loaded meanwhile.
     """
@@ -209,22 +204,15 @@ def one_row(
                 old = tl.load(residual + row).to(tl.float32)
                 older = tl.load(residual + other).to(tl.float32)
         v = tl.load(x + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
-        if KIND != ADDED and not READY:
+        if KIND != ADDED:
             squares += v * v
             v *= tl.load(norm_weight + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
         totals += a.to(tl.float32) * v
         others += b.to(tl.float32) * v
-    if READY:
-        y, z = tl.reduce((totals, others), 0, _add_two)
-        square = 0.0
-    else:
-        y, z, square = tl.reduce((totals, others, squares), 0, _add_three)
+    y, z, square = tl.reduce((totals, others, squares), 0, _add_three)
     if KIND == ADDED:
         y = (_rounded(y, bias, row, BIAS, dtype) + old).to(dtype)
         z = (_rounded(z, bias, other, BIAS, dtype) + older).to(dtype)
-    elif READY:
-        y = _rounded(y, bias, row, BIAS, dtype)
-        z = _rounded(z, bias, other, BIAS, dtype)
     else:
         scale = tl.rsqrt(square / COLUMNS + eps)
         y = _rounded(y * scale, bias, row, BIAS, dtype)
@@ -237,16 +225,78 @@ def one_row(
 
 
 @triton.jit
+def ready_row(
+    x, weight, bias, out, N,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The product of a single row x [1, COLUMNS] as it is. Program: ROWS rows of the weight [N, COLUMNS].
+
+    GATED: ROWS gates and their ups; out [1, N / 2] is activation(gate) * up. AHEAD: as in `one_row`.
+    """
+    dtype: tl.constexpr = weight.dtype.element_ty
+    if AHEAD:
+        gdc_launch_dependents()
+    width = N // 2 if GATED else N
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = n < width
+    safe = tl.where(inside, n, 0)
+    w_at = weight + safe[:, None].to(tl.int64) * COLUMNS
+    up_at = w_at + width.to(tl.int64) * COLUMNS
+    totals = tl.zeros((ROWS, BLOCK), tl.float32)
+    ups = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.static_range(0, COLUMNS, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        if start + BLOCK <= COLUMNS:
+            a = tl.load(w_at + c[None, :], eviction_policy="evict_first")
+            if GATED:
+                b = tl.load(up_at + c[None, :], eviction_policy="evict_first")
+        else:
+            there = (c < COLUMNS)[None, :]
+            a = tl.load(w_at + c[None, :], mask=there, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                b = tl.load(
+                    up_at + c[None, :], mask=there, other=0.0, eviction_policy="evict_first"
+                )
+        if AHEAD and start == 0:
+            gdc_wait()
+        v = tl.load(x + c, mask=c < COLUMNS, other=0.0).to(tl.float32)[None, :]
+        totals += a.to(tl.float32) * v
+        if GATED:
+            ups += b.to(tl.float32) * v
+    y = tl.sum(totals, 1)
+    if BIAS:
+        y += tl.load(bias + safe).to(tl.float32)
+    y = y.to(dtype)
+    if GATED:
+        z = tl.sum(ups, 1)
+        if BIAS:
+            z += tl.load(bias + width + safe).to(tl.float32)
+        z = z.to(dtype).to(tl.float32)
+        y = (activated(y.to(tl.float32), ACTIVATION, dtype) * z).to(dtype)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def embed(
     ids, embedding, norm_weight, residual, weighted, squares,
-    WIDTH: tl.constexpr, PAD: tl.constexpr,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, GATHER: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: one token. residual: its embedding; weighted, squares [1, 64]: of the first norm."""
+    """Program: one token. residual: its embedding; weighted, squares [1, 64]: of the first norm.
+
+    Without GATHER the residual is given, and ids and embedding are not read. AHEAD: as in `one_row`.
+    """
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, PAD)
     mask = c < WIDTH
-    x = tl.load(embedding + tl.load(ids + token) * WIDTH + c, mask=mask, other=0.0)
-    tl.store(residual + token * WIDTH + c, x, mask=mask)
+    if GATHER:
+        x = tl.load(embedding + tl.load(ids + token) * WIDTH + c, mask=mask, other=0.0)
+        tl.store(residual + token * WIDTH + c, x, mask=mask)
+    else:
+        x = tl.load(residual + token * WIDTH + c, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     w = tl.load(norm_weight + c, mask=mask, other=0.0).to(tl.float32)
     tl.store(weighted + token * WIDTH + c, (wide * w).to(x.dtype), mask=mask)

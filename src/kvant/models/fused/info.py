@@ -44,7 +44,8 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
         if config.get(field) not in values:
             return f"Kvant's own decoder does not compute {field} {config.get(field)!r}"
     activation = config.get(recipe.feed_forward.field)
-    if activation is not None and activation_of(activation) is None:
+    own = recipe.feed_forward.own is not None
+    if not own and activation is not None and activation_of(activation) is None:
         return f"Kvant's own decoder does not compute {activation}"
     layers = facts.geometry.layers
     if any(layer.shared_with is not None for layer in layers):

@@ -51,8 +51,10 @@ class Layer:
 
     attn_in, attn_out, ffn_in, ffn_out: norms of what attention and feed-forward read and of what they
     give; None for no norm. rotary: which of the model's angles turn q and k; None for none. clip: limit
-    on numbers of qkv. factor: on what is added to the residual sum. gated: rows of a head's queries are
-    followed by those of its gate, whose sigmoid multiplies what the head attends to.
+    on numbers of qkv. by_head: rows of qkv are those of head 0, then of head 1, .. position_scale: queries
+    are multiplied by 1 + a log(1 + floor(position / b)) for its (a, b). factor: on what is added to the
+    residual sum. gated: rows of a head's queries are followed by those of its gate, whose sigmoid
+    multiplies what the head attends to.
     """
 
     attn_in: Norm | None
@@ -69,6 +71,8 @@ class Layer:
     rotary: int | None
     pairing: Pairing
     clip: float | None
+    by_head: bool
+    position_scale: tuple[float, float] | None
     factor: float
     params: AttentionParams
     gated: bool = False

@@ -5,6 +5,7 @@ Joined weights replace the module's own, which become views of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ def read_model(
         embed_scale=scale,
         norm=reader.norm(_at(decoder, recipe.last_norm), recipe.norm),
         head=DenseLinear(head.weight, head.bias, multiply),
-        parallel=recipe.block.parallel,
+        parallel=_flag(recipe.block.parallel, config),
         logits_scale=_logits_scale(recipe, config),
         logits_cap=float(_config(config, recipe.logits_cap) or 0.0),
     )
@@ -98,6 +99,10 @@ def _logits_scale(recipe: Recipe, config: Any) -> float:
     return float(factor if factor is not None else 1.0) / float(
         divisor if divisor is not None else 1.0
     )
+
+
+def _flag(said: bool | str, config: Any) -> bool:
+    return bool(getattr(config, said)) if isinstance(said, str) else said
 
 
 def _config(config: Any, field: str | None) -> Any:
@@ -156,6 +161,8 @@ class _Reader:
             rotary=self._rotary(index, attention, geometry),
             pairing=attend.pairing,
             clip=None if clip is None else float(clip),
+            by_head=attend.by_head,
+            position_scale=self._position_scale(),
             factor=factor,
             params=AttentionParams(
                 scale=float(attention.scaling),
@@ -169,6 +176,8 @@ class _Reader:
     def _check(self, attention: Any, geometry: LayerGeometry, name: str) -> None:
         """EngineFault where the module's layer is not the plan's."""
         window = getattr(attention, "sliding_window", geometry.window)
+        if not getattr(attention, "is_sliding", True):
+            window = None
         if window != geometry.window or not geometry.causal:
             raise EngineFault(f"{name} has the window {window}, the plan says {geometry.window}")
         if geometry.shared_with is not None or geometry.head_dim_k != geometry.head_dim_v:
@@ -183,7 +192,17 @@ class _Reader:
         )
 
     def _optional(self, layer: Any, name: str | None) -> Norm | None:
-        return None if name is None else self.norm(_at(layer, name), self._recipe.norm)
+        module = None if name is None else _at(layer, name)
+        if module is None or isinstance(module, nn.Identity):
+            return None
+        return self.norm(module, self._recipe.norm)
+
+    def _position_scale(self) -> tuple[float, float] | None:
+        if not self._recipe.attention.position_scale:
+            return None
+        rope = self._config.rope_parameters
+        beta = rope.get("llama_4_scaling_beta")
+        return None if beta is None else (beta, rope["original_max_position_embeddings"])
 
     def _qk_norms(self, attention: Any) -> QKNorms | None:
         attend = self._recipe.attention
@@ -195,7 +214,11 @@ class _Reader:
 
     def _rotary(self, index: int, attention: Any, geometry: LayerGeometry) -> int | None:
         rotated = self._recipe.attention.rotated
-        if rotated is Rotated.WINDOWED and geometry.window is None:
+        has_windows = getattr(self._config, "sliding_window", None) is not None
+        windowed = rotated is Rotated.WINDOWED or (
+            rotated is Rotated.WINDOWED_IF_ANY and has_windows
+        )
+        if windowed and geometry.window is None:
             return None
         if rotated is Rotated.FLAGGED and not attention.use_rope:
             return None
@@ -214,11 +237,16 @@ class _Reader:
         return Dense(
             up=join([getattr(module, part) for part in names.up], self._multiply, name),
             down=join([getattr(module, names.down)], self._multiply, name),
-            activation=self._activation(names),
+            activation=self._activation(names, module),
             gated=names.gated,
         )
 
-    def _activation(self, names: FeedForward) -> Activation:
+    def _activation(
+        self, names: FeedForward, module: Any
+    ) -> Activation | Callable[[Tensor], Tensor]:
+        if names.own is not None:
+            own: Callable[[Tensor], Tensor] = getattr(module, names.own)
+            return own
         said = getattr(self._config, names.field, None)
         found = names.activation if said is None else activation_of(said)
         if found is None:

@@ -74,6 +74,7 @@ class Rotated(Enum):
 
     ALL = "all"
     WINDOWED = "those with a window"
+    WINDOWED_IF_ANY = "those with a window, or all where the config has no window"
     FLAGGED = "those whose attention has use_rope"
 
 
@@ -81,7 +82,8 @@ class Rotated(Enum):
 class Block:
     """Names of a layer's norms by place; None for no norm there.
 
-    parallel: attention and feed-forward read the same sum; with ffn_in None, the same norm of it.
+    parallel: attention and feed-forward read the same sum; with ffn_in None, the same norm of it. A name
+    is the config's flag.
     residual_multiplier: the layer's attribute that multiplies what is added to the residual sum.
     """
 
@@ -89,7 +91,7 @@ class Block:
     attn_out: str | None = None
     ffn_in: str | None = "post_attention_layernorm"
     ffn_out: str | None = None
-    parallel: bool = False
+    parallel: bool | str = False
     residual_multiplier: str | None = None
 
     @property
@@ -106,7 +108,9 @@ class Attend:
 
     projections: q, k and v, or one that is joined. qk_norm: what a norm of q and k spans.
     qk_kind: its arithmetic, None for the layers'. norm_after: it follows the rotation.
-    clip: the config's field for a limit on q, k and v. gated: q has a gate for each head behind it.
+    clip: the config's field for a limit on q, k and v. by_head: a joined projection has q, k and v of
+    head 0, then of head 1, .. position_scale: queries grow with the logarithm of their position.
+    gated: q has a gate for each head behind it.
     """
 
     module: str = "self_attn"
@@ -122,6 +126,8 @@ class Attend:
     rotated: Rotated = Rotated.ALL
     clip: str | None = None
     gated: bool = False
+    by_head: bool = False
+    position_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,8 @@ class FeedForward:
     """Names of a dense feed-forward module.
 
     up: gate and up, one that is joined (gates first), or up alone where gated is False.
-    activation: transformers' default; field: the config's field that says another.
+    activation: transformers' default; field: the config's field that says another. own: the attribute
+    that is an activation with weights of its own.
     """
 
     module: str = "mlp"
@@ -138,6 +145,7 @@ class FeedForward:
     gated: bool = True
     activation: Activation = Activation.SILU
     field: str = "hidden_act"
+    own: str | None = None
 
 
 class RouterKind(Enum):
@@ -223,6 +231,9 @@ class Recipe:
             and attention.clip is None
             and not attention.gated
             and not self.mixers
+            and not attention.by_head
+            and not attention.position_scale
+            and forward.own is None
             and forward.gated
             and forward.activation is Activation.SILU
             and not self.by_layer_type

@@ -92,7 +92,7 @@ class TritonExperts:
         choice = self.choose(logits, experts)
         if self._invariant:
             return self.combine(self.many(x, choice, experts, (_FIXED_TILE, _FIXED_TILE)), x)
-        if tokens == 1:
+        if is_single(choice, experts):
             h = self.one_gate_up(x, choice, experts)
             return self.one_down(h, choice, experts)
         multiply = self.few if tokens <= MOST_FEW else self.many
@@ -294,6 +294,14 @@ class TritonExperts:
             STREAM=residual is not None, **self._options,
             num_warps=4 if width <= 2048 else 8,
         )  # fmt: skip
+
+
+def is_single(choice: Choice, experts: Experts) -> bool:
+    """Whether each pair is multiplied alone: fastest while hardly two tokens choose the same expert.
+
+    Measured for 128 experts of 2048 x 768 and 8 tokens on an H200: 138 us against 150.
+    """
+    return choice.ids.shape[0] == 1 or 2 * choice.pairs <= experts.routing.num_experts
 
 
 def _padded(count: int) -> int:

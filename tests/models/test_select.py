@@ -43,8 +43,10 @@ def facts(family: str, device: DeviceFacts, compute: ComputeDtype, **options: An
         ("gemma3", GPU, BF16, "few rows"),
         ("gpt_oss", GPU, BF16, "few rows"),
         ("gpt_oss", CPU, F32, "fused"),
-        ("phi3", GPU, BF16, "transformers"),
-        ("ministral", CPU, F32, "transformers"),
+        ("phi3", GPU, BF16, "few rows"),
+        ("ministral", CPU, F32, "compiled"),
+        ("gemma3n", GPU, BF16, "transformers"),
+        ("gemma4", CPU, F32, "transformers"),
     ],
 )
 def test_the_fastest_forward_that_can_runs_the_model_and_faster_ones_say_why_not(
@@ -64,9 +66,9 @@ def test_batch_invariance_takes_a_forward_that_promises_it(device: DeviceFacts, 
 
 def test_batch_invariance_that_no_forward_promises_is_refused_with_every_reason() -> None:
     with pytest.raises(NotServable, match="number of rows") as refused:
-        select_forward(facts("phi3", GPU, BF16, batch_invariant=True))
+        select_forward(facts("gemma4", GPU, BF16, batch_invariant=True))
     assert len(refused.value.tried) == len(FORWARDS)
-    assert select_forward(facts("phi3", CPU, BF16, batch_invariant=True)).name == "transformers"
+    assert select_forward(facts("gemma4", CPU, BF16, batch_invariant=True)).name == "transformers"
 
 
 def test_experts_are_batch_invariant_in_the_fused_forward() -> None:

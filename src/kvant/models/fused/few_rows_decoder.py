@@ -92,6 +92,7 @@ class FewRowsDecoder:
         """Add a feed-forward layer to the stream. norm: of what comes behind it."""
         few = self._few
         if isinstance(layer, Dense):
+            assert isinstance(layer.activation, Activation)
             x = few.normed(stream, *numbers(layer.up), gate=layer.activation)
             return few.added(x, *numbers(layer.down), stream, norm)
         logits, residual = few.normed(stream, *layer.router), stream.residual
@@ -153,7 +154,8 @@ def _folds(layer: Layer | MixerLayer) -> bool:
     if isinstance(layer, MixerLayer) or not is_own(layer.qkv) or not is_own(layer.output):
         return False
     if isinstance(forward, Dense):
-        return forward.gated and is_own(forward.up) and is_own(forward.down)
+        own = is_own(forward.up) and is_own(forward.down)
+        return own and forward.gated and isinstance(forward.activation, Activation)
     routing = forward.routing
     plain = routing.is_softmax and forward.correction is None and forward.shared is None
     return plain and routing.num_experts % 2 == 0

@@ -58,7 +58,10 @@ _SIGMOID_EXPERTS = Mixture(
     groups=("num_group", "topk_group"), bias="e_score_correction_bias", shared="shared_experts",
 )  # fmt: skip
 _GRANITE_EXPERTS = Mixture("router", kind=RouterKind.TOP_K_SOFTMAX)
-_GRANITE_ENDS = {"embed_scale": "embedding_multiplier", "logits_divided": "logits_scaling"}
+_GRANITE_FAMILY = Recipe(
+    "GraniteModel", block=_GRANITE, embed_scale="embedding_multiplier",
+    logits_divided="logits_scaling",
+)  # fmt: skip
 
 _GEMMA = Recipe(
     "GemmaModel", NormKind.RMS_ONE,
@@ -109,7 +112,7 @@ RECIPES: Mapping[str, Recipe] = {
         feed_forward=FeedForward(up=("up_proj",), gated=False, own="act_fn"),
         only={"hidden_act": (None, "xielu")},
     ),
-    "granite": replace(_LLAMA, module_class="GraniteModel", block=_GRANITE, **_GRANITE_ENDS),
+    "granite": _GRANITE_FAMILY,
     "hyperclovax": replace(
         _LLAMA, module_class="HyperCLOVAXModel",
         block=Block(
@@ -217,18 +220,17 @@ RECIPES: Mapping[str, Recipe] = {
             "router", kind=RouterKind.TOP_K_SOFTMAX, transposed=True, alternating=True, clamped=True
         ),
     ),
-    "granitemoe": Recipe(
-        "GraniteMoeModel", block=_GRANITE, feed_forward=FeedForward(module="block_sparse_moe"),
-        mixture=_GRANITE_EXPERTS, **_GRANITE_ENDS,
+    "granitemoe": replace(
+        _GRANITE_FAMILY, module_class="GraniteMoeModel",
+        feed_forward=FeedForward(module="block_sparse_moe"), mixture=_GRANITE_EXPERTS,
     ),
-    "granitemoeshared": Recipe(
-        "GraniteMoeSharedModel", block=_GRANITE,
+    "granitemoeshared": replace(
+        _GRANITE_FAMILY, module_class="GraniteMoeSharedModel",
         feed_forward=FeedForward(module="block_sparse_moe"),
         mixture=replace(
             _GRANITE_EXPERTS, shared="shared_mlp",
             shared_names=FeedForward(up=("input_linear",), down="output_linear"),
         ),
-        **_GRANITE_ENDS,
     ),
     "dots1": Recipe("Dots1Model", attention=_HEADS, mixture=_SIGMOID_EXPERTS),
     "glm4_moe": Recipe("Glm4MoeModel", attention=_HEADS, mixture=_SIGMOID_EXPERTS, partial=True),

@@ -39,7 +39,7 @@ KINDS = {
 
 
 def rotation(
-    x: case.Case, *, by_position: bool, norm: bool, rotary: int | None = None, **options: Any
+    x: case.Case, *, by_position: bool, normed: bool, rotary: int | None = None, **options: Any
 ) -> HeadRotation:
     half = x.q.shape[-1] // 2
     weights = [(torch.rand(2 * half, device=DEVICE) + 0.5).to(x.q.dtype) for _ in range(2)]
@@ -47,7 +47,7 @@ def rotation(
     angles = torch.arange(100, device=DEVICE)[:, None] * torch.rand(half, device=DEVICE)
     if not by_position:
         angles = angles[x.step.positions]
-    q_weight, k_weight = weights if norm else (None, None)
+    q_weight, k_weight = weights if normed else (None, None)
     dtype = x.q.dtype
     return HeadRotation(
         angles.cos().to(dtype),
@@ -92,7 +92,7 @@ def check(
     # 18 rows of keys, the last 4 of padding: three programs, the last one not full.
     given: dict[str, Any] = {"sequences": ((40, 1), (4, 4), (17, 2)), "padding": 2, **options}
     x = case.prepare(name, dtype=torch.float32, device=DEVICE, **given)
-    turned = rotation(x, by_position=by_position, norm=norm, **(how or {}))
+    turned = rotation(x, by_position=by_position, normed=norm, **(how or {}))
     expected, planes = in_parts(x, turned)
     again = case.prepare(name, dtype=torch.float32, device=DEVICE, **given)
     found = TritonBackend().write_rotated(again.cache, qkv_of(again), turned, again.step)

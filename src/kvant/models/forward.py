@@ -14,6 +14,11 @@ class Forward(Protocol):
     """Runs steps of one model. Mutates nothing but the pool and memory of its own."""
 
     @property
+    def extra_bytes(self) -> int:
+        """Bytes that it holds beside the module's parameters and buffers."""
+        ...
+
+    @property
     def compiled_seconds(self) -> float | None:
         """Seconds spent in compiled code so far; None if a step is not one call of compiled code."""
         ...

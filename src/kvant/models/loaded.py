@@ -82,6 +82,13 @@ class LoadedModel:
         return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
 
     @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of parameters, buffers and what the forward adds, tied tensors once."""
+        tensors = {id(t): t for t in (*self._module.parameters(), *self._module.buffers())}
+        found = sum(t.numel() * t.element_size() for t in tensors.values())
+        return found + self._forward.extra_bytes
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype it computes in."""
         return self._module.dtype

@@ -194,6 +194,13 @@ class CpuDecoder:
         step[StepFields.ATTEND // 8], step[StepFields.ATTEND_WORKER // 8] = attend, attend_worker
 
     @property
+    def extra_bytes(self) -> int:
+        """Bytes of packed weights that are copies of the module's."""
+        if self._head.weight.code is Code.FLOAT32:
+            return 0
+        return sum(linear.num_bytes for linear in self._linears)
+
+    @property
     def compiled_seconds(self) -> float | None:
         """Spent in compiled code so far; Python has the rest of a step."""
         return self._compiled_seconds

@@ -33,6 +33,10 @@ class Linear:
             self.bias += bias
         self._scratch = float_rows(0, 0)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes + self.bias.numel() * 4
+
     def task(self, x: Tensor, out: Tensor, scratch: Tensor) -> Block:
         """Describe the product of x [T, columns] into out [T, outputs], float32; the caller sets ROWS.
 

@@ -44,6 +44,11 @@ class PackedWeight:
     def rows(self) -> int:
         return self.codes.shape[0]
 
+    @property
+    def num_bytes(self) -> int:
+        parts = [self.codes] if self.scales is None else [self.codes, self.scales]
+        return sum(part.numel() * part.element_size() for part in parts)
+
 
 def pack(weight: Tensor, code: Code) -> PackedWeight:
     """weight: float32 [rows, columns], columns a multiple of 32; rounds to nearest, ties to even.

@@ -152,6 +152,14 @@ class FusedDecoder:
             return Turns(*source.angles(self.model.embedding, places), by_position=True)
 
     @property
+    def extra_bytes(self) -> int:
+        """Bytes of the tables of angles."""
+        kept = [
+            part for turns in self._kept if turns is not None for part in (turns.cos, turns.sin)
+        ]
+        return sum(part.numel() * part.element_size() for part in kept)
+
+    @property
     def compiled_seconds(self) -> float | None:
         return None
 

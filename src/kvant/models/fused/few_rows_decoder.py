@@ -51,6 +51,10 @@ class FewRowsDecoder:
         self._folds = self._folds and is_own(model.head) and model.norm.eps == _eps(model.layers)
 
     @property
+    def extra_bytes(self) -> int:
+        return self._fused.extra_bytes + self._few.num_bytes
+
+    @property
     def compiled_seconds(self) -> float | None:
         return None
 

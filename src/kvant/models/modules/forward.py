@@ -46,6 +46,10 @@ class ModuleForward:
         self._keeps_rows = "logits_to_keep" in takes
 
     @property
+    def extra_bytes(self) -> int:
+        return 0
+
+    @property
     def compiled_seconds(self) -> float | None:
         return None
 

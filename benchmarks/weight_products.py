@@ -1,6 +1,6 @@
 """Products with narrow weights on one GPU: their errors, and the fastest cut for every shape.
 
-python -m benchmarks.weight_products [--out FILE] [--seconds N]
+python -m benchmarks.weight_products [--out FILE] [--seconds N] [--rows 1,32]
 
 For each shape of Qwen3-8B, each format and several numbers of rows it measures every cut, checks the
 fastest against a float64 product of the decoded bytes, and prints GB/s of narrow bytes beside cuBLAS
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,68 +22,56 @@ import torch
 from torch import Tensor
 
 from kvant.measure.gpu_time import captured, replay_us
+from kvant.weights.choose import multiply as chosen
 from kvant.weights.codecs import NarrowWeight, decode, encode
+from kvant.weights.cuda import few_rows
+from kvant.weights.cuda.few_rows import Warps
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
     INT8_CHANNEL,
-    WHOLE,
     WeightFormat,
     int4_groups,
 )
-from kvant.weights.triton.product import Stripe, Tiles, decoded, one, tiled
+from kvant.weights.triton.product import Tiles, decoded, tiled
 
 SHAPES = {
-    "qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288),
+    "gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "output": (4096, 4096),
 }  # fmt: skip
-FORMATS = {
-    "fp8": FP8_CHANNEL, "fp8 block": FP8_BLOCK, "int4 128": int4_groups(128), "int8": INT8_CHANNEL,
-}  # fmt: skip
+FORMATS = {"fp8": FP8_CHANNEL, "int4": int4_groups(128), "fp8 block": FP8_BLOCK}
 CHECKED = {
-    **FORMATS, "int4 128 z": int4_groups(128, zero_points=True), "int4 32": int4_groups(32),
+    **FORMATS, "int8": INT8_CHANNEL, "int4 z": int4_groups(128, zero_points=True),
 }  # fmt: skip
-ROWS = (1, 16, 32, 64, 128, 256, 512)
 _CACHE_BYTES = 200 << 20
-Cut = Tiles | Stripe
+Cut = Tiles | Warps | None
+"""None: what the engine chooses."""
 
 
 def cuts(fmt: WeightFormat, rows: int, shape: tuple[int, int]) -> Iterator[Cut]:
-    """Every cut that is tried."""
-    if rows == 1:
-        for n, block, warps in (
-            (1, 4096, 4), (2, 2048, 4), (2, 4096, 8), (4, 1024, 4), (4, 2048, 8), (8, 1024, 8),
-            (1, 2048, 2), (2, 1024, 2),
-        ):  # fmt: skip
-            yield Stripe(n, block, warps)
-    tokens = max(16, min(rows, 128))
-    splits = (1, 2, 4, 8) if rows <= 64 else (1, 2, 4)
-    for n, depth, stages, warps in _blocks(fmt, rows):
-        programs = -(-shape[0] // n) * -(-rows // tokens)
-        for split in splits:
-            steps = shape[1] // depth
-            if steps % split or (split > 1 and programs * split > 132 * 8):
-                continue
-            yield Tiles(tokens, n, depth, split, stages, warps)
-
-
-def _blocks(fmt: WeightFormat, rows: int) -> Sequence[tuple[int, int, int, int]]:
-    """(rows, depth, stages, warps)."""
-    deep = fmt.columns == WHOLE
-    if rows <= 64:
-        found = [
-            (64, 128, 4, 4),
-            (64, 128, 6, 4),
-            (64, 128, 6, 2),
-            (32, 128, 6, 2),
-            (128, 128, 5, 8),
-        ]
-        return [*found, (64, 256, 4, 4), (64, 64, 8, 4)] if deep else [*found, (128, 128, 4, 4)]
-    return [(128, 128, 3, 8), (64, 128, 4, 4), (128, 64 if deep else 128, 4, 8), (128, 128, 3, 4)]
+    """Every cut that is tried: CUDA's for few rows where it serves the format, else Triton's."""
+    yield None
+    narrow = fmt.code.bits == 4
+    if rows <= few_rows.MOST_ROWS and few_rows.serves(fmt, shape[1]):
+        found = [(1, 8, 1), (2, 8, 1), (2, 4, 1), (1, 4, 1)]
+        if rows <= 16:
+            found += [(1, 8, 2), (1, 4, 2), (1, 16, 1), (2, 4, 2)]
+        if narrow:
+            found += [(1, 8, 2), (2, 8, 2), (4, 4, 1)]
+        if narrow and rows <= 16:
+            found += [(1, 8, 4), (1, 4, 4), (1, 16, 2)]
+        yield from (Warps(*one) for one in dict.fromkeys(found))
+        return
+    tokens = max(16, min(128, rows))
+    for height, stages, warps in ((128, 3, 8), (64, 4, 4), (128, 4, 8)):
+        for split in (1, 2):
+            yield Tiles(tokens, height, 128, split, stages, warps)
 
 
 def multiply(x: Tensor, weight: NarrowWeight, cut: Cut) -> Tensor:
-    if isinstance(cut, Stripe):
-        return one(x, weight, None, cut)
+    if cut is None:
+        return chosen(x, weight, None)
+    if isinstance(cut, Warps):
+        return few_rows.multiply(x, weight, None, cut)
     return tiled(x, weight, None, cut)
 
 
@@ -100,37 +88,26 @@ def microseconds(run: Callable[[int], object], copies: int) -> float:
     return min(replay_us(graph) for _ in range(3)) / turns
 
 
-def _compile(task: tuple[str, int, tuple[Cut, ...]]) -> None:
-    """Compile in a process of its own; Triton's cache on disk keeps it."""
-    name, rows, found = task
-    weight = encode(torch.randn(256, 8192, device="cuda"), CHECKED[name])
-    x = torch.randn(rows, 8192, device="cuda").bfloat16()
-    for cut in found:
+def build_all(numbers: Sequence[int], threads: int) -> None:
+    """Compile CUDA kernels in threads: nothing on disk keeps them."""
+    tasks = {
+        (fmt, few_rows.token_tiles(rows), cut)
+        for fmt in FORMATS.values()
+        for rows in numbers
+        for cut in cuts(fmt, rows, (4096, 4096))
+        if isinstance(cut, Warps)
+    }
+
+    def make(task: tuple[WeightFormat, int, Warps]) -> None:
+        torch.zeros(1, device="cuda")  # makes the context this thread's
+        fmt, tiles, cut = task
         try:
-            multiply(x, weight, cut)
-        except Exception as fault:
-            print("cannot compile", name, cut, type(fault).__name__, str(fault)[:100], flush=True)
+            few_rows.kernel(fmt, tiles, torch.bfloat16, cut, bias=False)
+        except RuntimeError as fault:
+            print("cannot build", task, str(fault)[:200], flush=True)
 
-
-def compile_all(processes: int) -> None:
-    """Fill Triton's cache from several processes: one compiles some hundred kernels in minutes."""
-    tasks = []
-    for name, fmt in FORMATS.items():
-        for rows in ROWS[:5]:
-            unique: dict[tuple[Any, ...], Cut] = {}
-            for shape in SHAPES.values():
-                for cut in cuts(fmt, rows, shape):
-                    key: tuple[Any, ...] = (cut.rows, cut.warps)
-                    if isinstance(cut, Tiles):
-                        key += (cut.depth, cut.stages, cut.split > 1)
-                    else:
-                        key += (cut.block,)
-                    unique[key] = cut
-            found = tuple(unique.values())
-            tasks += [(name, rows, found[i : i + 4]) for i in range(0, len(found), 4)]
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes) as pool:
-        pool.map(_compile, tasks, chunksize=1)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(make, tasks))
 
 
 def peers(shape: tuple[int, int], rows: int) -> dict[str, float]:
@@ -150,66 +127,63 @@ def peers(shape: tuple[int, int], rows: int) -> dict[str, float]:
         def run(i: int, a: Tensor = a, b: Tensor = b) -> Tensor:
             return torch._scaled_mm(x8, eights[i].t(), a, b, out_dtype=torch.bfloat16)
 
-        try:
-            found[name] = microseconds(run, copies)
-        except RuntimeError as fault:
-            print(name, "refused:", str(fault)[:80])
+        found[name] = microseconds(run, copies)
     return found
 
 
-def measure(deadline: float) -> list[dict[str, Any]]:
-    results = []
-    for rows in (1, 32, 16, 64, 512, 128, 256):
+def measure(numbers: Sequence[int], deadline: float) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
+    for rows in numbers:
         for label, shape in SHAPES.items():
+            if time.monotonic() > deadline:
+                print("time is up before", label, rows)
+                return results
             beside = peers(shape, rows)
             print(f"{label} {rows} rows:", {k: round(v, 1) for k, v in beside.items()}, flush=True)
             results.append({"shape": label, "rows": rows, "peers": beside})
             x = torch.randn(rows, shape[1], device="cuda").bfloat16()
             for name, fmt in FORMATS.items():
-                if time.monotonic() > deadline or (name == "int8" and label != "gate_up"):
-                    continue
-                found = _fastest(name, fmt, shape, x)
-                if found is not None:
+                if time.monotonic() < deadline:
+                    found = fastest(name, fmt, shape, x)
                     results.append({"shape": label, "rows": rows, **found})
     return results
 
 
-def _fastest(
-    name: str, fmt: WeightFormat, shape: tuple[int, int], x: Tensor
-) -> dict[str, Any] | None:
-    """Time every cut of one product; print and return the fastest."""
-    rows = len(x)
+def fastest(name: str, fmt: WeightFormat, shape: tuple[int, int], x: Tensor) -> dict[str, Any]:
+    """Time every cut of one product; print and return the fastest, and what the engine chooses."""
     weight = encode(torch.randn(*shape, device="cuda") * 0.02, fmt)
     copies = max(2, min(16, _CACHE_BYTES // weight.num_bytes))
     made = [weight] + [_copy(weight) for _ in range(copies - 1)]
-    timed = []
-    for cut in cuts(fmt, rows, shape):
+    timed: list[tuple[float, Cut]] = []
+    for cut in cuts(fmt, len(x), shape):
         try:
-            us = microseconds(partial(_one_of, x, made, cut), copies)
-            timed.append((us, cut))
+            timed.append((microseconds(partial(_one_of, x, made, cut), copies), cut))
         except Exception as fault:
             print("failed", name, cut, type(fault).__name__, str(fault)[:120])
-    if not timed:
-        return None
+    own = next((us for us, cut in timed if cut is None), 0.0)
     timed.sort(key=lambda pair: pair[0])
     us, best = timed[0]
     error, speed = relative_error(x, weight, best), weight.num_bytes / us / 1e3
-    print(f"  {name:10} {us:7.1f} us {speed:6.0f} GB/s error {error:.1e} {best}", flush=True)
-    for other_us, other in timed[1:4]:
-        print(f"      {other_us:7.1f} {other}")
-    found: dict[str, Any] = {
-        "format": name,
-        "us": us,
-        "gb_s": speed,
-        "error": error,
-        "cut": str(best),
-    }
-    found["all"] = [(u, str(c)) for u, c in timed]
-    if rows == 512:
+    print(
+        f"  {name:9} {us:6.1f} us {speed:5.0f} GB/s {error:.1e} {best}; chosen {own:.1f}",
+        flush=True,
+    )
+    print("     ", "  ".join(f"{u:.1f} {_short(c)}" for u, c in timed[1:9]))
+    found: dict[str, Any] = {"format": name, "us": us, "gb_s": speed, "error": error}
+    found |= {"cut": str(best), "chosen_us": own, "all": [(u, str(c)) for u, c in timed]}
+    if len(x) == 256:
         scratch = torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
         found["decode_us"] = microseconds(lambda i: decoded(made[i], scratch), copies)
         print(f"      decoding to bfloat16 alone {found['decode_us']:.1f} us")
     return found
+
+
+def _short(cut: Cut) -> str:
+    if cut is None:
+        return "chosen"
+    if isinstance(cut, Warps):
+        return f"({cut.tiles},{cut.warps},{cut.ahead})"
+    return f"({cut.rows},{cut.stages},{cut.warps}/{cut.split})"
 
 
 def _one_of(x: Tensor, made: Sequence[NarrowWeight], cut: Cut, index: int) -> Tensor:
@@ -219,13 +193,8 @@ def _one_of(x: Tensor, made: Sequence[NarrowWeight], cut: Cut, index: int) -> Te
 def _copy(weight: NarrowWeight) -> NarrowWeight:
     zeros = None if weight.zeros is None else weight.zeros.clone()
     return NarrowWeight(
-        weight.format,
-        weight.rows,
-        weight.columns,
-        weight.codes.clone(),
-        weight.scales.clone(),
-        zeros,
-    )
+        weight.format, weight.rows, weight.columns, weight.codes.clone(), weight.scales.clone(), zeros
+    )  # fmt: skip
 
 
 def relative_error(x: Tensor, weight: NarrowWeight, cut: Cut) -> float:
@@ -233,27 +202,23 @@ def relative_error(x: Tensor, weight: NarrowWeight, cut: Cut) -> float:
     return float((multiply(x, weight, cut).double() - exact).norm() / exact.norm())
 
 
-def check() -> list[dict[str, Any]]:
-    """Every format at Qwen3-8B's shapes against float64, with one usual cut, and decoding bit by bit."""
+def check(numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Every format at a shape of Qwen3-8B against float64, by the engine's choice; one ragged shape."""
     found = []
     for name, fmt in CHECKED.items():
-        worst = 0.0
-        for shape in ((6144, 4096), (4096, 12288)):
+        errors = {}
+        for shape in ((4096, 12288), (1000, 512)):
             weight = encode(torch.randn(*shape, device="cuda") * 0.02, fmt)
-            out = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-            alike = torch.equal(decoded(weight, out), decode(weight, torch.bfloat16))
-            for rows in (1, 2, 4, 8, 16, 32, 64, 128, 512):
+            for rows in numbers:
                 x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-                tokens = max(16, min(128, rows))
-                cut = Tiles(tokens, 64 if rows <= 64 else 128, 128, 2, 3, 4 if rows <= 64 else 8)
-                worst = max(worst, relative_error(x, weight, cut))
-                if rows == 1:
-                    worst = max(worst, relative_error(x, weight, Stripe(2, 1024, 4)))
-            found.append({"format": name, "shape": shape, "decoding_exact": alike, "error": worst})
-            print(
-                f"check {name:12} {shape} decoding {'exact' if alike else 'DIFFERS'} {worst:.1e}",
-                flush=True,
-            )
+                errors[f"{shape[0]}:{rows}"] = relative_error(x, weight, None)
+        worst = max(errors.values())
+        found.append({"format": name, "errors": errors})
+        wrong = {k: f"{v:.1e}" for k, v in errors.items() if not v < 0.01}
+        print(
+            f"check {name:10} worst {worst:.1e} {'WRONG ' + str(wrong) if wrong else ''}",
+            flush=True,
+        )
     return found
 
 
@@ -261,17 +226,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=75.0)
-    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--rows", default="1,32,64,16,128,256")
+    parser.add_argument("--checked", default="1,2,9,32,64,65")
+    parser.add_argument("--threads", type=int, default=14)
     given = parser.parse_args()
     begin = time.monotonic()
     torch.manual_seed(0)
-    if given.processes:
-        compile_all(given.processes)
-        print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "checks": check()}
+    numbers = [int(n) for n in given.rows.split(",")]
+    if few_rows.serves(FP8_CHANNEL, 4096):
+        build_all(numbers, given.threads)
+    print(f"built after {time.monotonic() - begin:.0f} s", flush=True)
+    checks = check([int(n) for n in given.checked.split(",")])
     print(f"checked after {time.monotonic() - begin:.0f} s", flush=True)
-    found["results"] = measure(begin + given.seconds)
+    results = measure(numbers, begin + given.seconds)
     if given.out is not None:
+        found = {"device": torch.cuda.get_device_name(), "checks": checks, "results": results}
         given.out.write_text(json.dumps(found, indent=1))
     print(f"done after {time.monotonic() - begin:.0f} s")
 

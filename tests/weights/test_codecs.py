@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvant.weights.codecs import decode, encode, join, pack_nibbles, unpack_nibbles
+from kvant.weights.codecs import decode, encode, join, pack_nibbles, round_rows, unpack_nibbles
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -23,6 +23,7 @@ from kvant.weights.format import (
     int4_groups,
     int8_groups,
 )
+from kvant.weights.linear import MOST_EXACT, multiply
 
 GOLDEN = {
     FP8_TENSOR: "accec4d23367762c",
@@ -123,3 +124,16 @@ def test_blocks_that_end_inside_a_part_are_not_joined() -> None:
 def test_a_group_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="groups of 128 do not divide 384"[:20]):
         encode(_numbers(4, 192), int4_groups(128))
+
+
+@pytest.mark.parametrize("tokens", [MOST_EXACT, MOST_EXACT + 1])
+def test_activations_are_rounded_in_steps_of_many_rows_alone(tokens: int) -> None:
+    torch.manual_seed(0)
+    weight, x = encode(torch.randn(48, 64), FP8_CHANNEL), torch.randn(tokens, 64)
+    x[3] = 0.0
+    codes, scales = round_rows(x)
+    near = codes.view(torch.float8_e4m3fn).float() * scales
+    assert bool(((near - x).abs() <= x.abs() / 16 + x.abs().amax(1, keepdim=True) * 2**-17).all())
+    expected = (x if tokens <= MOST_EXACT else near) @ decode(weight).T
+    assert torch.equal(multiply(x, weight, None, rounds=True), expected)
+    assert torch.equal(multiply(x, weight, None), x @ decode(weight).T)

@@ -62,6 +62,8 @@ class ForwardFacts:
             return "on a CPU only the compiled forward multiplies with weights that Kvant rounds"
         if read_recipe(self.config) is not None:
             return "the checkpoint's weights are quantised already"
+        if self.batch_invariant and self.quantization.rounds_activations:
+            return "it rounds activations in steps of many rows alone"
         return "experts are not rounded yet" if lists_experts(self.config) else None
 
     @property

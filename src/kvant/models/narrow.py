@@ -52,7 +52,7 @@ def round_loaded(model: PreTrainedModel, asked: Quantization) -> None:
     """Replace linear layers that have their weights already, one by one."""
     for name, fmt in chosen_layers(model, asked).items():
         old = _linear(model, name)
-        new = _awaiting(old, fmt)
+        new = _awaiting(old, fmt, asked)
         new.put(encode_in_parts(old.weight.data, fmt), None if old.bias is None else old.bias.data)
         model.set_submodule(name, new)
 
@@ -107,7 +107,7 @@ class NarrowConfig(QuantizationConfigMixin):
         try:
             if self._asked is not None:
                 for name, fmt in chosen_layers(model, self._asked).items():
-                    model.set_submodule(name, _awaiting(_linear(model, name), fmt))
+                    model.set_submodule(name, _awaiting(_linear(model, name), fmt, self._asked))
             if self._stored is not None:
                 await_stored(model, self._path, self._stored)
         except BadCheckpoint as fault:
@@ -243,9 +243,9 @@ def _register() -> None:
     register_quantizer(_METHOD)(_Quantizer)
 
 
-def _awaiting(old: nn.Linear, fmt: WeightFormat) -> NarrowLinear:
-    bias = None if old.bias is None else old.bias.dtype
-    return NarrowLinear(fmt, old.out_features, old.in_features, bias)
+def _awaiting(old: nn.Linear, fmt: WeightFormat, asked: Quantization) -> NarrowLinear:
+    bias, rounds = None if old.bias is None else old.bias.dtype, asked.rounds_activations
+    return NarrowLinear(fmt, old.out_features, old.in_features, bias, rounds=rounds)
 
 
 def _linear(model: PreTrainedModel, name: str) -> nn.Linear:

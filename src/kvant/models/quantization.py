@@ -20,14 +20,19 @@ _GROUPS = (128, 64, 32)
 
 
 class Quantization(Enum):
-    """Weights of linear layers are rounded, activations are not. Norms and embeddings stay.
+    """Weights of linear layers are rounded; activations only if the name says so. Norms and embeddings stay.
 
     The head stays on a GPU, and is int8 on a CPU.
     """
 
     FP8 = "fp8"  # e4m3, a scale for each output
+    FP8_DYNAMIC = "fp8_dynamic"  # the same, and activations e4m3 by token in steps of many rows
     INT8 = "int8"  # a scale for each output
     INT4 = "int4"  # on a GPU a scale for 128 weights, on a CPU scale and offset for 32
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self is Quantization.FP8_DYNAMIC
 
     def cpu_row_bytes(self, columns: int, *, is_head: bool) -> int:
         """Bytes of one output's codes and scales on a CPU."""
@@ -38,7 +43,7 @@ class Quantization(Enum):
 
 def format_of(asked: Quantization, columns: int) -> WeightFormat:
     """The format on a GPU of a weight with `columns` inputs. NotServable if no group divides them."""
-    if asked is Quantization.FP8:
+    if asked in (Quantization.FP8, Quantization.FP8_DYNAMIC):
         return FP8_CHANNEL
     if asked is Quantization.INT8:
         return INT8_CHANNEL
@@ -73,7 +78,7 @@ def check_quantization(asked: Quantization, device: DeviceFacts, compute: Comput
                 ways_out=(WayOut("compute in bfloat16", ("--dtype", "bfloat16")), without),
             )
         return
-    if asked is Quantization.FP8:
+    if asked in (Quantization.FP8, Quantization.FP8_DYNAMIC):
         raise NotServable(
             f"{flag} runs on GPUs only",
             why="there are no kernels for such weights on CPUs",

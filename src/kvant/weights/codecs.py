@@ -152,6 +152,17 @@ def _encode_asymmetric(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
     return NarrowWeight(fmt, rows, columns, codes, scale, zeros.contiguous())
 
 
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations [T, columns] as e4m3 codes, uint8 of the same shape, and a float32 scale a row [T, 1].
+
+    A row's scale is its largest magnitude over 448; a row of zeros has the scale 1.
+    """
+    wide = x.to(torch.float32)
+    scales = wide.abs().amax(1, keepdim=True) / _E4M3.max
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return _E4M3.encode(wide / scales), scales
+
+
 def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers [rows, columns], computed in float32 and rounded once to `dtype`."""
     fmt, rows, columns = weight.format, weight.rows, weight.columns

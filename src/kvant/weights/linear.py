@@ -6,22 +6,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kvant.weights.codecs import TORCH_SCALE, NarrowWeight, decode
+from kvant.weights.codecs import TORCH_SCALE, NarrowWeight, decode, round_rows
 from kvant.weights.format import WHOLE, WeightFormat
+
+MOST_EXACT = 64
+"""Rows up to which activations are never rounded: there products are bound by the weights' bytes."""
 
 
 def multiply(
-    x: Tensor, weight: NarrowWeight, bias: Tensor | None, *, alike: bool = False
+    x: Tensor,
+    weight: NarrowWeight,
+    bias: Tensor | None,
+    *,
+    alike: bool = False,
+    rounds: bool = False,
 ) -> Tensor:
     """x [T, columns] times a weight, plus bias [rows] or None: [T, rows] in x's dtype.
 
     alike: on a GPU, multiply any T in one way, so that no row's result depends on the rows beside it.
+    rounds: round x as `codecs.round_rows` does where T is more than `MOST_EXACT`.
     On a GPU kernels read the codes. Elsewhere the weight is decoded for each product, which is slow.
     """
     if x.device.type == "cuda":
-        from kvant.weights.triton import choose
+        from kvant.weights import choose
 
+        if rounds and len(x) > MOST_EXACT and choose.takes_rounded(weight):
+            return choose.multiply_rounded(x, weight, bias)
         return (choose.multiply_alike if alike else choose.multiply)(x, weight, bias)
+    if rounds and len(x) > MOST_EXACT:
+        codes, scales = round_rows(x)
+        x = (codes.view(torch.float8_e4m3fn).to(torch.float32) * scales).to(x.dtype)
     return F.linear(x, decode(weight, x.dtype), bias)
 
 
@@ -29,7 +43,7 @@ class NarrowLinear(nn.Module):
     """In the place of `nn.Linear`: the same product, with a weight in a narrow format.
 
     Its tensors are made on the meta device, and a loader sets them. weight: codes. weight_scale,
-    weight_zeros, weight_factor: see `NarrowWeight`; None where the format has none.
+    weight_zeros, weight_factor: see `NarrowWeight`; None where the format has none. rounds: see `multiply`.
     """
 
     weight: Tensor
@@ -39,9 +53,16 @@ class NarrowLinear(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, fmt: WeightFormat, rows: int, columns: int, bias: torch.dtype | None
+        self,
+        fmt: WeightFormat,
+        rows: int,
+        columns: int,
+        bias: torch.dtype | None,
+        *,
+        rounds: bool = False,
     ) -> None:
         super().__init__()
+        self.rounds = rounds
         self.format, self.out_features, self.in_features = fmt, rows, columns
         packed = columns * fmt.code.bits // 8
         scales = _scale_shape(fmt, rows, columns)
@@ -71,7 +92,9 @@ class NarrowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [.., in_features] -> [.., out_features]."""
         rows = x.reshape(-1, self.in_features)
-        return multiply(rows, self.narrow, self.bias).view(*x.shape[:-1], self.out_features)
+        return multiply(rows, self.narrow, self.bias, rounds=self.rounds).view(
+            *x.shape[:-1], self.out_features
+        )
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.format.summary}"

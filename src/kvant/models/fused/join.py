@@ -53,7 +53,7 @@ def _join_narrow(products: Sequence[Any], multiply: Multiply, name: str) -> Line
     bias = None
     if biases:
         bias = _joined(biases) if len(biases) > 1 else biases[0]
-    return NarrowProduct(whole, bias, alike)
+    return NarrowProduct(whole, bias, alike, narrow[0].rounds)
 
 
 def check_numbers(products: Sequence[Any], name: str) -> None:

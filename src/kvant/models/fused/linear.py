@@ -55,11 +55,13 @@ class NarrowProduct:
     """A weight in a narrow format, and a bias [rows] or None.
 
     alike: any number of rows is multiplied in one way, so that no row's result depends on others.
+    rounds: activations of many rows are rounded, see `kvant.weights.linear.multiply`.
     """
 
     weight: NarrowWeight
     bias: Tensor | None
-    alike: bool
+    alike: bool = False
+    rounds: bool = False
 
     @property
     def rows(self) -> int:
@@ -70,7 +72,7 @@ class NarrowProduct:
         return self.weight.columns
 
     def __call__(self, x: Tensor) -> Tensor:
-        return multiply(x, self.weight, self.bias, alike=self.alike)
+        return multiply(x, self.weight, self.bias, alike=self.alike, rounds=self.rounds)
 
 
 @dataclass(frozen=True, slots=True)

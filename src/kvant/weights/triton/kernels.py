@@ -324,3 +324,17 @@ def decode_tile(
             where = s_at[:, None] + (k // GROUP)[None, :] * SCALE_K
             scale = scale_value(tl.load(where, mask=live, other=0), SCALE) * common
         tl.store(out + at, (numbers * scale).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def round_row(x, codes, scales, COLUMNS, BLOCK: tl.constexpr):
+    """Program: one row of x [T, COLUMNS] to e4m3 codes and its scale."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    there = c < COLUMNS
+    values = tl.load(x + row * COLUMNS + c, mask=there, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(values), 0) / 448.0
+    scale = tl.where(scale > 0, scale, 1.0)
+    tl.store(scales + row, scale)
+    fitting = tl.minimum(tl.maximum(tl.div_rn(values, scale), -448.0), 448.0)
+    tl.store(codes + row * COLUMNS + c, fitting.to(codes.dtype.element_ty), mask=there)

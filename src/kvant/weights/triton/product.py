@@ -58,9 +58,9 @@ def layout(weight: NarrowWeight, depth: int) -> dict[str, Any]:
         share = kernels.PER_STEP if depth == group else kernels.FINE
         block_rows = fmt.rows
         if fmt.rows == 1:
-            scale_n, scale_k = 1, weight.rows
+            scale_n, scale_k = 1, weight.scales.stride(0)
         else:
-            scale_n, scale_k = weight.scales.shape[1], 1
+            scale_n, scale_k = weight.scales.stride(0), 1
     return {
         "SCALE_N": scale_n, "SCALE_K": scale_k, "CODE": _CODES[fmt.code], "SHARE": share.value,
         "SCALE": _SCALES.get(fmt.scale, 0), "GROUP": group, "BLOCK_ROWS": block_rows,
@@ -108,6 +108,17 @@ def decoded(weight: NarrowWeight, out: Tensor) -> Tensor:
         **layout(weight, 0), ROWS=rows, BLOCK=block, PTX=_ptx(out), num_warps=4,
     )  # fmt: skip
     return out
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, columns] as float8_e4m3fn of the same shape, and a float32 scale a row [T, 1]."""
+    tokens, columns = x.shape
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    kernels.round_row[(tokens,)](
+        x, codes, scales, columns, BLOCK=triton.next_power_of_2(columns), num_warps=8
+    )
+    return codes, scales
 
 
 def _ptx(x: Tensor) -> bool:

@@ -1,0 +1,136 @@
+"""Which kernel multiplies how many rows with a narrow weight on a GPU, and how it is cut."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvant.kernels.triton.device import has_ptx, multiprocessors
+from kvant.weights.codecs import NarrowWeight, decode, encode
+from kvant.weights.cuda import few_rows
+from kvant.weights.cuda.few_rows import Warps
+from kvant.weights.format import WHOLE, Code, WeightFormat
+from kvant.weights.triton.product import Stripe, Tiles, decoded, one, rounded, tiled
+
+MOST_TILED = 256
+"""Rows up to which tiles are decoded as they are multiplied; for more the whole weight is decoded first."""
+
+_INVARIANT_TOKENS = 64
+
+_MOST_ERROR = 0.01
+"""Relative error of a product that is still a rounding of its result to 16 bits."""
+
+logger = logging.getLogger(__name__)
+
+
+def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
+    """x [T, columns] -> [T, rows] in x's dtype, by the fastest kernel for this number of rows."""
+    tokens = x.shape[0]
+    if tokens == 0:
+        return x.new_empty(0, weight.rows)
+    x = x.contiguous()
+    processors = multiprocessors(x.device)
+    if tokens <= few_rows.MOST_ROWS and _is_proved(weight.format, weight.columns, x.dtype):
+        return few_rows.multiply(x, weight, bias, warps(weight.format, tokens))
+    if tokens == 1:
+        return one(x, weight, bias, stripe(weight.format, *weight.shape))
+    if tokens <= MOST_TILED:
+        return tiled(x, weight, bias, tiles(weight.format, tokens, *weight.shape, processors))
+    scratch = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
+    return F.linear(x, decoded(weight, scratch), bias)
+
+
+def takes_rounded(weight: NarrowWeight) -> bool:
+    """Whether `multiply_rounded` has a product for this weight on its device."""
+    shared = (weight.format.code, weight.format.rows, weight.format.columns)
+    return (
+        shared == (Code.E4M3, 1, WHOLE)
+        and weight.rows % 16 == 0
+        and weight.columns % 16 == 0
+        and has_ptx(weight.device)
+    )
+
+
+def multiply_rounded(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
+    """x [T, columns], rounded to e4m3 with a scale a row -> [T, rows], by torch's product of fp8."""
+    codes, scales = rounded(x.contiguous())
+    made = torch._scaled_mm(
+        codes, weight.codes.view(torch.float8_e4m3fn).t(), scales, weight.scales[None],
+        out_dtype=x.dtype,
+    )  # fmt: skip
+    return made if bias is None else made + bias
+
+
+def multiply_alike(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
+    """`multiply` in one way for any T: no row's result [rows] depends on the rows beside it."""
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.rows)
+    x = x.contiguous()
+    processors = multiprocessors(x.device)
+    cut = tiles(weight.format, _INVARIANT_TOKENS, *weight.shape, processors)
+    return tiled(x, weight, bias, cut)
+
+
+def _is_proved(fmt: WeightFormat, columns: int, dtype: torch.dtype) -> bool:
+    """Whether `few_rows` multiplies such weights here, and was seen to do it right."""
+    return few_rows.serves(fmt, columns) and _proof(fmt, dtype) is None
+
+
+@cache
+def _proof(fmt: WeightFormat, dtype: torch.dtype) -> str | None:
+    """None if `few_rows` agrees with float64 products of decoded bytes; else what is wrong."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = encode(torch.randn(80, 640, device="cuda", generator=generator), fmt)
+    numbers = decode(weight, torch.float64)
+    wrong = None
+    try:
+        for tokens in (1, 9, 17, 33):
+            x = torch.randn(tokens, 640, device="cuda", generator=generator).to(dtype)
+            found = few_rows.multiply(x, weight, None, warps(fmt, tokens)).to(torch.float64)
+            expected = x.to(torch.float64) @ numbers.T
+            error = float((found - expected).norm() / expected.norm())
+            if not error < _MOST_ERROR:
+                wrong = f"{tokens} rows are off by {error:.1e}"
+    except RuntimeError as fault:
+        wrong = str(fault)
+    if wrong is not None:
+        logger.warning("few rows times %s run in the general kernel: %s", fmt.summary, wrong)
+    return wrong
+
+
+@cache
+def warps(fmt: WeightFormat, tokens: int) -> Warps:
+    """The cut of `few_rows`: more rows of the weight for a warp where more tokens share them."""
+    bits = fmt.code.bits
+    if tokens <= 16:
+        return Warps(1, 8, 16 // bits)
+    return Warps(2 if tokens <= 32 else 1, 8, 8 // bits)
+
+
+@cache
+def stripe(fmt: WeightFormat, rows: int, columns: int) -> Stripe:
+    """The cut of `one`: a program takes two rows, or one of a long weight."""
+    block = min(2048, triton.next_power_of_2(columns))
+    if fmt.columns != WHOLE:
+        block = max(block, fmt.columns)
+    return Stripe(2, block, 4)
+
+
+@cache
+def tiles(fmt: WeightFormat, tokens: int, rows: int, columns: int, processors: int) -> Tiles:
+    """The cut of `tiled`: enough programs for the device, by parts of the columns where rows are few."""
+    wide = max(16, min(128, triton.next_power_of_2(tokens)))
+    height, warps, stages = (64, 4, 5) if wide <= 64 else (128, 8, 3)
+    depth = 128
+    programs = triton.cdiv(rows, height) * triton.cdiv(tokens, wide)
+    split = 1
+    while (
+        programs * split * 2 <= 4 * processors and columns // (depth * split * 2) >= 4 and split < 8
+    ):
+        split *= 2
+    return Tiles(wide, height, depth, split, stages, warps)

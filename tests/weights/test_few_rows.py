@@ -1,0 +1,64 @@
+"""CUDA products of few rows against float64 products of the decoded bytes, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvant.weights.codecs import decode, encode
+from kvant.weights.cuda import few_rows
+from kvant.weights.cuda.few_rows import MOST_ROWS, Warps, token_tiles
+from kvant.weights.format import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    INT8_CHANNEL,
+    MXFP4,
+    Scale,
+    WeightFormat,
+    int4_groups,
+)
+
+FORMATS = [
+    FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int4_groups(128), int4_groups(128, zero_points=True),
+    int4_groups(128, scale=Scale.BFLOAT16),
+]  # fmt: skip
+
+
+def test_programs_take_tokens_in_eights() -> None:
+    assert [token_tiles(n) for n in (1, 8, 9, 16, 17, 32, 33, 64, 65)] == [
+        1,
+        1,
+        2,
+        2,
+        4,
+        4,
+        8,
+        8,
+        8,
+    ]
+    assert MOST_ROWS == 64
+
+
+def test_formats_that_the_kernel_does_not_read_are_left_to_others() -> None:
+    for fmt, columns in ((MXFP4, 128), (int4_groups(32), 128), (FP8_CHANNEL, 192)):
+        assert not few_rows.serves(fmt, columns)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.summary.replace(" ", "-"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows(fmt: WeightFormat, dtype: torch.dtype) -> None:
+    if not few_rows.serves(fmt, 640):
+        pytest.skip("this GPU has other kernels")
+    torch.manual_seed(0)
+    weight = encode(torch.randn(150, 640, device="cuda"), fmt)
+    numbers = decode(weight, torch.float64)
+    bias = torch.randn(150, device="cuda").to(dtype)
+    for tokens in (1, 8, 9, 33, 65):
+        x = torch.randn(tokens, 640, device="cuda").to(dtype)
+        expected = x.double() @ numbers.T
+        for cut in (Warps(1, 8, 1), Warps(2, 4, 2)):
+            found = few_rows.multiply(x, weight, None, cut).double()
+            assert (found - expected).norm() < 6e-3 * expected.norm()
+        found = few_rows.multiply(x, weight, bias, Warps(1, 4, 1)).double()
+        assert (found - expected - bias.double()).norm() < 6e-3 * expected.norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -158,14 +159,17 @@ class ModelRunner:
         if self.device.type == "cpu":
             return
         self.zero([SCRATCH_PAGE])  # the first request's pages would wait for the kernel otherwise
-        warm_up(
-            self.model,
-            self.pool,
-            self._forward,
-            max_num_seqs,
-            max_num_batched_tokens,
-            max_model_len,
-        )
+        group = self.model.group
+        # Threads of several ranks would not meet in the same order.
+        with nullcontext() if group is None else group.alone():
+            warm_up(
+                self.model,
+                self.pool,
+                self._forward,
+                max_num_seqs,
+                max_num_batched_tokens,
+                max_model_len,
+            )
         try:
             self.record(
                 CudaRecorder(self.device),

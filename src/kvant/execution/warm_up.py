@@ -46,8 +46,7 @@ def warm_up(
 
     first, *others = step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len)
     logits = run(first)  # alone, as it makes what all of them find
-    # Ranks that share a model must meet in the same order.
-    at_once = _at_once(model.device) if model.group is None else 1
+    at_once = _at_once(model.device)
     with (
         one_loads(),
         ThreadPoolExecutor(at_once, initializer=work_on, initargs=(chosen_gpu(),)) as threads,

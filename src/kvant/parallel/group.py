@@ -7,6 +7,8 @@ not depend on the number of rows.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ class RankGroup:
         self._device = device
         self._backend: Any = None
         self._symmetric: SymmetricSums | None = None
+        self._is_alone = False
 
     def connect(self, directory: Path, width: int, dtype: torch.dtype) -> None:
         """Meet the other ranks through files in `directory`. Waits for all of them.
@@ -86,8 +89,19 @@ class RankGroup:
             dist.destroy_process_group()
         self._backend = None
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, nothing is sent: sums and gathers have the right shape and no meaning."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x [..], added in float32 in the order of ranks: equal bits everywhere."""
+        if self._is_alone:
+            return x
         if x.device.type == "cpu":
             return _added(self._gather_on_host(x.contiguous())).to(x.dtype)
         x = x.contiguous()
@@ -104,12 +118,14 @@ class RankGroup:
 
         x, residual: [n, width]. Returns the normed rows, and `residual`.
         """
-        if self._symmetric is None or not self._symmetric.takes(x):
+        if self._symmetric is None or self._is_alone or not self._symmetric.takes(x):
             return None
         return self._symmetric.sum_add_norm(x.contiguous(), residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' x [.., n], one behind the other in the order of ranks: [.., size * n]."""
+        if self._is_alone:
+            return torch.cat([x] * self.shard.size, -1)
         x = x.contiguous()
         parts = self._gather_on_host(x) if x.device.type == "cpu" else self._gather_on_device(x)
         return torch.cat(list(parts), -1)

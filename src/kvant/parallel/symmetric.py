@@ -93,7 +93,10 @@ class SymmetricSums:
                 total = parts[0].float()
                 for part in parts[1:]:
                     total = total + part.float()
-                if not torch.equal(self.sum(x), total.to(self.dtype)):
+                expected = total.to(self.dtype)
+                residual, weight = torch.zeros_like(x), torch.ones_like(x[0])
+                _, added = self.sum_add_norm(x, residual, weight, 1e-6)
+                if not torch.equal(self.sum(x), expected) or not torch.equal(added, expected):
                     raise EngineFault(
                         f"rank {shard.rank}: sums over NVLink differ from NCCL's: this machine's "
                         "GPUs do not see each other's writes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -27,6 +27,10 @@ class Group(Protocol):
 
     @property
     def shard(self) -> Shard: ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside, nothing is sent: sums and gathers have the right shape and no meaning."""
+        ...
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x [..], added in float32 in the order of ranks: equal bits everywhere."""

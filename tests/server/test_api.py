@@ -172,7 +172,7 @@ def test_openapi_describes_every_endpoint(server: Server) -> None:
         "/detokenize", "/health", "/ready", "/metrics", "/version", "/v1/kv/plan", "/openapi.json",
         "/ping", "/load", "/server_info", "/tokenizer_info",
         "/v1/responses", "/v1/responses/{id}", "/v1/responses/{id}/cancel",
-        "/v1/responses/{id}/input_items", "/v1/messages", "/v1/messages/count_tokens",
+        "/", "/v1/kv/live", "/v1/responses/{id}/input_items", "/v1/messages", "/v1/messages/count_tokens",
     }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
@@ -13,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from kvant.cli.foreign_flags import VALUES, VLLM, Foreign
+from kvant.cli.llama_flags import flags_of, translate_llama_server
 from kvant.errors import BadValue, WayOut
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
@@ -96,9 +98,39 @@ class ConfiguredCommand(TyperCommand):
 
 
 class ServeCommand(ConfiguredCommand):
-    """Also takes the flags of `vllm serve`."""
+    """Also takes the flags of `vllm serve`, and translates whole command lines of other servers."""
 
     foreign = VLLM
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if args and args[0] in ("--from-vllm", "--from-llama-server"):
+            if len(args) != 2:
+                raise BadValue(
+                    f"{args[0]} takes one command line",
+                    ways_out=(WayOut("put it in quotes", (args[0], "PROGRAM --flag ..")),),
+                )
+            sys.stdout.write(self._of_other(args[0], args[1]) + "\n")
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+    def _of_other(self, kind: str, line: str) -> str:
+        """The command line of `kvant serve` for one of another server."""
+        words = [word for word in shlex.split(line) if word != "\n"]
+        while words and (words[0] in ("vllm", "serve") or "=" in words[0].split("-")[0]):
+            del words[0]  # the program's name, and variables before it
+        if words and words[0].rsplit("/", 1)[-1] in ("llama-server", "server"):
+            del words[0]
+        if kind == "--from-vllm":
+            found = list(self._translated(words))
+        else:
+            found = []
+            for one in translate_llama_server(words):
+                if isinstance(one, str):
+                    found.append(one)
+                else:
+                    sys.stderr.write(f"kvant: {flags_of(one)} has no effect: {one.no_effect}\n")
+            found = list(self._translated(found))
+        return shlex.join(["kvant", "serve", *found])
 
 
 def _carried_over(flag: str, value: str, one: Foreign) -> Iterator[str]:

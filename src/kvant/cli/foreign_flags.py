@@ -28,6 +28,7 @@ _TEXT_ONLY = "the server takes text only"
 _ONE_DEVICE = "one device serves so far"
 _FAMILY = "the chat template tells how the model writes reasoning and tool calls"
 _LOG = "a line for each request is printed with --log-requests only"
+_MERGE = WayOut("merge the adapter into the weights first (peft: merge_and_unload)")
 
 VLLM: Mapping[str, Foreign] = {
     # No effect on answers
@@ -97,8 +98,10 @@ VLLM: Mapping[str, Foreign] = {
         True, refused="the tokenizer is the checkpoint's own",
         way_out=WayOut("put the tokenizer's files into the model's directory"),
     ),
-    "--enable-lora": Foreign(refused="LoRA adapters are not offered"),
-    "--lora-modules": Foreign(True, refused="LoRA adapters are not offered"),
+    "--enable-lora": Foreign(refused="LoRA adapters are not offered", way_out=_MERGE),
+    "--lora-modules": Foreign(True, refused="LoRA adapters are not offered", way_out=_MERGE),
+    "--max-loras": Foreign(True, refused="LoRA adapters are not offered", way_out=_MERGE),
+    "--max-lora-rank": Foreign(True, refused="LoRA adapters are not offered", way_out=_MERGE),
     "--ssl-keyfile": Foreign(True, refused="there is no TLS", way_out=WayOut("put a proxy in front")),
     "--ssl-certfile": Foreign(True, refused="there is no TLS", way_out=WayOut("put a proxy in front")),
     "--root-path": Foreign(True, refused="paths begin at /", way_out=WayOut("strip it in the proxy")),

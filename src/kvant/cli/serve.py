@@ -47,7 +47,11 @@ def _check(settings: Settings) -> None:
 
 @configured(EngineOptions, ServerConfig, needs_model=True, check=_check)
 def serve(settings: Settings) -> None:
-    """Serve a model over HTTP with OpenAI's API."""
+    """Serve a model over HTTP with OpenAI's and Anthropic's APIs, and a page at /.
+
+    Takes flags of `vllm serve` too. --from-vllm LINE and --from-llama-server LINE print a command line of
+    these servers in Kvant's flags.
+    """
     _require_packages()
     _say(f"kvant: starting {settings.build(EngineOptions).model}")  # imports and plans take seconds
     from kvant.server.serve import log_to_stderr

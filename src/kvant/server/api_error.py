@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvant.errors import RequestError
 from kvant.server.messages import Failure
 
@@ -80,3 +82,40 @@ def of_failure(failure: Failure) -> ApiError:
     if failure.kind in ("engine_died", "shutting_down"):
         return unavailable(failure.message, code=failure.kind)
     return ApiError(500, failure.message, type="server_error", code=failure.kind)
+
+
+CODES: Mapping[str, tuple[int, str, str]] = {
+    "bad_http": (400, "The bytes are not HTTP.", "send HTTP/1.1"),
+    "body_too_large": (413, "The body exceeds a limit.", "`--max-body-bytes`"),
+    "context_length_exceeded": (
+        400, "Prompt and answer do not fit into the context.",
+        "lower `max_tokens`, shorten the prompt, or raise `--max-model-len`",
+    ),
+    "draining": (503, "The server is shutting down.", "try again, or another server"),
+    "engine_died": (503, "The engine died while it served the request.", "try again; the log says why"),
+    "engine_fault": (500, "The engine failed on this request.", "the log has the place; report it"),
+    "engine_restarting": (503, "The engine is started again.", "try again"),
+    "engine_starting": (503, "The engine starts.", "GET `/health` names the phase"),
+    "engine_stopped": (503, "The engine has ended.", "start the server again"),
+    "foreign_host": (403, "The `Host` is not this machine's.", "`--allowed-origins` or `--api-key`"),
+    "foreign_origin": (403, "A web page of another origin.", "`--allowed-origins` or `--api-key`"),
+    "headers_too_large": (431, "The header exceeds a limit.", "`--max-header-bytes`"),
+    "internal": (500, "A bug in Kvant.", "the log has the place; report it"),
+    "invalid_api_key": (401, "No valid key came.", "`Authorization: Bearer KEY` or `X-Api-Key: KEY`"),
+    "model_not_found": (404, "Another model is served.", "GET `/v1/models`; `--served-model-name`"),
+    "not_offered": (404, "An endpoint of another server.", "the message names one"),
+    "numerical_error": (
+        500, "The model computed NaN or Inf.", "another `--dtype`, or another KV format",
+    ),
+    "receipt_timeout": (408, "The request did not arrive in time.", "`--header-timeout`, `--body-timeout`"),
+    "request_timeout": (503, "The answer took too long.", "`--request-timeout`"),
+    "response_not_found": (
+        404, "No response of this id is stored.", "`--max-stored-responses`, or send the items again",
+    ),
+    "server_full": (429, "All places are taken.", "wait `Retry-After`; `--max-num-queued-reqs`"),
+    "shutting_down": (503, "The server ended before the answer was complete.", "`--shutdown-timeout`"),
+    "slow_reader": (503, "The client did not read its stream.", "`--max-stream-buffer-bytes`"),
+    "template_process": (503, "Chat templates cannot be rendered.", "try again; the machine may lack memory"),
+    "too_many_connections": (503, "All connections are taken.", "`--max-connections`"),
+}  # fmt: skip
+"""Every `code` of an error: its status, what it means, and the way out."""

@@ -31,6 +31,7 @@ from kvant.server.anthropic.write import error_body
 from kvant.server.api_error import ApiError, Disconnected, bad_request, internal, of_request
 from kvant.server.calls import Call, Endpoint, as_json, generate, openai_error
 from kvant.server.guard import App, Guard, Receive, Scope, Send, header, with_cors
+from kvant.server.live import live_of, page
 from kvant.server.parameters import (
     CHAT,
     COMPLETIONS,
@@ -136,6 +137,15 @@ async def _plan(call: Call) -> Response:
     ready = call.service.supervisor.ready
     assert ready is not None
     return Response(ready.plan, media_type="application/json")
+
+
+async def _live(call: Call) -> Response:
+    return as_json(live_of(call.service))
+
+
+async def _page(call: Call) -> Response:
+    data, headers = page()
+    return Response(data, 200, headers, "text/html")
 
 
 async def _tokenize(call: Call) -> Response:
@@ -310,6 +320,11 @@ ENDPOINTS = (
         "GET", "/v1/models/{model}", "One served model", _model, wire.ModelCard, errors=(404, 503)
     ),
     Endpoint("GET", "/v1/kv/plan", "The JSON of `kvant plan`", _plan, wire.Plan, errors=(503,)),
+    Endpoint("GET", "/v1/kv/live", "The cache and its requests now", _live, wire.Live),
+    Endpoint(
+        "GET", "/", "A page to talk and to look at the cache", _page, None, is_open=True,
+        text="text/html",
+    ),
     Endpoint(
         "POST", "/tokenize", "Token ids of a text or conversation", _tokenize, wire.Tokens,
         wire.TokenizeBody, TOKENIZE, errors=_READS,

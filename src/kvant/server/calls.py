@@ -55,8 +55,9 @@ def openai_error(fault: ApiError) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One row of the table. answer: the type of its JSON, or None for text. event: of a stream.
-    parameters: of its body, beside those of the body's type.
+    """One row of the table. answer: the type of its JSON, or None for text, whose media type is `text`.
+
+    event: of a stream. parameters: of its body, beside those of the body's type.
 
     errors: the statuses that only this endpoint has. not_now: status 503 has the answer's own type.
     generates: it takes places in the engine, so a full server refuses it before it reads the body.
@@ -76,6 +77,7 @@ class Endpoint:
     not_now: bool = False
     generates: bool = False
     is_open: bool = False
+    text: str = "text/plain"
     fault: tuple[type[msgspec.Struct], Callable[[ApiError], object]] = (wire.Error, openai_error)
 
 

@@ -95,7 +95,7 @@ def _operation(endpoint: Endpoint, *, has_keys: bool) -> dict[str, Any]:
 def _ok(endpoint: Endpoint) -> dict[str, Any]:
     """An answer as JSON or text, and as a stream of server-sent events where the endpoint has one."""
     if endpoint.answer is None:
-        text = {"text/plain": {"schema": {"type": "string"}}}
+        text = {endpoint.text: {"schema": {"type": "string"}}}
         return {"description": "The answer.", "content": text}
     content: dict[str, Any] = {_JSON: {"schema": _ref(endpoint.answer.__name__)}}
     if endpoint.event is not None:

@@ -30,6 +30,7 @@ from kvant.server.api_error import (
     unavailable,
 )
 from kvant.server.config import ServerConfig
+from kvant.server.live import Activity
 from kvant.server.messages import Failure, Piece, Ready, Report
 from kvant.server.metrics import Metrics
 from kvant.server.reply import reply_format
@@ -203,6 +204,7 @@ class Service:
         self.admission = Admission(config.max_queued_tokens)
         self.renderer = Renderer(config.limits.template_seconds)
         self.responses = ResponseStore(config.limits.stored_responses, config.limits.stored_bytes)
+        self.activity = Activity()
         self.draining = False
         self.started = int(time.time())
         self.tokenizing: Tokenizing | None = None
@@ -290,6 +292,7 @@ class Service:
             salt = self.salt_of(key, generation.salt)
             running = self._submit(generation, prompts, salt, counted)
             running.rendered = rendered if generation.reads_reply else ""
+            self.activity.opened(running)
             return running
         except BaseException:
             self.admission.give_back(generation.num_sequences)
@@ -330,6 +333,7 @@ class Service:
             self.supervisor.cancel(running.open_ids)
             self.metrics.aborted(len(running.open_ids))
         running.channel.close()
+        self.activity.closed(running)
         sequences = running.sequences.values()
         running.counted |= {
             "prompt": running.num_prompt_tokens,
@@ -461,6 +465,7 @@ class Service:
             self.metrics.next_token(now - running.last_event)
         running.last_event = now
         sequence.token_ids += event.token_ids
+        self.activity.generated += len(event.token_ids)
         sequence.logprobs += event.logprobs
         if event.prompt_logprobs is not None:
             sequence.prompt_logprobs = event.prompt_logprobs

@@ -472,6 +472,51 @@ class State(Struct):
     fraction: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
 
 
+class LivePages(Struct):
+    """held: by sequences. idle: cached, without a sequence. usable: in all."""
+
+    held: Count
+    idle: Count
+    usable: Count
+    page_size: Count
+
+
+class LiveRequest(Struct):
+    """Tokens of one request. cached: known at its end."""
+
+    prompt: Count
+    cached: int | None
+    new: Count
+    seconds: float
+
+
+class LiveDrafts(Struct):
+    drafted: Count
+    accepted: Count
+    mean_length: float
+
+
+class Live(Struct, kw_only=True):
+    """The cache now. seconds: of a clock that only moves on. requests: running ones, then the last ended.
+
+    prompt_tokens, cached_tokens: of ended requests. generated: new tokens of all requests.
+    """
+
+    status: Literal["starting", "ready", "restarting", "stopped", "draining"]
+    phase: str | None
+    model: str
+    fingerprint: str | None
+    seconds: float
+    running: Count
+    waiting: Count
+    pages: LivePages
+    prompt_tokens: Count
+    cached_tokens: Count
+    generated: Count
+    drafts: LiveDrafts | None
+    requests: list[LiveRequest]
+
+
 class Version(Struct):
     version: str
 

@@ -1,0 +1,105 @@
+"""What the page at / shows: the page itself, and the cache as it is now."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import re
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from kvant.server import wire
+
+if TYPE_CHECKING:
+    from kvant.server.service import Running, Service
+
+_MOST_ENDED = 16
+
+
+@dataclass(slots=True)
+class Activity:
+    """Numbers of the requests that run and of the last ones that ended; no contents, no names."""
+
+    running: dict[int, Running] = field(default_factory=dict)
+    ended: deque[wire.LiveRequest] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated: int = 0
+
+    def opened(self, running: Running) -> None:
+        self.running[id(running)] = running
+
+    def closed(self, running: Running) -> None:
+        one = _numbers(running)
+        one.cached = sum(s.ended.num_cached_tokens for s in running.sequences.values() if s.ended)
+        self.running.pop(id(running), None)
+        self.ended.appendleft(one)
+        self.prompt_tokens += one.prompt
+        self.cached_tokens += one.cached
+
+
+def _numbers(running: Running) -> wire.LiveRequest:
+    new = sum(len(sequence.token_ids) for sequence in running.sequences.values())
+    seconds = (running.last_event or time.monotonic()) - running.started
+    return wire.LiveRequest(running.num_prompt_tokens, None, new, round(seconds, 3))
+
+
+def live_of(service: Service) -> wire.Live:
+    """The cache and its requests now."""
+    supervisor, activity = service.supervisor, service.activity
+    stats, ready, drafts = supervisor.stats, supervisor.ready, supervisor.stats.speculation
+    loading = supervisor.loading
+    shown = None
+    if drafts is not None:
+        length = drafts.num_emitted_tokens / drafts.num_drafts if drafts.num_drafts else 0.0
+        shown = wire.LiveDrafts(drafts.num_draft_tokens, drafts.num_accepted_tokens, length)
+    return wire.Live(
+        status="draining" if service.draining else supervisor.state.value,
+        phase=None if loading is None else loading.task,
+        model=service.config.served_names[0],
+        fingerprint=None if ready is None else ready.fingerprint,
+        seconds=time.monotonic(),
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        pages=wire.LivePages(
+            stats.num_held_pages,
+            stats.num_idle_pages,
+            stats.num_usable_pages,
+            0 if ready is None else ready.page_size,
+        ),
+        prompt_tokens=activity.prompt_tokens,
+        cached_tokens=activity.cached_tokens,
+        generated=activity.generated,
+        drafts=shown,
+        requests=[*map(_numbers, activity.running.values()), *activity.ended],
+    )
+
+
+@functools.cache
+def page() -> tuple[bytes, dict[str, str]]:
+    """Returns the page and its headers. The policy allows its own script and style, by their hashes."""
+    data = resources.files("kvant.server").joinpath("page.html").read_bytes()
+    allowed = {tag: _hash(data, tag) for tag in ("script", "style")}
+    policy = (
+        f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return data, headers
+
+
+def _hash(data: bytes, tag: str) -> str:
+    """The one element of this name, as a policy names it."""
+    (inside,) = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), data, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(inside).digest()).decode()
+    return f"'sha256-{digest}'"

@@ -1,0 +1,112 @@
+"""The documentation as a site: it builds, is complete, and the commands that it shows are right."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from kvant.cli.main import app
+from kvant.errors import BadValue
+from kvant.server.api_error import CODES
+from tests.cli.command import kvant
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+
+def _nav(entries: list[object]) -> list[str]:
+    found: list[str] = []
+    for entry in entries:
+        assert isinstance(entry, dict)
+        for value in entry.values():
+            found += _nav(value) if isinstance(value, list) else [value]
+    return found
+
+
+def _pages() -> list[str]:
+    return _nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+
+
+def test_every_page_has_a_place_in_the_site_and_in_llms_txt() -> None:
+    pages = _pages()
+    assert len(pages) == len(set(pages))
+    assert all((DOCS / page).is_file() for page in pages)
+    written = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if "benchmarks" not in p.parts}
+    assert written - {*pages} == set()
+    text = (DOCS / "llms.txt").read_text()
+    assert all(f"]({page})" in text for page in pages)
+
+
+def test_the_reference_is_written_from_the_server() -> None:
+    command = [sys.executable, ROOT / "scripts" / "reference_doc.py", "--check"]
+    assert subprocess.run(command).returncode == 0, "run python scripts/reference_doc.py"
+
+
+def test_every_code_of_an_error_is_explained() -> None:
+    sources = "".join(p.read_text() for p in (ROOT / "src" / "kvant" / "server").rglob("*.py"))
+    found = set(re.findall(r'\bcode="([a-z_]+)"', sources))
+    kinds = {"numerical_error", "engine_fault", "engine_died", "shutting_down"}
+    states = {f"engine_{state}" for state in ("starting", "restarting", "stopped")}
+    assert {*CODES} == found | kinds | states
+
+
+def _commands() -> list[tuple[str, str]]:
+    """Page and command of every line that runs kvant, with continued lines joined."""
+    found = []
+    for page in (ROOT / "README.md", *(DOCS / name for name in _pages())):
+        for block in re.findall(r"```[a-z]*\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                line = re.sub(r"\s#.*$", "", line).strip()
+                if re.match(r"(\.venv/bin/)?kvant [a-z]", line) and ".." not in line:
+                    found.append((page.name, line))
+    return found
+
+
+def test_the_commands_of_the_docs_have_flags_that_exist() -> None:
+    commands = _commands()
+    assert len(commands) > 20
+    known = get_command(app).commands  # type: ignore[attr-defined]
+    for page, line in commands:
+        name, *arguments = shlex.split(line)[1:]
+        if arguments and arguments[0].startswith("--from-"):
+            assert kvant(name, *arguments).code == 0, line
+            continue
+        if "[" in line or "|" in arguments or name not in known or hasattr(known[name], "commands"):
+            continue
+        arguments = arguments[: arguments.index("|")] if "|" in arguments else arguments
+        try:
+            translated = getattr(known[name], "_translated", iter)(arguments)
+            known[name].make_parser(_context(known[name])).parse_args(list(translated))
+        except BadValue as fault:
+            raise AssertionError(f"{page}: {line}: {fault}") from None
+
+
+def _context(command: object) -> object:
+    import typer
+
+    return typer.Context(command, resilient_parsing=True)  # type: ignore[arg-type]
+
+
+def test_the_quickstart_fits_on_a_screen() -> None:
+    assert len((DOCS / "index.md").read_text().splitlines()) <= 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed (pip install kvant[docs])")
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    front = (tmp_path / "index.html").read_text()
+    assert "Quickstart" in front
+    assert "fonts.googleapis" not in front, "nothing is fetched from elsewhere"

@@ -242,6 +242,9 @@ def test_small_endpoints_of_other_servers_answer(server: Server) -> None:
     assert server.get("/load").json == {"server_load": 0}
     with server.open_stream(max_tokens=2000):
         assert server.get("/load").json["server_load"] >= 1
+        (load,) = server.get("/v1/loads").json["loads"]
+        assert load["num_running_reqs"] + load["num_waiting_reqs"] == load["num_total_reqs"] >= 1
+        assert load["num_used_tokens"] <= load["max_total_num_tokens"]
     info = server.get("/server_info").json
     assert info["max_model_len"] == MODEL_LEN
     assert info["fingerprint"] == server.get("/v1/kv/plan").json["fingerprint"]
@@ -249,6 +252,20 @@ def test_small_endpoints_of_other_servers_answer(server: Server) -> None:
     assert tokenizer["eos_token"]
     assert "message" in tokenizer["chat_template"]
     server.wait_idle(5)
+
+
+def test_routers_learn_the_tokens_that_a_request_runs_as(server: Server) -> None:
+    prompts = ["abc", [5, 6, 7]]
+    found = server.post("/v1/completions/render", {"prompt": "abc", "max_tokens": 5}).json
+    tokens = server.post("/tokenize", {"prompt": "abc"}).json["tokens"]
+    assert [one["token_ids"] for one in found] == [tokens]
+    found = server.post("/v1/completions/render", {"prompt": prompts[1]}).json
+    assert [one["token_ids"] for one in found] == [prompts[1]]
+    messages = [{"role": "user", "content": "hi"}]
+    talk = server.post("/v1/chat/completions/render", {"messages": messages}).json
+    assert talk["token_ids"] == server.post("/tokenize", {"messages": messages}).json["tokens"]
+    assert server.post("/v1/chat/completions/render", {"messages": []}).status == 400
+    assert server.post("/v1/completions/render", {"prompt": "a", "model": "other"}).status == 404
 
 
 def test_waiting_requests_are_counted_by_reason(server: Server) -> None:

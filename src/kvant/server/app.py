@@ -65,6 +65,7 @@ from kvant.server.responses.wire import (
     ResponseBody,
     ResponseEvent,
 )
+from kvant.server.routers import loads, render_chat, render_completion
 from kvant.server.service import Service
 
 _log = logging.getLogger(__name__)
@@ -344,6 +345,15 @@ ENDPOINTS = (
     Endpoint("POST", "/ping", "The same", _health, wire.State, not_now=True),
     Endpoint("GET", "/ready", "Whether requests are accepted", _ready, wire.State, not_now=True),
     Endpoint("GET", "/load", "Sequences that run or wait", _load, wire.Load),
+    Endpoint("GET", "/v1/loads", "The load, for gateways", loads, wire.Loads, errors=(503,)),
+    Endpoint(
+        "POST", "/v1/chat/completions/render", "Token ids of a conversation", render_chat,
+        wire.Rendered, wire.ChatBody, CHAT, errors=_READS,
+    ),
+    Endpoint(
+        "POST", "/v1/completions/render", "Token ids of each prompt", render_completion,
+        wire.Rendered, wire.CompletionBody, COMPLETIONS, errors=_READS, is_list=True,
+    ),
     Endpoint("GET", "/metrics", "Prometheus metrics", _metrics, None),
     Endpoint("GET", "/version", "The version", _version, wire.Version),
     Endpoint(

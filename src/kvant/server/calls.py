@@ -60,6 +60,7 @@ class Endpoint:
     event: of a stream. parameters: of its body, beside those of the body's type.
 
     errors: the statuses that only this endpoint has. not_now: status 503 has the answer's own type.
+    is_list: the answer is a list of `answer`.
     generates: it takes places in the engine, so a full server refuses it before it reads the body.
     is_open: it needs no key. "{model}" at the end of a path stands for the rest of it, any other name in
     braces for one step. fault: the type of an error's JSON, made from an ApiError by the function.
@@ -77,6 +78,7 @@ class Endpoint:
     not_now: bool = False
     generates: bool = False
     is_open: bool = False
+    is_list: bool = False
     text: str = "text/plain"
     fault: tuple[type[msgspec.Struct], Callable[[ApiError], object]] = (wire.Error, openai_error)
 

@@ -97,7 +97,10 @@ def _ok(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.answer is None:
         text = {endpoint.text: {"schema": {"type": "string"}}}
         return {"description": "The answer.", "content": text}
-    content: dict[str, Any] = {_JSON: {"schema": _ref(endpoint.answer.__name__)}}
+    schema: dict[str, Any] = _ref(endpoint.answer.__name__)
+    if endpoint.is_list:
+        schema = {"type": "array", "items": schema}
+    content: dict[str, Any] = {_JSON: {"schema": schema}}
     if endpoint.event is not None:
         data = {
             "type": "string",

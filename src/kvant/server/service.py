@@ -286,7 +286,7 @@ class Service:
         facts = self.require()
         self.admission.take(generation.num_sequences)
         try:
-            prompts, rendered = await self._tokenise(generation, facts)
+            prompts, rendered = await self.tokenise(generation, facts)
             self.require()  # it may have died meanwhile
             self.admission.take_tokens(sum(map(len, prompts)))
             salt = self.salt_of(key, generation.salt)
@@ -350,7 +350,7 @@ class Service:
         self.admission.give_back_tokens(sequence.queued_tokens)
         sequence.queued_tokens = 0
 
-    async def _tokenise(
+    async def tokenise(
         self, generation: Generation, facts: Facts
     ) -> tuple[list[tuple[int, ...]], str]:
         """Returns the prompts as token ids, and the rendered conversation."""

@@ -527,6 +527,38 @@ class Load(Struct):
     server_load: Count
 
 
+class RankLoad(Struct, kw_only=True):
+    """One data-parallel rank. Shares from 0 to 1: token_usage, of the KV cache; utilization, of places."""
+
+    dp_rank: Count
+    num_running_reqs: Count
+    num_waiting_reqs: Count
+    num_waiting_uncached_tokens: Count
+    num_total_reqs: Count
+    num_used_tokens: Count
+    max_total_num_tokens: Count
+    token_usage: float
+    utilization: float
+    max_running_requests: Count
+
+
+class Loads(Struct):
+    """The load as gateways read it. timestamp: ISO 8601, in UTC."""
+
+    timestamp: str
+    version: str
+    model: str
+    dp_rank_count: Count
+    loads: list[RankLoad]
+
+
+class Rendered(Struct):
+    """What one prompt runs as."""
+
+    model: str
+    token_ids: list[Count]
+
+
 class ServerInfo(Struct):
     """What this server runs. fingerprint: of the plan, see /v1/kv/plan."""
 

@@ -100,6 +100,24 @@ def test_no_title_of_the_alternatives_is_cut_where_rules_are_kept(plain: Path) -
         assert re.search(r"B/token +tokens a GiB +tokens in .* +vs 16 bit", titles[1])
 
 
+def test_the_plan_shows_what_fits_by_the_formats_of_weights_and_cache(tmp_path: Path) -> None:
+    """An 8B model on a card of 24 GB holds 200,000 tokens with 4 bits for both."""
+    shape = Path(__file__).parents[1] / "configs" / "qwen3-8b.json"
+    model = write_model(tmp_path / "8b", json.loads(shape.read_text()))
+    asked = ("plan", model, "--device", "sm_90", "--memory", "24GB")
+    table = kvant(*asked, env={"COLUMNS": "100"}).out
+    lines = table[table.index("tokens that fit, by") :].splitlines()[1:]
+    assert lines[0].split() == ["weights", "bfloat16", "fp8_e4m3", "int4_per_token_head"]
+    rows = {line.split()[0]: line.split()[3:] for line in lines[1:6]}
+    assert list(rows) == ["none", "fp8", "fp8_dynamic", "int8", "int4"]
+    tokens = {name: [int(n.replace(",", "")) for n in found] for name, found in rows.items()}
+    assert tokens["int4"][2] >= 200_000
+    for found in tokens.values():
+        assert found == sorted(found)
+    chosen = kvant(*asked, "--quantization", "int4", env={"COLUMNS": "100"}).out
+    assert f"room for {tokens['int4'][0]:,} tokens" in chosen
+
+
 def test_a_model_that_does_not_fit_is_still_a_plan(tmp_path: Path) -> None:
     model = write_model(tmp_path / "70b", LLAMA_70B)
     ran = kvant("plan", model, "--memory", "80GiB", "--format", "json")

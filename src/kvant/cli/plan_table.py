@@ -13,7 +13,7 @@ from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
 from kvant.models.shape import ShapeSource
 from kvant.plan.plan import Plan, PlannedModel
-from kvant.plan.resolution import what_if
+from kvant.plan.resolution import what_if, what_if_weights
 
 _BAR_WIDTH = 60
 _DESCRIBED_FROM = 100  # columns; a narrower terminal has room for numbers only
@@ -39,6 +39,7 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
     _print_division(plan, console)
     _print_memory(plan, console)
     _print_alternatives(plan, console)
+    _print_weights(plan, console)
     for line in plan.warnings:
         console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
     if command and plan.can_run:
@@ -267,4 +268,22 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
             "-" if other.ratio_to_16bit is None else f"{other.ratio_to_16bit:.2f}x",
             *what,
         )
+    console.print(table)
+
+
+def _print_weights(plan: Plan, console: Console) -> None:
+    """Tokens that fit, by the format of weights and that of the KV cache."""
+    columns, rows = what_if_weights(plan)
+    if not rows:
+        return
+    title = "tokens that fit, by --quantization and --kv-cache-dtype"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    table.add_column("", no_wrap=True)
+    table.add_column("weights", justify="right", no_wrap=True)
+    for dtype in columns:
+        table.add_column(str(dtype), justify="right", no_wrap=True)
+    for row in rows:
+        chosen = "none" if row.asked is None else row.asked.value
+        counts = ["-" if not tokens else f"{tokens:,}" for tokens in row.tokens]
+        table.add_row(chosen, format_size(row.weights_bytes), *counts)
     console.print(table)

@@ -15,8 +15,12 @@ from kvant.kv.names import FormatRequest, known_names
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
+from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
+from kvant.models.quantization import Quantization, check_quantization
+from kvant.models.select import select_forward
 from kvant.models.sharding.shard import rank_layer
+from kvant.models.weights import WeightBytes, estimate_weight_bytes, quantized_weight_bytes
 from kvant.plan.plan import DEFAULT_PAGE_SIZE, Plan, PlanRequest
 
 
@@ -121,3 +125,74 @@ def _alternative(plan: Plan, dtype: KVDtype) -> Alternative:
     capacity = plan.memory_with(kv).capacity_tokens
     ratio = kv.bytes_per_token_16bit / kv.bytes_per_token if kv.bytes_per_token else None
     return Alternative(dtype, kv.bytes_per_token, ratio, capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightAlternative:
+    """One method of `--quantization`, None for none. tokens: that fit, by KV format of the table's columns;
+    None where nothing fits or is known.
+    """
+
+    asked: Quantization | None
+    weights_bytes: int
+    tokens: tuple[int | None, ...]
+
+
+_COLUMNS = (KVDtype.FP8_E4M3, KVDtype.INT4_PER_TOKEN_HEAD)
+
+
+def what_if_weights(plan: Plan) -> tuple[tuple[KVDtype, ...], tuple[WeightAlternative, ...]]:
+    """KV formats, and for each method that rounds this model's weights the tokens that fit with both.
+
+    Nothing without a memory to divide, and for a model whose weights cannot be rounded.
+    """
+    if plan.total_bytes is None or plan.kv_cache_bytes is not None:
+        return (), ()
+    columns: list[tuple[KVDtype, KVPlan]] = []
+    for dtype in (plan.target.kv.compute_dtype.kv_dtype, *_COLUMNS):
+        asked = Asked(FormatRequest(dtype, dtype), f"--kv-cache-dtype {dtype}")
+        request = replace(plan.request.requests.target, explicit=(asked,))
+        try:
+            columns.append((dtype, resolve_again(plan, request)))
+        except ConfigError:
+            continue
+    rows = []
+    for method in (None, *Quantization):
+        found = _rounded_weights(plan, method)
+        size = None if found is None else found[0].bytes
+        if found is None or size is None:
+            continue
+        weights, beside = found
+        # What the forward needs beside its weights is taken from the same memory.
+        held = replace(weights, bytes=size + beside - plan.forward.extra_bytes)
+        other = replace(plan, target=replace(plan.target, weights=held))
+        tokens = tuple(other.memory_with(kv).capacity_tokens for _, kv in columns)
+        rows.append(WeightAlternative(method, size, tokens))
+    if len(rows) < 2:
+        return (), ()
+    return tuple(dtype for dtype, _ in columns), tuple(rows)
+
+
+def _rounded_weights(plan: Plan, method: Quantization | None) -> tuple[WeightBytes, int] | None:
+    """The weights' bytes with this method, and the forward's beside them; None where it cannot be had."""
+    request, target = plan.request, plan.target
+    compute = target.kv.compute_dtype
+    if method == request.quantization:
+        return target.weights, plan.forward.extra_bytes
+    facts = ForwardFacts(
+        target.config, target.geometry, compute, request.device, method, request.batch_invariant
+    )
+    try:
+        if method is not None:
+            check_quantization(method, request.device, compute)
+        beside = select_forward(facts).extra_bytes
+        if method is None:
+            weights = estimate_weight_bytes(target.config, target.geometry, compute=compute)
+            return weights, beside
+        on_gpu = None if request.on_cpu else compute
+        return (
+            quantized_weight_bytes(target.config, target.geometry, method, compute=on_gpu),
+            beside,
+        )
+    except ConfigError:
+        return None

@@ -14,6 +14,7 @@ from kvant.errors import BadValue, NotServable
 from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.models.quiet import quiet_transformers
+from kvant.plan import planning
 from tests.models import families
 from tests.speculative.recorded import Again
 
@@ -106,7 +107,8 @@ def test_a_bfloat16_state_is_stored_and_counted(models: dict[str, Path]) -> None
         runner = llm.engine.runner
         assert isinstance(runner, ModelRunner)
         assert runner.states is not None
-        assert runner.states.num_bytes == 3 * llm.plan.bytes_per_sequence
+        assert runner.states.num_bytes == llm.planned.states_bytes
+        assert llm.planned.states_bytes == (2 + 1 + 1) * llm.plan.bytes_per_sequence
     spec = narrow.plan.layers[0].states[1]
     assert spec.choice.dtype is KVDtype.BFLOAT16
     assert spec.choice.because == "state_dtype='bf16'"
@@ -131,3 +133,72 @@ def test_what_a_state_cannot_be_is_refused(models: dict[str, Path], tmp_path: Pa
     (tmp_path / "model.safetensors").symlink_to(hybrid / "model.safetensors")
     wished = opened(tmp_path).plan.layers[0].states[1].choice
     assert (wished.dtype, wished.because) == (KVDtype.BFLOAT16, "config.json: mamba_ssm_dtype")
+
+
+def answers(llm: LLM, prompts: list[list[int]], count: int = 12) -> list[tuple[list[int], int]]:
+    """Each prompt alone, after the others: its tokens, and how many came from the cache."""
+    found = []
+    for prompt in prompts:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        (result,) = llm.generate([prompt], [params])
+        found.append((list(result.token_ids), result.num_cached_tokens))
+    llm.engine.audit()
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hits_give_the_tokens_of_cold_runs(
+    models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_STATE_STRIDES", {True: 64, False: 64})
+    text = [5 + (i * i + 3 * i) % 110 for i in range(260)]
+    other = [6 + (i * i + i) % 110 for i in range(90)]
+    prompts = [
+        text[:200],
+        text[:200],  # again: up to where its last whole page ended
+        text[:200] + other[:50],  # goes on
+        text[:150] + other,  # differs from token 150 on: up to the multiple of 64 before
+        text[:40] + other,  # before any place where a state is kept
+        other + text[:150],  # shifted: nothing in common
+        [*other, *text[:150], 7, 8, 9],
+    ]
+    cold = opened(models[name], enable_prefix_caching=False, max_num_seqs=2)
+    warm = opened(models[name], max_num_seqs=2, state_cache_memory=9 * cold.plan.bytes_per_sequence)
+    expected, found = answers(cold, prompts), answers(warm, prompts)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert [cached for _, cached in found] == [0, 192, 192, 128, 0, 0, 224]
+    # One slot: the last state alone is kept, and every answer is the same.
+    least = opened(models[name], max_num_seqs=2, state_cache_memory=cold.plan.bytes_per_sequence)
+    assert [tokens for tokens, _ in answers(least, prompts)] == [tokens for tokens, _ in expected]
+    assert sum(cached for _, cached in answers(least, prompts[:2])) == 192
+
+
+def test_hits_in_a_full_pool(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that share beginnings run together, lose their pages, and begin again from kept states."""
+    monkeypatch.setattr(planning, "_STATE_STRIDES", {True: 32, False: 32})
+    path = models["qwen3_5_text"]
+    base = [5 + (i * i + 3 * i) % 110 for i in range(150)]
+    prompts = [base[: 130 + i] + [9 + i] * (3 * i) for i in range(6)]
+    params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True) for _ in prompts]
+    cold = opened(path, enable_prefix_caching=False, max_num_seqs=6)
+    expected = [list(result.token_ids) for result in cold.generate(prompts, params)]
+    llm = opened(
+        path, max_num_seqs=6, max_num_batched_tokens=48, max_model_len=240,
+        kv_cache_memory=18 * cold.plan.page_bytes,
+        state_cache_memory=3 * cold.plan.bytes_per_sequence,
+    )  # fmt: skip
+    for _ in range(2):
+        assert [list(result.token_ids) for result in llm.generate(prompts, params)] == expected
+        llm.engine.audit()
+    assert llm.engine.stats.num_preemptions > 0
+
+
+def test_a_cancelled_request_keeps_no_state(models: dict[str, Path]) -> None:
+    llm = opened(models["qwen3_5_text"], max_num_seqs=2)
+    number = llm.engine.submit([5 + i % 90 for i in range(200)], PARAMS[0])
+    for _ in range(4):
+        llm.engine.step()
+    assert llm.engine.scheduler.states.num_kept == 1
+    llm.engine.cancel(number)
+    assert llm.engine.scheduler.states.num_kept == 0
+    llm.engine.audit()

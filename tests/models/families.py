@@ -153,6 +153,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _LINEAR, "linear_num_heads": 4, "linear_head_dim": 16,
         "num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"] * 2}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "nemotron_h": {

@@ -209,7 +209,11 @@ def _print_memory(plan: Plan, console: Console) -> None:
         ("states", memory.states_bytes, "cyan"),
         ("KV", memory.kv_bytes, "green"),
     ]
-    notes = {"weights": _weights_note(plan), "workspaces": _workspaces_note(plan)}
+    notes = {
+        "weights": _weights_note(plan),
+        "workspaces": _workspaces_note(plan),
+        "states": _states_note(plan),
+    }
     shown = [(name, size, style) for name, size, style in parts if size]
     whole = memory.total_bytes if plan.kv_cache_bytes is None else None
     whole = max(whole or 0, sum(size for _, size, _ in shown)) or 1
@@ -229,6 +233,17 @@ def _print_memory(plan: Plan, console: Console) -> None:
             f", {capacity // plan.request.max_model_len} sequences of {plan.request.max_model_len}"
         )
     console.print(Text(line, style="bold"))
+
+
+def _states_note(plan: Plan) -> str:
+    """How many sequences run at once, and how many states are kept for later ones."""
+    limits = plan.limits
+    text = f"{limits.max_num_seqs} sequences"
+    if limits.state_slots:
+        text += (
+            f", {limits.state_slots} kept every {limits.state_stride} tokens and where prompts end"
+        )
+    return f" ({text})"
 
 
 def _workspaces_note(plan: Plan) -> str:

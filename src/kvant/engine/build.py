@@ -106,7 +106,9 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     begin("compiling kernels and recording steps")
     with _memory_for(planned):
         runner = (
-            ModelRunner(model, num_pages, max_num_seqs=limits.max_num_seqs)
+            ModelRunner(
+                model, num_pages, max_num_seqs=limits.max_num_seqs, state_slots=limits.state_slots
+            )
             if team is None
             else team.meet(model)
         )

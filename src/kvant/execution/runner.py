@@ -23,6 +23,7 @@ from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
 from kvant.kv.state_pool import StatePool
 from kvant.models.loaded import LoadedModel, widened
+from kvant.scheduling.kept_states import rows_and_slots
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.base import DeviceProposer, Proposer
@@ -61,7 +62,7 @@ class Runner(Protocol):
 class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only.
 
-    max_num_seqs: rows of the states of a model that keeps some.
+    max_num_seqs: rows of the states of a model that keeps some. state_slots: of those that are kept.
     """
 
     def __init__(
@@ -71,10 +72,13 @@ class ModelRunner:
         plan: KVPlan | None = None,
         *,
         max_num_seqs: int = 1,
+        state_slots: int = 0,
     ) -> None:
         self.model = model
         stored = model.plan if plan is None else plan
-        self.states = StatePool(stored, max_num_seqs, model.device) if stored.has_states else None
+        self.states: StatePool | None = None
+        if stored.has_states:
+            self.states = StatePool(stored, max_num_seqs, model.device, state_slots)
         self.pool = KVPool(stored, num_pages, device=model.device, scales=model.scales)
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
         self._graphs: StepGraphs | None = None
@@ -117,6 +121,14 @@ class ModelRunner:
         return self._graphs is not None
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
+        if self.states is not None and schedule.states_to_load:
+            self.states.load(*rows_and_slots(schedule.states_to_load))
+        launched = self._launch(schedule, table, drafts)
+        if self.states is not None and schedule.states_to_keep:
+            self.states.keep(*rows_and_slots(schedule.states_to_keep))
+        return launched
+
+    def _launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None) -> Launched:
         if self._graphs is not None:
             return self._graphs.launch(schedule, table, drafts)
         batch = build_batch(schedule, table, self.model.plan.page_size, drafts)

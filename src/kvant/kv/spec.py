@@ -183,9 +183,9 @@ class KVPlan:
     def has_states(self) -> bool:
         return any(layer.states for layer in self.layers)
 
-    def states_bytes(self, max_num_seqs: int) -> int:
-        """Bytes of all rows of states: one for each running sequence, and the scratch row."""
-        return (max_num_seqs + 1) * self.bytes_per_sequence
+    def states_bytes(self, max_num_seqs: int, num_slots: int = 0) -> int:
+        """Bytes of all states: of each running sequence, of the scratch row, and of slots for kept ones."""
+        return (max_num_seqs + 1 + num_slots) * self.bytes_per_sequence
 
     @property
     def page_bytes(self) -> int:

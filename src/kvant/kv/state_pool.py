@@ -6,6 +6,7 @@ runs starts from zeros and never reads its row (`kvant.models.recurrent`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,19 +36,40 @@ class StateCache:
 
 
 class StatePool:
-    """States of all layers of a plan for `num_rows` sequences; row `scratch_row` is of padding."""
+    """States of all layers of a plan for `num_rows` sequences; row `scratch_row` is of padding.
 
-    def __init__(self, plan: KVPlan, num_rows: int, device: torch.device) -> None:
+    num_slots: rows behind that one, for states that are kept.
+    """
+
+    def __init__(
+        self, plan: KVPlan, num_rows: int, device: torch.device, num_slots: int = 0
+    ) -> None:
         self.plan = plan
         self.scratch_row = num_rows
         self._states = {
-            (layer.geometry.index, state.geometry.kind): _allocate(state, num_rows + 1, device)
+            (layer.geometry.index, state.geometry.kind): _allocate(
+                state, num_rows + 1 + num_slots, device
+            )
             for layer in plan.layers
             for state in layer.states
         }
 
     def get(self, layer: int, kind: StateKind) -> StateCache:
         return self._states[layer, kind]
+
+    def load(self, slots: Sequence[int], rows: Sequence[int]) -> None:
+        """Copy kept states into rows."""
+        self._copy([self.scratch_row + 1 + slot for slot in slots], rows)
+
+    def keep(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy the states of rows into slots."""
+        self._copy(rows, [self.scratch_row + 1 + slot for slot in slots])
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for state in self._states.values():
+            for plane in state.planes:
+                for source, target in zip(sources, targets, strict=True):
+                    plane[target].copy_(plane[source])
 
     @property
     def num_bytes(self) -> int:

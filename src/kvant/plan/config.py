@@ -83,6 +83,14 @@ class PlanOptions:
         aliases=("mamba_cache_dtype",),
         panel=_KV,
     )
+    state_cache_memory: str | None = option(
+        None,
+        "Memory for states of recurrent layers that the prefix cache continues from.",
+        kind=Kind.SIZE,
+        metavar="SIZE",
+        unset="a state for every four of max_num_seqs",
+        panel=_KV,
+    )
     kv_missing_scales: str = option(
         "error",
         "What to do if scales that the checkpoint promises are missing.",
@@ -209,6 +217,7 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_policy: str | Path | None
     state_dtype: str | None
     conv_state_dtype: str | None
+    state_cache_memory: int | str | None
     kv_missing_scales: str | None
     kv_format_defaults: str | None
     strict: bool | None
@@ -296,6 +305,9 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         kv_cache_bytes=None
         if memory is None
         else parse_size(memory, asked_by=_by(settings, "kv_cache_memory")),
+        state_cache_bytes=None
+        if options.state_cache_memory is None
+        else parse_size(options.state_cache_memory, asked_by=_by(settings, "state_cache_memory")),
         speculative=None
         if draft is None
         else parse_speculative_config(draft, asked_by=_by(settings, "speculative_config")),

@@ -15,7 +15,8 @@ class Limits:
     sequences. max_model_len: tokens of one sequence, prompt and answer. page_size: tokens of a page.
     prefix_caching: whether requests share pages with equal contents. max_prompt_logprobs: prompt tokens
     per step whose log-probabilities can be requested; each takes a row of logits. prompt_stride: a
-    prompt is split at multiples of this number, in steps with room for one stride.
+    prompt is split at multiples of this number, in steps with room for one stride. state_slots: states
+    of recurrent layers that are kept for prompts with equal beginnings, at multiples of state_stride.
     """
 
     max_num_seqs: int
@@ -25,6 +26,8 @@ class Limits:
     prefix_caching: bool = True
     max_prompt_logprobs: int = 256
     prompt_stride: int = 1
+    state_slots: int = 0
+    state_stride: int = 4096
 
 
 def default_num_seqs(device: DeviceFacts) -> int:

@@ -38,7 +38,8 @@ class PlanRequest:
     dtype: the compute dtype. backend: the only attention backend that is allowed. page_size: tokens.
     max_model_len, max_num_seqs, max_num_batched_tokens, prefix_caching: see `Limits`.
     memory_bytes: memory of a device to plan for that need not be here. kv_cache_bytes: of all pages.
-    memory_utilization: share of a GPU's memory to use. batch_invariant: use only backends that compute
+    state_cache_bytes: of states that are kept for the prefix cache. memory_utilization: share of a GPU's
+    memory to use. batch_invariant: use only backends that compute
     every row independently of the rows beside it. quantization: of the target's weights, while they are
     loaded. tensor_parallel_size: devices that share the model.
     """
@@ -56,6 +57,7 @@ class PlanRequest:
     prefix_caching: bool = True
     memory_bytes: int | None = None
     kv_cache_bytes: int | None = None
+    state_cache_bytes: int | None = None
     memory_utilization: float = UTILIZATION
     speculative: SpeculativeConfig | None = None
     batch_invariant: bool = False
@@ -153,8 +155,8 @@ class Plan:
 
     @property
     def states_bytes(self) -> int:
-        """States of all running sequences, and the scratch row."""
-        return self.target.kv.states_bytes(self.limits.max_num_seqs)
+        """States of all running sequences, of the scratch row, and kept ones."""
+        return self.target.kv.states_bytes(self.limits.max_num_seqs, self.limits.state_slots)
 
     @property
     def longest(self) -> int | None:
@@ -190,10 +192,10 @@ class Plan:
         if self.draft is not None:
             notes = self.draft.local.notes, self.draft.kv.warnings
             lines += [f"draft: {line}" for lines_of in notes for line in lines_of]
-        if self.target.geometry.has_states and self.request.prefix_caching:
+        if self.request.prefix_caching and not self.limits.prefix_caching:
             lines.append(
-                "prefix caching is off: a hit would need the states of its recurrent layers where the common "
-                "beginning ends, which are not stored"
+                "prefix caching is off: the memory of --state-cache-memory holds no state of its "
+                "recurrent layers, without which no text can be continued"
             )
         return (*lines, *self._memory_warnings())
 

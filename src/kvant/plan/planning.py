@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -42,6 +43,10 @@ from kvant.speculative.methods import NGRAM
 
 _STATES_SHARE = 0.4
 """Share of the memory beside weights that states may take unless --max-num-seqs says how many there are."""
+
+
+_STATE_STRIDES = {True: 512, False: 2048}
+"""Tokens between states that are kept, on a CPU and on a GPU: prompts are cut there."""
 
 
 def make_plan(request: PlanRequest, facts: Facts) -> Plan:
@@ -153,16 +158,28 @@ def _limits(request: PlanRequest, target: PlannedModel, memory: DeviceMemory | N
     """As asked, else the device's defaults."""
     geometry = target.geometry
     seqs = request.max_num_seqs or _num_seqs(request, target, memory)
+    slots = _state_slots(request, target, seqs)
     tokens = request.max_num_batched_tokens or default_num_batched_tokens(request.device, seqs)
     return Limits(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         max_model_len=request.max_model_len or geometry.max_model_len or tokens,
         page_size=request.page_size,
-        # A hit would need states as they were where the common beginning ends; they are not stored.
-        prefix_caching=request.prefix_caching and not geometry.has_states,
+        prefix_caching=request.prefix_caching and (slots > 0 or not geometry.has_states),
         prompt_stride=1 if request.on_cpu else LONG_STRIDE,
+        state_slots=slots,
+        state_stride=math.lcm(_STATE_STRIDES[request.on_cpu], request.page_size),
     )
+
+
+def _state_slots(request: PlanRequest, target: PlannedModel, max_num_seqs: int) -> int:
+    """States that are kept for the prefix cache: as many as asked, else one for every four sequences."""
+    each = target.kv.bytes_per_sequence
+    if not each or not request.prefix_caching:
+        return 0
+    if request.state_cache_bytes is not None:
+        return request.state_cache_bytes // each
+    return -(-max_num_seqs // 4)
 
 
 def _num_seqs(request: PlanRequest, target: PlannedModel, memory: DeviceMemory | None) -> int:

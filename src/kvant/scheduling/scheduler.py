@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from kvant.attention.need import LONG
 from kvant.kv.pages import PageAllocator
 from kvant.plan.limits import Limits
+from kvant.scheduling.kept_states import KeptStates
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.row_table import HeldPages
 
@@ -44,6 +45,8 @@ class Schedule:
     room for, or None. num_drafts: the largest of them, as it was asked for.
     needs_host: whether the host must compute something between this step's logits and its tokens.
     pages_to_zero: cleared before the step. preempted: sequences that lost their pages for it.
+    states_to_load: (slot, row) of kept states that sequences begin with, copied before the step.
+    states_to_keep: (row, slot) of states that the step leaves behind, copied after it.
     """
 
     sequences: list[Sequence]
@@ -60,6 +63,8 @@ class Schedule:
     needs_host: bool
     pages_to_zero: list[int]
     preempted: list[Sequence]
+    states_to_load: list[tuple[int, int]] = field(default_factory=list)
+    states_to_keep: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_decodes(self) -> int:
@@ -83,12 +88,14 @@ class _Pieces:
     """Pieces of prompts as a step collects them: (sequence, start, number of tokens).
 
     budget: tokens the step has room for. logprobs_left: prompt tokens that may still be scored.
-    stride: a piece that does not end its prompt ends at a multiple of this.
+    stride: a piece that does not end its prompt ends at a multiple of this. states: pieces end where a
+    state is kept, too.
     """
 
     budget: int
     logprobs_left: int
     stride: int
+    states: KeptStates
     chosen: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
     def room_for(self, sequence: Sequence, start: int) -> int:
@@ -100,7 +107,7 @@ class _Pieces:
 
     def add(self, sequence: Sequence, start: int) -> None:
         """Take as many of the sequence's tokens as there is room for, maybe none."""
-        count = self.room_for(sequence, start)
+        count = self.states.room(sequence, start, self.room_for(sequence, start))
         if sequence.lacks_prompt_logprobs:
             count = min(count, self.logprobs_left)
             self.logprobs_left -= count
@@ -126,6 +133,10 @@ class Scheduler:
             prefix_caching=limits.prefix_caching,
         )
         self.table = self.pages.table
+        self.states = KeptStates(
+            limits.state_slots, stride=limits.state_stride, page_size=limits.page_size
+        )
+        self._states_to_load: list[tuple[int, int]] = []
         self._waiting: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
         # `_running` and its rows, replaced whenever it changes.
@@ -245,6 +256,7 @@ class Scheduler:
         """
         assert sequence.status is not Status.FINISHED
         self.pages.forget(sequence, reason)
+        self.states.forget(sequence, reason)
         if sequence.status is Status.RUNNING:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._remember(sequence)
@@ -260,6 +272,7 @@ class Scheduler:
         """Recompute pages, counts and rows. Returns what does not add up, in words."""
         faults = self.pages.audit(self._running)
         faults += [f"request {s.number} waits with pages" for s in self._waiting if s.pages]
+        faults += self.states.audit(self.limits.state_slots)
         order = [sequence.order for sequence in (*self._running, *self._waiting)]
         if order != sorted(order):
             faults.append("a younger request stands before an older one")
@@ -315,7 +328,7 @@ class Scheduler:
         """Pieces of the prompts that are being computed."""
         # With less room than a stride nothing could be cut there, and no prompt would advance.
         stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
-        pieces = _Pieces(budget, self.limits.max_prompt_logprobs, stride)
+        pieces = _Pieces(budget, self.limits.max_prompt_logprobs, stride, self.states)
         for sequence in prefilling:
             pieces.add(sequence, int(self.table.num_computed[sequence.row]))
         return pieces
@@ -327,7 +340,7 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.lacks_prompt_logprobs and not pieces.logprobs_left:
                 return
-            found = self.pages.find_prefix(sequence)
+            found = self.states.reach(sequence, self.pages.find_prefix(sequence))
             if computing is None:  # prompts of answering sequences can be found already
                 computing = self._unshared(prefilling)
             if self.pages.are_mostly_computed(sequence, len(found), computing):
@@ -339,6 +352,9 @@ class Scheduler:
             if not self.pages.admit(sequence, found, spare=len(self._running)):
                 assert self._running, "a request that fits found no pages"
                 return
+            if found and self.limits.state_slots:
+                slot = self.states.use(sequence, len(found))
+                self._states_to_load.append((slot, sequence.row))
             self._waiting.popleft()
             self._running.append(sequence)
             self._order = None
@@ -422,11 +438,23 @@ class Scheduler:
             needs_host=needs_host,
             pages_to_zero=self.allocator.take_pages_to_zero(),
             preempted=preempted,
+            states_to_load=self._states_to_load,
+            states_to_keep=self._keep(chosen),
         )
+        self._states_to_load = []
         if sequences:
             self._in_flight.append(schedule)
             table.launched(rows, counts, samples, max_drafts)
         return schedule
+
+    def _keep(self, pieces: Items[tuple[Sequence, int, int]]) -> list[tuple[int, int]]:
+        """(row, slot) of the states to keep that these pieces leave behind."""
+        found = []
+        for sequence, start, count in pieces:
+            slot = self.states.keep(sequence, start + count)
+            if slot is not None:
+                found.append((sequence.row, slot))
+        return found
 
     def _limits(self, rows: NDArray[np.int64], uncertain: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] int64, the first position that each sequence may not store; -1 where its start is exact."""

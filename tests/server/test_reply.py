@@ -194,6 +194,49 @@ def test_recorded_outputs_are_read_whole_and_cut_anywhere(recorded: Recorded) ->
     assert _read(recorded, list(text)) == whole
 
 
+STREAMED = (
+    "qwen3 thinks and calls", "mistral small 3.2", "llama 3.1", "llama 4", "llama 3.1 with its mark",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_arguments_of_a_free_call_come_in_parts(name: str) -> None:
+    recorded = next(one for one in RECORDED if one.name == name)
+    reader = ReplyReader(reply_format(recorded.template), TOOLS, recorded.prefix)
+    seen = [part for char in recorded.output for part in reader.feed(char) if part.kind == "call"]
+    assert len(seen) > 10 * len(recorded.calls)
+    assert [part.name for part in seen if part.id] == [name for name, _ in recorded.calls]
+    ends = [place for place, part in enumerate(seen) if part.id]
+    assert ends == sorted(ends)
+
+
+def test_a_call_that_max_tokens_cut_keeps_its_beginning() -> None:
+    recorded = next(one for one in RECORDED if one.name == "llama 3.1")
+    cut = recorded.output[:-6]
+    for pieces in ([cut], list(cut)):
+        reader = ReplyReader(reply_format(recorded.template), TOOLS, recorded.prefix)
+        parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+        assert {part.kind for part in parts} == {"call"}
+        assert cut.endswith("".join(part.text for part in parts))
+
+
+def test_braces_and_quotes_inside_of_texts_do_not_end_the_arguments() -> None:
+    arguments = {"city": 'a } " \\ { ] [', "days": 1, "more": [{"x": "}"}]}
+    text = json.dumps({"name": "get_weather", "arguments": arguments})
+    recorded = Recorded("", _HERMES, _CHATML, f"<tool_call>\n{text}\n</tool_call>")
+    for pieces in ([recorded.output], list(recorded.output)):
+        assert _read(recorded, pieces)["calls"] == (("get_weather", arguments),)
+
+
+def test_an_unknown_name_and_another_order_are_read_at_the_end() -> None:
+    for body in (
+        '{"name": "other", "arguments": {"a": 1}}', '{"arguments": {"a": 1}, "name": "get_weather"}',
+    ):  # fmt: skip
+        recorded = Recorded("", _HERMES, _CHATML, f"<tool_call>\n{body}\n</tool_call>")
+        ((_, arguments),) = _read(recorded, list(recorded.output))["calls"]
+        assert arguments == {"a": 1}
+
+
 def test_one_call_is_kept_where_several_are_not_wanted() -> None:
     recorded = next(one for one in RECORDED if len(one.calls) == 2)
     found = _read(recorded, list(recorded.output), Tools((WEATHER,), parallel=False))

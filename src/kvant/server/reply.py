@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ class Tools:
     specs: tuple[dict[str, Any], ...]
     forced: str | None = None
     parallel: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(spec["function"]["name"] for spec in self.specs)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -78,6 +83,11 @@ class ReplyReader:
         self._num_calls = 0
         self._trims = {"content": _Trim(), "reasoning": _Trim()}
         self._parser: Any = None
+        self._arguments: _Arguments | None = None  # of the call that grows
+        calls = None if format is None else format["fields"].get("tool_calls")
+        self._streams = calls is not None and calls["content"] == "json"
+        self._streams &= calls is None or "unquoted_keys" not in calls.get("content_args", {})
+        self._is_named = calls is not None and calls["transform"] is _NAMED
         if self._forced is None and format is not None:
             from transformers.utils.chat_parsing import ResponseParser
 
@@ -128,12 +138,36 @@ class ReplyReader:
     def _parts(self, events: Sequence[dict[str, Any]]) -> Iterator[Part]:
         for event in events:
             field = event["field"]
-            if event["type"] == "region_close" and field == "tool_calls":
-                yield from self._calls(event["value"])
+            if field == "tool_calls":
+                yield from self._of_call(event)
             elif event["type"] == "region_chunk" and not event["dirty"]:
                 kind = "content" if field == "content" else "reasoning"
                 if text := self._trims[kind].push(event["text"]):
                     yield Part(kind, text)
+
+    def _of_call(self, event: dict[str, Any]) -> Iterator[Part]:
+        """What an event of a call's region shows: pieces of its arguments, or the whole call at its end."""
+        kind = event["type"]
+        if kind == "region_open":
+            captured = getattr(self._parser, "_captures", {}).get("name")
+            can = self._streams and (captured is not None or not self._is_named)
+            self._arguments = _Arguments(captured if self._is_named else None) if can else None
+        elif kind == "region_chunk" and self._arguments is not None:
+            call = self._arguments
+            text = call.feed(event["text"])
+            if not text:
+                return
+            if call.number is not None:
+                yield Part("call", text, call.number)
+            elif self._tools is None or call.name not in self._tools.names:
+                self._arguments = None  # shown at its end, as a whole
+            elif self._tools.parallel or self._num_calls == 0:
+                call.number, self._num_calls = self._num_calls, self._num_calls + 1
+                yield Part("call", text, call.number, _new_id(), call.name)
+        elif kind == "region_close":
+            call, self._arguments = self._arguments, None
+            if call is None or not call.begun:
+                yield from self._calls(event["value"])
 
     def _calls(self, value: Any) -> Iterator[Part]:
         """A call, several, or text that was meant to be one."""
@@ -160,6 +194,65 @@ class ReplyReader:
         except ValueError:  # max_tokens cut it
             return [Part("content", text)] if text else []
         return [self._call(call["name"], call["parameters"]) for call in calls]
+
+
+_WHOLE_CALL = re.compile(
+    r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_MOST_HEAD = 512
+"""Characters in which a call must show its name and begin its arguments, to be streamed."""
+
+
+class _Arguments:
+    """The arguments of one call out of its JSON, as it comes. name: as the call's mark says; else the JSON
+    has it, before the arguments. Gives up for another order of the JSON: the whole call is read then.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.number: int | None = None  # among the answer's calls, once it is shown
+        self.begun = self._ended = self._failed = False
+        self._head = ""
+        self._depth = 0
+        self._in_text = self._escaped = False
+
+    def feed(self, text: str) -> str:
+        """Returns what this piece adds to the arguments."""
+        if self._failed or self._ended:
+            return ""
+        if not self.begun:
+            self._head += text
+            text = self._begin()
+        for place, char in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_text:
+                self._escaped = char == "\\"
+                self._in_text = char != '"'
+            elif char == '"':
+                self._in_text = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._ended = True
+                    return text[: place + 1]
+        return text
+
+    def _begin(self) -> str:
+        """What follows the head, once it is complete."""
+        if self.name is not None:
+            rest = self._head.lstrip()
+            self.begun = rest.startswith("{")
+            self._failed = bool(rest) and not self.begun
+        elif found := _WHOLE_CALL.match(self._head):
+            self.name, self.begun = found[1], True
+            rest = self._head[found.end() :]
+        else:
+            rest = ""
+            self._failed = len(self._head) > _MOST_HEAD
+        return rest if self.begun else ""
 
 
 class _Trim:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvant import LLM, SamplingParams
-from kvant.errors import RequestError
+from kvant.errors import NotServable, RequestError
+from kvant.measure.teacher_forced import TextReader
+from kvant.parallel.runner import RankedRunner
 from kvant.sampling.structured_outputs import StructuredOutputs
 from tests.engine import tiny_chat
 from tests.parallel.test_equality import make
@@ -104,3 +107,12 @@ def test_ranks_count_saturated_values_together(path: Path) -> None:
         llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=4))
     counts = [{s.layer: (s.k, s.v) for s in llm.engine.runner.saturated()} for llm in (two, one)]
     assert counts[0] == counts[1]
+
+
+def test_a_measurement_beside_the_engine_is_refused_instead_of_waiting(path: Path) -> None:
+    """Other ranks would not come."""
+    runner = make(path, 2).engine.runner
+    assert isinstance(runner, RankedRunner)
+    reader = TextReader(runner.model, runner.model.plan, 1, 16)
+    with pytest.raises(NotServable, match="one device"):
+        reader.read(torch.tensor([[5, 6, 7, 8]]))

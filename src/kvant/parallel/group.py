@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvant.errors import EngineFault
+from kvant.errors import EngineFault, NotServable, WayOut
 from kvant.models.sharding.shard import Shard
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RankGroup:
         self._device = device
         self._backend: Any = None
         self._symmetric: SymmetricSums | None = None
-        self._is_alone = False
+        self._is_alone = self._is_together = False
 
     def connect(self, directory: Path, width: int, dtype: torch.dtype) -> None:
         """Meet the other ranks through files in `directory`. Waits for all of them.
@@ -90,6 +90,15 @@ class RankGroup:
         self._backend = None
 
     @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, every rank runs the same step. Outside, a forward would wait for ranks that do not come."""
+        self._is_together = True
+        try:
+            yield
+        finally:
+            self._is_together = False
+
+    @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, nothing is sent: sums and gathers have the right shape and no meaning."""
         self._is_alone = True
@@ -100,8 +109,9 @@ class RankGroup:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x [..], added in float32 in the order of ranks: equal bits everywhere."""
-        if self._is_alone:
+        if self._is_alone or x.numel() == 0:
             return x
+        self._check_together()
         if x.device.type == "cpu":
             return _added(self._gather_on_host(x.contiguous())).to(x.dtype)
         x = x.contiguous()
@@ -118,17 +128,32 @@ class RankGroup:
 
         x, residual: [n, width]. Returns the normed rows, and `residual`.
         """
-        if self._symmetric is None or self._is_alone or not self._symmetric.takes(x):
+        if (
+            self._symmetric is None
+            or self._is_alone
+            or x.numel() == 0
+            or not self._symmetric.takes(x)
+        ):
             return None
+        self._check_together()
         return self._symmetric.sum_add_norm(x.contiguous(), residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' x [.., n], one behind the other in the order of ranks: [.., size * n]."""
-        if self._is_alone:
+        if self._is_alone or x.numel() == 0:
             return torch.cat([x] * self.shard.size, -1)
+        self._check_together()
         x = x.contiguous()
         parts = self._gather_on_host(x) if x.device.type == "cpu" else self._gather_on_device(x)
         return torch.cat(list(parts), -1)
+
+    def _check_together(self) -> None:
+        if not self._is_together:
+            raise NotServable(
+                "this runs on one device, not on several ranks",
+                why="it computes with the model outside of the engine's steps",
+                ways_out=(WayOut("run on one device", ("--tensor-parallel-size", "1")),),
+            )
 
     def _gather_on_host(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.shard.size)]

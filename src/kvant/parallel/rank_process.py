@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from kvant.errors import EngineFault, KvantError, NotServable
 from kvant.parallel.agreement import own_plan, plan_fingerprint
@@ -29,6 +30,9 @@ from kvant.parallel.messages import (
     Zero,
 )
 from kvant.parallel.mirror import Receiver, SentStep
+
+if TYPE_CHECKING:
+    from kvant.execution.runner import ModelRunner
 
 PULSE_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -80,18 +84,20 @@ def _serve(link: Connection[FromRank, ToRank]) -> None:
         group=group,
     )
     link.send(Loaded())
+    assert isinstance(link.recv(), Connect), "ranks meet before they run"
+    group.connect(start.directory, model.hidden_size, model.dtype)
+    runner = ModelRunner(model, start.num_pages)
+    with group.together():
+        _run(link, runner)
+
+
+def _run(link: Connection[FromRank, ToRank], runner: ModelRunner) -> None:
+    """Run what rank 0 runs."""
     receiver = Receiver()
-    runner: ModelRunner | None = None
     while True:
-        message = link.recv()
-        if isinstance(message, Connect):
-            group.connect(start.directory, model.hidden_size, model.dtype)
-            runner = ModelRunner(model, start.num_pages)
-            continue
-        assert runner is not None, "ranks meet before they run"
-        match message:
-            case SentStep():
-                runner.launch(receiver.step(message), receiver.table, message.drafts)
+        match link.recv():
+            case SentStep() as sent:
+                runner.launch(receiver.step(sent), receiver.table, sent.drafts)
             case Zero(pages):
                 runner.zero(pages)
             case CountSaturated():

@@ -10,6 +10,7 @@ from kvant.execution.batch import Drafts, Launched, Outcome
 from kvant.execution.runner import ModelRunner
 from kvant.kv.saturation import Saturated
 from kvant.models.loaded import LoadedModel
+from kvant.parallel.group import RankGroup
 from kvant.parallel.messages import Capture, Counted, CountSaturated, Zero
 from kvant.parallel.mirror import Sender
 from kvant.parallel.ranks import Ranks
@@ -20,9 +21,10 @@ from kvant.scheduling.scheduler import Schedule
 class RankedRunner(ModelRunner):
     """A `ModelRunner` of rank 0's part. Raises RankLost once another rank died or hangs."""
 
-    def __init__(self, model: LoadedModel, num_pages: int, ranks: Ranks) -> None:
+    def __init__(self, model: LoadedModel, num_pages: int, ranks: Ranks, group: RankGroup) -> None:
         super().__init__(model, num_pages)
         self.ranks = ranks
+        self._group = group
         self._sender = Sender()
 
     def zero(self, pages: Sequence[int]) -> None:
@@ -33,7 +35,8 @@ class RankedRunner(ModelRunner):
         sent = self._sender.step(schedule, table, drafts, log_has_reader=self.is_recorded)
         self.ranks.send(sent)
         try:
-            launched = super().launch(schedule, table, drafts)
+            with self._group.together():
+                launched = super().launch(schedule, table, drafts)
         except RankLost:
             raise
         except Exception as fault:
@@ -58,7 +61,8 @@ class RankedRunner(ModelRunner):
         self.ranks.send(
             Capture(max_num_seqs, max_num_batched_tokens, max_model_len, tuple(num_drafts))
         )
-        super().capture(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts)
+        with self._group.together():
+            super().capture(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts)
 
     def saturated(self) -> tuple[Saturated, ...]:
         """Counts of all ranks, each of which stores some heads."""

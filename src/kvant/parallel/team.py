@@ -45,7 +45,7 @@ class Team:
         self._ranks.wait_loaded()
         self._ranks.send(Connect())
         self.group.connect(self._ranks.directory, model.hidden_size, model.dtype)
-        return RankedRunner(model, self._num_pages, self._ranks)
+        return RankedRunner(model, self._num_pages, self._ranks, self.group)
 
 
 def _check_count(size: int, first: int) -> None:

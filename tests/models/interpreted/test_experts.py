@@ -224,3 +224,22 @@ def test_a_layer_is_that_of_plain_torch(tokens: int) -> None:
     torch.testing.assert_close(
         found, TorchExperts().apply(x, logits, experts), atol=1e-5, rtol=1e-4
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_token_has_the_same_bits_among_any_others_in_the_batch_invariant_mode() -> None:
+    device = torch.device("cuda")
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.1
+
+    layer = Experts(
+        Routing(16, 4, rounded=True), (made(16, 256), None), (made(16, 192, 256), None),
+        (made(16, 256, 96), None),
+    )  # fmt: skip
+    kernels = TritonExperts(device, batch_invariant=True)
+    x, logits = made(300, 256), made(300, 16)
+    alone = torch.cat([kernels.apply(x[i : i + 1], logits[i : i + 1], layer) for i in range(300)])
+    for first, end in ((0, 300), (7, 24), (100, 229)):
+        assert torch.equal(kernels.apply(x[first:end], logits[first:end], layer), alone[first:end])

@@ -176,23 +176,32 @@ def activated(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, weight, bias, at, mask, width, eps, KIND: tl.constexpr, dtype: tl.constexpr):
+def _loaded(pointer, at, mask):
+    """The numbers of a weight or a bias, float32; None for one that is None."""
+    if pointer is None:
+        return None
+    else:
+        return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normed(x, w, b, mask, width, eps, KIND: tl.constexpr, dtype: tl.constexpr):
     """A row x, float32 with zeros outside of mask, normalised; rounded to dtype, as float32.
 
-    weight, bias: pointers, or None. at: where the row's numbers lie in them.
+    w, b: weight and bias, float32, or None.
     """
     if KIND == _LAYER or KIND == _LAYER_ONE:
         x = tl.where(mask, x - tl.sum(x, 0) / width, 0.0)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     if KIND == _RMS:
         y = y.to(dtype).to(tl.float32)
-    if weight is not None:
-        w = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    if w is not None:
         if KIND == _RMS_ONE or KIND == _LAYER_ONE:
-            w += 1.0
-        y *= w
-    if bias is not None:
-        y += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+            y *= w + 1.0
+        else:
+            y *= w
+    if b is not None:
+        y += b
     return y.to(dtype).to(tl.float32)
 
 
@@ -200,20 +209,23 @@ def _normed(x, weight, bias, at, mask, width, eps, KIND: tl.constexpr, dtype: tl
 def _add_norm(x, residual, out, weight, bias, eps, before_weight, before_bias, before_eps, factor,
               WIDTH: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr, FACTOR: tl.constexpr,
               KIND: tl.constexpr, BEFORE: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """Program: one row."""
+    """Program: one row. Weights, which no kernel writes, are loaded before the wait."""
     if AHEAD:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * WIDTH
     c = tl.arange(0, PAD)
     mask = c < WIDTH
+    w = _loaded(weight, c, mask)
+    b = _loaded(bias, c, mask)
+    before_w = _loaded(before_weight, c, mask)
+    before_b = _loaded(before_bias, c, mask)
+    if AHEAD:
+        gdc_wait()
     raw = tl.load(x + row + c, mask=mask, other=0.0)
     dtype: tl.constexpr = raw.dtype
     value = raw.to(tl.float32)
     if BEFORE != _NONE:
-        value = _normed(
-            value, before_weight, before_bias, c, mask, WIDTH, before_eps, BEFORE, dtype
-        )
+        value = _normed(value, before_w, before_b, mask, WIDTH, before_eps, BEFORE, dtype)
     if FACTOR:
         value = (value * factor).to(dtype).to(tl.float32)
     if ADD:
@@ -222,7 +234,7 @@ def _add_norm(x, residual, out, weight, bias, eps, before_weight, before_bias, b
         tl.store(residual + row + c, total, mask=mask)
         value = total.to(tl.float32)
     if KIND != _NONE:
-        y = _normed(value, weight, bias, c, mask, WIDTH, eps, KIND, dtype)
+        y = _normed(value, w, b, mask, WIDTH, eps, KIND, dtype)
         tl.store(out + row + c, y.to(dtype), mask=mask)
 
 
@@ -239,12 +251,14 @@ def _norm_whole(qkv, stride, q_weight, q_bias, k_weight, k_bias, eps,
     if tl.program_id(1) == 0:
         mask = c < Q_WIDTH
         raw = tl.load(at + c, mask=mask, other=0.0)
-        y = _normed(raw.to(tl.float32), q_weight, q_bias, c, mask, Q_WIDTH, eps, KIND, raw.dtype)
+        y = _normed(raw.to(tl.float32), _loaded(q_weight, c, mask), _loaded(q_bias, c, mask),
+                    mask, Q_WIDTH, eps, KIND, raw.dtype)  # fmt: skip
         tl.store(at + c, y.to(raw.dtype), mask=mask)
     else:
         mask = c < K_WIDTH
         raw = tl.load(at + Q_WIDTH + c, mask=mask, other=0.0)
-        y = _normed(raw.to(tl.float32), k_weight, k_bias, c, mask, K_WIDTH, eps, KIND, raw.dtype)
+        y = _normed(raw.to(tl.float32), _loaded(k_weight, c, mask), _loaded(k_bias, c, mask),
+                    mask, K_WIDTH, eps, KIND, raw.dtype)  # fmt: skip
         tl.store(at + Q_WIDTH + c, y.to(raw.dtype), mask=mask)
 
 

@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.engine.llm import LLM
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.models.forward_info import ForwardFacts
+from kvant.models.fused.feed_forward import activate
 from kvant.models.fused.recipe import Activation, activation_of
 from kvant.models.fused.recipes import RECIPES
 from kvant.models.geometry.parameters import QKNorm
+from kvant.models.select import select_forward
 from kvant.sampling.sampling_params import SamplingParams
 from tests.attention import driver
 from tests.models import families, loading, tiny
 from tests.models.families import ALL_EQUAL, LOGITS_BOUND, NUM_TOKENS, PROMPTS
+
+BF16 = ComputeDtype.BFLOAT16
 
 _MULTIPLIERS = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1,
@@ -131,11 +137,25 @@ def test_activations_are_known_by_every_name_of_transformers() -> None:
     from transformers.activations import ACT2FN
 
     x = torch.linspace(-4, 4, 33)
-    from kvant.models.fused.feed_forward import activate
-
     for name in ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"):
         found = activation_of(name)
         assert found is not None
         torch.testing.assert_close(activate(x, found), ACT2FN[name](x))
     assert activation_of("mish") is None
     assert activation_of(Activation.SILU.value) is Activation.SILU
+
+
+def test_multimodal_models_whose_decoder_would_finish_logits_are_left_to_transformers() -> None:
+    config = tiny.config_of("gemma3").to_dict()
+    geometry = tiny.geometry("gemma3")
+    device = DeviceFacts(DeviceKind.CUDA, "sm_90")
+
+    def chosen(**changes: Any) -> str | None:
+        text = {k: v for k, v in {**config, **changes}.items() if v is not None}
+        facts = ForwardFacts({"model_type": "gemma3", "text_config": text}, geometry, BF16, device)
+        return select_forward(facts).name
+
+    assert chosen() == "few rows"
+    assert chosen(final_logit_softcapping=30.0) == "transformers"
+    assert chosen(model_type="granite", logits_scaling=8.0) == "transformers"
+    assert chosen(model_type="granite", logits_scaling=1.0) == "few rows"

@@ -47,8 +47,9 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
     own = recipe.feed_forward.own is not None
     if not own and activation is not None and activation_of(activation) is None:
         return f"Kvant's own decoder does not compute {activation}"
-    ends = recipe.logits_divided, recipe.logits_times, recipe.logits_cap
-    if config is not facts.config and any(_changes(config, field) for field in ends):
+    factors = recipe.logits_divided, recipe.logits_times
+    ends = any(field and config.get(field) != 1 for field in factors)
+    if config is not facts.config and (ends or config.get(recipe.logits_cap or "")):
         return "a multimodal model may finish its logits otherwise than its decoder's family"
     layers = facts.geometry.layers
     if any(layer.shared_with is not None for layer in layers):
@@ -63,11 +64,6 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
         if facts.config.get("quantization_config") is not None:
             return "it reads experts from checkpoints that do not quantise them"
     return None
-
-
-def _changes(config: Mapping[str, Any], field: str | None) -> bool:
-    """Whether the config has a factor or a cap of logits in this field; a family's default may be one."""
-    return field is not None and config.get(field, 0.5) not in (None, 1)
 
 
 def has_experts(facts: ForwardFacts) -> bool:

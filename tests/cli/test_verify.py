@@ -81,3 +81,27 @@ def test_several_processes_find_what_one_finds() -> None:
                   "--format", "json")  # fmt: skip
     found = [json.loads(r.stdout)["runs"][0]["backends"]["reference"] for r in (alone, several)]
     assert found[0]["formats"].keys() == found[1]["formats"].keys()
+
+
+def test_products_of_weights_are_verified_in_every_format_and_way() -> None:
+    result = run("verify", "--device", "cpu", "--weights", "--format", "json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert all(cell["right"] and max(cell["errors"]) < 1e-5 for cell in found)
+    ways = {(cell["format"], cell["way"]) for cell in found}
+    assert ("fp8_e4m3, a scale per output", "rounded activations") in ways
+    assert ("int4, a scale per 128 inputs and a zero point", "batch-invariant") in ways
+
+
+def test_a_wrong_product_is_named_and_the_exit_code_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvant.weights import verify
+
+    def off(x: Tensor, weight: Any, bias: Tensor | None, **options: bool) -> Tensor:
+        return 1.001 * multiply(x, weight, bias, **options)
+
+    multiply = verify.multiply
+    monkeypatch.setattr(verify, "multiply", off)
+    monkeypatch.setattr(verify, "FORMATS", verify.FORMATS[:1])
+    result = run("verify", "--device", "cpu", "--weights")
+    assert result.exit_code == 1
+    assert "FAILED fp8_e4m3, a scale per matrix, fastest" in result.stderr

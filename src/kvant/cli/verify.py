@@ -6,12 +6,16 @@ import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvant.cli.out_file import writable
 from kvant.errors import BadValue, WayOut
+
+if TYPE_CHECKING:
+    from kvant.attention.need import DeviceFacts
+    from kvant.kv.dtype import ComputeDtype
 
 
 class Format(Enum):
@@ -48,6 +52,10 @@ def verify(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Run kernels in batch-invariant mode.")
     ] = False,
+    weights: Annotated[
+        bool,
+        typer.Option("--weights", help="Verify products with narrow weights, not attention."),
+    ] = False,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -71,6 +79,7 @@ def verify(
 
     Covers causal and full attention, with and without a window, 1, 16 and 512 queries, and six head
     sizes. Exits with 1 if a combination fails. Refused combinations are shown with the reason.
+    With --weights: products of 1 to 512 rows with every weight format, in every way that an engine uses.
     """
     from kvant.attention.select import BACKENDS, parse_backend
     from kvant.attention.verify.cells import usual_compute
@@ -84,6 +93,9 @@ def verify(
 
     facts = host_device(device)
     compute = parse_compute_dtype(dtype, asked_by="--dtype") or usual_compute(facts)
+    if weights:
+        _verify_weights(facts, compute, format)
+        return
     named = [parse_backend(name, asked_by="--backend") for name in backend or ()]
     chosen = tuple(info for info in named if info is not None) or BACKENDS
     formats = []
@@ -125,6 +137,38 @@ def verify(
     for line in failed:
         sys.stderr.write(f"FAILED {line}\n")
     if failed:
+        raise typer.Exit(1)
+
+
+def _verify_weights(facts: DeviceFacts, compute: ComputeDtype, format: Format) -> None:
+    """Print the errors of products with narrow weights. Exits with 1 if one is wrong."""
+    import json
+
+    import torch
+
+    from kvant.attention.need import DeviceKind
+    from kvant.models.load import TORCH_COMPUTE
+    from kvant.weights.verify import ROWS, verify_products
+
+    device = torch.device("cpu" if facts.kind is DeviceKind.CPU else "cuda")
+    cells = list(verify_products(device, TORCH_COMPUTE[compute]))
+    if format is Format.JSON:
+        found = [
+            {"format": cell.format.summary, "way": cell.way, "rows": ROWS, "errors": cell.errors,
+             "right": cell.is_right}
+            for cell in cells
+        ]  # fmt: skip
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        sys.stdout.write(f"worst relative error of products of {', '.join(map(str, ROWS))} rows\n")
+        for cell in cells:
+            errors = "  ".join(f"{error:.1e}" for error in cell.errors)
+            said = "" if cell.is_right else "  WRONG"
+            sys.stdout.write(f"{cell.format.summary:48} {cell.way:20} {errors}{said}\n")
+    wrong = [cell for cell in cells if not cell.is_right]
+    for cell in wrong:
+        sys.stderr.write(f"FAILED {cell.format.summary}, {cell.way}\n")
+    if wrong:
         raise typer.Exit(1)
 
 

@@ -28,7 +28,7 @@ class Quantization(Enum):
     FP8 = "fp8"  # e4m3, a scale for each output
     FP8_DYNAMIC = "fp8_dynamic"  # the same, and activations e4m3 by token in steps of many rows
     INT8 = "int8"  # a scale for each output
-    INT4 = "int4"  # on a GPU a scale for 128 weights, on a CPU scale and offset for 32
+    INT4 = "int4"  # on a GPU scale and zero point for 128 weights, on a CPU scale and offset for 32
 
     @property
     def rounds_activations(self) -> bool:
@@ -54,7 +54,7 @@ def format_of(asked: Quantization, columns: int) -> WeightFormat:
             why=f"its groups have {_GROUPS[-1]} inputs or more",
             ways_out=(WayOut("take 8 bits", ("--quantization", Quantization.INT8.value)),),
         )
-    return int4_groups(group)
+    return int4_groups(group, zero_points=True)
 
 
 def check_quantization(asked: Quantization, device: DeviceFacts, compute: ComputeDtype) -> None:

@@ -1,0 +1,76 @@
+"""Products with narrow weights against float64 products of the decoded bytes, as cells of `kvant verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvant.weights.codecs import decode, encode, round_rows
+from kvant.weights.format import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    INT8_CHANNEL,
+    MXFP4,
+    NVFP4,
+    WeightFormat,
+    int4_groups,
+    int8_groups,
+)
+from kvant.weights.linear import MOST_EXACT, multiply
+
+FORMATS = (
+    FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int8_groups(128),
+    int4_groups(32), int4_groups(64), int4_groups(128), int4_groups(128, zero_points=True),
+    MXFP4, NVFP4,
+)  # fmt: skip
+ROWS = (1, 9, 64, 200, 512)
+"""Rows of activations: one for each kind of kernel."""
+
+SHAPE = (1040, 1280)
+"""Outputs and inputs: the last stripe of outputs is not full."""
+
+_MOST = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+"""Relative error that the dtype of results and of fine groups explains."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductCell:
+    """errors: by `ROWS`, of a product's result relative to its length. most: what is right at most."""
+
+    format: WeightFormat
+    way: str
+    errors: tuple[float, ...]
+    most: float
+
+    @property
+    def is_right(self) -> bool:
+        return all(error < self.most for error in self.errors)
+
+
+def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[ProductCell]:
+    """Multiply with every format in every way that an engine uses; yield the errors."""
+    generator = torch.Generator(device).manual_seed(0)
+    numbers = torch.randn(SHAPE, device=device, generator=generator) * 0.02
+    inputs = [
+        torch.randn(rows, SHAPE[1], device=device, generator=generator).to(dtype) for rows in ROWS
+    ]
+    for fmt in FORMATS:
+        weight = encode(numbers, fmt)
+        exact = decode(weight, torch.float64)
+        ways = {"fastest": {}, "batch-invariant": {"alike": True}}
+        if fmt == FP8_CHANNEL:
+            ways["rounded activations"] = {"rounds": True}
+        for way, options in ways.items():
+            errors = []
+            for x in inputs:
+                seen = x.to(torch.float64)
+                if "rounds" in options and len(x) > MOST_EXACT:
+                    codes, scales = round_rows(x)
+                    seen = codes.view(torch.float8_e4m3fn).to(torch.float64) * scales
+                expected = seen @ exact.T
+                found = multiply(x, weight, None, **options).to(torch.float64)
+                errors.append(float((found - expected).norm() / expected.norm()))
+            yield ProductCell(fmt, way, tuple(errors), _MOST[dtype])

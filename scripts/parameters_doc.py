@@ -37,8 +37,13 @@ def rows(body: type[msgspec.Struct], table: Table) -> dict[str, tuple[str, str]]
 
 def written() -> str:
     parts = [HEAD]
+    alike: dict[tuple[type[msgspec.Struct], int], list[str]] = {}
     for path, (body, table) in ENDPOINTS.items():
+        alike.setdefault((body, id(table)), []).append(path)
+    for paths in alike.values():
+        body, table = ENDPOINTS[paths[0]]
         found = rows(body, table)
+        path = "`, `".join(paths)
         works = sorted(name for name, (state, _) in found.items() if state == "works")
         parts.append(f"\n## `{path}`\n\n{filled('Works: ', works)}\n")
         others = sorted(

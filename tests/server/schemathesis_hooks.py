@@ -35,6 +35,7 @@ CONTRADICTIONS = (
     r"what this request allows and forbids leaves no token to go on with",
     # What an item, a block or a tool must have depends on its type.
     r"(input|messages|system|tools|include|background|truncation|thinking|reasoning|text)\b",
+    r"suffix\b",
     r"(stop_sequences|output_config|output_format|top_logprobs needs include)\b",
     r"only a response with background true can be cancelled",
     # Whether a text is a schema, a regex or a grammar is nothing that JSON Schema can say.

@@ -56,7 +56,7 @@ _CACHE = "describes the cache, which is always on"
 
 _SHARED: Mapping[str, Refused] = {
     # OpenAI
-    "suffix": Refused(_is(""), "write the prompt with the model's own fill-in-the-middle tokens"),
+    "suffix": Refused(_is(""), "use /v1/completions"),
     "functions": Refused(_is([]), "use tools"),
     "function_call": Refused(_is("none", "auto"), "use tool_choice"),
     "audio": _TEXT_ONLY,
@@ -152,7 +152,10 @@ _SHARED_NO_EFFECT: Mapping[str, str] = {
 }
 
 CHAT = Table({**_SHARED, "echo": Refused(_is(False), "use /v1/completions")}, _SHARED_NO_EFFECT)
-COMPLETIONS = Table({**_SHARED, **_ONLY_CONVERSATIONS}, _SHARED_NO_EFFECT)
+COMPLETIONS = Table(
+    {**{name: one for name, one in _SHARED.items() if name != "suffix"}, **_ONLY_CONVERSATIONS},
+    _SHARED_NO_EFFECT,
+)
 RESPONSES = Table(
     {
         "access_programs": _NEVER,
@@ -220,7 +223,7 @@ TOKENIZE = Table(
 NONE = Table()
 
 NOT_OFFERED: Mapping[str, str] = {
-    "/infill": "write the prompt with the model's fill-in-the-middle tokens, for /v1/completions",
+    "/infill": "use /v1/completions with prompt and suffix",
     "/embeddings": "it generates text; serve an embedding model with another server",
     "/embedding": "it generates text; serve an embedding model with another server",
     "/pooling": "it generates text; serve an embedding model with another server",

@@ -165,8 +165,9 @@ class ReplyReader:
                 call.number, self._num_calls = self._num_calls, self._num_calls + 1
                 yield Part("call", text, call.number, _new_id(), call.name)
         elif kind == "region_close":
-            call, self._arguments = self._arguments, None
-            if call is None or not call.begun:
+            streamed = self._arguments is not None and self._arguments.begun
+            self._arguments = None
+            if not streamed:
                 yield from self._calls(event["value"])
 
     def _calls(self, value: Any) -> Iterator[Part]:

@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -62,6 +62,7 @@ class Facts:
 
     defaults: sampling parameters of requests that do not set them. template: the chat template; None
     without one. reply: how its answers are written, see `kvant.server.reply`; None if unknown.
+    infill: see `infill_form`.
     """
 
     names: tuple[str, ...]
@@ -71,6 +72,7 @@ class Facts:
     defaults: SamplingParams
     template: str | None = None
     reply: dict[str, Any] | None = None
+    infill: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,8 @@ def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
     refuse_unserved(raw, CompletionBody, COMPLETIONS)
     check_model(body.model, facts)
     prompts = _prompts(body.prompt, limits, facts)
+    if body.suffix:
+        prompts = tuple(_with_suffix(prompt, body, facts) for prompt in prompts)
     if body.logprobs is not None:
         _at_most(body.logprobs, limits.top_logprobs, "logprobs")
     most = _max_tokens(body)
@@ -258,6 +262,44 @@ def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
     if most == 0 and not body.echo and body.prompt_logprobs is None:
         raise bad_request("max_tokens 0 needs echo or prompt_logprobs", "max_tokens")
     return _generation(body, raw, prompts, None, body.logprobs, most, limits, facts)
+
+
+_INFILLS = (
+    "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",  # Qwen Coder, CodeGemma
+    "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",  # StarCoder, Granite
+    "<\N{FULLWIDTH VERTICAL LINE}fim\u2581begin\N{FULLWIDTH VERTICAL LINE}>{prefix}"
+    "<\N{FULLWIDTH VERTICAL LINE}fim\u2581hole\N{FULLWIDTH VERTICAL LINE}>{suffix}"
+    "<\N{FULLWIDTH VERTICAL LINE}fim\u2581end\N{FULLWIDTH VERTICAL LINE}>",  # DeepSeek Coder
+    "[SUFFIX]{suffix}[PREFIX]{prefix}",  # Codestral
+)
+
+
+def infill_form(has_token: Callable[[str], bool]) -> str | None:
+    """How a model is asked for the text between two others; None for one that was not trained for it.
+
+    has_token: whether a text is one token of the model.
+    """
+    for form in _INFILLS:
+        marks = re.split(r"\{\w+\}", form)
+        if all(has_token(mark) for mark in marks if mark):
+            return form
+    return None
+
+
+def _with_suffix(prompt: Prompt, body: CompletionBody, facts: Facts) -> str:
+    """The prompt for the text between `prompt` and the suffix."""
+    if facts.infill is None:
+        raise bad_request("suffix: this model has no tokens for filling in the middle", "suffix")
+    if not isinstance(prompt, str) or body.echo:
+        raise bad_request("suffix needs a text as prompt, and no echo", "suffix")
+    prefix_first = facts.infill.index("{prefix}") < facts.infill.index("{suffix}")
+    found = facts.infill
+    values = (("{prefix}", prompt), ("{suffix}", body.suffix or ""))
+    # The later place first, so that a text with braces stays as it is.
+    for place, text in reversed(values) if prefix_first else values:
+        before, _, after = found.partition(place)
+        found = before + text + after
+    return found
 
 
 def _generation(

@@ -41,6 +41,7 @@ from kvant.server.requests import (
     Prompt,
     check_length,
     check_prompt_logprobs,
+    infill_form,
     renamed,
 )
 from kvant.server.responses.store import ResponseStore
@@ -231,7 +232,14 @@ class Service:
                 else SamplingParams(),
                 template=template,
                 reply=None if template is None else reply_format(template),
+                infill=self._infill(),
             )
+
+    def _infill(self) -> str | None:
+        if self.tokenizing is None:
+            return None
+        backend = self.tokenizing.backend
+        return infill_form(lambda mark: backend.token_to_id(mark) is not None)
 
     def _template(self) -> str | None:
         if self.tokenizing is None or not self.tokenizing.has_chat_template:

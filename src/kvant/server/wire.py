@@ -202,6 +202,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: Annotated[
         str | list[str | int | list[int]], Meta(extra_json_schema={"anyOf": _PROMPT_FORMS})
     ]
+    suffix: str | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=INT64 - 1)] | None = None
     echo: bool | None = None
     logprobs: _LOGPROBS = None

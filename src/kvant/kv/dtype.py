@@ -69,6 +69,14 @@ class KVDtype(Enum):
         rotation=Rotation.HADAMARD, scale_place=ScalePlace.PLANE, scale_encoding=Encoding.FLOAT32,
         head_dim_multiple=2,
     )  # fmt: skip
+    INT4_FEEDBACK = KVFormat(
+        "int4_feedback", "int4_feedback",
+        "int4_per_token_head's bytes; keys are rounded with calibrated error feedback",
+        Encoding.UINT4, 4, granularity=Granularity.TOKEN_HEAD, symmetric=False,
+        zero_point=ZeroPoint.SCALE_MANTISSA, packing=Packing.ADJACENT_LOW_FIRST,
+        rotation=Rotation.HADAMARD, scale_place=ScalePlace.PLANE, scale_encoding=Encoding.FLOAT32,
+        head_dim_multiple=2, checkpoint_scales=CheckpointScales.ROUNDING,
+    )  # fmt: skip
     NVFP4 = KVFormat(
         "nvfp4", "nvfp4", "e2m1, an e4m3 scale per 16 elements and one global scale",
         Encoding.E2M1, 4, granularity=Granularity.BLOCK, block=16,
@@ -119,12 +127,13 @@ class KVDtype(Enum):
 
 
 PAIR_NAMES: dict[str, tuple[KVDtype, KVDtype]] = {
+    "int4_feedback": (KVDtype.INT4_FEEDBACK, KVDtype.INT4_PER_TOKEN_HEAD),
     "turboquant_k8v4": (KVDtype.TURBOQUANT_K8, KVDtype.TURBOQUANT_V4),
     "turboquant_4bit_nc": (KVDtype.TURBOQUANT_K4, KVDtype.TURBOQUANT_V4),
     "turboquant_k3v4_nc": (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V4),
     "turboquant_3bit_nc": (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3),
 }
-"""Names for a pair: one format of K and another of V."""
+"""Names for a pair: one format of K and another of V. A pair may have the name of K's format."""
 
 
 class Follow(Enum):

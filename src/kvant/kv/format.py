@@ -114,6 +114,7 @@ class CheckpointScales(Enum):
 
     NEVER = "never"  # the format computes a scale per row
     OPTIONAL = "optional"  # uses them; without them 1.0 or a fixed value, shown in the plan
+    ROUNDING = "rounding"  # rounds keys with the checkpoint's matrices; refused without them
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,11 @@ class KVFormat:
     def takes_outside_scale(self) -> bool:
         """True if encode and decode need a scale that is not in the pages."""
         return self.scale_place is ScalePlace.PARAMETER or bool(self.global_scale)
+
+    @property
+    def takes_rounding(self) -> bool:
+        """True if encoding needs matrices from the checkpoint. Decoding does not."""
+        return self.checkpoint_scales is CheckpointScales.ROUNDING
 
     @property
     def largest(self) -> float | None:

@@ -47,7 +47,8 @@ def known_names() -> tuple[str, ...]:
 
 def whole_formats() -> tuple[FormatRequest, ...]:
     """Every format that a user can name, for both sides; halves of named pairs appear as the pairs."""
-    halves = {dtype for pair in PAIR_NAMES.values() for dtype in pair}
+    halves = {k for k, _ in PAIR_NAMES.values()}
+    halves |= {v for name, (_, v) in PAIR_NAMES.items() if name not in _BY_NAME}
     alone = [d for d in KVDtype if d not in halves and not d.format.device_only]
     pairs = [FormatRequest(k, v) for k, v in PAIR_NAMES.values()]
     return (*(FormatRequest(dtype, dtype) for dtype in alone), *pairs)

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvant.errors import EngineFault
 from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import TORCH_ELEMENT
 from kvant.kv.groups import ArenaLayout, lay_out
 from kvant.kv.saturation import Saturated, largest_stored
 from kvant.kv.saturation_counter import SaturationCounter
-from kvant.kv.spec import KVPlan, LayerSpec, Role
+from kvant.kv.spec import KVPlan, LayerSpec, Role, ScaleState
 
 SCRATCH_PAGE = 0
 """Page for writes of padding and warm-up; never handed out, never read by a request."""
@@ -32,6 +33,7 @@ class LayerCache:
     k, v: planes in the order of the format, each [num_pages, page_size, num_kv_heads, width]; empty for a
     side that stores nothing (MLA's V). Pages of all planes are `page_stride` bytes apart, a multiple of 16.
     k_scale, v_scale: float32 [1] or [num_kv_heads], the scale outside the pages, or None.
+    k_rounding: float32 [num_kv_heads, head_dim_k, head_dim_k], matrices that keys are rounded with, or None.
     saturation: count of values beyond the range; None if no value can be beyond.
     """
 
@@ -41,6 +43,12 @@ class LayerCache:
     k_scale: Tensor | None
     v_scale: Tensor | None
     saturation: SaturationCounter | None = None
+    k_rounding: Tensor | None = None
+
+    @property
+    def k_outside(self) -> Tensor | None:
+        """What encoding keys takes from outside the pages: a scale, matrices, or nothing."""
+        return self.k_scale if self.k_rounding is None else self.k_rounding
 
     @property
     def page_size(self) -> int:
@@ -115,7 +123,8 @@ class KVPool:
     pages: the arena, which may hold other plans' layers too; or the number of pages (the scratch page
     counted) of an arena for this plan alone, in which every page holds all layers.
     scales: values of the scales outside the pages by (layer index, side), float32 [1] or
-    [num_kv_heads]; where a format takes one and none is given, the spec's fixed value is used.
+    [num_kv_heads]; where a format takes one and none is given, the spec's fixed value is used. For keys of
+    a format with feedback: its matrices [num_kv_heads, head_dim, head_dim].
     """
 
     def __init__(
@@ -177,7 +186,7 @@ class KVPool:
         """Replace scales outside the pages in place, by layer and side: float32 [1] or [num_kv_heads]."""
         for (layer, side), value in scales.items():
             cache = self._layers[layer]
-            scale = cache.k_scale if side is Side.K else cache.v_scale
+            scale = cache.k_outside if side is Side.K else cache.v_scale
             assert scale is not None
             scale.copy_(value)
 
@@ -205,8 +214,21 @@ class KVPool:
             outside.append(value.to(device=self.device, dtype=torch.float32))
         return LayerCache(
             spec, tuple(planes["k"]), tuple(planes["v"]), outside[0], outside[1],
-            self._saturation(spec),
+            self._saturation(spec), self._rounding(spec, scales),
         )  # fmt: skip
+
+    def _rounding(
+        self, spec: LayerSpec, scales: Mapping[tuple[int, Side], Tensor]
+    ) -> Tensor | None:
+        assert spec.k is not None
+        if not spec.k.dtype.format.takes_rounding:
+            return None
+        given = scales.get((spec.geometry.index, Side.K))
+        if given is None:
+            if spec.k.scale.state is ScaleState.FOUND:
+                raise EngineFault(f"the rounding matrices of {spec.geometry.name} were not loaded")
+            return None
+        return given.to(device=self.device, dtype=torch.float32).contiguous()
 
     def _saturation(self, spec: LayerSpec) -> SaturationCounter | None:
         compute = self.plan.compute_dtype

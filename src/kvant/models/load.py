@@ -19,6 +19,7 @@ from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
 from kvant.kv.checkpoint.facts import Side
+from kvant.kv.checkpoint.rounding import read_rounding
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
@@ -82,6 +83,11 @@ def load_model(
         key: torch.tensor(values, dtype=torch.float32, device=device)
         for key, values in read.items()
     }
+    for index, matrices in read_rounding(path, plan).items():
+        first, last = 0, len(matrices)
+        if group is not None:
+            first, last = group.shard.kv_heads(len(matrices))
+        scales[index, Side.K] = torch.from_numpy(matrices[first:last]).to(device)
     register()
     with quiet_transformers(), _room_for(path, device):
         config = _read_config(path)

@@ -9,7 +9,7 @@ from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.attention.select import allow, device_encodings, select
 from kvant.errors import ConfigError, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
-from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.dtype import PAIR_NAMES, ComputeDtype, KVDtype
 from kvant.kv.geometry import LayerGeometry, ModelGeometry
 from kvant.kv.names import FormatRequest, known_names
 from kvant.kv.request import Asked, KVRequest
@@ -116,7 +116,8 @@ def what_if(plan: Plan) -> tuple[Alternative, ...]:
 
 
 def _alternative(plan: Plan, dtype: KVDtype) -> Alternative:
-    asked = Asked(FormatRequest(dtype, dtype), f"--kv-cache-dtype {dtype}")
+    pair = PAIR_NAMES.get(dtype.format.name, (dtype, dtype))
+    asked = Asked(FormatRequest(*pair), f"--kv-cache-dtype {dtype}")
     request = replace(plan.request.requests.target, explicit=(asked,))
     try:
         kv = resolve_again(plan, request)

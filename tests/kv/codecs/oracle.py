@@ -221,6 +221,29 @@ def int4_per_token_head(x: Sequence[float], scale: float) -> Row:
     return Row((packed, stored.to_bytes(4, "little")), values)
 
 
+def int4_feedback(x: Sequence[float], matrix: Sequence[Sequence[float]]) -> Row:
+    """int4_per_token_head's row, whose codes are found one after another."""
+    plain = int4_per_token_head(x, 1.0)
+    y = butterflies(_clamped(x))
+    if any(np.isnan(v) for v in y):
+        return plain
+    stored = int.from_bytes(plain.planes[1], "little")
+    zero_point = stored & 15
+    own = np.frombuffer((stored - zero_point).to_bytes(4, "little"), "<f4")[0]
+    wanted, codes = list(y), []
+    for i in range(len(y)):
+        code = min(max(_nearest(wanted[i] / own) + zero_point, 0), 15)
+        codes.append(code)
+        error = y[i] - np.float32(code - zero_point) * own
+        for j in range(i + 1, len(y)):
+            wanted[j] = wanted[j] + error * np.float32(matrix[i][j])
+    packed = bytes(codes[i] + 16 * codes[i + 1] for i in range(0, len(codes), 2))
+    steps = unrotated_steps([code - zero_point for code in codes])
+    block = len(codes) & -len(codes)
+    values = [float(step * Fraction(float(own)) / block) for step in steps]
+    return Row((packed, plain.planes[1]), values)
+
+
 def nvfp4(x: Sequence[float], scale: float) -> Row:
     row, outer = _clamped(x), np.float32(scale)
     codes: list[int] = []
@@ -328,6 +351,7 @@ ENCODE_ROW: dict[KVDtype, Callable[[Sequence[float], float], Row]] = {
     KVDtype.FP8_PER_TOKEN_HEAD: fp8_per_token_head,
     KVDtype.INT8_PER_TOKEN_HEAD: int8_per_token_head,
     KVDtype.INT4_PER_TOKEN_HEAD: int4_per_token_head,
+    KVDtype.INT4_FEEDBACK: int4_per_token_head,  # matrices of zeros
     KVDtype.NVFP4: nvfp4,
     KVDtype.TURBOQUANT_K8: scaled_float8(E4M3FN),  # scale 1.0
     KVDtype.TURBOQUANT_K4: turboquant_k(4),

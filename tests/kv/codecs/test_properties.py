@@ -175,6 +175,7 @@ ERROR_BOUND: dict[KVDtype, Callable[[Tensor, Tensor], Tensor]] = {
     KVDtype.FP8_PER_TOKEN_HEAD: _fp8_per_token_head,
     KVDtype.INT8_PER_TOKEN_HEAD: _int8_per_token_head,
     KVDtype.INT4_PER_TOKEN_HEAD: _int4_per_token_head,
+    KVDtype.INT4_FEEDBACK: _int4_per_token_head,  # without matrices
     KVDtype.NVFP4: _nvfp4,
     KVDtype.TURBOQUANT_K8: _float(4, 2.0**-9, 448.0),
     KVDtype.TURBOQUANT_K4: _turboquant_k,

@@ -35,6 +35,7 @@ class _Side:
     planes: tuple[Tensor, ...]
     outer: Tensor | None
     head_dim: int
+    takes_rounding: bool
 
     @property
     def factor(self) -> float:
@@ -219,6 +220,10 @@ class CpuBackend:
             made[Write.CODES // 8], made[Write.ROW_BYTES // 8] = codes.data_ptr(), row_bytes
             made[Write.SCALES // 8], made[Write.SCALE_BYTES // 8] = call[at + 2], scale_bytes
             made[Write.OUTER // 8], made[Write.OUTERS // 8] = call[at + 4], call[at + 5]
+            if side.takes_rounding:
+                matrices = cache.k_rounding if side is k else None
+                made[Write.OUTER // 8] = 0 if matrices is None else matrices.data_ptr()
+                made[Write.OUTERS // 8] = -(side.head_dim**2)
             made[Write.E4M3 // 8] = self._e4m3.data_ptr()
             made[Write.KERNEL // 8] = row_kernel(side.format.write).address
             writes.append(made)
@@ -288,7 +293,8 @@ def _side(
     planes: tuple[Tensor, ...], choice: Choice | None, outer: Tensor | None, head_dim: int
 ) -> _Side:
     assert choice is not None, "refuse() excludes layers that store only one side"
-    return _Side(format_of(choice.dtype), planes, outer, head_dim)
+    takes_rounding = choice.dtype.format.takes_rounding
+    return _Side(format_of(choice.dtype), planes, outer, head_dim, takes_rounding)
 
 
 def _aligned(address: int) -> int:

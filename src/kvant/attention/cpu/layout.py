@@ -159,7 +159,7 @@ class Row(Fields):
     NUMBERS = auto()  # the same in float32; the kernel may change it
     CODES = auto()
     SCALES = auto()
-    OUTER = auto()  # float32 bits
+    OUTER = auto()  # float32 bits of a scale, or the address of a matrix
     E4M3 = auto()
     END = auto()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from numba import njit
 
 from kvant.attention.cpu.layout import Real, Row, Write
@@ -31,7 +30,7 @@ WORTH_A_THREAD = 64
 ) = (int(f) for f in Write)  # fmt: skip
 R_X, R_REAL, R_DIM, R_NUMBERS, R_CODES, R_SCALES, R_OUTER, R_E4M3, R_SIZE = (int(f) for f in Row)
 _FLOAT16, _BFLOAT16 = int(Real.FLOAT16), int(Real.BFLOAT16)
-_ONE = np.float32(1)
+_NO_SCALE = 0x3F800000  # 1.0
 
 
 def scratch_bytes(head_dim: int) -> int:
@@ -78,10 +77,13 @@ def _token(task: int, token: int, row: int) -> None:
         )
         scales = load_i64(task + W_SCALES) + page + place * load_i64(task + W_SCALE_BYTES)
         store_i64(row + R_SCALES, scales)
-        scale = _ONE
-        if outer:
-            scale = load_f32(outer + 4 * (head if load_i64(task + W_OUTERS) > 1 else 0))
-        store_i64(row + R_OUTER, bits_of(scale))
+        outers = load_i64(task + W_OUTERS)
+        if outers < 0:  # matrices, of which the kernel gets the address of one head's
+            store_i64(row + R_OUTER, outer - 4 * head * outers if outer else 0)
+        elif outer:
+            store_i64(row + R_OUTER, bits_of(load_f32(outer + 4 * (head if outers > 1 else 0))))
+        else:
+            store_i64(row + R_OUTER, _NO_SCALE)
         run_at(load_i64(task + W_KERNEL), row, 0)
 
 

@@ -68,7 +68,7 @@ class ReferenceBackend:
         keep = slots >= 0
         if not bool(keep.all()):
             slots, k, v = slots[keep], k[keep], v[keep]
-        _store(cache.k, cache.spec.k, k, cache.k_scale, slots)
+        _store(cache.k, cache.spec.k, k, cache.k_outside, slots)
         _store(cache.v, cache.spec.v, v, cache.v_scale, slots)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:

@@ -35,6 +35,18 @@ def divide(a, b, PTX: tl.constexpr):
 
 
 @triton.jit
+def multiply(a, b, PTX: tl.constexpr):
+    """a * b in float32, rounded: the compiler does not fuse it with a sum."""
+    if PTX:
+        a, b = tl.broadcast(a, b)
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
 def nearest(x):
     """Nearest integer, ties to even, for magnitudes below 2^22."""
     return (x + ROUND) - ROUND

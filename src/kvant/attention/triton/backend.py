@@ -65,7 +65,7 @@ class TritonBackend:
         rows = 8
         counts, most_k, most_v = _counted(cache)
         store_rows[(triton.cdiv(num_rows, rows), 2)](
-            k, k.stride(0), k.stride(1), *stores(cache.k), cache.k_scale,
+            k, k.stride(0), k.stride(1), *stores(cache.k), cache.k_outside,
             v, v.stride(0), v.stride(1), *stores(cache.v), cache.v_scale,
             page_units(cache), step.slot_mapping, num_rows, counts, MOST_K=most_k, MOST_V=most_v,
             HEADS=heads, PAGE=cache.page_size, ROWS=rows, PTX=is_nvidia(k.device),
@@ -94,7 +94,7 @@ class TritonBackend:
         rotate_and_store[(blocks,)](
             qkv, qkv.stride(0), tokens, rotation.cos, rotation.sin, step.positions,
             rotation.q_weight, rotation.k_weight, rotation.eps, q,
-            *stores(cache.k), cache.k_scale, *stores(cache.v), cache.v_scale,
+            *stores(cache.k), cache.k_outside, *stores(cache.v), cache.v_scale,
             page_units(cache), step.slot_mapping, counts, MOST_K=most_k, MOST_V=most_v,
             Q_HEADS=q_heads, HEADS=heads, PAGE=cache.page_size, HEAD=head,
             PAD=triton.next_power_of_2(head),

@@ -26,7 +26,7 @@ def stored_planes(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> lis
     keep = slots >= 0
     found = []
     for planes, choice, rows, scale in (
-        (cache.k, cache.spec.k, k, cache.k_scale),
+        (cache.k, cache.spec.k, k, cache.k_outside),
         (cache.v, cache.spec.v, v, cache.v_scale),
     ):
         assert choice is not None, "refuse() excludes layers that store only one side"

@@ -181,6 +181,12 @@ class _Case:
         ):
             if dtype.format.takes_outside_scale:
                 scales[(0, side)] = _SCALE * (1 + torch.rand(count, generator=self._random))
+            if dtype.format.takes_rounding and side is Side.K:
+                head = need.layer.head_dim_k
+                dense = 0.3 * torch.randn(
+                    need.layer.num_kv_heads, head, head, generator=self._random
+                )
+                scales[(0, side)] = dense.triu(1)
         plan = _plan(need)
         return KVPool(plan, num_pages, device=self._device, scales=scales)[0]
 

@@ -30,6 +30,7 @@ from kvant.kv.checkpoint.facts import (
     UnreadableWish,
 )
 from kvant.kv.checkpoint.lookup import scale_for, wish_for
+from kvant.kv.checkpoint.rounding import audit_rounding
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import CheckpointScales, Encoding, Granularity
 from kvant.kv.geometry import LayerGeometry
@@ -60,6 +61,8 @@ def audit(
     Raises BadCheckpoint for a promised scale that is missing, one side's scale without the other's,
     two tensors for one scale, and a tensor of the wrong size or dtype.
     """
+    if dtype.format.takes_rounding:
+        return audit_rounding(layer, side, dtype, checkpoint)
     tensor = scale_for(checkpoint, layer, side)
     if dtype.format.checkpoint_scales is CheckpointScales.NEVER:
         return _without(dtype, tensor, explicit)

@@ -93,6 +93,7 @@ class CheckpointKV:
     scheme: the global wish, or None. per_layer: wishes by attention module name; a layer that is
     not in a non-empty map wishes for the model dtype. scales: by (module name, side). checked:
     whether weight files were there to look for scales; without them every scale is "unchecked".
+    rounding: matrices for formats with feedback, by attention module.
     notes: what a reader of the plan should know (scales that no option asked for, lone files). ignored:
     tensors that belong to KV or attention quantisation and that nothing here uses, as "name: why
     not".
@@ -104,5 +105,6 @@ class CheckpointKV:
         default_factory=lambda: MappingProxyType({})
     )
     checked: bool = False
+    rounding: Mapping[str, ScaleTensor] = field(default_factory=lambda: MappingProxyType({}))
     notes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()

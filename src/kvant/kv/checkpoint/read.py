@@ -18,6 +18,7 @@ from kvant.kv.checkpoint import compressed_tensors, legacy_fp8, modelopt, quark
 from kvant.kv.checkpoint.declaration import Declaration, Reader, agreed, unreadable
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.json_file import read_json_object
+from kvant.kv.checkpoint.rounding import find_rounding
 from kvant.kv.checkpoint.safetensors_header import (
     INDEX_NAME,
     Header,
@@ -66,6 +67,7 @@ def read_checkpoint(
         per_layer=MappingProxyType({} if declared is None else dict(declared.per_layer)),
         scales=MappingProxyType(dict(found.scales)),
         checked=headers is not None,
+        rounding=MappingProxyType(find_rounding(directory)),
         notes=tuple(_notes(directory, declared, found, headers is not None)),
         ignored=found.ignored,
     )

@@ -211,7 +211,9 @@ def read_scale_values(directory: Path, plan: KVPlan) -> dict[tuple[int, Side], t
 def _wanted(plan: KVPlan) -> Iterator[_Wanted]:
     for layer in plan.layers:
         for side, choice in ((Side.K, layer.k), (Side.V, layer.v)):
-            if choice is not None and choice.scale.state is ScaleState.FOUND:
+            if choice is None or choice.dtype.format.takes_rounding:
+                continue
+            if choice.scale.state is ScaleState.FOUND:
                 assert choice.scale.tensor is not None
                 yield _Wanted(layer.geometry.index, side, choice.scale, choice.scale.tensor)
 

@@ -222,7 +222,9 @@ class Tuner:
         refused: list[str] = []
         places = self.places()
         for side in Side:
-            for dtype in self.formats or _candidates(side):
+            for dtype in _candidates(side):
+                if self.formats and dtype not in self.formats:
+                    continue
                 layers = {place: dtype for place in places if place[1] is side}
                 try:
                     plan = self.plan_of(layers)
@@ -309,8 +311,6 @@ class Tuner:
         """With the uniform formats of up to twice the policy's bytes on the same text."""
         plans = {}
         for one in whole_formats():
-            if self.formats and not {one.k, one.v} <= set(self.formats):
-                continue
             with contextlib.suppress(ConfigError):
                 plan = plan_of_uniform(self.llm, one)
                 if plan.bytes_per_token <= 2 * tuned.plan.bytes_per_token:

@@ -1,0 +1,121 @@
+"""Matrices that keys are rounded with: `kvant calibrate` writes them, and formats with feedback need them.
+
+    kvant-key-rounding.safetensors     <attention module>.k_feedback, float32 [num_kv_heads, D, D]
+
+A file of its own that no index names, because other readers of the checkpoint do not know such tensors.
+Each matrix is strictly upper triangular: element i takes over entry [j, i] of element j's error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvant.errors import BadCheckpoint, WayOut
+from kvant.kv.checkpoint.facts import CheckpointKV, ScaleTensor, Side
+from kvant.kv.checkpoint.lookup import same_layer
+from kvant.kv.checkpoint.safetensors_header import read_header
+from kvant.kv.dtype import KVDtype
+from kvant.kv.geometry import LayerGeometry
+from kvant.kv.spec import KVPlan, Scale, ScaleState
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+FILE_NAME = "kvant-key-rounding.safetensors"
+SUFFIX = ".k_feedback"
+
+
+def find_rounding(directory: Path) -> dict[str, ScaleTensor]:
+    """The matrices of a checkpoint by attention module, without values. BadCheckpoint for a broken file."""
+    path = directory / FILE_NAME
+    if not path.is_file():
+        return {}
+    return {
+        name.removesuffix(SUFFIX): ScaleTensor(
+            name, FILE_NAME, entry.shape, entry.dtype, name.removesuffix(SUFFIX), Side.K
+        )
+        for name, entry in read_header(path).tensors.items()
+        if name.endswith(SUFFIX)
+    }
+
+
+def audit_rounding(
+    layer: LayerGeometry, side: Side, dtype: KVDtype, checkpoint: CheckpointKV
+) -> Scale:
+    """Where the matrices of one layer come from. BadCheckpoint if there are none, or of another shape."""
+    if side is not Side.K:
+        raise BadCheckpoint(
+            f"{dtype} was asked for values of layer {layer.index}",
+            why="it rounds keys by the queries that read them, and values have none",
+            ways_out=(
+                WayOut(
+                    "store values rotated", ("--kv-cache-dtype", f"{dtype}/int4_per_token_head")
+                ),
+            ),
+        )
+    found = [t for name, t in checkpoint.rounding.items() if same_layer(name, layer.name)]
+    if not found:
+        raise BadCheckpoint(
+            f"{dtype} needs the rounding matrices of layer {layer.index} ({layer.name})",
+            why=f"the checkpoint has no {FILE_NAME} with them",
+            ways_out=(
+                WayOut(
+                    "measure them, and use that checkpoint",
+                    ("kvant", "calibrate", "MODEL", "--save", "DIR"),
+                ),
+                WayOut("round without them", ("--kv-cache-dtype", "int4_per_token_head")),
+            ),
+        )
+    (tensor, *rivals), size = found, layer.head_dim_k
+    wanted = (layer.num_kv_heads, size, size)
+    if rivals or tensor.dtype != "F32" or tensor.shape != wanted:
+        raise BadCheckpoint(
+            f"{tensor.name} in {tensor.file} cannot be used",
+            why="another tensor claims to be the same"
+            if rivals
+            else f"it is {tensor.dtype} {list(tensor.shape)}, not F32 {list(wanted)}",
+            ways_out=(
+                WayOut("measure them again", ("kvant", "calibrate", "MODEL", "--save", "DIR")),
+            ),
+        )
+    return Scale(ScaleState.FOUND, tensor, because=f"checkpoint's {tensor.name}")
+
+
+def read_rounding(directory: Path, plan: KVPlan) -> dict[int, npt.NDArray[np.float32]]:
+    """The matrices that a plan uses, by layer index: [num_kv_heads, head_dim, head_dim].
+
+    BadCheckpoint, naming the tensor, for numbers that are not finite or lie on or below the diagonal.
+    """
+    wanted: Mapping[int, ScaleTensor] = {
+        layer.geometry.index: layer.k.scale.tensor
+        for layer in plan.layers
+        if layer.k is not None
+        and layer.k.dtype.format.takes_rounding
+        and layer.k.scale.tensor is not None
+    }
+    if not wanted:
+        return {}
+    import numpy as np
+
+    path = directory / FILE_NAME
+    header, data = read_header(path), path.read_bytes()
+    found = {}
+    for index, tensor in wanted.items():
+        entry = header.tensors.get(tensor.name)
+        if entry is None or entry.shape != tensor.shape:
+            raise BadCheckpoint(
+                f"{tensor.name} in {path} changed", why="it is not as it was planned"
+            )
+        count = math.prod(entry.shape)
+        values = np.frombuffer(data, "<f4", count, entry.begin).reshape(entry.shape).copy()
+        if not np.isfinite(values).all() or np.tril(values).any():
+            raise BadCheckpoint(
+                f"{tensor.name} in {path} is no rounding matrix",
+                why="its numbers must be finite, and 0 on the diagonal and below it",
+            )
+        found[index] = values
+    return found

@@ -58,8 +58,9 @@ def calibrate(
     """Find static fp8 scales of keys and values, compare methods on held-out text, keep the best.
 
     Scales come per tensor and per KV head from absmax, the 99.99th percentile, least squared error and least
-    KL divergence. --save writes a checkpoint with k_scale, v_scale and a kv_cache_scheme, which Kvant and
-    readers of compressed-tensors load. The same command continues an interrupted calibration.
+    KL divergence. Matrices for int4_feedback come from the queries' second moments. --save writes a
+    checkpoint with k_scale, v_scale and a kv_cache_scheme, which Kvant and readers of compressed-tensors
+    load. The same command continues an interrupted calibration.
     """
     from kvant.engine.process import wait_without_spinning
 
@@ -87,7 +88,7 @@ def calibrate(
         check_writable(save, target.config, target.checkpoint, target.local.path)
     lesson = divide_text(read_text(text, llm), llm, context, tokens)
     inputs = {
-        "calibrate": 1,
+        "calibrate": 2,
         "files": model_files(llm.model_path),
         "plan": llm.plan.fingerprint,
         "windows": [lesson.seen.tolist(), lesson.held_out.tolist()],
@@ -109,7 +110,9 @@ def calibrate(
         **measurement_facts(command_line("kvant"), ("torch", "transformers", "numpy")),
     }
     if save is not None:
-        write_checkpoint(target.local.path, save, target.config, target.geometry, found.winner)
+        write_checkpoint(
+            target.local.path, save, target.config, target.geometry, found.winner, found.matrices
+        )
         body["saved"] = str(save)
     if out is not None:
         write_json(out, body)
@@ -135,7 +138,7 @@ def _print(found: Calibration, body: dict[str, Any]) -> None:
     table.add_column("scales", no_wrap=True)
     for title in ("mean KL", "99 %", "same top"):
         table.add_column(title, justify="right", no_wrap=True)
-    for one in found.compared:
+    for one in (*found.compared, *found.rounding):
         style = "bold" if one.name == found.winner.name else ""
         table.add_row(
             one.name,
@@ -146,13 +149,13 @@ def _print(found: Calibration, body: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        f"[dim]fp8_e4m3 against {body['model']}'s own dtype on {found.positions:,} positions that were held "
-        "out; KL in nats; ±: standard error[/]"
+        f"[dim]fp8_e4m3 with these scales, and 4 bits, against {body['model']}'s own dtype on "
+        f"{found.positions:,} positions that were held out; KL in nats; ±: standard error[/]"
     )
     if "saved" in body:
         console.print(
             f"{found.winner.name} is written to {body['saved']}; kvant serve and kvant generate use its "
-            "scales without a flag",
+            "scales without a flag; --kv-cache-dtype int4_feedback uses its matrices",
             markup=False,
             soft_wrap=True,
         )

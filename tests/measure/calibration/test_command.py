@@ -53,6 +53,7 @@ def test_scales_are_written_where_compressed_tensors_has_them(
     found = json.loads(out.splitlines()[-1])
     assert found["schema"] == 1
     assert len(found["compared"]) == 9
+    assert set(found["rounding"]) == {"int4_feedback", "int4_per_token_head"}
     least = min(
         (one["kld_mean"], name) for name, one in found["compared"].items() if name != "uncalibrated"
     )
@@ -80,6 +81,16 @@ def test_scales_are_written_where_compressed_tensors_has_them(
         used = runner.model.scales[spec.geometry.index, Side.V]
         assert torch.equal(used, stored.flatten())
     assert len(llm.generate("the sea")[0].token_ids) > 0
+    fed = LLM(saved, dtype="float32", kv_cache_memory="1MiB", kv_cache_dtype="int4_feedback")
+    matrices = load_file(saved / "kvant-key-rounding.safetensors")
+    runner = fed.engine.runner
+    assert isinstance(runner, ModelRunner)
+    for spec in fed.plan.layers:
+        cache = runner.pool[spec.geometry.index]
+        assert cache.k_rounding is not None
+        assert torch.equal(cache.k_rounding, matrices[f"{spec.geometry.name}.k_feedback"])
+        assert cache.k_rounding.abs().max() > 0
+    assert len(fed.generate("the sea")[0].token_ids) > 0
 
 
 def test_a_text_too_short_says_how_much_is_needed(model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Parts are kept on disk when they are done (`kvant.measure.quality.kept`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,11 @@ from kvant.attention.backends import load_backends
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, WayOut
 from kvant.execution.runner import ModelRunner
+from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format
 from kvant.kv.spec import KVPlan
+from kvant.measure.calibration.feedback import feedback_matrices
 from kvant.measure.calibration.scales import Candidate, candidates, check_seen
 from kvant.measure.calibration.seen import (
     SeeingBackend,
@@ -31,7 +33,7 @@ from kvant.measure.calibration.seen import (
 )
 from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality import evaluate
-from kvant.measure.quality.compare import Told, compare_windows, contender_tokens
+from kvant.measure.quality.compare import Outside, Told, compare_windows, contender_tokens
 from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, run_parts, unpack
 from kvant.measure.quality.kept import Arrays, Kept
 from kvant.measure.quality.kl_statistics import join, statistics_of
@@ -41,6 +43,7 @@ from kvant.models.loaded import LoadedModel
 
 CHUNK = 256
 UNCALIBRATED = "uncalibrated"
+_FED, _PLAIN = "int4_feedback", "int4_per_token_head"
 LEAST_HELD_OUT = 2000
 """Positions on which candidates are compared, at least."""
 
@@ -89,11 +92,17 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """winner: the candidate with the least mean KL divergence. compared: all, the best first."""
+    """winner: the candidate with the least mean KL divergence. compared: all, the best first.
+
+    matrices: for rounding keys with feedback, by layer index; empty where head sizes do not allow 4 bits.
+    rounding: what they are good for, int4_feedback and int4_per_token_head on the same positions.
+    """
 
     seen: Seen
     winner: Candidate
     compared: tuple[Compared, ...]
+    matrices: Mapping[int, Tensor]
+    rounding: tuple[Compared, ...]
     positions: int
 
 
@@ -116,11 +125,39 @@ class Calibrator:
         names = {spec.geometry.index: spec.geometry.name for spec in self._wide.layers}
         check_seen(seen, names)
         made = candidates(seen)
-        found = self._compare(made, told)
+        plans: dict[str, KVPlan] = dict.fromkeys(
+            (UNCALIBRATED, *(c.name for c in made)), self._narrow
+        )
+        scales: dict[str, Outside] = {UNCALIBRATED: {}, **{c.name: c.scales for c in made}}
+        matrices = self._matrices(seen)
+        if matrices:
+            plans[_PLAIN] = plan_storing(
+                self._llm, parse_format(_PLAIN, asked_by="kvant calibrate")
+            )
+            plans[_FED] = with_feedback(plans[_PLAIN])
+            scales[_PLAIN] = {}
+            scales[_FED] = {(index, Side.K): matrix for index, matrix in matrices.items()}
+        every = self._compare(plans, scales, told)
+        rounding = tuple(one for one in every if one.name in (_FED, _PLAIN))
+        found = [one for one in every if one not in rounding]
         best = min((one for one in found if one.name != UNCALIBRATED), key=lambda one: one.kld_mean)
         winner = next(one for one in made if one.name == best.name)
         ordered = tuple(sorted(found, key=lambda one: one.kld_mean))
-        return Calibration(seen, winner, ordered, self._lesson.held_out[:, 1:].numel())
+        positions = self._lesson.held_out[:, 1:].numel()
+        return Calibration(seen, winner, ordered, matrices, rounding, positions)
+
+    def _matrices(self, seen: Seen) -> dict[int, Tensor]:
+        """Feedback matrices, if keys and values of every layer can be stored in 4 bits."""
+        narrow = KVDtype.INT4_FEEDBACK.format
+        sizes = {
+            size
+            for spec in self._wide.layers
+            if spec.k is not None
+            for size in (spec.geometry.head_dim_k, spec.geometry.head_dim_v)
+        }
+        if any(narrow.refuse_head_dim(size) for size in sizes):
+            return {}
+        return feedback_matrices(seen)
 
     def look(self, told: Callable[[int, int], None]) -> Seen:
         """Read the calibration windows with the KV cache in the model dtype."""
@@ -157,9 +194,12 @@ class Calibrator:
             told(ids.numel())
         return pack(seen)
 
-    def _compare(self, made: list[Candidate], told: Callable[[int, int], None]) -> list[Compared]:
-        scales = {one.name: one.scales for one in made}
-        plans: dict[str, KVPlan] = dict.fromkeys((UNCALIBRATED, *scales), self._narrow)
+    def _compare(
+        self,
+        plans: Mapping[str, KVPlan],
+        scales: Mapping[str, Outside],
+        told: Callable[[int, int], None],
+    ) -> list[Compared]:
         parts = []
         for number, batch in enumerate(torch.split(self._lesson.held_out, MOST_WINDOWS)):
             parts.append(
@@ -182,7 +222,7 @@ class Calibrator:
     def _compare_batch(
         self,
         plans: Mapping[str, KVPlan],
-        scales: Mapping[str, Any],
+        scales: Mapping[str, Outside],
         batch: Tensor,
         told: Told,
     ) -> Arrays:
@@ -195,9 +235,19 @@ class Calibrator:
                 vocab_size=self._llm.engine.vocab_size,
                 decode=0,
                 told=told,
-                scales={UNCALIBRATED: {}, **scales},
+                scales=scales,
             )
         )
+
+
+def with_feedback(plain: KVPlan) -> KVPlan:
+    """A plan whose keys are rounded with matrices that no checkpoint has yet."""
+    layers = []
+    for spec in plain.layers:
+        if spec.k is not None:
+            spec = replace(spec, k=replace(spec.k, dtype=KVDtype.INT4_FEEDBACK))
+        layers.append(spec)
+    return replace(plain, layers=tuple(layers))
 
 
 def report(found: Calibration) -> dict[str, Any]:
@@ -208,6 +258,7 @@ def report(found: Calibration) -> dict[str, Any]:
         "winner": found.winner.name,
         "positions": found.positions,
         "compared": {one.name: _entry(one) for one in found.compared},
+        "rounding": {one.name: _entry(one) for one in found.rounding},
         "scales": {"least": float(np.min(values)), "most": float(np.max(values))},
     }
 

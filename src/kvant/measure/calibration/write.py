@@ -4,6 +4,7 @@
       config.json                        with quantization_config.kv_cache_scheme
       model-kv-scales.safetensors        <attention module>.k_scale and .v_scale, float32
       model.safetensors.index.json       names the scales' file beside the weights'
+      kvant-key-rounding.safetensors     <attention module>.k_feedback; see `kvant.kv.checkpoint.rounding`
 
 Per tensor a scale has shape [1], per head [num_kv_heads, 1, 1], as compressed-tensors stores them.
 """
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from kvant.errors import BadCheckpoint, BadValue, NotServable, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
+from kvant.kv.checkpoint.rounding import FILE_NAME as ROUNDING_NAME
+from kvant.kv.checkpoint.rounding import SUFFIX
 from kvant.kv.checkpoint.safetensors_header import INDEX_NAME, find_weight_files, read_headers
 from kvant.kv.geometry import ModelGeometry
 from kvant.measure.calibration.scales import Candidate, Sharing
@@ -33,7 +36,7 @@ from kvant.models.geometry.weight_methods import (
 
 SCALES_NAME = "model-kv-scales.safetensors"
 CONFIG_NAME = "config.json"
-_SKIPPED = (CONFIG_NAME, INDEX_NAME, SCALES_NAME, "kvant-import.json")
+_SKIPPED = (CONFIG_NAME, INDEX_NAME, SCALES_NAME, ROUNDING_NAME, "kvant-import.json")
 
 
 def check_writable(
@@ -112,8 +115,12 @@ def write_checkpoint(
     config: Mapping[str, Any],
     geometry: ModelGeometry,
     winner: Candidate,
+    matrices: Mapping[int, Tensor],
 ) -> None:
-    """Write the calibrated checkpoint; an interruption leaves nothing under `target`."""
+    """Write the calibrated checkpoint; an interruption leaves nothing under `target`.
+
+    matrices: for rounding keys, by layer index; float32 [num_kv_heads, head_dim, head_dim].
+    """
     partial = target.absolute().parent / f".{target.name}.{os.getpid()}.partial"
     partial.mkdir()
     try:
@@ -123,6 +130,10 @@ def write_checkpoint(
                 _link(path.resolve(), partial / name)
         tensors = scale_tensors(geometry, winner)
         save_file(tensors, str(partial / SCALES_NAME), metadata={"format": "pt"})
+        if matrices:
+            names = {layer.index: layer.name for layer in geometry.layers}
+            rounding = {f"{names[i]}{SUFFIX}": matrix for i, matrix in matrices.items()}
+            save_file(rounding, str(partial / ROUNDING_NAME), metadata={"format": "pt"})
         (partial / INDEX_NAME).write_text(
             json.dumps(_index(source, tensors), indent=1) + "\n", encoding="utf-8"
         )

@@ -29,7 +29,7 @@ from kvant.kv.format import KVFormat
 
 @triton.jit
 def encode(
-    x, row, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
+    x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     broken = has_nan(x)
@@ -57,8 +57,8 @@ def encode(
             line = tl.load(outer + place, mask=there[:, None] & (column < HEAD), other=0.0)
             wanted += multiply(error[:, None] + 0.0 * line, line, PTX)
     code = tl.where(broken[:, None], 0, code.to(tl.int32))
-    store_packed(codes, row, there, code, HEAD, ROWS, PAD, 4)
-    tl.store(scales + row, tl.where(broken, NAN_BITS, bits | zero.to(tl.int32)), mask=there)
+    store_packed(codes, there, code, HEAD, ROWS, PAD, 4)
+    tl.store(scales, tl.where(broken, NAN_BITS, bits | zero.to(tl.int32)), mask=there)
 
 
 def kernels(declared: KVFormat) -> Kernels:

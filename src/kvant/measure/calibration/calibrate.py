@@ -43,7 +43,7 @@ from kvant.models.loaded import LoadedModel
 
 CHUNK = 256
 UNCALIBRATED = "uncalibrated"
-_FED, _PLAIN = "int4_feedback", "int4_per_token_head"
+_FED, _PLAIN = KVDtype.INT4_FEEDBACK, KVDtype.INT4_PER_TOKEN_HEAD
 LEAST_HELD_OUT = 2000
 """Positions on which candidates are compared, at least."""
 
@@ -131,14 +131,12 @@ class Calibrator:
         scales: dict[str, Outside] = {UNCALIBRATED: {}, **{c.name: c.scales for c in made}}
         matrices = self._matrices(seen)
         if matrices:
-            plans[_PLAIN] = plan_storing(
-                self._llm, parse_format(_PLAIN, asked_by="kvant calibrate")
-            )
-            plans[_FED] = with_feedback(plans[_PLAIN])
-            scales[_PLAIN] = {}
-            scales[_FED] = {(index, Side.K): matrix for index, matrix in matrices.items()}
+            plain = plan_storing(self._llm, FormatRequest(_PLAIN, _PLAIN))
+            plans |= {str(_PLAIN): plain, str(_FED): with_feedback(plain)}
+            scales[str(_PLAIN)] = {}
+            scales[str(_FED)] = {(index, Side.K): matrix for index, matrix in matrices.items()}
         every = self._compare(plans, scales, told)
-        rounding = tuple(one for one in every if one.name in (_FED, _PLAIN))
+        rounding = tuple(one for one in every if one.name in (str(_FED), str(_PLAIN)))
         found = [one for one in every if one not in rounding]
         best = min((one for one in found if one.name != UNCALIBRATED), key=lambda one: one.kld_mean)
         winner = next(one for one in made if one.name == best.name)
@@ -148,7 +146,7 @@ class Calibrator:
 
     def _matrices(self, seen: Seen) -> dict[int, Tensor]:
         """Feedback matrices, if keys and values of every layer can be stored in 4 bits."""
-        narrow = KVDtype.INT4_FEEDBACK.format
+        narrow = _FED.format
         sizes = {
             size
             for spec in self._wide.layers
@@ -245,7 +243,7 @@ def with_feedback(plain: KVPlan) -> KVPlan:
     layers = []
     for spec in plain.layers:
         if spec.k is not None:
-            spec = replace(spec, k=replace(spec.k, dtype=KVDtype.INT4_FEEDBACK))
+            spec = replace(spec, k=replace(spec.k, dtype=_FED))
         layers.append(spec)
     return replace(plain, layers=tuple(layers))
 

@@ -19,7 +19,6 @@ from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
 from kvant.kv.checkpoint.facts import Side
-from kvant.kv.checkpoint.rounding import read_rounding
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
@@ -27,6 +26,7 @@ from kvant.kv.spec import KVPlan
 from kvant.models.classes import auto_class
 from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
+from kvant.models.key_rounding import read_rounding
 from kvant.models.loaded import LoadedModel
 from kvant.models.narrow import NarrowConfig, round_loaded
 from kvant.models.quantized import (

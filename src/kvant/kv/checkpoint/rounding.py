@@ -8,10 +8,7 @@ Each matrix is strictly upper triangular: element i takes over entry [j, i] of e
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV, ScaleTensor, Side
@@ -19,11 +16,7 @@ from kvant.kv.checkpoint.lookup import same_layer
 from kvant.kv.checkpoint.safetensors_header import read_header
 from kvant.kv.dtype import KVDtype
 from kvant.kv.geometry import LayerGeometry
-from kvant.kv.spec import KVPlan, Scale, ScaleState
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from kvant.kv.spec import Scale, ScaleState
 
 FILE_NAME = "kvant-key-rounding.safetensors"
 SUFFIX = ".k_feedback"
@@ -83,39 +76,3 @@ def audit_rounding(
             ),
         )
     return Scale(ScaleState.FOUND, tensor, because=f"checkpoint's {tensor.name}")
-
-
-def read_rounding(directory: Path, plan: KVPlan) -> dict[int, npt.NDArray[np.float32]]:
-    """The matrices that a plan uses, by layer index: [num_kv_heads, head_dim, head_dim].
-
-    BadCheckpoint, naming the tensor, for numbers that are not finite or lie on or below the diagonal.
-    """
-    wanted: Mapping[int, ScaleTensor] = {
-        layer.geometry.index: layer.k.scale.tensor
-        for layer in plan.layers
-        if layer.k is not None
-        and layer.k.dtype.format.takes_rounding
-        and layer.k.scale.tensor is not None
-    }
-    if not wanted:
-        return {}
-    import numpy as np
-
-    path = directory / FILE_NAME
-    header, data = read_header(path), path.read_bytes()
-    found = {}
-    for index, tensor in wanted.items():
-        entry = header.tensors.get(tensor.name)
-        if entry is None or entry.shape != tensor.shape:
-            raise BadCheckpoint(
-                f"{tensor.name} in {path} changed", why="it is not as it was planned"
-            )
-        count = math.prod(entry.shape)
-        values = np.frombuffer(data, "<f4", count, entry.begin).reshape(entry.shape).copy()
-        if not np.isfinite(values).all() or np.tril(values).any():
-            raise BadCheckpoint(
-                f"{tensor.name} in {path} is no rounding matrix",
-                why="its numbers must be finite, and 0 on the diagonal and below it",
-            )
-        found[index] = values
-    return found

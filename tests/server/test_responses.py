@@ -11,6 +11,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from openai.types.responses import Response, ResponseFunctionToolCall
 
+from kvant.server.responses.store import ResponseStore, Stored
 from tests.server.harness import Server
 from tests.server.test_tools import TOOL, tooled
 
@@ -247,6 +248,26 @@ def test_allowed_tools_leave_the_others_out(tooled: Server) -> None:
     more = {"tools": [other, FLAT], "tool_choice": choice, "max_output_tokens": 900, "seed": 3}
     calls = ask(tooled, **more)["output"]
     assert {call["name"] for call in calls} == {"add"}
+
+
+def test_the_store_holds_its_limits_and_not_one_more() -> None:
+    def stored(size: int) -> Stored:
+        return Stored("", b"x" * size, b"", b"")
+
+    store = ResponseStore(3, 100)
+    for name in "abc":
+        store.put(name, stored(20))
+    store.get("a", "")  # used last
+    store.put("d", stored(40))
+    assert (len(store), store.num_bytes) == (3, 80)
+    assert [name for name in "abcd" if store.holds(name)] == ["a", "c", "d"]
+    store.put("d", stored(60))
+    assert (len(store), store.num_bytes) == (3, 100), "all bytes"
+    store.put("d", stored(61))
+    assert (len(store), store.num_bytes) == (2, 81), "one more"
+    store.put("e", stored(101))
+    assert len(store) == 0, "larger than the store"
+    assert not ResponseStore(0, 100).is_on
 
 
 def test_the_store_is_bounded_and_apart_for_each_key(model: Any) -> None:

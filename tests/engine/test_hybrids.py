@@ -116,6 +116,21 @@ def test_a_bfloat16_state_is_stored_and_counted(models: dict[str, Path]) -> None
     assert any(same)
 
 
+@pytest.mark.parametrize("name", ["fp8_per_token_head", "int8_per_token_head"])
+def test_a_state_in_codes_is_rounded_at_every_step(models: dict[str, Path], name: str) -> None:
+    wide = opened(models["qwen3_5_text"], max_num_seqs=2)
+    llm = opened(models["qwen3_5_text"], max_num_seqs=2, state_dtype=name)
+    layer = llm.plan.layers[0]
+    heads, values, keys = layer.states[1].geometry.shape
+    assert layer.states[1].bytes_per_sequence == heads * values * (keys + 4)
+    found, expected = texts(llm), texts(wide)
+    assert texts(llm) == found
+    assert [text[0] for text in found] == [
+        text[0] for text in expected
+    ]  # prompts are not rounded inside
+    assert found != expected
+
+
 def test_what_a_state_cannot_be_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     hybrid = models["qwen3_5_text"]
     with pytest.raises(NotServable, match="float16"):

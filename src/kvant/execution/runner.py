@@ -62,7 +62,7 @@ class Runner(Protocol):
 class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only.
 
-    max_num_seqs: rows of the states of a model that keeps some. state_slots: of those that are kept.
+    max_num_seqs: rows of the states of a model that keeps some. state_slots: rows for kept ones.
     """
 
     def __init__(

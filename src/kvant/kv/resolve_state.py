@@ -6,7 +6,7 @@ Precedence, first match wins:
     2  explicit global format (--state-dtype)              4  the default
 
 The default keeps recurrent states in float32, and the inputs of convolutions in the compute dtype, which
-stores them exactly. Formats narrower than 16 bits would need a scale per row: recurrent states may have it.
+stores them exactly. A format with a scale per token and head has one for each row of a recurrent state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from kvant.kv.names import Request, parse_one
 from kvant.kv.request import KVRequest
 from kvant.kv.spec import Choice, Scale, ScaleState, Source, StateSpec
 
-RECURRENT_FORMATS = (KVDtype.FLOAT32, KVDtype.BFLOAT16)
+RECURRENT_FORMATS = (
+    KVDtype.FLOAT32, KVDtype.BFLOAT16, KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD,
+)  # fmt: skip
 """Formats of recurrent states, widest first."""
 
 OPTIONS = {StateKind.RECURRENT: "--state-dtype", StateKind.CONV: "--conv-state-dtype"}
@@ -83,6 +85,8 @@ def _check(
     layer: LayerGeometry, kind: StateKind, dtype: KVDtype, because: str, compute: ComputeDtype
 ) -> None:
     possible = list(RECURRENT_FORMATS)
+    if kind is StateKind.CONV:
+        possible = [one for one in possible if one.format.is_native]
     if kind is StateKind.CONV and compute.kv_dtype not in possible:
         possible.append(compute.kv_dtype)  # what is computed in it is stored exactly
     if dtype in possible:

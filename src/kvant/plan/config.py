@@ -69,7 +69,8 @@ class PlanOptions:
     )
     state_dtype: str | None = option(
         None,
-        "Format of recurrent states (linear attention, Mamba): float32 or bfloat16.",
+        "Format of recurrent states (linear attention, Mamba): float32, bfloat16, fp8_per_token_head or "
+        "int8_per_token_head, with a scale per row.",
         metavar="F",
         unset="the checkpoint's wish, else float32",
         aliases=("mamba_ssm_cache_dtype",),

@@ -33,6 +33,7 @@ FAST = (
     "qwen2_vl",  # rotary positions in three parts
     "bamba",  # Mamba2
     "kimi_linear",  # keys that decay each by itself, latent attention
+    "jamba",  # Mamba1
     "lfm2",  # convolutions alone
     "nemotron_h",  # layers that mix no tokens
     "olmo_hybrid",  # gated delta nets
@@ -51,7 +52,7 @@ def test_a_probed_family_gives_the_tokens_of_transformers(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "technique"),
     [
-        ("jamba", "recurrent or convolution states"),
+        ("zaya", "recurrent or convolution states"),
         ("deepseek_v32", "indices"),
         ("llama4_text", "mask"),
         ("diffllama", "more than once"),

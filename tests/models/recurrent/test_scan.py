@@ -152,9 +152,16 @@ def test_an_elementwise_recurrence_in_pieces() -> None:
                 for x in (0, 1)
             )
             where = packed([start] * len(left), counts, left)
-            for i, piece in zip(
-                left, elementwise_scan(a, b, states, where).split(counts), strict=True
-            ):
+            out = torch.empty_like(b)
+
+            def make(there: slice, a: Tensor = a, b: Tensor = b) -> tuple[Tensor, Tensor]:
+                return a[there], b[there]
+
+            def use(there: slice, state: Tensor, out: Tensor = out) -> None:
+                out[there] = state
+
+            elementwise_scan(make, use, states, where)
+            for i, piece in zip(left, out.split(counts), strict=True):
                 found[i].append(piece)
         for (a, b), pieces in zip(texts, found, strict=True):
             h, every = torch.zeros(3, 2, dtype=torch.float64), []

@@ -15,6 +15,7 @@ from kvant.attention.hook import ATTENTION_NAME
 _STEP, _WINDOW = ATTENTION_NAME, "sliding_window"
 
 _LACKING: Mapping[str, tuple[str, ...]] = {
+    "jamba": (_STEP,),
     "nemotron": (_STEP,),
     "phimoe": (_WINDOW,),  # which it has in its mask alone
     "stablelm": (_STEP,),
@@ -42,7 +43,7 @@ def handing_over(module: PreTrainedModel, step: object) -> Iterator[None]:
     handles = [
         part.register_forward_pre_hook(add, with_kwargs=True)
         for name, part in module.named_modules()
-        if name.endswith(".self_attn")
+        if name.endswith((".self_attn", ".mamba"))
     ]
     try:
         yield

@@ -1,6 +1,8 @@
-"""Elementwise recurrences h_t = a_t h_(t-1) + b_t over packed sequences: Mamba1 and RG-LRU."""
+"""Elementwise recurrences h_t = a_t h_(t-1) + b_t over packed sequences, as Mamba1 has them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,29 +11,43 @@ from kvant.kv.state_pool import StateCache
 from kvant.models.recurrent.packed import Packed, read_state, write_state
 
 _AT_ONCE = 64
-"""Tokens of a prompt whose states are made at once: memory grows with them."""
+"""Tokens of a prompt whose states are made at once: each of them has a state of its own."""
+
+Make = Callable[[slice], tuple[Tensor, Tensor]]
+"""a and b [n, *shape] of some tokens, in float32 or wider."""
+
+Use = Callable[[slice, Tensor], None]
+"""Takes the states [n, *shape] behind some tokens."""
 
 
-def elementwise_scan(a: Tensor, b: Tensor, cache: StateCache, packed: Packed) -> Tensor:
-    """The states after every token. a, b: [T, *shape] in float32 or wider. Stores the last state of each."""
+def elementwise_scan(make: Make, use: Use, cache: StateCache, packed: Packed) -> None:
+    """Run the recurrence over each sequence's tokens, from its stored state; stores the states it ends with.
+
+    make, use: called for tokens of T in order, a few at a time, since a state is larger than a token.
+    """
     if packed.lengths is None:
+        every = slice(0, len(packed.rows))
+        a, b = make(every)
         state = a * read_state(cache, packed, None, a.dtype) + b
         write_state(cache, packed, None, state)
-        return state
-    out = torch.empty_like(b)
+        use(every, state)
+        return
     first = 0
-    before = read_state(cache, packed, None, a.dtype)
-    last = before.clone()
     for place, length in enumerate(packed.lengths):
-        state = before[place]
+        if not length:
+            continue
+        state = None
         for start in range(first, first + length, _AT_ONCE):
             there = slice(start, min(start + _AT_ONCE, first + length))
-            found = _double(a[there], b[there], state)
-            out[there], state = found, found[-1]
-        last[place] = state
+            a, b = make(there)
+            if state is None:
+                state = read_state(cache, packed, [place], a.dtype)[0]
+            found = _double(a, b, state)
+            use(there, found)
+            state = found[-1]
+        assert state is not None
+        write_state(cache, packed, [place], state[None])
         first += length
-    write_state(cache, packed, None, last)
-    return out
 
 
 def _double(a: Tensor, b: Tensor, state: Tensor) -> Tensor:

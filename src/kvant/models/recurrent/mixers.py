@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from kvant.kv.geometry import StateGeometry, StateKind
 from kvant.kv.state_pool import StateCache
 from kvant.models.recurrent.conv import causal_conv
+from kvant.models.recurrent.elementwise import elementwise_scan
 from kvant.models.recurrent.packed import Packed, takes_kernels
 from kvant.models.recurrent.scan import scan
 
@@ -277,6 +278,49 @@ class Mamba2:
         return mixed
 
 
+class Mamba1:
+    """Jamba's: a state for each channel, with decays of its own."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @property
+    def states(self) -> tuple[StateGeometry, ...]:
+        m = self.module
+        return (
+            _conv_state(m.conv_kernel_size, m.intermediate_size),
+            StateGeometry(StateKind.RECURRENT, (m.intermediate_size, m.ssm_state_size)),
+        )
+
+    def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        assert states.conv is not None
+        assert states.recurrent is not None
+        m, conv = self.module, self.module.conv1d
+        inner, gate = m.in_proj(x).chunk(2, 1)
+        inner = causal_conv(
+            inner, conv.weight[:, 0], conv.bias, states.conv, states.packed, silu=True
+        )
+        sizes = [m.time_step_rank, m.ssm_state_size, m.ssm_state_size]
+        dt, b, c = torch.split(m.x_proj(inner), sizes, 1)
+        work = torch.promote_types(x.dtype, torch.float32)
+        dt = F.softplus(m.dt_proj(m.dt_layernorm(dt)).to(work))  # [T, channels]
+        b, c = m.b_layernorm(b).to(work), m.c_layernorm(c).to(work)
+        value, decay = inner.to(work), -m.A_log.to(work).exp()
+        out = torch.empty_like(value)
+
+        def make(there: slice) -> tuple[Tensor, Tensor]:
+            step = dt[there, :, None]
+            return (step * decay).exp(), step * value[there, :, None] * b[there, None]
+
+        def use(there: slice, state: Tensor) -> None:
+            out[there] = torch.einsum("tcn,tn->tc", state, c[there])
+
+        elementwise_scan(make, use, states.recurrent, states.packed)
+        out = (out + value * m.D.to(work)) * F.silu(gate.to(work))
+        mixed: Tensor = m.out_proj(out.to(x.dtype))
+        return mixed
+
+
 class ShortConv:
     """LFM2's gated convolution."""
 
@@ -309,6 +353,7 @@ MIXERS: dict[str, Callable[[Any], Mixer]] = {
         ("BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "FalconH1Mixer",
          "Zamba2MambaMixer"), Mamba2,
     ),
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), ShortConv),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), ShortConv),
+    "JambaMambaMixer": Mamba1,
 }  # fmt: skip
 """By the class of transformers' module."""

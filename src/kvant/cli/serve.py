@@ -21,7 +21,7 @@ from kvant.server.access import (
     read_keys,
     read_origins,
 )
-from kvant.server.config import ServerConfig
+from kvant.server.config import EVENT_OPTIONS, ServerConfig
 
 
 def _server_config(settings: Settings) -> ServerConfig:
@@ -33,6 +33,7 @@ def _server_config(settings: Settings) -> ServerConfig:
     if config.api_key_file is not None:
         keys = (*config.api_keys, *read_keys(Path(config.api_key_file)))
         config = replace(config, api_keys=keys)
+    _ = config.events.parsed
     check_names(config.served_names)
     check_keys(config.api_keys)
     check_origins(config.allowed_origins)
@@ -59,7 +60,7 @@ def serve(settings: Settings) -> None:
 
     config = _server_config(settings)
     log_to_stderr()
-    code = run(settings.only(ENGINE_OPTIONS), config, say=_say)
+    code = run(settings.only((*ENGINE_OPTIONS, *EVENT_OPTIONS)), config, say=_say)
     if code:
         raise typer.Exit(code)
 

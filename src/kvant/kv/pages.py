@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import cache
 from struct import Struct
 
+from kvant.kv.events import PageLog
+
 SCRATCH = 0
 """Same page as `kvant.kv.pool.SCRATCH_PAGE`, which cannot be imported here (it brings torch)."""
 
@@ -109,6 +111,7 @@ class PageAllocator:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self.log: PageLog | None = None  # told of hashes that are dropped
         self._to_zero: list[int] = []
         self._generations = [0] * self._num_pages  # how often each was handed out
 
@@ -246,6 +249,8 @@ class PageAllocator:
             self.forget([page])
             return False
         del self._page_of[old]
+        if self.log is not None:
+            self.log.removed(old)
         self._page_of[new] = page
         self._hash_of[page] = new
         return True
@@ -457,6 +462,8 @@ class PageAllocator:
         digest = self._hash_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
+            if self.log is not None:
+                self.log.removed(digest)
 
 
 class SharedPages:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -94,10 +93,9 @@ class Ranks:
     def send(self, message: ToRank) -> None:
         """To every rank. Raises RankLost."""
         self.check()
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)  # once for all
         for rank in self._ranks:
             try:
-                rank.link.send_bytes(data)
+                rank.link.send(message)
             except OSError:
                 raise self._lost(rank) from None
 

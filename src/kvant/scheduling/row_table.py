@@ -16,6 +16,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
+from kvant.kv.events import PageLog
 from kvant.kv.pages import SCRATCH, PageAllocator, page_hash
 from kvant.scheduling.request import FinishReason, Sequence
 
@@ -264,7 +265,15 @@ class HeldPages:
             digest = sequence.prefix_hashes[index + 1]
             if self.allocator.remember(sequence.pages[index], digest):
                 sequence.own_hashes.append(digest)
+                if self.allocator.log is not None and not sequence.request.salt:
+                    self._tell(self.allocator.log, sequence, index)
         sequence.num_remembered_pages = max(full, sequence.num_remembered_pages)
+
+    def _tell(self, log: PageLog, sequence: Sequence, index: int) -> None:
+        """Log that a page of the sequence can be found."""
+        first, last = index * self._page_size, (index + 1) * self._page_size
+        parent = sequence.prefix_hashes[index] if index else None
+        log.stored(sequence.prefix_hashes[index + 1], parent, sequence.token_ids[first:last])
 
     def forget(self, sequence: Sequence, reason: FinishReason) -> None:
         """Remove from the cache what a sequence that ended for this reason may have spoilt.

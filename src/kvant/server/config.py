@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvant.kv.events import EventsConfig, parse_events
 from kvant.plan.options import option, options_of
 from kvant.sampling.sampling_params import (
     MAX_BAD_WORDS,
@@ -189,6 +190,29 @@ class Restarts:
 
 
 @dataclass(frozen=True, slots=True)
+class EventOptions:
+    """kv_events: where the engine process publishes what the prefix cache holds."""
+
+    kv_events: str | None = option(
+        None,
+        "Publish cached pages for routers: ENDPOINT[,replay=ENDPOINT][,topic=TEXT].",
+        metavar="ENDPOINT",
+        unset="not published",
+        panel=_SERVER,
+    )
+
+    @property
+    def parsed(self) -> EventsConfig | None:
+        """Raises BadValue."""
+        if self.kv_events is None:
+            return None
+        return parse_events(self.kv_events, asked_by="--kv-events")
+
+
+EVENT_OPTIONS = options_of(EventOptions)
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """host and port to bind. served_names: the model's names for clients; the first is the one it
     answers with. api_keys: empty accepts every request. max_queued: sequences that may wait beside the
@@ -259,6 +283,7 @@ class ServerConfig:
     )
     limits: Limits = field(default_factory=Limits)
     restarts: Restarts = field(default_factory=Restarts)
+    events: EventOptions = field(default_factory=EventOptions)
 
     @property
     def model_defaults(self) -> bool:

@@ -22,10 +22,13 @@ from kvant.engine.driver import Driver, Event, Job
 from kvant.engine.process import search_rarely
 from kvant.engine.result import Progress
 from kvant.errors import KvantError, RequestError
+from kvant.kv.events import PageLog
 from kvant.plan.config import engine_config
 from kvant.plan.plan_json import plan_json
 from kvant.plan.settings import Settings
 from kvant.scheduling.request import FinishReason
+from kvant.server.config import EventOptions
+from kvant.server.kv_events import EventPublisher
 from kvant.server.messages import (
     Cancel,
     Failure,
@@ -66,6 +69,7 @@ def main(address: str) -> int:
             config, progress=lambda task, done, total: send(Loading(task, done, total))
         )
         built.engine.prepare_structured()
+        publisher = _publisher(settings, built)
         ready = _ready(built)
     except KvantError as fault:
         return _refuse(socket, Fault(str(fault), fault.exit_code))
@@ -74,11 +78,23 @@ def main(address: str) -> int:
         return _refuse(socket, Fault(f"the engine could not start: {fault!r}", 1))
     send(ready)
     search_rarely()
-    _serve(Driver(built.engine), socket)
+    _serve(Driver(built.engine), socket, publisher)
     return 0
 
 
-def _serve(driver: Driver[int], socket: zmq.Socket[bytes]) -> None:
+def _publisher(settings: Settings, built: BuiltEngine) -> EventPublisher | None:
+    """The publisher of the prefix cache's events, if it was asked for."""
+    config = settings.build(EventOptions).parsed
+    if config is None:
+        return None
+    log = PageLog()
+    built.engine.scheduler.allocator.log = log
+    return EventPublisher(config, log, built.kv.page_size)
+
+
+def _serve(
+    driver: Driver[int], socket: zmq.Socket[bytes], publisher: EventPublisher | None
+) -> None:
     """Takes messages, steps and reports, for ever. A fault that is not one request's ends the loop."""
     pause = int(HEARTBEAT_SECONDS * 1000)
     last_report = 0.0
@@ -95,6 +111,8 @@ def _serve(driver: Driver[int], socket: zmq.Socket[bytes]) -> None:
             take(driver, message)
         worked = driver.has_work
         report = report_of(driver, driver.step())
+        if publisher is not None:
+            publisher.publish()
         now = time.monotonic()
         if took or worked or now - last_report > HEARTBEAT_SECONDS / 2:
             last_report = now

@@ -1,0 +1,128 @@
+"""Publishes what the prefix cache holds, in vLLM's wire format, so that routers can find prefixes.
+
+    PUB      topic | number of the message, 8 bytes big-endian | msgpack of [time, events, rank]
+    ROUTER   a request "", first number; answers "", number, msgpack for each kept message, and number -1
+             at the end
+
+Each event is a map. Hashes are the last 64 bits of a page's hash, as an integer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvant.errors import NotServable, WayOut
+from kvant.kv.events import Cleared, EventsConfig, PageEvent, PageLog, Removed, Stored
+
+KEPT = 10_000
+"""Messages that can be asked for again."""
+
+_END = (-1).to_bytes(8, "big", signed=True)
+_MEDIUM = "GPU"  # the tier where the engine computes, on a CPU too
+
+
+class EventPublisher:
+    """Binds at once; raises NotServable for an address that is taken. Not thread-safe."""
+
+    def __init__(self, config: EventsConfig, log: PageLog, page_size: int) -> None:
+        self._log, self._page_size = log, page_size
+        self._topic = config.topic.encode()
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT)
+        self._next = 0
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._pub = _bound(context.socket(zmq.PUB), config.endpoint)
+        self._replay = None
+        if config.replay:
+            self._replay = _bound(context.socket(zmq.ROUTER), config.replay)
+        log.cleared()  # an engine before this one may have stored pages
+
+    def publish(self) -> None:
+        """Send what happened since the last call, and answer requests for earlier messages."""
+        events = self._log.take()
+        if events:
+            payload = msgspec.msgpack.encode([time.time(), _wire(events, self._page_size), 0])
+            number = self._next.to_bytes(8, "big")
+            self._next += 1
+            self._kept.append((number, payload))
+            self._pub.send_multipart((self._topic, number, payload))
+        while self._replay is not None and self._replay.poll(0):
+            self._answer(self._replay, self._replay.recv_multipart())
+
+    def close(self) -> None:
+        self._pub.close(0)
+        if self._replay is not None:
+            self._replay.close(0)
+
+    def _answer(self, replay: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != 8:
+            return  # not this protocol
+        client, _, first = frames
+        for number, payload in self._kept:
+            if number >= first:
+                replay.send_multipart((client, b"", number, payload))
+        replay.send_multipart((client, b"", _END, b""))
+
+
+def _bound(socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as fault:
+        socket.close(0)
+        raise NotServable(
+            f"--kv-events cannot publish at {endpoint}",
+            why=str(fault),
+            ways_out=(WayOut("name another address, or leave --kv-events out"),),
+        ) from None
+    return socket
+
+
+def _wire(events: Sequence[PageEvent], page_size: int) -> list[dict[str, Any]]:
+    """Events as maps; neighbouring pages of one prompt are told together, as are removals."""
+    found: list[dict[str, Any]] = []
+    last: bytes | None = None  # the page that the event before stored
+    for event in events:
+        match event:
+            case Stored(digest, parent, tokens):
+                if last is not None and parent == last:
+                    found[-1]["block_hashes"].append(_short(digest))
+                    found[-1]["token_ids"] += tokens
+                else:
+                    found.append(
+                        {
+                            "type": "BlockStored",
+                            "block_hashes": [_short(digest)],
+                            "parent_block_hash": None if parent is None else _short(parent),
+                            "token_ids": list(tokens),
+                            "block_size": page_size,
+                            "lora_id": None,
+                            "medium": _MEDIUM,
+                            "lora_name": None,
+                        }
+                    )
+                last = digest
+                continue
+            case Removed(digest):
+                if found and found[-1]["type"] == "BlockRemoved":
+                    found[-1]["block_hashes"].append(_short(digest))
+                else:
+                    found.append(
+                        {
+                            "type": "BlockRemoved",
+                            "block_hashes": [_short(digest)],
+                            "medium": _MEDIUM,
+                        }
+                    )
+            case Cleared():
+                found.append({"type": "AllBlocksCleared"})
+        last = None
+    return found
+
+
+def _short(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")

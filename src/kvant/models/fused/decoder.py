@@ -420,9 +420,18 @@ class _Source:
         kind = self.rotary.rope_type
         return (kind[self.arguments[0]] if isinstance(kind, dict) else kind) in _FIXED_ROPE
 
+    @property
+    def _has_sections(self) -> bool:
+        """Whether positions have three parts; transformers 5.17 takes no others there."""
+        said = getattr(self.rotary.config, "rope_parameters", None) or {}
+        return hasattr(self.rotary, "mrope_section") or "mrope_section" in said
+
     def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R / 2] in the dtype of x: transformers' own. positions: [T]."""
-        cos, sin = self.rotary(x[None], positions[None], *self.arguments)
+        at = positions[None]
+        if self._has_sections:
+            at = at.expand(3, *at.shape)
+        cos, sin = self.rotary(x[None], at, *self.arguments)
         # Rotary positions of images have three parts, which are equal for text.
         cos, sin = (part.reshape(-1, *part.shape[-2:])[0] for part in (cos, sin))
         return self._once(cos), self._once(sin)

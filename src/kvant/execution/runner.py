@@ -79,7 +79,7 @@ class ModelRunner:
         self.states: StatePool | None = None
         if stored.has_states:
             self.states = StatePool(stored, max_num_seqs, model.device, state_slots)
-        self.pool = KVPool(stored, num_pages, device=model.device, scales=model.scales)
+        self.pool = KVPool(stored, num_pages, device=model.device, scales=model.scales_for(stored))
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
         self._graphs: StepGraphs | None = None
         self._proposer: Proposer | None = None

@@ -30,7 +30,8 @@ class TextReader:
     model: the loaded model. plan: may differ from the model's plan in formats and backends only. num_texts,
     length: how many texts, and the most tokens of each. backend: reads and writes every layer instead of
     the plan's backends; backends: likewise, by layer. scales: what lies outside the pages, by layer and
-    side; None for the model's. first_position: the rotary position of the texts' first tokens.
+    side; None for what the plan takes from the checkpoint. first_position: the rotary position of the
+    texts' first tokens.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class TextReader:
         self._pages = -(-length // plan.page_size)
         device = model.device
         num_pages = SCRATCH_PAGE + 1 + num_texts * self._pages
-        given = model.scales if scales is None else scales
+        given = model.scales_for(plan) if scales is None else scales
         self._pool = KVPool(plan, num_pages, device=device, scales=given)
         if backends is not None:
             self._backends = backends

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +74,13 @@ def load_model(
     """
     if geometry.not_runnable is not None:
         raise NotServable(f"{path} can be planned but not run", why=geometry.not_runnable)
-    read: Mapping[tuple[int, Side], Sequence[float]] = read_scale_values(path, plan)
+    read_outside = partial(_read_outside, path, device, group)
+    scales = read_outside(plan)
     divided: Divided | None = None
     if group is not None:
         cuts = Cuts(geometry, group.shard)
         divided = Divided(cuts, group)
-        read, plan = cut_scales(read, plan, group.shard), rank_plan(plan, group.shard.size)
-    scales = {
-        key: torch.tensor(values, dtype=torch.float32, device=device)
-        for key, values in read.items()
-    }
-    for index, matrices in read_rounding(path, plan).items():
-        first, last = 0, len(matrices)
-        if group is not None:
-            first, last = group.shard.kv_heads(len(matrices))
-        scales[index, Side.K] = torch.from_numpy(matrices[first:last]).to(device)
+        plan = rank_plan(plan, group.shard.size)
     register()
     with quiet_transformers(), _room_for(path, device):
         config = _read_config(path)
@@ -123,10 +116,29 @@ def load_model(
     module.requires_grad_(False)
     hook_mixers(module)
     with _room_for(path, device):
-        loaded = LoadedModel(module, plan, scales, device, unused, forward, group)
+        loaded = LoadedModel(module, plan, scales, device, unused, forward, group, read_outside)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of products that were joined, a third of the weights
     return loaded
+
+
+def _read_outside(
+    path: Path, device: torch.device, group: Group | None, plan: KVPlan
+) -> dict[tuple[int, Side], torch.Tensor]:
+    """What a plan of the whole model takes from the checkpoint for its KV cache: see `LoadedModel.scales`."""
+    read: Mapping[tuple[int, Side], Sequence[float]] = read_scale_values(path, plan)
+    if group is not None:
+        read = cut_scales(read, plan, group.shard)
+    found = {
+        key: torch.tensor(values, dtype=torch.float32, device=device)
+        for key, values in read.items()
+    }
+    for index, matrices in read_rounding(path, plan).items():
+        first, last = 0, len(matrices)
+        if group is not None:
+            first, last = group.shard.kv_heads(len(matrices))
+        found[index, Side.K] = torch.from_numpy(matrices[first:last]).to(device)
+    return found
 
 
 def _facts(device: torch.device) -> DeviceFacts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 import torch
@@ -29,6 +29,7 @@ class LoadedModel:
     computes: with batch_invariant each row's result is, bit for bit, its own, with backends of the
     same promise; with quantization the module's own weights are gone afterwards. group: the ranks that
     share the model; plan, scales and module are those of this rank. None for an undivided model.
+    read_outside: reads the scales, and the matrices for rounding keys, that another plan uses.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class LoadedModel:
         unused_tensors: tuple[str, ...],
         choice: ForwardChoice,
         group: Group | None = None,
+        read_outside: Callable[[KVPlan], Mapping[tuple[int, Side], Tensor]] | None = None,
     ) -> None:
+        self._read_outside = read_outside
         self.plan = plan
         self.scales = scales
         self.device = device
@@ -54,6 +57,12 @@ class LoadedModel:
         self._forward: Forward = (
             make(module, plan, choice) if group is None else make(module, plan, choice, group)
         )
+
+    def scales_for(self, plan: KVPlan) -> Mapping[tuple[int, Side], Tensor]:
+        """As `scales`, for another plan of this model; the checkpoint is read again."""
+        if plan is self.plan or self._read_outside is None:
+            return self.scales
+        return self._read_outside(plan)
 
     @property
     def batch_invariant(self) -> bool:

@@ -15,9 +15,11 @@ from kvant.errors import BadValue, ConfigError
 from kvant.execution.runner import ModelRunner
 from kvant.kv.checkpoint.facts import CheckpointKV, ScaleTensor, Side
 from kvant.kv.dtype import KVDtype
+from kvant.kv.names import parse_format
 from kvant.kv.spec import ScaleState
 from kvant.measure.calibration.calibrate import Calibrator, divide_text
 from kvant.measure.calibration.write import check_writable
+from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
 from tests.cli.command import kvant
@@ -81,6 +83,15 @@ def test_scales_are_written_where_compressed_tensors_has_them(
         used = runner.model.scales[spec.geometry.index, Side.V]
         assert torch.equal(used, stored.flatten())
     assert len(llm.generate("the sea")[0].token_ids) > 0
+    # Other plans over loaded weights take their own scales from the checkpoint.
+    wide = LLM(saved, dtype="float32", kv_cache_memory="1MiB", kv_cache_dtype="model")
+    inner = wide.engine.runner
+    assert isinstance(inner, ModelRunner)
+    assert not inner.model.scales
+    plan = plan_storing(wide, parse_format("fp8", asked_by="test"))
+    for index, side in ((0, Side.K), (1, Side.V)):
+        again = inner.model.scales_for(plan)[index, side]
+        assert torch.equal(again, runner.model.scales[index, side])
     fed = LLM(saved, dtype="float32", kv_cache_memory="1MiB", kv_cache_dtype="int4_feedback")
     matrices = load_file(saved / "kvant-key-rounding.safetensors")
     runner = fed.engine.runner

@@ -11,7 +11,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from openai.types.responses import Response, ResponseFunctionToolCall
 
-from kvant.server.responses.store import ResponseStore, Stored
+from kvant.server.store import ResponseStore, Stored
 from tests.server.harness import Server
 from tests.server.test_tools import TOOL, tooled
 

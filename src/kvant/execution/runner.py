@@ -23,8 +23,7 @@ from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
 from kvant.kv.state_pool import StatePool
 from kvant.models.loaded import LoadedModel, widened
-from kvant.scheduling.kept_states import rows_and_slots
-from kvant.scheduling.row_table import RowTable
+from kvant.scheduling.row_table import RowTable, rows_and_slots
 from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.base import DeviceProposer, Proposer
 

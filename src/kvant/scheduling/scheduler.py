@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from kvant.attention.need import LONG
 from kvant.kv.pages import PageAllocator
 from kvant.plan.limits import Limits
-from kvant.scheduling.kept_states import KeptStates
 from kvant.scheduling.request import FinishReason, Sequence, Status
-from kvant.scheduling.row_table import HeldPages
+from kvant.scheduling.row_table import HeldPages, KeptStates
 
 
 @dataclass(frozen=True, slots=True, eq=False)

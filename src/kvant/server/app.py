@@ -17,7 +17,15 @@ from starlette.responses import Response
 from kvant import __version__
 from kvant.errors import RequestError
 from kvant.server import wire
-from kvant.server.answers import Choices, unless_disconnected
+from kvant.server.answers import (
+    Call,
+    Choices,
+    Endpoint,
+    as_json,
+    generate,
+    openai_error,
+    unless_disconnected,
+)
 from kvant.server.anthropic.handle import count_tokens, message
 from kvant.server.anthropic.wire import (
     CountBody,
@@ -29,7 +37,6 @@ from kvant.server.anthropic.wire import (
 )
 from kvant.server.anthropic.write import error_body
 from kvant.server.api_error import ApiError, Disconnected, bad_request, internal, of_request
-from kvant.server.calls import Call, Endpoint, as_json, generate, openai_error
 from kvant.server.guard import App, Guard, Receive, Scope, Send, header, with_cors
 from kvant.server.live import live_of, page
 from kvant.server.parameters import (

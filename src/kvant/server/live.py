@@ -7,45 +7,14 @@ import functools
 import hashlib
 import re
 import time
-from collections import deque
-from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from kvant.server import wire
+from kvant.server.metrics import numbers_of
 
 if TYPE_CHECKING:
-    from kvant.server.service import Running, Service
-
-_MOST_ENDED = 16
-
-
-@dataclass(slots=True)
-class Activity:
-    """Numbers of the requests that run and of the last ones that ended; no contents, no names."""
-
-    running: dict[int, Running] = field(default_factory=dict)
-    ended: deque[wire.LiveRequest] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated: int = 0
-
-    def opened(self, running: Running) -> None:
-        self.running[id(running)] = running
-
-    def closed(self, running: Running) -> None:
-        one = _numbers(running)
-        one.cached = sum(s.ended.num_cached_tokens for s in running.sequences.values() if s.ended)
-        self.running.pop(id(running), None)
-        self.ended.appendleft(one)
-        self.prompt_tokens += one.prompt
-        self.cached_tokens += one.cached
-
-
-def _numbers(running: Running) -> wire.LiveRequest:
-    new = sum(len(sequence.token_ids) for sequence in running.sequences.values())
-    seconds = (running.last_event or time.monotonic()) - running.started
-    return wire.LiveRequest(running.num_prompt_tokens, None, new, round(seconds, 3))
+    from kvant.server.service import Service
 
 
 def live_of(service: Service) -> wire.Live:
@@ -75,7 +44,7 @@ def live_of(service: Service) -> wire.Live:
         cached_tokens=activity.cached_tokens,
         generated=activity.generated,
         drafts=shown,
-        requests=[*map(_numbers, activity.running.values()), *activity.ended],
+        requests=[*map(numbers_of, activity.running.values()), *activity.ended],
     )
 
 

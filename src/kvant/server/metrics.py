@@ -6,8 +6,10 @@ Label values come from closed sets; no text of a client becomes one.
 from __future__ import annotations
 
 import json
+import time
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -20,12 +22,14 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvant.server import wire
+
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from kvant.server.messages import Ready, Report, Stats, Times
     from kvant.server.requests import Generation
-    from kvant.server.service import Admission
+    from kvant.server.service import Admission, Running
     from kvant.server.supervisor import Supervisor
     from kvant.speculative.counts import SpeculationStats
 
@@ -359,3 +363,34 @@ def layers_of(plan: bytes) -> list[LayerMetric]:
         LayerMetric(layer["layer"], named(layer["k"]), named(layer["v"]), layer["bytes_per_token"])
         for layer in json.loads(plan)["target"]["layers"]
     ]
+
+
+_MOST_ENDED = 16
+
+
+@dataclass(slots=True)
+class Activity:
+    """Numbers of the requests that run and of the last ones that ended; no contents, no names."""
+
+    running: dict[int, Running] = field(default_factory=dict)
+    ended: deque[wire.LiveRequest] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated: int = 0
+
+    def opened(self, running: Running) -> None:
+        self.running[id(running)] = running
+
+    def closed(self, running: Running) -> None:
+        one = numbers_of(running)
+        one.cached = sum(s.ended.num_cached_tokens for s in running.sequences.values() if s.ended)
+        self.running.pop(id(running), None)
+        self.ended.appendleft(one)
+        self.prompt_tokens += one.prompt
+        self.cached_tokens += one.cached
+
+
+def numbers_of(running: Running) -> wire.LiveRequest:
+    new = sum(len(sequence.token_ids) for sequence in running.sequences.values())
+    seconds = (running.last_event or time.monotonic()) - running.started
+    return wire.LiveRequest(running.num_prompt_tokens, None, new, round(seconds, 3))

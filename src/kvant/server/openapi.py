@@ -20,7 +20,7 @@ from kvant.server.parameters import Table
 from kvant.server.requests import Facts
 
 if TYPE_CHECKING:
-    from kvant.server.calls import Endpoint
+    from kvant.server.answers import Endpoint
 
 _REF = "#/components/schemas/{name}"
 _REASONS = {

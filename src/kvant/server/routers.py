@@ -8,8 +8,7 @@ from starlette.responses import Response
 
 from kvant import __version__
 from kvant.server import wire
-from kvant.server.answers import unless_disconnected
-from kvant.server.calls import Call, as_json
+from kvant.server.answers import Call, as_json, unless_disconnected
 from kvant.server.requests import Generation, read_chat, read_completion
 
 

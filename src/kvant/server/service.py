@@ -30,9 +30,8 @@ from kvant.server.api_error import (
     unavailable,
 )
 from kvant.server.config import ServerConfig
-from kvant.server.live import Activity
 from kvant.server.messages import Failure, Piece, Ready, Report
-from kvant.server.metrics import Metrics
+from kvant.server.metrics import Activity, Metrics
 from kvant.server.reply import reply_format
 from kvant.server.requests import (
     Conversation,
@@ -44,7 +43,7 @@ from kvant.server.requests import (
     infill_form,
     renamed,
 )
-from kvant.server.responses.store import ResponseStore
+from kvant.server.store import ResponseStore
 from kvant.server.supervisor import Channel, Event, State, Supervisor
 from kvant.server.template import Render, Renderer, open_tokenizer
 

@@ -20,7 +20,7 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(slots=True)
 class Transcript:
-    """Reads the pieces of a request's one answer. format: of its family, see `kvant.server.reply_formats`.
+    """Reads the pieces of a request's one answer. format: of its family, see `kvant.server.reply`.
 
     num_reasoning_tokens: of the pieces that showed reasoning. Pieces that showed nothing, such as marks,
     count with the next part.

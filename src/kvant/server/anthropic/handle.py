@@ -5,12 +5,11 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from kvant.errors import RequestError
-from kvant.server.answers import unless_disconnected
+from kvant.server.answers import Call, as_json, generate, unless_disconnected
 from kvant.server.anthropic.read import read_count, read_messages
 from kvant.server.anthropic.wire import InputTokens
 from kvant.server.anthropic.write import MessageWriter
 from kvant.server.api_error import of_request
-from kvant.server.calls import Call, as_json, generate
 
 
 async def message(call: Call) -> Response:

@@ -8,13 +8,13 @@ import logging
 import msgspec
 from starlette.responses import Response
 
+from kvant.server.answers import Call, as_json, finished, generate
 from kvant.server.api_error import ApiError, bad_request, internal
-from kvant.server.calls import Call, as_json, finished, generate
 from kvant.server.responses.read import Message, parse_response, read_response
-from kvant.server.responses.store import Stored
 from kvant.server.responses.wire import Deleted, InputItems
 from kvant.server.responses.write import ResponseWriter
 from kvant.server.service import Running, Service
+from kvant.server.store import Stored
 
 _log = logging.getLogger(__name__)
 _Task = asyncio.Task[None]

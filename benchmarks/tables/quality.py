@@ -61,10 +61,44 @@ def fp8_products(data: Any) -> Cells:
     return lines
 
 
+@table("kv-methods", "kv-methods.json")
+def methods(data: Any) -> Cells:
+    lines = [["simulated", "bits", "mean KL", "its standard error", "99 %", "same top token"]]
+    for r in data["rows"]:
+        figures = (r["kld_mean"], r["kld_mean_error"], r["kld_p99"])
+        same = percent(r["same_top"], digits=1)
+        lines.append([r["way"], f"{r['bits']:.2f}", *(f"{x:.5f}" for x in figures), same])
+    return lines
+
+
+@table("tune", "smollm2-tune.json")
+def tuned(data: Any) -> Cells:
+    lines = [["stored as", "B/token", "bits", "mean KL", "its standard error", "same top token"]]
+    named = {f"policy, --budget {name}bits": one for name, one in data["policies"].items()}
+    named |= data["uniform"]
+    for name, one in sorted(named.items(), key=lambda item: item[1]["bytes_per_token"]):
+        figures = (one["kld_mean"], one["kld_mean_error"])
+        same = percent(one["same_top"], digits=1)
+        lines.append(
+            [name, f"{one['bytes_per_token']:,}", f"{one['bits']:.2f}",
+             *(f"{x:.5f}" for x in figures), same]
+        )  # fmt: skip
+    return lines
+
+
+@table("feedback", "smollm2-calibrate.json")
+def feedback(data: Any) -> Cells:
+    return _calibrated(data["rounding"], "stored as")
+
+
 @table("calibrate", "smollm2-calibrate.json")
 def calibrated(data: Any) -> Cells:
-    lines = [["scales", "mean KL", "its standard error", "99 %", "same top token"]]
-    for name, one in data["compared"].items():
+    return _calibrated(data["compared"], "scales")
+
+
+def _calibrated(found: Any, title: str) -> Cells:
+    lines = [[title, "mean KL", "its standard error", "99 %", "same top token"]]
+    for name, one in found.items():
         figures = (one["kld_mean"], one["kld_mean_error"], one["kld_p99"])
         same = percent(one["same_top"], digits=1)
         lines.append([name, *(f"{x:.5f}" for x in figures), same])

@@ -1,0 +1,60 @@
+"""Run as a program without `TRITON_INTERPRET`: compiles products with narrow weights for an H200, in both
+16-bit dtypes, on a machine without a GPU, and prints what it compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kvant.weights.codecs import encode
+from kvant.weights.format import FP8_BLOCK, INT8_CHANNEL, NVFP4, int4_groups
+from kvant.weights.triton import product
+from kvant.weights.triton.product import Stripe, Tiles
+from tests.engine.interpreted.compiled import H200, type_of
+
+MOST_SHARED = 232448
+"""Bytes of shared memory that a program may have on an H200."""
+
+
+def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
+    """In the place of a launch."""
+    names = [parameter.name for parameter in kernel.params]
+    arguments = dict(zip(names, given, strict=False))
+    arguments |= {name: options.pop(name) for name in names if name in options}
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    constant |= {name for name, value in arguments.items() if value is None}
+    types = {n: "constexpr" if n in constant else type_of(arguments[n]) for n in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if types[name].startswith("*") or name in {"N", "COLUMNS"}
+    }
+    source = ASTSource(kernel, types, {name: arguments[name] for name in constant}, aligned)
+    made = triton.compile(source, target=H200, options={"num_warps": options["num_warps"]})
+    assert made.asm["cubin"]
+    assert made.metadata.shared <= MOST_SHARED, (kernel.fn.__name__, made.metadata.shared)
+    print(kernel.fn.__name__, made.metadata.shared, flush=True)
+
+
+def main() -> None:
+    formats = (FP8_BLOCK, INT8_CHANNEL, int4_groups(128, zero_points=True), int4_groups(32), NVFP4)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.empty(16, 4096, dtype=dtype)
+        for fmt in formats:
+            weight = encode(torch.randn(128, 4096), fmt)
+            product.tiled(x, weight, None, Tiles(16, 64, 128, 4, 4, 4))
+            product.one(x[:1], weight, None, Stripe(2, 1024, 4))
+            product.decoded(weight, torch.empty(weight.shape, dtype=dtype))
+    weight = encode(torch.randn(128, 4096), INT8_CHANNEL)
+    product.tiled(x, weight, x[0, :128], Tiles(128, 128, 128, 1, 3, 8))
+
+
+if __name__ == "__main__":
+    JITFunction.run = _compile  # type: ignore[method-assign,assignment]
+    product.has_ptx = lambda device: True  # type: ignore[attr-defined]
+    main()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 
 import pytest
 import torch
 
 from kvant.execution.batch import Batch, Drafts, Launched, build_batch
+from kvant.parallel.messages import encode, read_to_rank
 from kvant.parallel.mirror import Receiver, Sender
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.row_table import RowTable
@@ -27,7 +27,7 @@ class Mirror:
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
         sent = self.sender.step(schedule, table, drafts, log_has_reader=False)
-        arrived = pickle.loads(pickle.dumps(sent))
+        arrived = read_to_rank(encode(sent))
         found = self.receiver.step(arrived)
         size = self.page_size
         there = build_batch(found, self.receiver.table, size, arrived.drafts)

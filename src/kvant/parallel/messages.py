@@ -1,40 +1,40 @@
-"""What travels between rank 0 and another rank, over sockets that only these two processes have."""
+"""What travels between rank 0 and another rank: msgpack, strictly typed.
+
+The sockets are inherited; only these two processes have them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from kvant.kv.saturation import Saturated
+import msgspec
+import numpy as np
+
 from kvant.models.sharding.shard import Shard
 from kvant.parallel.mirror import SentStep
-from kvant.plan.config import EngineConfig
+from kvant.plan.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True, tag="start"):
     """Become one rank of an engine. fingerprint: `plan_fingerprint` of rank 0's plan.
 
     gpu: the device's index, None on a CPU. directory: where ranks meet. num_threads: torch's on a CPU.
     """
 
-    config: EngineConfig
+    settings: Settings
     shard: Shard
     fingerprint: str
     num_pages: int
     gpu: int | None
-    directory: Path
+    directory: str
     num_threads: int
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
+class Connect(msgspec.Struct, frozen=True, tag="connect", array_like=True):
     """Meet the other ranks and make the pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class Capture:
+class Capture(msgspec.Struct, frozen=True, tag="capture", array_like=True):
     """`ModelRunner.capture`."""
 
     max_num_seqs: int
@@ -43,36 +43,64 @@ class Capture:
     num_drafts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Zero:
+class Zero(msgspec.Struct, frozen=True, tag="zero", array_like=True):
     """`Runner.zero`."""
 
     pages: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class CountSaturated:
+class CountSaturated(msgspec.Struct, frozen=True, tag="count", array_like=True):
     """Answer with `Counted`."""
 
 
-ToRank = Start | Connect | Capture | Zero | CountSaturated | SentStep
+ToRank = Connect | Capture | Zero | CountSaturated | SentStep
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The rank's weights are on its device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    saturated: tuple[Saturated, ...]
+class Counted(msgspec.Struct, frozen=True, tag="counted"):
+    """saturated: (layer index, values of K, values of V) of layers that could not hold some."""
+
+    saturated: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The rank ends. text: why."""
 
     text: str
 
 
 FromRank = Loaded | Counted | Failed
+
+
+def encode(message: Start | ToRank | FromRank) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def read_to_rank(data: bytes) -> ToRank:
+    """Raises msgspec.ValidationError."""
+    return _TO_RANK.decode(data)
+
+
+def read_from_rank(data: bytes) -> FromRank:
+    """Raises msgspec.ValidationError."""
+    return _FROM_RANK.decode(data)
+
+
+def read_start(data: bytes) -> Start:
+    """Raises msgspec.ValidationError."""
+    return msgspec.msgpack.decode(data, type=Start)
+
+
+def _plain(value: object) -> int:
+    """Numbers of numpy among lists."""
+    if isinstance(value, np.integer):
+        return int(value)
+    raise NotImplementedError(f"a {type(value).__name__} is not sent")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

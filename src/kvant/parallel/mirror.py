@@ -7,9 +7,9 @@ changes; sampling parameters and seeds travel when a row gets a new sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import Any, Literal, cast, overload
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,29 +18,41 @@ from kvant.scheduling.request import Sequence
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 
-_Change = tuple[int, int, Items[int]]
+
+class Numbers(msgspec.Struct, frozen=True, array_like=True):
+    """An array as bytes in native order. dtype: numpy's name."""
+
+    dtype: Literal["bool", "int32", "int64", "float64"]
+    shape: tuple[int, ...]
+    data: bytes
+
+    @staticmethod
+    def of(array: NDArray[Any]) -> Numbers:
+        return Numbers(array.dtype.name, array.shape, array.tobytes())  # type: ignore[arg-type]
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The array [*shape], which may be written."""
+        return np.frombuffer(bytearray(self.data), self.dtype).reshape(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of a table. sampling [n, 4], seeds [n], num_prompt [n]: of rows with a new sequence."""
 
-    rows: NDArray[np.int64]
-    sampling: NDArray[np.float64]
-    seeds: NDArray[np.int64]
-    num_prompt: NDArray[np.int64]
+    rows: Numbers
+    sampling: Numbers
+    seeds: Numbers
+    num_prompt: Numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(msgspec.Struct, frozen=True, array_like=True):
     """A table's size, as `RowTable` takes it, and its page ids [num_rows, ..]."""
 
     size: tuple[int, ...]
-    pages: NDArray[np.int32]
+    pages: Numbers
 
 
-@dataclass(frozen=True, slots=True)
-class SentStep:
+class SentStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """A schedule without its sequences. tokens: of each sequence, the known ones that the step runs.
 
     scored: of each sequence, the number of prompt tokens if they are scored, else 0. whole: a table that
@@ -50,19 +62,19 @@ class SentStep:
 
     tokens: list[Items[int]]
     scored: list[int]
-    rows: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    samples: NDArray[np.bool_]
+    rows: Numbers
+    starts: Numbers
+    counts: Numbers
+    samples: Numbers
     num_prefills: int
-    limits: NDArray[np.int64] | None
-    is_pending: NDArray[np.bool_]
-    max_drafts: NDArray[np.int64] | None
+    limits: Numbers | None
+    is_pending: Numbers
+    max_drafts: Numbers | None
     num_drafts: int
     needs_host: bool
-    drafts: Drafts | None
+    drafts: list[tuple[int, ...]] | None
     whole: Whole | None
-    changes: list[_Change]
+    changes: list[tuple[int, int, Items[int]]]
     new: Rows
 
 
@@ -75,10 +87,10 @@ class Sender:
     def step(
         self, schedule: Schedule, table: RowTable, drafts: Drafts | None, *, log_has_reader: bool
     ) -> SentStep:
-        whole, changes = None, list[_Change]()
+        whole, changes = None, list[tuple[int, int, Items[int]]]()
         if table is not self._table:
             self._table = table
-            whole = Whole((table.num_rows, table.max_pages), table.pages)
+            whole = Whole((table.num_rows, table.max_pages), Numbers.of(table.pages))
             new = np.arange(table.num_rows)
             if table.log is None or not log_has_reader:
                 table.start_log()
@@ -104,11 +116,19 @@ class Sender:
         return SentStep(
             tokens,
             [s.num_prompt_tokens if s.lacks_prompt_logprobs else 0 for s in schedule.sequences],
-            schedule.rows, schedule.starts, schedule.counts, schedule.samples,
-            schedule.num_prefills, schedule.limits, schedule.is_pending, schedule.max_drafts,
-            schedule.num_drafts, schedule.needs_host, drafts, whole, changes,
-            Rows(new, table.sampling[new], table.seeds[new], table.num_prompt[new]),
+            Numbers.of(schedule.rows), Numbers.of(schedule.starts), Numbers.of(schedule.counts),
+            Numbers.of(schedule.samples), schedule.num_prefills, _maybe(schedule.limits),
+            Numbers.of(schedule.is_pending), _maybe(schedule.max_drafts), schedule.num_drafts,
+            schedule.needs_host, None if drafts is None else list(drafts), whole, changes,
+            Rows(
+                Numbers.of(new), Numbers.of(table.sampling[new]), Numbers.of(table.seeds[new]),
+                Numbers.of(table.num_prompt[new]),
+            ),
         )  # fmt: skip
+
+
+def _maybe(array: NDArray[Any] | None) -> Numbers | None:
+    return None if array is None else Numbers.of(array)
 
 
 class Receiver:
@@ -121,26 +141,29 @@ class Receiver:
         """Update the table; return the schedule, whose sequences know only what a launch asks."""
         if sent.whole is not None:
             self.table = RowTable(*sent.whole.size)
-            self.table.pages[:] = sent.whole.pages
-        table, new = self.table, sent.new
-        table.sampling[new.rows] = new.sampling
-        table.seeds[new.rows] = new.seeds
-        table.num_prompt[new.rows] = new.num_prompt
+            self.table.pages[:] = sent.whole.pages.array
+        table, new = self.table, sent.new.rows.array
+        table.sampling[new] = sent.new.sampling.array
+        table.seeds[new] = sent.new.seeds.array
+        table.num_prompt[new] = sent.new.num_prompt.array
         for row, start, pages in sent.changes:
             table.pages[row, start : start + len(pages)] = pages
         if table.log is not None:  # of this rank's device
             table.log += sent.changes
-        first_piece = len(sent.rows) - sent.num_prefills
+        rows, starts = sent.rows.array, sent.starts.array
+        first_piece = len(rows) - sent.num_prefills
         sequences = [
             _Known(_Known.tokens_of(tokens, start, place < first_piece), scored)
             for place, (tokens, start, scored) in enumerate(
-                zip(sent.tokens, sent.starts.tolist(), sent.scored, strict=True)
+                zip(sent.tokens, starts.tolist(), sent.scored, strict=True)
             )
         ]
         return Schedule(
-            cast("list[Sequence]", sequences), sent.rows, table.owner[sent.rows], sent.starts,
-            sent.counts, sent.samples, sent.num_prefills, sent.limits, sent.is_pending,
-            sent.max_drafts, sent.num_drafts, sent.needs_host, [], [],
+            cast("list[Sequence]", sequences), rows, table.owner[rows], starts,
+            sent.counts.array, sent.samples.array, sent.num_prefills,
+            None if sent.limits is None else sent.limits.array, sent.is_pending.array,
+            None if sent.max_drafts is None else sent.max_drafts.array, sent.num_drafts,
+            sent.needs_host, [], [],
         )  # fmt: skip
 
 

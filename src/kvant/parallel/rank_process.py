@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvant.errors import EngineFault, KvantError, NotServable
@@ -23,13 +24,14 @@ from kvant.parallel.messages import (
     Counted,
     CountSaturated,
     Failed,
-    FromRank,
     Loaded,
-    Start,
-    ToRank,
     Zero,
+    encode,
+    read_start,
+    read_to_rank,
 )
 from kvant.parallel.mirror import Receiver, SentStep
+from kvant.plan.config import engine_config
 
 if TYPE_CHECKING:
     from kvant.execution.runner import ModelRunner
@@ -38,7 +40,7 @@ PULSE_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-def serve_rank(link: Connection[FromRank, ToRank]) -> None:
+def serve_rank(link: Connection[bytes, bytes]) -> None:
     """Be one rank until the link ends. Everything that goes wrong is sent as `Failed`, then raised."""
     try:
         _serve(link)
@@ -52,10 +54,10 @@ def serve_rank(link: Connection[FromRank, ToRank]) -> None:
         raise
 
 
-def _serve(link: Connection[FromRank, ToRank]) -> None:
-    start = link.recv()
-    assert isinstance(start, Start)
-    plan = own_plan(start.config)
+def _serve(link: Connection[bytes, bytes]) -> None:
+    start = read_start(link.recv_bytes())
+    config = engine_config(start.settings)
+    plan = own_plan(config)
     if plan_fingerprint(plan) != start.fingerprint:
         raise EngineFault(
             f"rank {start.shard.rank} made another plan than rank 0: files or versions differ"
@@ -80,28 +82,29 @@ def _serve(link: Connection[FromRank, ToRank]) -> None:
         plan.forward,
         device=device,
         rotary_length=plan.rotary_length,
-        dummy_weights=start.config.dummy_weights,
+        dummy_weights=config.dummy_weights,
         group=group,
     )
-    link.send(Loaded())
-    assert isinstance(link.recv(), Connect), "ranks meet before they run"
-    group.connect(start.directory, model.hidden_size, model.dtype)
+    link.send_bytes(encode(Loaded()))
+    assert isinstance(read_to_rank(link.recv_bytes()), Connect), "ranks meet before they run"
+    group.connect(Path(start.directory), model.hidden_size, model.dtype)
     runner = ModelRunner(model, start.num_pages)
     with group.together():
         _run(link, runner)
 
 
-def _run(link: Connection[FromRank, ToRank], runner: ModelRunner) -> None:
+def _run(link: Connection[bytes, bytes], runner: ModelRunner) -> None:
     """Run what rank 0 runs."""
     receiver = Receiver()
     while True:
-        match link.recv():
+        match read_to_rank(link.recv_bytes()):
             case SentStep() as sent:
                 runner.launch(receiver.step(sent), receiver.table, sent.drafts)
             case Zero(pages):
                 runner.zero(pages)
             case CountSaturated():
-                link.send(Counted(runner.saturated()))
+                counts = ((one.spec.geometry.index, one.k, one.v) for one in runner.saturated())
+                link.send_bytes(encode(Counted(tuple(counts))))
             case Capture(seqs, tokens, length, drafts):
                 try:
                     runner.capture(seqs, tokens, length, drafts)
@@ -109,9 +112,9 @@ def _run(link: Connection[FromRank, ToRank], runner: ModelRunner) -> None:
                     _log.warning("%s", fault)
 
 
-def _send_last(link: Connection[FromRank, ToRank], message: Failed) -> None:
+def _send_last(link: Connection[bytes, bytes], message: Failed) -> None:
     try:
-        link.send(message)
+        link.send_bytes(encode(message))
     except OSError:
         _log.exception("rank 0 is gone")
 

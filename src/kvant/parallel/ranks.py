@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Protocol
 
 from kvant.errors import RankLost
-from kvant.parallel.messages import Failed, FromRank, Loaded, Start, ToRank
+from kvant.parallel.messages import (
+    Failed,
+    FromRank,
+    Loaded,
+    Start,
+    ToRank,
+    encode,
+    read_from_rank,
+)
 
 SILENT_SECONDS = 8.0
 """A rank that has said nothing for so long is taken for hanging. It says every second that it lives."""
@@ -47,7 +55,7 @@ class Process(Protocol):
 class _Rank:
     number: int
     process: Process
-    link: Connection[ToRank, FromRank]
+    link: Connection[bytes, bytes]
     pulse: socket.socket
     heard: float
 
@@ -80,7 +88,7 @@ class Ranks:
         for start in starts:
             self._ranks.append(_start(start.shard.rank))
         for rank, start in zip(self._ranks, starts, strict=True):
-            rank.link.send(start)
+            rank.link.send_bytes(encode(start))
         threading.Thread(
             target=_watch, args=(self._ranks, self._life), name="kvant-ranks", daemon=True
         ).start()
@@ -93,9 +101,10 @@ class Ranks:
     def send(self, message: ToRank) -> None:
         """To every rank. Raises RankLost."""
         self.check()
+        data = encode(message)  # once for all
         for rank in self._ranks:
             try:
-                rank.link.send(message)
+                rank.link.send_bytes(data)
             except OSError:
                 raise self._lost(rank) from None
 
@@ -104,7 +113,7 @@ class Ranks:
         found = []
         for rank in self._ranks:
             try:
-                answer = rank.link.recv()
+                answer = read_from_rank(rank.link.recv_bytes())
             except (EOFError, OSError):
                 raise self._lost(rank) from None
             if isinstance(answer, Failed):
@@ -221,7 +230,7 @@ def _last_words(rank: _Rank) -> str | None:
     """What a rank sent before it ended, if it explained itself."""
     try:
         while rank.link.poll():
-            if isinstance(said := rank.link.recv(), Failed):
+            if isinstance(said := read_from_rank(rank.link.recv_bytes()), Failed):
                 return f"rank {rank.number} failed: {said.text}"
     except (EOFError, OSError):
         pass

@@ -67,17 +67,14 @@ class RankedRunner(ModelRunner):
     def saturated(self) -> tuple[Saturated, ...]:
         """Counts of all ranks, each of which stores some heads."""
         self.ranks.send(CountSaturated())
-        counted = [*super().saturated()]
+        found = {one.spec.geometry.index: one for one in super().saturated()}
         for answer in self.ranks.answers():
             assert isinstance(answer, Counted)
-            counted += answer.saturated
-        found: dict[str, Saturated] = {}
-        for one in counted:
-            known = found.get(one.layer)
-            found[one.layer] = (
-                one if known is None else replace(known, k=known.k + one.k, v=known.v + one.v)
-            )
-        return tuple(found.values())
+            for layer, k, v in answer.saturated:
+                none = Saturated(self.pool.plan.role, self.pool.plan.layers[layer], 0, 0)
+                known = found.get(layer, none)
+                found[layer] = replace(known, k=known.k + k, v=known.v + v)
+        return tuple(found[layer] for layer in sorted(found))
 
     def check(self) -> None:
         self.ranks.check()

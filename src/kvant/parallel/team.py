@@ -32,8 +32,8 @@ class Team:
         self._ranks.start(
             [
                 Start(
-                    config, Shard(rank, size), plan_fingerprint(planned), num_pages,
-                    None if gpu is None else gpu + rank, self._ranks.directory,
+                    config.settings, Shard(rank, size), plan_fingerprint(planned), num_pages,
+                    None if gpu is None else gpu + rank, str(self._ranks.directory),
                     torch.get_num_threads(),
                 )
                 for rank in range(1, size)

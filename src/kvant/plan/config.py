@@ -245,13 +245,15 @@ class LLMOptions(TypedDict, total=False):
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """plan: the model, its device, its KV cache and its limits. seed: seeds the seeds of requests without
-    one; None draws it. dummy_weights: make random weights instead of reading them, for timings.
+    one; None draws it. dummy_weights: make random weights instead of reading them, for timings. settings:
+    what all of it was made of, from which other ranks make theirs.
     """
 
     plan: PlanRequest
     seed: int | None = None
     dummy_weights: bool = False
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
+    settings: Settings = field(default_factory=Settings)
 
 
 def engine_config(settings: Settings, *, num_requests: int | None = None) -> EngineConfig:
@@ -275,6 +277,7 @@ def engine_config(settings: Settings, *, num_requests: int | None = None) -> Eng
         options.seed,
         options.load_format == "dummy",
         CompileLimits(options.structured_timeout, options.structured_cache_bytes),
+        settings,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
 from kvant.kv.dtype import ComputeDtype
-from kvant.kv.geometry import LayerGeometry, ModelGeometry
+from kvant.kv.geometry import LayerGeometry, ModelGeometry, StateKind
 from kvant.models.weights import ELEMENT_BYTES
 from kvant.plan.graph_sizes import MOST_PIECES, draft_sizes
 from kvant.plan.limits import Limits
@@ -69,6 +69,7 @@ def workspaces(
         * wide
         * element
     )
+    activations += limits.max_num_batched_tokens * _recurrent_bytes(geometry)
     # The model's logits and their float32 copy for the step with most rows, once more for the buffer that
     # recorded steps share.
     with_drafts = (
@@ -86,6 +87,19 @@ def workspaces(
         logits=geometry.vocab_size * rows,
         prompts=int(FRAGMENTS * (decoded + parts)),
     )
+
+
+def _recurrent_bytes(geometry: ModelGeometry) -> int:
+    """Bytes of a token of a prompt in the widest recurrence: float32 queries, keys and values in chunks, as
+    they are and as they are moved, and products of every pair of tokens in a chunk of 64.
+    """
+    shapes = [
+        state.shape
+        for layer in geometry.layers
+        for state in layer.states
+        if state.kind is StateKind.RECURRENT and len(state.shape) == 3
+    ]
+    return max((4 * h * (10 * k + 4 * v + 6 * 64) for h, v, k in shapes), default=0)
 
 
 def _fixed_parts(layer: LayerGeometry, limits: Limits) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 from kvant.kv.geometry import StateKind
 from kvant.models.recurrent.conv import causal_conv
+from kvant.models.recurrent.packed import Packed
 from kvant.models.recurrent.scan import scan
 from tests.models.recurrent.test_scan import ROWS, cache, packed
 
@@ -142,9 +145,19 @@ def test_the_passage_over_chunks(delta: bool, monkeypatch: pytest.MonkeyPatch) -
     def define(made: object, there: object) -> Tensor:
         return scan(q, k, v, g, beta, made, there)  # type: ignore[arg-type]
 
-    expected = defined(define, state, StateKind.RECURRENT, lengths)
+    expected = defined(define, state.cpu(), StateKind.RECURRENT, lengths)
     monkeypatch.setattr(module, "takes_kernels", lambda x, cache: True)
-    same(defined(define, state, StateKind.RECURRENT, lengths), expected, lengths)
+    q, k, v, g = (x.to(DEVICE) for x in (q, k, v, g))
+    beta = None if beta is None else beta.to(DEVICE)
+    made = cache((heads, values, keys))
+    made = replace(made, planes=(state,))
+    step = packed([max(0, s) for s in STARTS], lengths, PLACES).step
+    assert step.rows is not None
+    there = replace(
+        step, cu_seqlens_q=step.cu_seqlens_q.to(DEVICE), seqlens_kv=step.seqlens_kv.to(DEVICE),
+        rows=step.rows.to(DEVICE),
+    )  # fmt: skip
+    same((define(made, Packed.of(there)), state), expected, lengths)
 
 
 def test_a_gated_norm() -> None:

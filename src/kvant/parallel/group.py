@@ -86,6 +86,8 @@ class RankGroup:
         """Leave the group. On a GPU another engine of this process may then have ranks."""
         if self._backend is not None and self._device.type != "cpu" and dist.is_initialized():
             self._symmetric = None
+            # The other ranks have ended: what waits for them would wait for ever.
+            self._backend._get_backend(self._device).abort()
             dist.destroy_process_group()
         self._backend = None
 

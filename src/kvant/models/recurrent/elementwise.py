@@ -28,15 +28,15 @@ def elementwise_scan(make: Make, use: Use, cache: StateCache, packed: Packed) ->
     if packed.lengths is None:
         every = slice(0, len(packed.rows))
         a, b = make(every)
-        state = a * read_state(cache, packed, None, a.dtype) + b
-        write_state(cache, packed, None, state)
-        use(every, state)
+        found = a * read_state(cache, packed, None, a.dtype) + b
+        write_state(cache, packed, None, found)
+        use(every, found)
         return
     first = 0
     for place, length in enumerate(packed.lengths):
         if not length:
             continue
-        state = None
+        state: Tensor | None = None
         for start in range(first, first + length, _AT_ONCE):
             there = slice(start, min(start + _AT_ONCE, first + length))
             a, b = make(there)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvant.cli.expected_kl import expected_kl
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
 from kvant.models.shape import ShapeSource
@@ -33,6 +34,9 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
     )
     _print_forward(plan, console)
     print_layers(plan.target, console)
+    expected = expected_kl(kv, plan.target.geometry)
+    if expected is not None:
+        console.print(Text(expected), soft_wrap=True)
     if plan.draft is not None:
         console.print(Text(f"drafter {plan.draft.local.name}", style="bold"))
         print_layers(plan.draft, console)

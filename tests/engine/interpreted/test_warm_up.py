@@ -61,7 +61,7 @@ def _rotated(q: Tensor, block: int) -> Tensor:
 
 def attend(steps: Iterable[tuple[int, ...]], x: case.Case) -> None:
     for lengths in steps:
-        step = _nowhere(lengths, 16, torch.device("cpu"))
+        step = _nowhere(lengths, 16, torch.device("cpu"), MOST_SEQS)
         q = torch.empty(sum(lengths), *x.q.shape[1:], dtype=torch.bfloat16)
         TritonBackend()._attend(x.cache, q, step, x.params)
 

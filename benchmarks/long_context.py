@@ -47,7 +47,7 @@ def remember(engine: Engine) -> None:
     BadValue where the pool is too small for them.
     """
     assert engine.limits.prefix_caching
-    allocator, page_size = engine.scheduler.allocator, engine.limits.page_size
+    allocator, page_size = engine.scheduler.allocator.groups[0], engine.limits.page_size
     for sequence in engine.scheduler.sequences():
         prompt = sequence.request.prompt_token_ids
         count = (len(prompt) - 1) // page_size

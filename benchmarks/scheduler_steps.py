@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvant.execution.batch import build_batch
-from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
+from kvant.kv.pages import CacheIdentity, SharedPages, root_hash
 from kvant.plan.limits import Limits
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason, Request, Sequence
@@ -55,7 +55,7 @@ class Load:
         self._number = 0
         limits = Limits(sequences, STEP_TOKENS, MODEL_LEN, PAGE_SIZE)
         pages = sequences * (MODEL_LEN // PAGE_SIZE) + 1
-        self.scheduler = Scheduler(limits, PageAllocator(pages))
+        self.scheduler = Scheduler(limits, SharedPages(pages))
         self._turnover = turnover
         for _ in range(sequences):
             self._arrive()

@@ -51,9 +51,9 @@ class FilledRunner:
             plane.copy_(plane[source])
         self._filled = True
 
-    def zero(self, pages: Sequence[int]) -> None:
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
         if not self._filled:
-            self._computed.update(pages)
+            self._computed.update(pages[0])
             self._inner.zero(pages)
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:

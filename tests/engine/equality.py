@@ -10,6 +10,7 @@ from kvant.engine.engine import Engine
 from kvant.engine.result import Result
 from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
+from kvant.kv.groups import lay_out
 from kvant.kv.names import FormatRequest, known_names
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.request import Asked, KVRequest
@@ -48,12 +49,14 @@ class Bench:
         drafting: bool = False,
         answering: bool = False,
         recorded: bool = False,
+        windows: bool = False,
     ) -> Engine:
         """drafting: with the proposer that `llm` was made with. answering: with tokenizer and end.
-        recorded: steps as graphs, where there can be some.
+        recorded: steps as graphs, where there can be some. windows: layers with windows release pages.
         """
         page_size = self.plan.page_size
-        runner = ModelRunner(self.model, num_pages, self.plan)
+        layout = lay_out(self.plan) if windows else None
+        runner = ModelRunner(self.model, num_pages, self.plan, layout=layout)
         longest = max_model_len or (num_pages - 1) * page_size
         planned = self.llm.planned
         proposer = load_proposer(planned, runner) if drafting else None
@@ -69,6 +72,7 @@ class Bench:
                 prefix_caching=caching,
             ),
             num_pages,
+            layout=layout,
             identity=CacheIdentity("test", None, self.plan.fingerprint),
             vocab_size=self.llm.engine.vocab_size,
             eos_token_ids=sorted(self.llm.engine.eos_token_ids) if answering else (),

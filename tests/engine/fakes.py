@@ -44,9 +44,10 @@ class RememberingRunner:
         self.steps: list[list[int]] = []  # chunk lengths of every step
         self.num_run_tokens = 0
 
-    def zero(self, pages: Sequence[int]) -> None:
-        assert 0 not in pages
-        self.stored[list(pages)] = UNWRITTEN
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
+        (first,) = pages
+        assert 0 not in first
+        self.stored[list(first)] = UNWRITTEN
 
     def check(self) -> None:
         pass

@@ -74,7 +74,7 @@ def test_a_bit_that_flips_in_a_cached_scale_is_noticed_and_its_page_found_by_nob
         assert engine.audit_scales() == engine.audit_scales() == []
         assert num_cached(engine) == 20, "an audit that finds nothing takes nothing away"
         plane = chance.choice(planes)
-        page = chance.choice(list(engine.scheduler.allocator._hash_of))
+        page = chance.choice(list(engine.scheduler.allocator.groups[0]._hash_of))
         flip(plane[page], chance.randrange(8 * plane[page].numel() * plane.element_size()))
         (found,) = engine.audit_scales()
         assert f"page {page} " in found
@@ -103,7 +103,7 @@ def test_every_single_bit_of_a_pages_scales_counts(bench: Bench) -> None:
 def test_a_scale_that_is_no_number_is_noticed_at_the_first_look(path: Path, wrong: float) -> None:
     engine = make(path, "int4_per_token_head", "float64").engine(caching=True)
     run(engine, [PROMPT], NUM_TOKENS)
-    page = next(iter(engine.scheduler.allocator._hash_of))
+    page = next(iter(engine.scheduler.allocator.groups[0]._hash_of))
     scale_planes(pool_of(engine))[3][page, 1, 0] = wrong
     assert engine.audit_scales() == [f"page {page} has a scale that is no number"]
     assert num_cached(engine) == 0
@@ -112,7 +112,7 @@ def test_a_scale_that_is_no_number_is_noticed_at_the_first_look(path: Path, wron
 def test_nan_among_the_block_scales_of_nvfp4_is_no_number_either(path: Path) -> None:
     engine = make(path, "nvfp4", "float64").engine(caching=True)
     run(engine, [PROMPT], NUM_TOKENS)
-    page = next(iter(engine.scheduler.allocator._hash_of))
+    page = next(iter(engine.scheduler.allocator.groups[0]._hash_of))
     scale_planes(pool_of(engine))[0][page, 0, 0, 0] = 0xFF
     assert engine.audit_scales() == [f"page {page} has a scale that is no number"]
 
@@ -146,7 +146,7 @@ def test_pages_that_get_new_owners_are_no_finding(bench: Bench) -> None:
 def test_a_page_that_is_written_again_with_the_same_tokens_is_no_finding(path: Path) -> None:
     """Beside other requests the same tokens may come out with other roundings."""
     engine = make(path, "int8_per_token_head", "float64").engine(caching=True)
-    allocator, audit = engine.scheduler.allocator, engine.audit_scales
+    allocator, audit = engine.scheduler.allocator.groups[0], engine.audit_scales
     plane = scale_planes(pool_of(engine))[0]
     for scale in (1.0, 1.5):
         taken = allocator.allocate(allocator.num_available)  # whatever was cached is gone
@@ -168,7 +168,7 @@ def test_one_look_costs_a_slice_and_all_pages_have_their_turn(
     monkeypatch.setattr(cache_audit, "SLICE_BYTES", 3 * size)
     engine = bench.engine(caching=True)
     run(engine, [LONG[:90]], NUM_TOKENS)
-    known = engine.scheduler.allocator._hash_of
+    known = engine.scheduler.allocator.groups[0]._hash_of
     looks = -(-len(known) // 3)
     assert looks > 5
     for _ in range(2 * looks):

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvant.kv.pages import SCRATCH, CacheIdentity, PageAllocator, root_hash
+from kvant.kv.pages import SCRATCH, CacheIdentity, SharedPages, root_hash
 from kvant.plan.limits import Limits
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason, Request, Sequence, Status
@@ -36,7 +36,7 @@ class Play:
             numbers.randint(1, 5), numbers.choice((5, 8, 30)), LONGEST, PAGE,
             prefix_caching=numbers.random() < 0.7, prompt_stride=numbers.choice((1, 1, 4)),
         )  # fmt: skip
-        self.scheduler = Scheduler(limits, PageAllocator(numbers.choice((13, 16, 20, 60))))
+        self.scheduler = Scheduler(limits, SharedPages(numbers.choice((13, 16, 20, 60))))
         self.table = self.scheduler.table
         self.in_flight: deque[Schedule] = deque()
         self.sequences: dict[int, Sequence] = {}
@@ -259,7 +259,7 @@ def test_abandoned_steps_name_their_sequences_and_leave_no_trace() -> None:
 
 @pytest.mark.parametrize("accepted", range(5))
 def test_rejected_drafts_are_taken_back(accepted: int) -> None:
-    scheduler = Scheduler(Limits(1, 30, LONGEST, PAGE), PageAllocator(20))
+    scheduler = Scheduler(Limits(1, 30, LONGEST, PAGE), SharedPages(20))
     request = Request(0, (1, 2, 3), SamplingParams(temperature=0.0), 0, LONGEST)
     sequence = Sequence(request, [1, 2, 3], [root_hash(_IDENTITY)])
     scheduler.add(sequence)

@@ -166,13 +166,13 @@ def test_an_idle_engine_audits_its_pages_once_and_says_what_it_found(
         while loop.engine.has_work:
             _step(loop)
         if wrong:
-            lost = engine.scheduler.allocator.allocate(1)  # and nobody holds it
+            lost = engine.scheduler.allocator.groups[0].allocate(1)  # and nobody holds it
         first, second = _step(loop), _step(loop)
         assert first.num_audits == second.num_audits, "once"
     assert (first.num_audits, first.num_audit_faults) == (2, 1)
     assert second.num_scale_audits > 0, "and then looks at scales"
     assert lost is not None
-    engine.scheduler.allocator.release(lost)
+    engine.scheduler.allocator.groups[0].release(lost)
 
 
 def test_what_layers_could_not_hold_comes_to_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_a_bit_that_flips_in_a_drafters_scale_is_noticed(pair: Pair) -> None:
     for _ in range(2):
         llm.generate([list(pair.prompts[0])], GREEDY)
         assert llm.engine.audit_scales() == []
-    page = next(iter(llm.engine.scheduler.allocator._hash_of))
+    page = next(iter(llm.engine.scheduler.allocator.groups[0]._hash_of))
     cache = drafts_pool(llm)[1]
     cache.v[1][page] *= 2
     (found,) = llm.engine.audit_scales()

@@ -153,7 +153,7 @@ def test_a_layout_packs_sequences_of_different_room() -> None:
     rows, tokens = torch.tensor([0, 2, 1, 5]), torch.tensor([-1, 20, -1, 0])
     starts, counts = torch.tensor([-1, 6, 0, 0]), torch.tensor([3, 1, 4, 0])
     newest, step, owners, is_first, found = lay_out(
-        rows, tokens, starts, counts, FAR, some_state(), table, 3, 4, 100
+        rows, tokens, starts, counts, FAR, some_state(), table[None], 3, 4, 100
     )
     assert newest[:3].tolist() == [50, 20, 51]
     assert found.tolist() == [3, 1, 4, 1]
@@ -173,7 +173,7 @@ def test_a_sequence_gets_its_accepted_drafts_and_one_token_more() -> None:
     rows, tokens = torch.tensor([0, 2, 1, 4]), torch.tensor([10, 20, 30, 40])
     starts, counts = torch.tensor([3, 6, 0, 2]), torch.tensor([3, 1, 4, 4])
     _, _, owners, is_first, counts = lay_out(
-        rows, tokens, starts, counts, FAR, some_state(), table, 3, 4, 100
+        rows, tokens, starts, counts, FAR, some_state(), table[None], 3, 4, 100
     )
     ran = torch.tensor([10, 11, 12, 20, 30, 31, 32, 33, 40, 41, 42, 43, 0, 0, 0, 0])
     chosen = torch.tensor([11, 99, 98, 21, 31, 32, 33, 34, 7, 41, 42, 43, 0, 0, 0, 0])
@@ -186,7 +186,7 @@ def test_a_sequence_stores_nothing_from_its_limit_on() -> None:
     rows, given = torch.tensor([0, 2, 3]), torch.tensor([-1, -1, -1])
     limits = torch.tensor([5, 6, 1000])  # they stand at 3, 6 and 1
     _, step, _, _, counts = lay_out(
-        rows, given, given, torch.tensor([4, 4, 4]), limits, some_state(), table, 3, 4, 100
+        rows, given, given, torch.tensor([4, 4, 4]), limits, some_state(), table[None], 3, 4, 100
     )
     assert counts.tolist() == [2, 1, 4]
     assert step.seqlens_kv.tolist() == [5, 0, 5]
@@ -197,7 +197,7 @@ def test_without_drafts_a_sequence_gets_one_token() -> None:
     table = torch.empty(3, 3, dtype=torch.int32)
     rows, given = torch.tensor([4, 5, 0]), torch.tensor([-1, 0, -1])
     newest, step, owners, is_first, counts = lay_out(
-        rows, given, given, torch.tensor([1, 0, 1]), FAR[:3], some_state(), table, 0, 4, 100
+        rows, given, given, torch.tensor([1, 0, 1]), FAR[:3], some_state(), table[None], 0, 4, 100
     )
     assert newest[[0, 2]].tolist() == [54, 50]
     assert step.positions.tolist() == [2, 0, 3]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -54,6 +54,8 @@ class Step:
     rows: [num_seqs] int64, the rows in which the sequences keep their states (`StatePool`); of padding, the
     scratch row. None for a model without states.
     lengths: query tokens of each sequence on the host; None if each has one, or if no layer asks.
+    others: the same step through the page tables of the second and later groups of pages; see `of`.
+    page_table, slot_mapping and what holds them are those of the first group.
     """
 
     cu_seqlens_q: Tensor
@@ -69,12 +71,27 @@ class Step:
     wanted: Step | None = None
     rows: Tensor | None = None
     lengths: tuple[int, ...] | None = None
+    others: tuple[Step, ...] = ()
     lists: dict[Hashable, Tensor] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
     slices: dict[tuple[int, int], Step] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
+
+    def of(self, group: int) -> Step:
+        """The step through the page table of a group of pages (`kvant.kv.groups`)."""
+        return self.others[group - 1] if group else self
+
+
+def through(step: Step, others: Sequence[tuple[Tensor, Tensor]]) -> Step:
+    """Return the step with the page tables and slot mappings of the second and later groups."""
+    if not others:
+        return step
+    found = tuple(
+        replace(step, page_table=table, slot_mapping=slots, others=()) for table, slots in others
+    )
+    return replace(step, others=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +173,7 @@ class StepCall:
     pool: KVPool
     backends: tuple[AttentionBackend, ...]  # by layer index
     states: StatePool | None = None  # of a model that keeps more than KV
+
+    def step_of(self, layer: int) -> Step:
+        """The step through the page table that addresses what a layer reads."""
+        return self.step.of(self.pool.group_of(layer))

@@ -70,7 +70,7 @@ def attend_through_pages(
     """
     call = _call(module, kvant)
     layer = _layer(module, call)
-    step = call.step
+    step = call.step_of(layer.index)
     _check_others(module, others)
     if attention_mask is not None:
         raise _fault(module, "was given an attention mask; Kvant's layers know only the step's")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvant.kv.pages import PageAllocator
+from kvant.kv.pages import SharedPages
 from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
 from kvant.kv.spec import Choice
@@ -21,29 +21,30 @@ class CacheAudit:
     check have added pages computed from it.
     """
 
-    def __init__(self, allocator: PageAllocator, scales: ScaleAudit) -> None:
-        self._allocator = allocator
+    def __init__(self, shared: SharedPages, scales: ScaleAudit) -> None:
+        self._shared = shared
         self._scales = scales
         self._most = max(1, SLICE_BYTES // max(1, scales.page_bytes))
-        self._noted: dict[int, tuple[int, int]] = {}  # generation and sum, by page
-        self._next = 0
+        # Generation and sum, by group and page.
+        self._noted: dict[tuple[int, int], tuple[int, int]] = {}
+        self._next = (0, 0)  # group and page
 
     def check(self) -> list[str]:
         """Returns faults in words. If there are any, the cache is empty afterwards."""
         found = self._scales.restore()
-        pages = self._slice()
+        group, pages = self._slice()
         for (page, generation), total in zip(
-            pages, self._scales.sums([page for page, _ in pages]), strict=True
+            pages, self._scales.sums([page for page, _ in pages], group), strict=True
         ):
-            noted = self._noted.get(page)
+            noted = self._noted.get((group, page))
             if total is None:
                 found.append(f"page {page} has a scale that is no number")
             elif noted is None or noted[0] != generation:
-                self._noted[page] = generation, total
+                self._noted[group, page] = generation, total
             elif noted[1] != total:
                 found.append(f"page {page} has other scales than when it was written")
         if found:
-            self._allocator.forget_all()
+            self._shared.forget_all()
             self._noted.clear()
         return found
 
@@ -51,22 +52,24 @@ class CacheAudit:
         """Take the current scales outside the pages as correct."""
         self._scales.accept()
 
-    def _slice(self) -> list[tuple[int, int]]:
-        """The next cached pages and their generations, as many as one call may check."""
+    def _slice(self) -> tuple[int, list[tuple[int, int]]]:
+        """A group, and its next cached pages and their generations, as many as one call may check."""
+        group, first = self._next
         if not self._scales.page_bytes:
-            return []
+            return group, []
         found: list[tuple[int, int]] = []
-        for page in range(self._next, self._allocator.num_usable + 1):
+        allocator = self._shared.groups[group]
+        for page in range(first, allocator.num_pages):
             if len(found) == self._most:
-                self._next = page
-                return found
-            generation = self._allocator.generation_of(page)
+                self._next = group, page
+                return group, found
+            generation = allocator.generation_of(page)
             if generation is None:
-                self._noted.pop(page, None)
+                self._noted.pop((group, page), None)
             else:
                 found.append((page, generation))
-        self._next = 0
-        return found
+        self._next = (group + 1) % len(self._shared.groups), 0
+        return group, found
 
 
 def saturation_warning(found: Sequence[Saturated]) -> str:

@@ -27,7 +27,8 @@ from kvant.errors import EngineFault
 from kvant.execution.batch import Launched
 from kvant.execution.runner import Runner
 from kvant.execution.speculation import Speculation
-from kvant.kv.pages import CacheIdentity, PageAllocator, root_hash
+from kvant.kv.groups import ArenaLayout
+from kvant.kv.pages import CacheIdentity, root_hash, shared_pages
 from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
 from kvant.plan.limits import Limits
@@ -46,7 +47,8 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Runs requests on one model.
 
-    num_pages: pages of the runner's pool, the scratch page included. seed: seeds the requests that bring
+    num_pages: superblocks of the runner's arena, the scratch pages' included. layout: of the arena; without
+    one, every superblock is a page of all layers. seed: seeds the requests that bring
     no seed, so that a run of the same requests in the same order can be repeated. scale_audit: checks the
     runner's pool in `audit_scales`. compile_limits: for structured output.
     """
@@ -57,6 +59,7 @@ class Engine:
         limits: Limits,
         num_pages: int,
         *,
+        layout: ArenaLayout | None = None,
         identity: CacheIdentity,
         vocab_size: int,
         eos_token_ids: Items[int] = (),
@@ -69,7 +72,7 @@ class Engine:
         self.runner = runner
         self.speculation = speculation
         self.limits = limits
-        self.scheduler = Scheduler(limits, PageAllocator(num_pages))
+        self.scheduler = Scheduler(limits, shared_pages(num_pages, layout))
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         # A generation_config.json may name tokens beyond the logits, or -1.
@@ -228,10 +231,10 @@ class Engine:
         """Clear new pages, draft, launch the model."""
         speculation, drafts = self.speculation, None
         self._num_preemptions += len(schedule.preempted)
-        if schedule.pages_to_zero:
+        if any(schedule.pages_to_zero):
             self.runner.zero(schedule.pages_to_zero)
             if speculation is not None:
-                speculation.zero(schedule.pages_to_zero)
+                speculation.zero(schedule.pages_to_zero[0])
         if speculation is not None and schedule.max_drafts is not None:
             recorded = self.runner.num_drafts(len(schedule.sequences))
             if schedule.num_prefills or schedule.num_drafts not in recorded:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvant.attention.base import Step
+from kvant.attention.base import Step, through
 from kvant.attention.long import list_long
 from kvant.sampling.sampler import greedy
 from kvant.scheduling.request import Sequence
@@ -92,15 +92,16 @@ def build_batch(
     cu_seqlens = np.zeros(count + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens[1:])
     seqlens_kv = starts + lengths
-    pages = table.page_table(rows, -(-int(seqlens_kv.max()) // page_size))
+    columns = -(-int(seqlens_kv.max()) // page_size)
+    tables = [table.page_table(rows, columns, group) for group in range(table.num_groups)]
 
     if cu_seqlens[-1] == count:  # one token each
         owners, positions = np.arange(count), starts
     else:
         owners = np.repeat(np.arange(count), lengths)
         positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, lengths)
-    slots = pages[owners, positions // page_size].astype(np.int64) * page_size
-    slots += positions % page_size
+    within, columns_of = positions % page_size, positions // page_size
+    slots = [pages[owners, columns_of].astype(np.int64) * page_size + within for pages in tables]
 
     num_rows = np.where(schedule.samples, 1 + num_drafts, 0)
     before = np.cumsum(num_rows) - num_rows
@@ -111,18 +112,21 @@ def build_batch(
     if scored:
         inner = [cu_seqlens[place] + np.arange(length) for place, (_, _, length) in scored]
         logits_index = np.concatenate([logits_index, *inner])
-    step = list_long(_step(lengths, seqlens_kv, pages, slots, positions), lengths, seqlens_kv)
+    step = _step(lengths, seqlens_kv, tables, slots, positions)
+    alone = replace(step, others=())
+    listed = [list_long(one, lengths, seqlens_kv) for one in (alone, *step.others)]
     step = replace(
-        step,
+        listed[0],
+        others=tuple(listed[1:]),
         rows=torch.from_numpy(rows),
         lengths=None if step.max_seqlen_q == 1 else tuple(lengths.tolist()),
     )
     if not scored and 0 < num_sampled < len(positions):
-        of_them = num_rows, seqlens_kv, pages
-        if not num_rows.all():
-            have = np.flatnonzero(num_rows)
-            of_them = num_rows[have], seqlens_kv[have], pages[have]
-        wanted = _step(*of_them, slots[logits_index], positions[logits_index])
+        have = slice(None) if num_rows.all() else np.flatnonzero(num_rows)
+        wanted = _step(
+            num_rows[have], seqlens_kv[have], [pages[have] for pages in tables],
+            [some[logits_index] for some in slots], positions[logits_index],
+        )  # fmt: skip
         step = replace(step, wanted=wanted)
     return Batch(
         input_ids=torch.from_numpy(np.frombuffer(_tokens(schedule, drafts), np.int64)),
@@ -151,21 +155,28 @@ def newest_tokens(schedule: Schedule) -> list[int]:
 def _step(
     lengths: NDArray[np.int64],
     seqlens_kv: NDArray[np.int64],
-    pages: NDArray[np.int32],
-    slots: NDArray[np.int64],
+    tables: Items[NDArray[np.int32]],
+    slots: Items[NDArray[np.int64]],
     positions: NDArray[np.int64],
 ) -> Step:
-    """lengths: query tokens of each sequence. The rest as in `Step`."""
+    """lengths: query tokens of each sequence. tables, slots: of each group. The rest as in `Step`."""
     cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    return Step(
+    step = Step(
         cu_seqlens_q=torch.from_numpy(cu_seqlens),
         seqlens_kv=torch.from_numpy(seqlens_kv.astype(np.int32)),
-        page_table=torch.from_numpy(pages),
-        slot_mapping=torch.from_numpy(slots),
+        page_table=torch.from_numpy(tables[0]),
+        slot_mapping=torch.from_numpy(slots[0]),
         positions=torch.from_numpy(positions),
         max_seqlen_q=int(lengths.max()),
         max_seqlen_kv=int(seqlens_kv.max()),
+    )
+    return through(
+        step,
+        [
+            (torch.from_numpy(pages), torch.from_numpy(some))
+            for pages, some in zip(tables[1:], slots[1:], strict=True)
+        ],
     )
 
 

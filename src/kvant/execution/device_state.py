@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvant.kernels.transfer import to_device
 from kvant.scheduling.row_table import RowTable
@@ -20,15 +21,21 @@ class DeviceState:
 
     tokens: [num_rows + 1] int64, the newest token of each sequence, which was not run yet.
     lengths: [num_rows + 1] int64, its position. pages: [num_rows + 1, max_pages] int32, page ids;
-    entries behind a sequence's end are never read. sampling: [num_rows + 1, 4] float64, as
+    entries behind a sequence's end are never read; `pages` has the tables of all groups side by side, of
+    max_pages columns each. sampling: [num_rows + 1, 4] float64, as
     `SamplingParams.numbers`.
     """
 
-    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_pages: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         self.padding_row = num_rows
         self.tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-        self.pages = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
+        self.num_groups, self.max_pages = num_groups, max_pages
+        self.pages = torch.zeros(
+            num_rows + 1, num_groups * max_pages, dtype=torch.int32, device=device
+        )
         self.sampling = torch.zeros(num_rows + 1, 4, dtype=torch.float64, device=device)
         self._sampling = np.zeros((num_rows, 4))  # what the device has
         self._table: RowTable | None = None
@@ -36,6 +43,10 @@ class DeviceState:
     @property
     def device(self) -> torch.device:
         return self.tokens.device
+
+    def pages_of(self, group: int) -> Tensor:
+        """A group's page ids, a view [num_rows + 1, max_pages]."""
+        return self.pages[:, group * self.max_pages : (group + 1) * self.max_pages]
 
     def changes(self, table: RowTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Page ids that changed since the last call: flat indices into `pages`, and values.

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvant.attention.base import Step
+from kvant.attention.base import Step, through
 from kvant.execution.batch import (
     Batch,
     Drafts,
@@ -112,6 +112,7 @@ class StepGraphs:
         max_num_batched_tokens: int,
         page_size: int,
         max_model_len: int,
+        num_groups: int = 1,
         device: torch.device,
         recorder: Recorder,
         run: Callable[[Batch, Tensor], Tensor],
@@ -127,10 +128,11 @@ class StepGraphs:
         self._sizes = {k: sizes for k, sizes in self._sizes.items() if sizes}
         most_rows = max((1 + k) * sizes[-1] for k, sizes in self._sizes.items())
         max_pages = -(-max_model_len // page_size)
-        self.state = DeviceState(most_seqs, max_pages, device)
+        self.state = DeviceState(most_seqs, max_pages, device, num_groups)
         self.logits = SharedLogits()
         self._numbers = torch.zeros(7, most_seqs, dtype=torch.int64, device=device)
-        self._table = torch.zeros(most_seqs, max_pages, dtype=torch.int32, device=device)
+        shape = num_groups, most_seqs, max_pages
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._draws = torch.zeros(most_seqs, 5, dtype=torch.float64, device=device)
         self._u = torch.zeros(most_seqs, dtype=torch.float64, device=device)
         self._places = torch.arange(most_rows, dtype=torch.int64, device=device)
@@ -348,7 +350,7 @@ class StepGraphs:
 
     def _run_decodes(self, size: int, k: int) -> tuple[Tensor, Tensor]:
         """Recorded: `size` sequences with one token and up to k drafts each."""
-        state, table = self.state, self._table[:size]
+        state, tables = self.state, self._tables[:, :size]
         rows, tokens, starts, counts, limits, index, values = self._numbers[:, :size]
         if has_kernels(state.device):
             from kvant.execution.triton_step import most_likely, plain_step, write_pages
@@ -356,7 +358,7 @@ class StepGraphs:
             write_pages(state, index, values)
             if not k:
                 ids, step = plain_step(
-                    rows, tokens, starts, counts, limits, state, table, self._page_size,
+                    rows, tokens, starts, counts, limits, state, tables, self._page_size,
                     self._max_model_len,
                 )  # fmt: skip
                 logits = self.logits.keep(self._forward(ids, step, self._places[:size]))
@@ -365,7 +367,7 @@ class StepGraphs:
             there = index >= 0
             state.pages.view(-1).index_put_((index[there],), values[there].to(torch.int32))
         newest, step, owners, is_first, counts = lay_out(
-            rows, tokens, starts, counts, limits, state, table, k, self._page_size,
+            rows, tokens, starts, counts, limits, state, tables, k, self._page_size,
             self._max_model_len,
         )  # fmt: skip
         tokens = newest[owners]
@@ -408,7 +410,8 @@ class StepGraphs:
 class MixedGraphs:
     """Graphs of steps with pieces of prompts. All numbers of a step go to the device in one copy.
 
-    ids, positions, slots: [tokens]. ends: [seqs + 1], offsets of queries. lengths, wanted, rows: [seqs].
+    ids, positions: [tokens]. ends: [seqs + 1], offsets of queries. lengths, wanted, rows: [seqs]. slots of
+    each group: [tokens].
     """
 
     def __init__(
@@ -418,17 +421,20 @@ class MixedGraphs:
         self._max_context = min(graphs._max_model_len, MOST_CONTEXT)
         self._sizes = piece_sizes(most_seqs, most_tokens)
         tokens, seqs = (max(side) for side in zip(*self._sizes, strict=True))
-        self.room = sum(_mixed_sizes(tokens, seqs))
+        self._num_groups = graphs.state.num_groups
+        self.room = sum(self._counts(tokens, seqs))
         self._memory = torch.zeros(self.room, dtype=torch.int64, device=device)
         columns = -(-self._max_context // graphs._page_size)
-        self._table = torch.zeros(seqs, columns, dtype=torch.int32, device=device)
+        shape = self._num_groups, seqs, columns
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
 
     def capture(self, recorder: Recorder) -> None:
         """Record every size, the largest first. Every token is padding meanwhile."""
         for tokens, seqs in reversed(self._sizes):
-            _, _, slots, _, _, _, rows = self._views(self._memory, tokens, seqs)
-            slots.fill_(-1)
+            _, _, _, _, _, rows, *slots = self._views(self._memory, tokens, seqs)
+            for some in slots:
+                some.fill_(-1)
             rows.fill_(self._graphs.state.padding_row)
             replay, _ = recorder.record(partial(self._run, tokens, seqs))
             self._replays[tokens, seqs] = replay
@@ -445,52 +451,54 @@ class MixedGraphs:
         if size is None:
             return False
         sources = (
-            (batch.input_ids, 0), (step.positions, 0), (step.slot_mapping, -1),
+            (batch.input_ids, 0), (step.positions, 0),
             (step.cu_seqlens_q, num_tokens), (step.seqlens_kv, 0), (batch.logits_index, 0),
             (torch.from_numpy(schedule.rows), self._graphs.state.padding_row),
+            *((one.slot_mapping, -1) for one in (step, *step.others)),
         )  # fmt: skip
         views = self._views(staging.mixed, *size)
         for target, (source, padding) in zip(views, sources, strict=True):
             target[: len(source)] = source
             target[len(source) :] = padding
-        room = sum(_mixed_sizes(*size))
+        room = sum(self._counts(*size))
         self._memory[:room].copy_(staging.mixed[:room], non_blocking=True)
         self._replays[size]()
         return True
 
-    @staticmethod
-    def _views(memory: Tensor, tokens: int, seqs: int) -> tuple[Tensor, ...]:
-        sizes = _mixed_sizes(tokens, seqs)
+    def _counts(self, tokens: int, seqs: int) -> list[int]:
+        return [tokens, tokens, seqs + 1, seqs, seqs, seqs, *[tokens] * self._num_groups]
+
+    def _views(self, memory: Tensor, tokens: int, seqs: int) -> tuple[Tensor, ...]:
+        sizes = self._counts(tokens, seqs)
         return torch.split(memory[: sum(sizes)], sizes)
 
     def _run(self, tokens: int, seqs: int) -> tuple[Tensor]:
         """Recorded: the model over what lies in the graph's memory."""
         graphs, state = self._graphs, self._graphs.state
-        ids, positions, slots, ends, lengths, wanted, rows = self._views(self._memory, tokens, seqs)
+        ids, positions, ends, lengths, wanted, rows, *slots = self._views(
+            self._memory, tokens, seqs
+        )
         # Sequences whose token the step before finds come first, with one token each.
         ids[:seqs] = torch.where(ids[:seqs] < 0, state.tokens.index_select(0, rows), ids[:seqs])
-        seqlens, table = lengths.to(torch.int32), self._table[:seqs]
+        seqlens, tables = lengths.to(torch.int32), self._tables[:, :seqs]
         if has_kernels(state.device):
             from kvant.execution.triton_step import gather_pages
 
-            gather_pages(state, rows, seqlens, table, graphs._page_size)
+            gather_pages(state, rows, seqlens, tables, graphs._page_size)
         else:
-            table.copy_(state.pages.index_select(0, rows)[:, : table.shape[1]])
+            _copy_tables(state, rows, tables)
         step = Step(
             cu_seqlens_q=ends.to(torch.int32),
             seqlens_kv=seqlens,
-            page_table=table,
-            slot_mapping=slots,
+            page_table=tables[0],
+            slot_mapping=slots[0],
             positions=positions,
             max_seqlen_q=tokens,
             max_seqlen_kv=self._max_context,
         )
+        step = through(step, list(zip(tables[1:].unbind(), slots[1:], strict=True)))
         # Graphs share their memory; only these logits are read after the replay.
         return (graphs.logits.keep(graphs._forward(ids, step, wanted)),)
-
-
-def _mixed_sizes(tokens: int, seqs: int) -> list[int]:
-    return [tokens, tokens, tokens, seqs + 1, seqs, seqs, seqs]
 
 
 def lay_out(
@@ -500,7 +508,7 @@ def lay_out(
     counts: Tensor,
     limits: Tensor,
     state: DeviceState,
-    table: Tensor,
+    tables: Tensor,
     num_drafts: int,
     page_size: int,
     max_model_len: int,
@@ -509,8 +517,8 @@ def lay_out(
 
     rows: [n] int64. tokens, starts: [n] int64, negative for what the device has in the row. counts: [n]
     int64, tokens with drafts; 0 for padding, which stores nothing and sees nothing. limits: [n] int64,
-    the first position that may not be stored; a sequence that starts there is padding, too. table: [n,
-    columns] int32, overwritten.
+    the first position that may not be stored; a sequence that starts there is padding, too. tables:
+    [groups, n, columns] int32, overwritten.
     Returns the newest tokens [n]; the step; owners [T] int64, each token's sequence, where unused
     tokens belong to the last one; is_first [T] bool, the newest tokens; counts [n] int64, 1 at least.
     """
@@ -520,7 +528,7 @@ def lay_out(
     counts = torch.minimum(counts, limits - starts)
     starts = torch.where(is_there, starts, 0)
     tokens = torch.where(tokens < 0, state.tokens.index_select(0, rows), tokens)
-    table.copy_(state.pages.index_select(0, rows)[:, : table.shape[1]])
+    _copy_tables(state, rows, tables)
     counts = counts.clamp(min=1)
     cu_seqlens = torch.zeros(count + 1, dtype=torch.int64, device=rows.device)
     cu_seqlens[1:] = counts.cumsum(0)
@@ -529,19 +537,27 @@ def lay_out(
     owners = torch.searchsorted(cu_seqlens[1:], places, right=True).clamp_(max=count - 1)
     offsets = places - cu_seqlens[owners]
     positions = torch.where(is_token, starts[owners] + offsets, 0)
-    pages = table[owners, (positions // page_size).clamp_(max=table.shape[1] - 1)]
-    slots = pages.to(torch.int64) * page_size + positions % page_size
+    columns = (positions // page_size).clamp_(max=tables.shape[2] - 1)
+    slots = tables[:, owners, columns].to(torch.int64) * page_size + positions % page_size
+    slots = torch.where(is_token & is_there[owners], slots, -1)
     step = Step(
         cu_seqlens_q=cu_seqlens.to(torch.int32),
         seqlens_kv=torch.where(is_there, starts + counts, 0).to(torch.int32),
-        page_table=table,
-        slot_mapping=torch.where(is_token & is_there[owners], slots, -1),
+        page_table=tables[0],
+        slot_mapping=slots[0],
         positions=positions,
         max_seqlen_q=1 + num_drafts,
         max_seqlen_kv=max_model_len,
         rows=rows,
     )
+    step = through(step, list(zip(tables[1:].unbind(), slots[1:].unbind(), strict=True)))
     return tokens, step, owners, offsets == 0, counts
+
+
+def _copy_tables(state: DeviceState, rows: Tensor, tables: Tensor) -> None:
+    """Copy the page ids of some rows, [n] int64, into tables [groups, n, columns] int32."""
+    for group, table in enumerate(tables.unbind()):
+        table.copy_(state.pages_of(group).index_select(0, rows)[:, : table.shape[1]])
 
 
 def accepted(

@@ -18,7 +18,8 @@ from kvant.execution.graphs import StepGraphs
 from kvant.execution.recorder import CudaRecorder, Recorder
 from kvant.execution.warm_up import warm_up
 from kvant.kernels.transfer import to_device
-from kvant.kv.pool import SCRATCH_PAGE, KVPool
+from kvant.kv.groups import ArenaLayout
+from kvant.kv.pool import SCRATCH_PAGE, Arena, KVPool
 from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
 from kvant.kv.state_pool import StatePool
@@ -34,8 +35,8 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def zero(self, pages: Sequence[int]) -> None:
-        """Clear pages that have a new owner."""
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
+        """Clear pages of each group that have a new owner."""
         ...
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
@@ -61,7 +62,8 @@ class Runner(Protocol):
 class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only.
 
-    max_num_seqs: rows of the states of a model that keeps some. state_slots: rows for kept ones.
+    num_pages: superblocks of its arena. layout: of the arena; without one, a superblock is a page of all
+    layers. max_num_seqs: rows of the states of a model that keeps some. state_slots: rows for kept ones.
     """
 
     def __init__(
@@ -72,13 +74,15 @@ class ModelRunner:
         *,
         max_num_seqs: int = 1,
         state_slots: int = 0,
+        layout: ArenaLayout | None = None,
     ) -> None:
         self.model = model
         stored = model.plan if plan is None else plan
         self.states: StatePool | None = None
         if stored.has_states:
             self.states = StatePool(stored, max_num_seqs, model.device, state_slots)
-        self.pool = KVPool(stored, num_pages, device=model.device, scales=model.scales_for(stored))
+        pages = num_pages if layout is None else Arena(layout, num_pages, model.device)
+        self.pool = KVPool(stored, pages, device=model.device, scales=model.scales_for(stored))
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
         self._graphs: StepGraphs | None = None
         self._proposer: Proposer | None = None
@@ -87,7 +91,9 @@ class ModelRunner:
         if self.device.type != "cpu":
             from kvant.kernels.triton.zero import PageEraser
 
-            self._clear = PageEraser([self.pool.arena.pieces(0)]).clear
+            arena = self.pool.arena
+            groups = range(len(arena.layout.groups))
+            self._clear = PageEraser([arena.pieces(group) for group in groups]).clear
 
     @property
     def device(self) -> torch.device:
@@ -108,8 +114,8 @@ class ModelRunner:
         self.model.refit(other)
         self.pool.refit(self.model.scales)
 
-    def zero(self, pages: Sequence[int]) -> None:
-        self._clear([pages])
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
+        self._clear(pages)
 
     def num_drafts(self, num_sequences: int) -> Sequence[int]:
         return () if self._graphs is None else self._graphs.num_drafts(num_sequences)
@@ -169,7 +175,7 @@ class ModelRunner:
         """
         if self.device.type == "cpu":
             return
-        self.zero([SCRATCH_PAGE])  # the first request's pages would wait for the kernel otherwise
+        self.zero([[SCRATCH_PAGE]])  # the first request's pages would wait for the kernel otherwise
         group = self.model.group
         # Threads of several ranks would not meet in the same order.
         with nullcontext() if group is None else group.alone():
@@ -220,6 +226,7 @@ class ModelRunner:
             if self.model.batch_invariant or self.states is not None
             else max_num_batched_tokens,
             page_size=self.model.plan.page_size,
+            num_groups=len(self.pool.arena.layout.groups),
             max_model_len=max_model_len,
             device=self.device,
             recorder=recorder,
@@ -241,7 +248,7 @@ class ModelRunner:
 
 def _moved(step: Step, device: torch.device) -> Step:
     """The step on the device; the host does not wait."""
-    return replace(
+    moved = replace(
         step,
         cu_seqlens_q=to_device(step.cu_seqlens_q, device),
         seqlens_kv=to_device(step.seqlens_kv, device),
@@ -252,3 +259,13 @@ def _moved(step: Step, device: torch.device) -> Step:
         rest=None if step.rest is None else _moved(step.rest, device),
         wanted=None if step.wanted is None else _moved(step.wanted, device),
     )
+    others = tuple(
+        replace(
+            moved,
+            page_table=to_device(other.page_table, device),
+            slot_mapping=to_device(other.slot_mapping, device),
+            rest=None if other.rest is None else _moved(other.rest, device),
+        )
+        for other in step.others
+    )
+    return replace(moved, others=others) if others else moved

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvant.attention.base import Step
+from kvant.attention.base import Step, through
 from kvant.execution.device_state import DeviceState
 from kvant.kernels.triton.device import arrivals
 
@@ -23,26 +23,33 @@ def write_pages(state: DeviceState, index: Tensor, values: Tensor) -> None:
 
 
 def gather_pages(
-    state: DeviceState, rows: Tensor, seqlens: Tensor, table: Tensor, page_size: int
+    state: DeviceState, rows: Tensor, seqlens: Tensor, tables: Tensor, page_size: int
 ) -> None:
-    """Copy the used page ids of some rows of `state.pages` into table [n, columns] int32.
+    """Copy the used page ids of some rows of `state.pages` into tables [groups, n, columns] int32.
 
-    rows: [n] int64. seqlens: [n] int32. Entries of table behind a sequence's end keep what they had.
+    rows: [n] int64. seqlens: [n] int32. Entries of tables behind a sequence's end keep what they had.
     """
+    for group, table in enumerate(tables.unbind()):
+        _gather_group(state.pages_of(group), rows, seqlens, table, page_size)
+
+
+def _gather_group(
+    pages: Tensor, rows: Tensor, seqlens: Tensor, table: Tensor, page_size: int
+) -> None:
     grid = (len(rows), triton.cdiv(table.shape[1], _COLUMNS))
     _gather_pages[grid](
-        rows, seqlens, state.pages, state.pages.stride(0), table, table.stride(0),
+        rows, seqlens, pages, pages.stride(0), table, table.stride(0),
         PAGE=page_size, COLUMNS=table.shape[1], BLOCK=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
 
 def plain_step(
     rows: Tensor, tokens: Tensor, starts: Tensor, counts: Tensor, limits: Tensor, state: DeviceState,
-    table: Tensor, page_size: int, max_model_len: int,
+    tables: Tensor, page_size: int, max_model_len: int,
 ) -> tuple[Tensor, Step]:  # fmt: skip
     """As `graphs.lay_out` without drafts. Returns the tokens [n] int64 and the step.
 
-    table: [n, columns] int32, overwritten with the rows' page ids.
+    tables: [groups, n, columns] int32, overwritten with the rows' page ids.
     """
     count = rows.shape[0]
     cu_seqlens = rows.new_empty(count + 1, dtype=torch.int32)
@@ -51,19 +58,35 @@ def plain_step(
     _lay_out[(count,)](
         rows, tokens, starts, counts, limits, state.tokens, state.lengths, state.pages,
         state.pages.stride(0), cu_seqlens, seqlens, slots, ids, positions,
-        PAGE=page_size, COLUMNS=table.shape[1], num_warps=1,
+        PAGE=page_size, COLUMNS=tables.shape[2], num_warps=1,
     )  # fmt: skip
-    gather_pages(state, rows, seqlens, table, page_size)
-    return ids, Step(
+    gather_pages(state, rows, seqlens, tables, page_size)
+    step = Step(
         cu_seqlens_q=cu_seqlens,
         seqlens_kv=seqlens,
-        page_table=table,
+        page_table=tables[0],
         slot_mapping=slots,
         positions=positions,
         max_seqlen_q=1,
         max_seqlen_kv=max_model_len,
         rows=rows,
     )
+    others = [
+        (table, _slots_in(state.pages_of(1 + place), rows, slots, positions, page_size))
+        for place, table in enumerate(tables[1:].unbind())
+    ]
+    return ids, through(step, others)
+
+
+def _slots_in(
+    pages: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, page_size: int
+) -> Tensor:
+    """The slots [n] of a step of single tokens in another group. pages: [rows, columns], of that group."""
+    found = torch.empty_like(slots)
+    _other_slots[(len(rows),)](
+        rows, slots, positions, pages, pages.stride(0), found, PAGE=page_size, num_warps=1
+    )
+    return found
 
 
 def most_likely(
@@ -118,6 +141,16 @@ def _lay_out(rows, tokens, starts, counts, limits, newest, lengths, pages, strid
     tl.store(cu_seqlens + i + 1, i + 1)
     if i == 0:
         tl.store(cu_seqlens, 0)
+
+
+@triton.jit(do_not_specialize=("stride",))
+def _other_slots(rows, slots, positions, pages, stride, found, PAGE: tl.constexpr):
+    """Program: a sequence. Where the first group stores nothing, no other one does."""
+    i = tl.program_id(0)
+    at = tl.load(positions + i)
+    page = tl.load(pages + tl.load(rows + i) * stride + at // PAGE).to(tl.int64)
+    slot = tl.where(tl.load(slots + i) < 0, -1, page * PAGE + at % PAGE)
+    tl.store(found + i, slot)
 
 
 @triton.jit(do_not_specialize=("stride", "out_stride"))

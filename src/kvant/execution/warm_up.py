@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.base import Step
+from kvant.attention.base import Step, through
 from kvant.attention.long import list_long
 from kvant.execution.graphs import Forward
 from kvant.kv.pool import KVPool
@@ -36,6 +36,8 @@ def warm_up(
 
     def run(lengths: tuple[int, ...]) -> Tensor:
         step = _nowhere(lengths, model.plan.page_size, model.device, max_num_seqs)
+        others = len(pool.arena.layout.groups) - 1
+        step = through(step, [(step.page_table, step.slot_mapping)] * others)
         ids = torch.zeros_like(step.positions)
         return forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
 

@@ -69,6 +69,22 @@ class ArenaLayout:
         return 1 - used / self.superblock_bytes if self.superblock_bytes else 0.0
 
 
+def most_pages(window: int | None, num_tokens: int, piece: int, page_size: int) -> int:
+    """Most pages that a sequence of `num_tokens` tokens holds at once in a group.
+
+    piece: tokens that one step adds at most. A window and a piece each begin and end within a page.
+    """
+    pages = -(-num_tokens // page_size)
+    if window is None:
+        return pages
+    return min(pages, -(-(window + piece) // page_size) + 2)
+
+
+def superblocks_for(pages: Sequence[int], per_superblock: Sequence[int]) -> int:
+    """Superblocks that so many pages of each group take."""
+    return sum(-(-count // size) for count, size in zip(pages, per_superblock, strict=True))
+
+
 def lay_out(target: KVPlan, draft: KVPlan | None = None, *, windows: bool = True) -> ArenaLayout:
     """Lay out the pages of a plan, and of a drafter that shares them.
 

@@ -24,6 +24,7 @@ from functools import cache
 from struct import Struct
 
 from kvant.kv.events import PageLog
+from kvant.kv.groups import ArenaLayout
 
 SCRATCH = 0
 """Same page as `kvant.kv.pool.SCRATCH_PAGE`, which cannot be imported here (it brings torch)."""
@@ -100,8 +101,8 @@ class PageAllocator:
             superblocks = Superblocks(superblocks)
         self.superblocks = superblocks
         self.per_superblock = per_superblock
-        self._num_pages = (superblocks.num_usable + 1) * per_superblock
-        self._ref_counts = [0] * self._num_pages
+        self.num_pages = (superblocks.num_usable + 1) * per_superblock
+        self._ref_counts = [0] * self.num_pages
         self._held_in = [0] * (superblocks.num_usable + 1)  # held pages of each superblock
         self._num_held = self._num_idle = 0
         # Of live superblocks only: pages nobody uses, by superblock, and idle pages, longest unused first.
@@ -113,7 +114,7 @@ class PageAllocator:
         self._hash_of: dict[int, bytes] = {}
         self.log: PageLog | None = None  # told of hashes that are dropped
         self._to_zero: list[int] = []
-        self._generations = [0] * self._num_pages  # how often each was handed out
+        self._generations = [0] * self.num_pages  # how often each was handed out
 
     @property
     def num_usable(self) -> int:
@@ -321,7 +322,7 @@ class PageAllocator:
         spots = Counter(page for pages in self._spots.values() for page in pages)
         free = Counter(shared.free)
         num_idle = 0
-        for page in range(self._num_pages):
+        for page in range(self.num_pages):
             superblock = page // size
             count, referred = self._ref_counts[page], held[page]
             if count != referred:
@@ -353,9 +354,7 @@ class PageAllocator:
             bucket = self._by_held[count] if count < len(self._by_held) else {}
             if (superblock in self._spots) != (superblock in bucket):
                 faults.append(f"superblock {superblock}: not where its free pages are looked for")
-        faults += [
-            f"page {page} is none of this pool's" for page in held if page >= self._num_pages
-        ]
+        faults += [f"page {page} is none of this pool's" for page in held if page >= self.num_pages]
         if {digest: page for page, digest in self._hash_of.items()} != self._page_of:
             faults.append("the two directions of the prefix map disagree")
         counted = (len(held), num_idle, sum(spots.values()))
@@ -464,6 +463,16 @@ class PageAllocator:
             del self._page_of[digest]
             if self.log is not None:
                 self.log.removed(digest)
+
+
+def shared_pages(num_superblocks: int, layout: ArenaLayout | None) -> SharedPages:
+    """The pages of an arena; without a layout, every superblock is a page of all layers."""
+    if layout is None:
+        return SharedPages(num_superblocks)
+    groups = layout.groups
+    return SharedPages(
+        num_superblocks, [g.window for g in groups], [g.per_superblock for g in groups]
+    )
 
 
 class SharedPages:

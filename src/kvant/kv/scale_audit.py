@@ -23,11 +23,13 @@ class ScaleAudit:
     """Checksums of the scales in pages, and copies of the scales outside them as loaded.
 
     pools: the pools that share page ids, the target's and the drafter's.
-    page_bytes: bytes of scales in one page of all layers; 0 if no format keeps scales in pages.
+    page_bytes: bytes of scales in one page of the group that has the most; 0 if no format keeps scales there.
     """
 
     def __init__(self, pools: Sequence[KVPool]) -> None:
-        self._planes: list[tuple[Tensor, Encoding]] = []
+        self._groups: list[list[tuple[Tensor, Encoding]]] = [
+            [] for _ in pools[0].arena.layout.groups
+        ]
         self._outside: list[tuple[str, Tensor, Tensor]] = []
         for pool, spec in [(one, spec) for one in pools for spec in one.plan.layers]:
             if spec.k is None:
@@ -38,23 +40,27 @@ class ScaleAudit:
                 ("V", spec.v, cache.v, cache.v_scale),
             ):
                 if choice is not None:
-                    self._planes += _scales(choice.dtype.format, planes)
+                    group = pool.group_of(spec.geometry.index)
+                    self._groups[group] += _scales(choice.dtype.format, planes)
                 if scale is not None:
                     whose = "" if pool.plan.role is Role.TARGET else f"{pool.plan.role.value} "
                     label = f"the {side} scale of {whose}layer {spec.geometry.index}"
                     self._outside.append((label, scale, scale.clone()))
-        self.page_bytes = sum(p[0].numel() * p.element_size() for p, _ in self._planes)
+        self.page_bytes = max(
+            sum(p[0].numel() * p.element_size() for p, _ in planes) for planes in self._groups
+        )
 
-    def sums(self, pages: Sequence[int]) -> list[int | None]:
-        """Return a checksum per page that changes with each of its scales; None if a scale is NaN or Inf."""
-        if not self._planes:
+    def sums(self, pages: Sequence[int], group: int = 0) -> list[int | None]:
+        """Return a checksum per page of a group, over all its scales; None if one is NaN or infinite."""
+        planes = self._groups[group]
+        if not planes:
             return [0] * len(pages)
-        device = self._planes[0][0].device
+        device = planes[0][0].device
         index = torch.as_tensor(pages, device=device, dtype=torch.int64)
         total = torch.zeros(len(pages), dtype=torch.int64, device=device)
         sound = torch.ones(len(pages), dtype=torch.bool, device=device)
         before = 0
-        for plane, encoding in self._planes:
+        for plane, encoding in planes:
             rows = plane.index_select(0, index).flatten(1)
             sound &= _are_numbers(rows, encoding).all(1)
             count = rows.shape[1]

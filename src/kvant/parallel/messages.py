@@ -46,7 +46,7 @@ class Capture(msgspec.Struct, frozen=True, tag="capture", array_like=True):
 class Zero(msgspec.Struct, frozen=True, tag="zero", array_like=True):
     """`Runner.zero`."""
 
-    pages: Sequence[int]
+    pages: Sequence[Sequence[int]]
 
 
 class CountSaturated(msgspec.Struct, frozen=True, tag="count", array_like=True):

@@ -27,7 +27,7 @@ class RankedRunner(ModelRunner):
         self._group = group
         self._sender = Sender()
 
-    def zero(self, pages: Sequence[int]) -> None:
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
         self.ranks.send(Zero(pages))
         super().zero(pages)
 

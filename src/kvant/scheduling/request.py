@@ -49,13 +49,16 @@ class Request:
 class Sequence:
     """A request's state. Only the scheduler writes `token_ids` and `status`.
 
-    token_ids: prompt and answer as far as they are known. pages: page ids, oldest token first.
-    num_cached_tokens: prompt tokens that came from the prefix cache when it first ran.
+    token_ids: prompt and answer as far as they are known. held: of each group of pages, page ids, oldest
+    token first; the scratch page stands for pages that it needs no more. num_cached_tokens: prompt tokens
+    that came from the prefix cache when it first ran.
     prefix_hashes: the root hash, then one hash per full page known so far. num_remembered_pages: first
     pages that were offered to the prefix cache or came from there. own_hashes: hashes of pages that
-    this sequence added to the cache. row: its row in the row table, -1 without one. order: of arrival
-    at the scheduler. rules: what it changes in its logits. logprobs: of the answer's tokens.
-    prompt_logprobs: of the prompt's second and later tokens, as far as known; None if not requested.
+    this sequence added to the cache. unconfirmed: (group, name, hash) of pages that it needs no more, which
+    wait under a name of their own until a finite token follows the prompt. row: its row in the row table,
+    -1 without one. order: of arrival at the scheduler. rules: what it changes in its logits. logprobs: of
+    the answer's tokens. prompt_logprobs: of the prompt's second and later tokens, as far as known; None if
+    not requested.
     """
 
     request: Request
@@ -64,8 +67,9 @@ class Sequence:
     status: Status = Status.WAITING
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
-    pages: list[int] = field(default_factory=list)
+    held: list[list[int]] = field(default_factory=list)
     own_hashes: list[bytes] = field(default_factory=list)
+    unconfirmed: list[tuple[int, bytes, bytes]] = field(default_factory=list)
     num_remembered_pages: int = 0
     row: int = -1
     order: int = -1
@@ -97,6 +101,11 @@ class Sequence:
     @property
     def number(self) -> int:
         return self.request.number
+
+    @property
+    def pages(self) -> list[int]:
+        """Page ids of the first group; empty while it waits."""
+        return self.held[0] if self.held else []
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvant.kv.events import PageLog
-from kvant.kv.pages import SCRATCH, PageAllocator, page_hash
+from kvant.kv.groups import most_pages, superblocks_for
+from kvant.kv.pages import SCRATCH, SharedPages, page_hash
 from kvant.scheduling.request import FinishReason, Sequence
 
 LEAST_TOKENS = 128
@@ -28,8 +29,9 @@ LEAST_TOKENS = 128
 class RowTable:
     """num_rows rows. All arrays are [num_rows].
 
-    pages: [num_rows, max_pages] int32; entries behind a sequence's last page are the scratch page.
-    num_pages: pages of each row. owner: the sequence's number, -1 for a free row.
+    pages: [num_rows, num_groups * max_pages] int32, the tables of all groups side by side; entries behind a
+    sequence's last page, and of pages that it needs no more, are the scratch page.
+    num_pages: pages that each row has in every group. owner: the sequence's number, -1 for a free row.
     num_computed: tokens whose K and V are in the pages once every launched step has run.
     num_tokens: known tokens, and tokens that launched steps will find.
     num_pending: those of `num_tokens` that launched steps will find.
@@ -41,8 +43,11 @@ class RowTable:
     log: (row, first column, page ids) of every change of `pages`, once `start_log` was called.
     """
 
-    def __init__(self, num_rows: int, max_pages: int) -> None:
-        self.pages: NDArray[np.int32] = np.full((num_rows, max_pages), SCRATCH, dtype=np.int32)
+    def __init__(self, num_rows: int, max_pages: int, num_groups: int = 1) -> None:
+        self.num_groups, self.max_pages = num_groups, max_pages
+        self.pages: NDArray[np.int32] = np.full(
+            (num_rows, num_groups * max_pages), SCRATCH, dtype=np.int32
+        )
         self.num_pages = np.zeros(num_rows, np.int64)
         self.owner = np.full(num_rows, -1, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)
@@ -69,10 +74,6 @@ class RowTable:
         return len(self.owner)
 
     @property
-    def max_pages(self) -> int:
-        return int(self.pages.shape[1])
-
-    @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
@@ -96,27 +97,36 @@ class RowTable:
         self.seeds[row] = request.seed
         return row
 
-    def write(self, row: int, start: int, pages: Items[int]) -> None:
-        """Set a row's last page ids, from column `start` on."""
+    def write(self, row: int, start: int, pages: Items[int], group: int = 0) -> None:
+        """Set a row's last page ids of a group, from column `start` on."""
+        if self.num_groups == 1:
+            self.num_pages[row] = start + len(pages)
+        self.overwrite(row, start, pages, group)
+
+    def overwrite(self, row: int, start: int, pages: Items[int], group: int = 0) -> None:
+        """Set some of a row's page ids of a group, from column `start` on."""
+        start += group * self.max_pages
         end = start + len(pages)
         if len(pages) == 1:
             self.pages[row, start] = pages[0]  # ten times as fast as a slice
         else:
             self.pages[row, start:end] = pages
-        self.num_pages[row] = end
         if self.log is not None:
             self.log.append((row, start, pages))
 
     def free_row(self, row: int) -> None:
         """Take a row back. Its page ids are cleared, so no later owner can see them."""
-        self.pages[row, : self.num_pages[row]] = SCRATCH
+        self.pages[row] = SCRATCH
         self.num_pages[row] = 0
         self.owner[row] = -1
         self._free_rows.append(row)
 
-    def page_table(self, rows: NDArray[np.int64], num_pages: int) -> NDArray[np.int32]:
-        """A copy [len(rows), num_pages] of some rows' first page ids."""
-        return self.pages[rows, :num_pages]
+    def page_table(
+        self, rows: NDArray[np.int64], num_pages: int, group: int = 0
+    ) -> NDArray[np.int32]:
+        """A copy [len(rows), num_pages] of some rows' first page ids in a group."""
+        first = group * self.max_pages
+        return self.pages[rows, first : first + num_pages]
 
     def launched(
         self,
@@ -159,91 +169,241 @@ class HeldPages:
     """The scheduler's pages and rows: gives them out, shares equal prefixes, caches and takes back.
 
     prefix_caching: whether pages are shared by their contents. max_num_seqs: sequences that hold pages
-    at once. Changes sequences: `pages`, `row` and their hashes.
+    at once. max_piece: tokens of a prompt in one step at most. Changes sequences: `held`, `row` and their
+    hashes.
     """
 
     def __init__(
         self,
-        allocator: PageAllocator,
+        shared: SharedPages,
         *,
         page_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        max_piece: int,
         prefix_caching: bool,
     ) -> None:
-        self.allocator = allocator
+        self.shared = shared
         self._page_size = page_size
+        self._max_piece = max_piece
         self._prefix_caching = prefix_caching
-        self.table = RowTable(max_num_seqs, self.count_for(max_model_len))
+        count = len(shared.groups)
+        self.table = RowTable(max_num_seqs, self.count_for(max_model_len), count)
+        self._windows = [(g, w) for g, w in enumerate(shared.windows) if w is not None]
+        self._first_kept = np.zeros((count, max_num_seqs), np.int64)
 
     def count_for(self, num_tokens: int) -> int:
         """Pages for `num_tokens` tokens."""
         return -(-num_tokens // self._page_size)
 
+    def fits_alone(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens finds its pages if no other one runs."""
+        needed = [
+            most_pages(window, num_tokens, self._max_piece, self._page_size)
+            for window in self.shared.windows
+        ]
+        sizes = [group.per_superblock for group in self.shared.groups]
+        return superblocks_for(needed, sizes) <= self.shared.num_usable
+
     # -- allocation ----------------------------------------------------------------------------
 
-    def admit(self, sequence: Sequence, found: list[int], *, spare: int) -> bool:
-        """Give a sequence a row, and pages for every known token. False, and no change, without room.
+    def admit(
+        self, sequence: Sequence, found: list[list[int]], first_piece: int, *, spare: int
+    ) -> bool:
+        """Give a sequence a row, and pages. False, and no change, without room.
 
-        found: cached pages of its first tokens, which it shares. spare: pages that must stay free.
+        The groups that keep every token get pages for every known token, the others for the first piece;
+        but there must be room for what they will hold. found: of each group, cached pages of its first
+        tokens, which it shares. first_piece: tokens. spare: pages of each group that must stay free.
         """
-        needed = self.count_for(sequence.num_tokens) - len(found)
-        available = self.allocator.num_available - self.allocator.num_idle_among(found)
-        if needed > available - spare:
+        num_found = len(found[0])
+        columns = self.count_for(sequence.num_tokens) - num_found
+        joined = [[page for page in pages if page != SCRATCH] for pages in found]
+        start = num_found * self._page_size
+        fresh = [columns] * len(found)
+        checked = [columns + spare] * len(found)
+        for group, window in self._windows:
+            fresh[group] = self.count_for(start + first_piece) - num_found
+            most = most_pages(window, sequence.num_tokens, self._max_piece, self._page_size)
+            most = max(fresh[group], min(columns, most - len(joined[group])))
+            checked[group] = most + spare
+        if not self.shared.fit(checked, joined):
             return False
-        self.allocator.join(found)
-        fresh = self.allocator.allocate(needed)
-        assert fresh is not None
-        sequence.pages = found + fresh
-        num_cached_tokens = len(found) * self._page_size
-        sequence.row = self.table.take_row(sequence, num_cached_tokens)
-        self.table.write(sequence.row, 0, sequence.pages)
-        sequence.num_remembered_pages = len(found)
+        for group, pages in zip(self.shared.groups, joined, strict=True):
+            group.join(pages)
+        taken = self.shared.allocate(fresh)
+        assert taken is not None
+        sequence.held = [old + new for old, new in zip(found, taken, strict=True)]
+        sequence.row = row = self.table.take_row(sequence, start)
+        for place, pages in enumerate(sequence.held):
+            self.table.write(row, 0, pages, place)
+            self._first_kept[place, row] = num_found - len(joined[place])
+        self._count_pages(sequence)
+        sequence.num_remembered_pages = num_found
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = num_cached_tokens
+            sequence.num_cached_tokens = start
         return True
 
     def extend(self, sequence: Sequence, count: int) -> bool:
         """Allocate more pages for a running sequence. False, and no change, if there are too few."""
-        pages = self.allocator.allocate(count)
-        if pages is None:
-            return False
-        self.table.write(sequence.row, len(sequence.pages), pages)
-        sequence.pages += pages
-        return True
+        wanted = int(self.table.num_pages[sequence.row]) + count
+        return self.reach(sequence, wanted * self._page_size)
 
     def extend_all(self, sequences: Items[Sequence]) -> bool:
         """One more page for each of some sequences. False, and no change, if there are too few."""
-        pages = self.allocator.allocate(len(sequences))
-        if pages is None:
+        groups = range(len(self.shared.groups))
+        if len(groups) == 1:
+            lacking = [sequences]
+        else:  # the rest of a prompt may need a page of a window alone
+            has = self.table.num_pages
+            lacking = [[s for s in sequences if len(s.held[g]) <= has[s.row]] for g in groups]
+        taken = self.shared.allocate([len(some) for some in lacking])
+        if taken is None:
             return False
-        for sequence, page in zip(sequences, pages, strict=True):
-            self.table.write(sequence.row, len(sequence.pages), (page,))
-            sequence.pages.append(page)
+        for place in groups:
+            for sequence, page in zip(lacking[place], taken[place], strict=True):
+                pages = sequence.held[place]
+                self.table.write(sequence.row, len(pages), (page,), place)
+                pages.append(page)
+        if len(groups) > 1:
+            for sequence in sequences:
+                self._count_pages(sequence)
         return True
+
+    def reach(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate what the next piece of a prompt needs, which ends behind `num_tokens` tokens.
+
+        False, and no change, if there are too few pages.
+        """
+        wanted = self.count_for(num_tokens)
+        missing = [max(0, wanted - len(pages)) for pages in sequence.held]
+        if not any(missing):
+            return True
+        taken = self.shared.allocate(missing)
+        if taken is None:
+            return False
+        self._append(sequence, taken)
+        return True
+
+    def has_spare(self, count: int) -> bool:
+        """Whether that many more pages of each group could be allocated."""
+        return self.shared.fit([count] * len(self.shared.groups))
+
+    def trim(self, sequences: Items[Sequence], rows: NDArray[np.int64]) -> None:
+        """Release the pages of running sequences that lie wholly behind their windows.
+
+        What a rejected draft may need again stays. The device runs steps in order: a launched step reads
+        its pages before a later one writes them for another sequence.
+        """
+        table = self.table
+        for group, window in self._windows:
+            first = table.num_computed[rows] - table.num_uncertain[rows] - window + 1
+            first //= self._page_size
+            for place in np.flatnonzero(first > self._first_kept[group, rows]).tolist():
+                self._trim(sequences[place], group, int(first[place]))
+
+    def _trim(self, sequence: Sequence, group: int, end: int) -> None:
+        row, pages = sequence.row, sequence.held[group]
+        start = int(self._first_kept[group, row])
+        allocator = self.shared.groups[group]
+        for index in range(start, min(end, len(pages))):
+            page = pages[index]
+            if page == SCRATCH:
+                continue
+            if self._prefix_caching and allocator.generation_of(page) is None:
+                self._remember_early(sequence, group, index)
+            allocator.release((page,))
+            pages[index] = SCRATCH
+        self.table.overwrite(row, start, [SCRATCH] * (min(end, len(pages)) - start), group)
+        self._first_kept[group, row] = end
+
+    def _remember_early(self, sequence: Sequence, group: int, index: int) -> None:
+        """Keep a page for the cache that the sequence needs no more.
+
+        Before a finite token has followed the prompt, under a name that no other sequence looks for.
+        """
+        self._hash(sequence, index + 1)
+        digest = sequence.prefix_hashes[index + 1]
+        allocator, page = self.shared.groups[group], sequence.held[group][index]
+        if self.table.is_followed[sequence.row]:
+            if allocator.remember(page, digest):
+                sequence.own_hashes.append(digest)
+            return
+        name = digest + sequence.number.to_bytes(8, "little")
+        if allocator.remember(page, name):
+            sequence.unconfirmed.append((group, name, digest))
+
+    def _append(self, sequence: Sequence, taken: Items[list[int]]) -> None:
+        for place, fresh in enumerate(taken):
+            if fresh:
+                pages = sequence.held[place]
+                self.table.write(sequence.row, len(pages), fresh, place)
+                pages += fresh
+        self._count_pages(sequence)
+
+    def _count_pages(self, sequence: Sequence) -> None:
+        if len(sequence.held) > 1:
+            self.table.num_pages[sequence.row] = min(len(pages) for pages in sequence.held)
 
     def release(self, sequence: Sequence) -> None:
         """Take back all pages and the row."""
-        self.table.free_row(sequence.row)
-        self.allocator.release(sequence.pages)
-        sequence.pages = []
+        row = sequence.row
+        self._forget_unconfirmed(sequence)
+        for place, (group, pages) in enumerate(zip(self.shared.groups, sequence.held, strict=True)):
+            group.release([page for page in pages if page != SCRATCH])
+            self._first_kept[place, row] = 0
+        self.table.free_row(row)
+        sequence.held = []
         sequence.row = -1
         sequence.num_remembered_pages = 0
 
     # -- the prefix cache ----------------------------------------------------------------------
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached pages of its first tokens, never of all: the last token must run to be followed.
+    def find_prefix(self, sequence: Sequence) -> list[list[int]]:
+        """Of each group, cached pages of its first tokens, never of all: the last token must run.
 
-        Empty for a prompt whose log-probabilities are still to be computed: every token must run.
+        The longest prefix that every group holds as far as the next token reads it: behind a window, the
+        scratch page. Empty for a prompt whose log-probabilities are still to be computed.
         """
+        groups = self.shared.groups
         if not self._prefix_caching:
-            return []
+            return [[] for _ in groups]
         most = (sequence.num_tokens - 1) // self._page_size
         self._hash(sequence, most)
         if sequence.lacks_prompt_logprobs:
-            return []
-        return self.allocator.match(sequence.prefix_hashes[1 : most + 1])
+            return [[] for _ in groups]
+        hashes = sequence.prefix_hashes[1 : most + 1]
+        if not self._windows:
+            return [group.match(hashes) for group in groups]
+        full = [g for g, window in enumerate(self.shared.windows) if window is None]
+        matched = {g: groups[g].match(hashes) for g in full}
+        cut = min((len(pages) for pages in matched.values()), default=most)
+        while cut:
+            shorter = max(self._lacking(g, window, hashes, cut) for g, window in self._windows)
+            if not shorter:
+                break
+            cut = min(cut - 1, shorter - 1)
+        found = []
+        for place, (group, window) in enumerate(zip(groups, self.shared.windows, strict=True)):
+            if window is None:
+                found.append(matched[place][:cut])
+                continue
+            first = self._first_seen(cut, window)
+            kept = [group.find(digest) for digest in hashes[first:cut]]
+            found.append([SCRATCH] * first + [page for page in kept if page is not None])
+        return found
+
+    def _first_seen(self, cut: int, window: int) -> int:
+        """The first page that the token behind `cut` pages reads."""
+        return max(0, cut * self._page_size - window + 1) // self._page_size
+
+    def _lacking(self, group: int, window: int, hashes: Items[bytes], cut: int) -> int:
+        """One more than the last page that a prefix of `cut` pages needs and the group lacks; 0 for none."""
+        allocator = self.shared.groups[group]
+        for index in range(cut - 1, self._first_seen(cut, window) - 1, -1):
+            if allocator.find(hashes[index]) is None:
+                return index + 1
+        return 0
 
     def are_mostly_computed(self, sequence: Sequence, known: int, others: Items[Sequence]) -> bool:
         """Whether one of the others is computing most of what it has to run now, in full pages.
@@ -263,14 +423,23 @@ class HeldPages:
         """
         if not self._prefix_caching:
             return
+        for group, name, digest in sequence.unconfirmed:
+            if self.shared.groups[group].rename(name, digest):
+                sequence.own_hashes.append(digest)
+        sequence.unconfirmed.clear()
         full = num_tokens // self._page_size
         self._hash(sequence, full)
         for index in range(sequence.num_remembered_pages, full):
-            digest = sequence.prefix_hashes[index + 1]
-            if self.allocator.remember(sequence.pages[index], digest):
+            digest, is_new = sequence.prefix_hashes[index + 1], []
+            for place, pages in enumerate(sequence.held):
+                page = pages[index]
+                if page != SCRATCH and self.shared.groups[place].remember(page, digest):
+                    is_new.append(place)
+            if is_new:
                 sequence.own_hashes.append(digest)
-                if self.allocator.log is not None and not sequence.request.salt:
-                    self._tell(self.allocator.log, sequence, index)
+                log = self.shared.groups[0].log  # of the group that decides what can be found
+                if is_new[0] == 0 and log is not None and not sequence.request.salt:
+                    self._tell(log, sequence, index)
         sequence.num_remembered_pages = max(full, sequence.num_remembered_pages)
 
     def _tell(self, log: PageLog, sequence: Sequence, index: int) -> None:
@@ -285,10 +454,19 @@ class HeldPages:
         See `Scheduler.finish`.
         """
         if reason is FinishReason.NUMERICAL_ERROR:
-            self.allocator.forget(sequence.pages)
+            for group, pages in zip(self.shared.groups, sequence.held, strict=False):
+                group.forget(pages)
         if reason in (FinishReason.NUMERICAL_ERROR, FinishReason.CANCELLED):
             for digest in sequence.own_hashes:
-                self.allocator.forget(self.allocator.match((digest,)))
+                for group in self.shared.groups:
+                    group.forget(group.match((digest,)))
+            self._forget_unconfirmed(sequence)
+
+    def _forget_unconfirmed(self, sequence: Sequence) -> None:
+        for group, name, _ in sequence.unconfirmed:
+            allocator = self.shared.groups[group]
+            allocator.forget(allocator.match((name,)))
+        sequence.unconfirmed.clear()
 
     def _hash(self, sequence: Sequence, count: int) -> None:
         """Extend its chain of hashes to its first `count` pages."""
@@ -302,7 +480,12 @@ class HeldPages:
     def audit(self, holders: Items[Sequence]) -> list[str]:
         """Recompute pages, counts and rows of all sequences that hold some. Returns faults in words."""
         table = self.table
-        faults = self.allocator.audit([sequence.pages for sequence in holders])
+        faults = self.shared.audit(
+            [
+                [[page for page in s.held[place] if page != SCRATCH] for s in holders]
+                for place in range(len(self.shared.groups))
+            ]
+        )
         rows = [sequence.row for sequence in holders]
         if len(set(rows)) != len(rows):
             faults.append("two sequences share a row of the page table")
@@ -310,15 +493,20 @@ class HeldPages:
             faults.append("rows of the page table were lost")
         for sequence in holders:
             row = sequence.row
-            pages = table.pages[row].tolist()
             number = sequence.number
-            if pages[: len(sequence.pages)] != sequence.pages or any(pages[len(sequence.pages) :]):
-                faults.append(f"request {number}: its row differs from its pages")
-            if table.owner[row] != number or table.num_pages[row] != len(sequence.pages):
+            computed = int(table.num_computed[row] - table.num_uncertain[row])
+            for place, held in enumerate(sequence.held):
+                pages = table.page_table(np.array([row]), table.max_pages, place)[0].tolist()
+                if pages[: len(held)] != held or any(pages[len(held) :]):
+                    faults.append(f"request {number}: its row differs from its pages")
+                window = self.shared.windows[place]
+                first = 0 if window is None else max(0, computed - window + 1) // self._page_size
+                if SCRATCH in held[first:]:
+                    faults.append(f"request {number}: lacks a page that its next token reads")
+                if self.count_for(computed) > len(held):
+                    faults.append(f"request {number}: more tokens computed than its pages hold")
+            if table.owner[row] != number or table.num_pages[row] != min(map(len, sequence.held)):
                 faults.append(f"request {number}: its row belongs to another sequence")
-            num_computed = int(table.num_computed[row] - table.num_uncertain[row])
-            if self.count_for(num_computed) > len(sequence.pages):
-                faults.append(f"request {number}: more tokens computed than its pages hold")
             if table.num_tokens[row] - table.num_pending[row] != sequence.num_tokens:
                 faults.append(f"request {number}: its row counts other tokens than it has")
         return faults

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvant.attention.need import LONG
-from kvant.kv.pages import PageAllocator
+from kvant.kv.pages import SharedPages
 from kvant.plan.limits import Limits
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.row_table import HeldPages, KeptStates
@@ -43,7 +43,7 @@ class Schedule:
     read yet finds the sequence's newest token. max_drafts: [n] int64, drafts that each sequence has
     room for, or None. num_drafts: the largest of them, as it was asked for.
     needs_host: whether the host must compute something between this step's logits and its tokens.
-    pages_to_zero: cleared before the step. preempted: sequences that lost their pages for it.
+    pages_to_zero: of each group, cleared before the step. preempted: sequences that lost their pages for it.
     states_to_load: (slot, row) of kept states that sequences begin with, copied before the step.
     states_to_keep: (row, slot) of states that the step leaves behind, copied after it.
     """
@@ -60,7 +60,7 @@ class Schedule:
     max_drafts: NDArray[np.int64] | None
     num_drafts: int
     needs_host: bool
-    pages_to_zero: list[int]
+    pages_to_zero: list[list[int]]
     preempted: list[Sequence]
     states_to_load: list[tuple[int, int]] = field(default_factory=list)
     states_to_keep: list[tuple[int, int]] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Scheduler:
     The caller runs what `schedule` returns, appends the tokens it found, then calls `commit`.
     """
 
-    def __init__(self, limits: Limits, allocator: PageAllocator) -> None:
+    def __init__(self, limits: Limits, allocator: SharedPages) -> None:
         self.limits = limits
         self.allocator = allocator
         self.pages = HeldPages(
@@ -129,6 +129,7 @@ class Scheduler:
             page_size=limits.page_size,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
+            max_piece=limits.max_num_batched_tokens,
             prefix_caching=limits.prefix_caching,
         )
         self.table = self.pages.table
@@ -170,7 +171,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit into the pool alone, which requests are checked for."""
         assert sequence.request.max_total_tokens <= self.limits.max_model_len
-        assert self.pages.count_for(sequence.request.max_total_tokens) <= self.allocator.num_usable
+        assert self.pages.fits_alone(sequence.request.max_total_tokens)
         sequence.order = self._next_order
         self._next_order += 1
         self._waiting.append(sequence)
@@ -182,11 +183,20 @@ class Scheduler:
         never take the place of a token. Returns a Schedule without sequences if nothing can run, and
         None if a step in flight must be committed first because pages are short.
         """
+        self.pages.trim(*self._ordered())
         chosen = self._decodes()
         if chosen is None:
             return None
         decoding, rows, prefilling, preempted = chosen
-        pieces = self._pieces(prefilling, self.limits.max_num_batched_tokens - len(decoding))
+        budget = self.limits.max_num_batched_tokens - len(decoding)
+        num_preempted = len(preempted)
+        pieces = self._pieces(prefilling, budget, preempted)
+        if pieces is None:
+            return None
+        if len(preempted) > num_preempted:
+            places = [i for i, s in enumerate(decoding) if s.status is Status.RUNNING]
+            decoding, rows = [decoding[i] for i in places], rows[places]
+            prefilling = [s for s in prefilling if s.status is Status.RUNNING]
         if not preempted:  # a sequence that was just preempted would come straight back
             self._admit(pieces, prefilling)
         max_drafts = None
@@ -323,13 +333,28 @@ class Scheduler:
             return sequences, rows, prefilling, preempted
         return [sequences[p] for p in chosen.tolist()], rows[chosen], prefilling, preempted
 
-    def _pieces(self, prefilling: Items[Sequence], budget: int) -> _Pieces:
-        """Pieces of the prompts that are being computed."""
+    def _pieces(
+        self, prefilling: Items[Sequence], budget: int, preempted: list[Sequence]
+    ) -> _Pieces | None:
+        """Pieces of the prompts that are being computed; None if a step in flight must be read first.
+
+        Groups of pages that keep a window grow with each piece. Adds to `preempted`.
+        """
         # With less room than a stride nothing could be cut there, and no prompt would advance.
         stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
         pieces = _Pieces(budget, self.limits.max_prompt_logprobs, stride, self.states)
         for sequence in prefilling:
-            pieces.add(sequence, int(self.table.num_computed[sequence.row]))
+            if sequence.status is not Status.RUNNING:
+                continue
+            start = int(self.table.num_computed[sequence.row])
+            end = start + pieces.room_for(sequence, start)
+            while not self.pages.reach(sequence, end):
+                if self._in_flight:
+                    return None
+                if self._preempt_youngest(preempted) is sequence:
+                    break
+            if sequence.status is Status.RUNNING:
+                pieces.add(sequence, start)
         return pieces
 
     def _admit(self, pieces: _Pieces, prefilling: list[Sequence]) -> None:
@@ -339,20 +364,30 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.lacks_prompt_logprobs and not pieces.logprobs_left:
                 return
-            found = self.states.reach(sequence, self.pages.find_prefix(sequence))
+            found = self.pages.find_prefix(sequence)
+            if self.limits.state_slots:
+                # Behind a shorter beginning, windows would need other pages: such models have one group.
+                found = [self.states.reach(sequence, found[0])]
             if computing is None:  # prompts of answering sequences can be found already
                 computing = self._unshared(prefilling)
-            if self.pages.are_mostly_computed(sequence, len(found), computing):
+            if self.pages.are_mostly_computed(sequence, len(found[0]), computing):
                 return
-            start = len(found) * self.limits.page_size
-            if not pieces.room_for(sequence, start):
+            start = len(found[0]) * self.limits.page_size
+            first_piece = pieces.room_for(sequence, start)
+            if not first_piece:
                 return
             # One page per running sequence stays free: they grow, and would take these pages back.
-            if not self.pages.admit(sequence, found, spare=len(self._running)):
-                assert self._running, "a request that fits found no pages"
-                return
-            if found and self.limits.state_slots:
-                slot = self.states.use(sequence, len(found))
+            spare = len(self._running)
+            if not self.pages.admit(sequence, found, first_piece, spare=spare):
+                if self._running:
+                    return
+                # Cached pages may lie scattered over more superblocks than new ones would take.
+                found, start = [[] for _ in found], 0
+                first_piece = pieces.room_for(sequence, start)
+                alone = self.pages.admit(sequence, found, first_piece, spare=0)
+                assert alone, "a request that fits found no pages"
+            if found[0] and self.limits.state_slots:
+                slot = self.states.use(sequence, len(found[0]))
                 self._states_to_load.append((slot, sequence.row))
             self._waiting.popleft()
             self._running.append(sequence)
@@ -384,7 +419,7 @@ class Scheduler:
         missing = -(-stored // page_size) - table.num_pages[rows]
         for place in np.flatnonzero((missing > 0) & (wanted > 0)).tolist():
             count = int(missing[place])
-            if count <= self.allocator.num_available - len(self._running):
+            if self.pages.has_spare(count + len(self._running)):
                 self.pages.extend(decoding[place], count)
         room = np.minimum(wanted, table.num_pages[rows] * page_size - next_token)
         # Where the position is not known the device drops drafts behind `Schedule.limits`.
@@ -468,11 +503,15 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, preempted: list[Sequence]) -> None:
         """One more page for a sequence, taken from the youngest, which may be this one itself."""
         while not self.pages.extend(sequence, 1):
-            youngest = self._running[-1]
-            self._preempt(youngest)
-            preempted.append(youngest)
-            if youngest is sequence:
+            if self._preempt_youngest(preempted) is sequence:
                 return
+
+    def _preempt_youngest(self, preempted: list[Sequence]) -> Sequence:
+        """Preempt the youngest running sequence, add it to `preempted` and return it."""
+        youngest = self._running[-1]
+        self._preempt(youngest)
+        preempted.append(youngest)
+        return youngest
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue without pages; its tokens are computed again later."""

@@ -87,8 +87,8 @@ def _engine() -> None:
         most_likely(logits, tokens, tokens, tokens, state)
     write_pages(state, tokens, tokens)
     table = torch.zeros(3, 4, dtype=torch.int32)
-    plain_step(tokens, tokens, tokens, tokens, tokens, state, table, 16, 64)
-    clear_pages[(1,)](tokens, tokens, tokens, BLOCK=1024, num_warps=4)
+    plain_step(tokens, tokens, tokens, tokens, tokens, state, table[None], 16, 64)
+    clear_pages[(1,)](tokens, tokens, BLOCK=1024, num_warps=4)
 
 
 if __name__ == "__main__":

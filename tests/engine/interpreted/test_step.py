@@ -38,8 +38,8 @@ def test_a_plain_step_is_laid_out_as_one_without_drafts() -> None:
         )
     ]
     tables = [torch.zeros(6, COLUMNS, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    ids, found = plain_step(*given, state, tables[0], PAGE, 800)
-    tokens, expected, *_ = lay_out(*given, state, tables[1], 0, PAGE, 800)
+    ids, found = plain_step(*given, state, tables[0][None], PAGE, 800)
+    tokens, expected, *_ = lay_out(*given, state, tables[1][None], 0, PAGE, 800)
     is_there = (given[3] > 0) & torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.bool, device=DEVICE)
     assert found.seqlens_kv[3] == 0
     assert ids[is_there].tolist() == tokens[is_there].tolist()
@@ -65,7 +65,7 @@ def test_changed_page_ids_are_written_and_gathered() -> None:
     table = torch.full((3, COLUMNS), -5, dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([8, 3, 0], device=DEVICE)
     lengths = torch.tensor([COLUMNS * PAGE, 7 * PAGE + 1, 0], dtype=torch.int32, device=DEVICE)
-    gather_pages(state, rows, lengths, table, PAGE)
+    gather_pages(state, rows, lengths, table[None], PAGE)
     assert table[0].tolist() == before[8].tolist()
     assert table[1, :8].tolist() == before[3, :8].tolist()
     assert table[1, 8:].eq(-5).all()

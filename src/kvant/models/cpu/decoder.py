@@ -256,12 +256,13 @@ class CpuDecoder:
                 q, k, v = _heads(layer, buffers.qkv[:tokens])
                 if program.pool is None:
                     backend = call.backends[index]
-                    backend.write(cache, k, v, call.step)
-                    out = backend.attend(cache, q, call.step, layer.params)
+                    at = call.step_of(index)
+                    backend.write(cache, k, v, at)
+                    out = backend.attend(cache, q, at, layer.params)
                     buffers.attended[:tokens] = out.reshape(tokens, -1)
                 elif cache.saturation is not None:
                     scales = cache.k_scale, cache.v_scale
-                    cache.saturation.sample((k, v), scales, call.step.slot_mapping)
+                    cache.saturation.sample((k, v), scales, call.step_of(index).slot_mapping)
             if index in layers:
                 done = self._run(step, operations, done, program.after_layer[index])
                 taps[index] = buffers.residual[:tokens].clone()
@@ -281,6 +282,7 @@ class CpuDecoder:
     def _program_for(self, call: StepCall, rows: int) -> _Program:
         """Return the program for `rows` rows; build it if there is none."""
         is_ours = all(isinstance(backend, CpuBackend) for backend in call.backends)
+        is_ours = is_ours and not call.step.others  # compiled code knows one page table
         found = self._program
         if (
             found is None

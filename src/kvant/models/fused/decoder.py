@@ -318,7 +318,7 @@ class FusedDecoder:
 
         Returns [T, num_q_heads, head_dim].
         """
-        layer, step = self.model.layers[index], call.step
+        layer, step = self.model.layers[index], call.step_of(index)
         assert isinstance(layer, Layer)
         backend, cache = call.backends[index], call.pool[index]
         norms, turn = layer.qk_norms, self._nothing
@@ -353,6 +353,7 @@ class FusedDecoder:
         """[len(q), num_q_heads * head_dim]."""
         backend, cache, layer = call.backends[index], call.pool[index], self.model.layers[index]
         assert isinstance(layer, Layer)
+        step = step.of(call.pool.group_of(index))
         return backend.attend(cache, q, step, layer.params).reshape(len(q), -1)
 
 

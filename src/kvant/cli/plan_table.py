@@ -13,7 +13,7 @@ from kvant.cli.expected_kl import expected_kl
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
 from kvant.models.shape import ShapeSource
-from kvant.plan.plan import Plan, PlannedModel
+from kvant.plan.plan import KeptLayers, Plan, PlannedModel
 from kvant.plan.resolution import what_if, what_if_weights
 
 _BAR_WIDTH = 60
@@ -231,11 +231,14 @@ def _print_memory(plan: Plan, console: Console) -> None:
     ]
     console.print("   ".join(legend), soft_wrap=True, highlight=False)
     capacity = memory.capacity_tokens or 0
-    line = f"room for {capacity:,} tokens"
-    if plan.request.max_model_len:
-        line += (
-            f", {capacity // plan.request.max_model_len} sequences of {plan.request.max_model_len}"
-        )
+    if plan.layout is None:
+        line = f"room for {capacity:,} tokens"
+    else:
+        line = f"room for one sequence of {capacity:,} tokens"
+        for group in plan.groups:
+            console.print(Text(f"  {_group_line(group)}", style="dim"), soft_wrap=True)
+    if plan.request.max_model_len or plan.request.expected_length or plan.layout is not None:
+        line += f", {plan.num_sequences} sequences of {plan.expected_length}"
     console.print(Text(line, style="bold"))
 
 
@@ -248,6 +251,16 @@ def _states_note(plan: Plan) -> str:
             f", {limits.state_slots} kept every {limits.state_stride} tokens and where prompts end"
         )
     return f" ({text})"
+
+
+def _group_line(group: KeptLayers) -> str:
+    size = f"{len(group.layers)} layers, {group.bytes_per_token:,} bytes per token"
+    if group.window is None or group.most_bytes is None:
+        return f"{size}: every token is kept"
+    return (
+        f"{size}: the last {group.window:,} tokens are kept, "
+        f"at most {format_size(group.most_bytes)} per sequence"
+    )
 
 
 def _workspaces_note(plan: Plan) -> str:

@@ -107,7 +107,11 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     with _memory_for(planned):
         runner = (
             ModelRunner(
-                model, num_pages, max_num_seqs=limits.max_num_seqs, state_slots=limits.state_slots
+                model,
+                num_pages,
+                max_num_seqs=limits.max_num_seqs,
+                state_slots=limits.state_slots,
+                layout=planned.layout,
             )
             if team is None
             else team.meet(model)
@@ -129,6 +133,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             max_prompt_logprobs=max_prompt_logprobs(target.geometry.vocab_size),
         ),
         num_pages,
+        layout=planned.layout,
         identity=cache_identity(planned),
         vocab_size=target.geometry.vocab_size,
         eos_token_ids=ends,

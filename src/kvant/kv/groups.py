@@ -13,9 +13,11 @@ pages of one layer are read together, and small pieces far apart cost up to 10 %
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from kvant.kv.spec import KVPlan, LayerSpec, Role
 
@@ -24,6 +26,9 @@ ALIGNMENT = 16
 
 MOST_WASTE = 0.03
 """Share of a superblock that may be padding."""
+
+LONGEST = 1 << 30
+"""More tokens than any sequence has."""
 
 _MOST_PAGES = 256
 """Pages of the largest kind in a superblock, as far as `_cut` searches."""
@@ -72,12 +77,13 @@ class ArenaLayout:
 def most_pages(window: int | None, num_tokens: int, piece: int, page_size: int) -> int:
     """Most pages that a sequence of `num_tokens` tokens holds at once in a group.
 
-    piece: tokens that one step adds at most. A window and a piece each begin and end within a page.
+    piece: tokens that one step adds at most. They and the window of the first of them may begin within a
+    page and end within another one.
     """
     pages = -(-num_tokens // page_size)
     if window is None:
         return pages
-    return min(pages, -(-(window + piece) // page_size) + 2)
+    return min(pages, -(-(window + piece - 2) // page_size) + 1)
 
 
 def superblocks_for(pages: Sequence[int], per_superblock: Sequence[int]) -> int:
@@ -85,11 +91,58 @@ def superblocks_for(pages: Sequence[int], per_superblock: Sequence[int]) -> int:
     return sum(-(-count // size) for count, size in zip(pages, per_superblock, strict=True))
 
 
-def lay_out(target: KVPlan, draft: KVPlan | None = None, *, windows: bool = True) -> ArenaLayout:
+def longest_sequence(layout: ArenaLayout, num_superblocks: int, piece: int) -> int:
+    """Tokens of the longest sequence that fits alone, at most LONGEST. piece: see `most_pages`."""
+    sizes = [group.per_superblock for group in layout.groups]
+    if len(sizes) == 1:
+        return max(0, num_superblocks - 1) * sizes[0] * layout.page_size
+    low, high = 0, LONGEST
+    while low < high:
+        middle = (low + high + 1) // 2
+        pages = [most_pages(g.window, middle, piece, layout.page_size) for g in layout.groups]
+        if superblocks_for(pages, sizes) < num_superblocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def sequences_that_fit(
+    layout: ArenaLayout, num_superblocks: int, num_tokens: int, piece: int
+) -> int:
+    """Sequences of `num_tokens` tokens that hold pages at once while one of them computes its prompt.
+
+    piece: tokens of a prompt in one step at most.
+    """
+    size = layout.page_size
+    sizes = [group.per_superblock for group in layout.groups]
+    held = [most_pages(group.window, num_tokens, 1, size) for group in layout.groups]
+    more = [
+        most_pages(group.window, num_tokens, piece, size) - pages
+        for group, pages in zip(layout.groups, held, strict=True)
+    ]
+    low, high = 0, num_superblocks * max(sizes)
+    while low < high:
+        middle = (low + high + 1) // 2
+        pages = [middle * n + extra for n, extra in zip(held, more, strict=True)]
+        if superblocks_for(pages, sizes) < num_superblocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def lay_out(
+    target: KVPlan,
+    draft: KVPlan | None = None,
+    *,
+    windows: bool = True,
+    longest: int | None = None,
+) -> ArenaLayout:
     """Lay out the pages of a plan, and of a drafter that shares them.
 
     windows: put layers with windows into groups of their own; else there is one group. The drafter's
-    layers keep every token.
+    layers keep every token. longest: tokens of a sequence; a window that is not shorter keeps all.
     """
     members: dict[int | None, list[tuple[Owner, LayerSpec]]] = {}
     for plan in (target,) if draft is None else (target, draft):
@@ -97,10 +150,12 @@ def lay_out(target: KVPlan, draft: KVPlan | None = None, *, windows: bool = True
             if spec.k is None:
                 continue
             window = _kept(plan, spec) if windows else None
+            if window is not None and longest is not None and window >= longest:
+                window = None
             members.setdefault(window, []).append(((plan.role, spec.geometry.index), spec))
     kept = sorted(members, key=lambda window: -math.inf if window is None else -window) or [None]
     made = [_page(target.page_size, members.get(window, ())) for window in kept]
-    size, counts = _cut([used for _, _, used in made])
+    size, counts = _cut(tuple(used for _, _, used in made))
     return ArenaLayout(
         target.page_size,
         size,
@@ -155,30 +210,33 @@ def _page(
     return pieces, found, at
 
 
-def _cut(used: list[int]) -> tuple[int, list[int]]:
+@cache
+def _cut(used: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """The smallest superblock with at most MOST_WASTE of padding in any group, and pages of each in it.
 
     used: bytes of a page of each group. If no such size is found, the one with the least padding.
     """
     if len(used) == 1:
-        return used[0], [1]
+        return used[0], (1,)
     largest = max(used)
-    best: tuple[float, int, list[int]] | None = None
+    best: tuple[float, int, tuple[int, ...]] | None = None
     for most in range(1, _MOST_PAGES + 1):
-        # Sizes for `most` pages of the largest kind: without padding, and up to the next smaller kind.
-        counts = [max(1, round(most * largest / one)) for one in used]
-        for candidate in {tuple(counts), *(_lowered(counts, i) for i in range(len(counts)))}:
-            least = max(n * one for n, one in zip(candidate, used, strict=True))
-            unit = ALIGNMENT * math.lcm(*candidate)
+        near = [_counts_near(most * largest, one) for one in used]
+        for counts in itertools.product(*near):
+            unit = ALIGNMENT * math.lcm(*counts)
+            least = max(n * one for n, one in zip(counts, used, strict=True))
             size = -(-least // unit) * unit
-            waste = 1 - min(n * one for n, one in zip(candidate, used, strict=True)) / size
+            waste = 1 - min(n * one for n, one in zip(counts, used, strict=True)) / size
             if best is None or waste < best[0]:
-                best = waste, size, list(candidate)
-            if waste <= MOST_WASTE:
-                return size, list(candidate)
+                best = waste, size, counts
+        if best is not None and best[0] <= MOST_WASTE:
+            break
     assert best is not None
     return best[1], best[2]
 
 
-def _lowered(counts: list[int], place: int) -> tuple[int, ...]:
-    return tuple(max(1, n - (i == place)) for i, n in enumerate(counts))
+def _counts_near(size: int, one: int) -> list[int]:
+    """Numbers of pages of `one` byte count that fill about `size`, at most five of them."""
+    middle = max(1, round(size / one))
+    away = min(2, int(middle * MOST_WASTE))
+    return list(range(max(1, middle - max(1, away)), middle + away + 1))

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from kvant.errors import BadValue
+from kvant.kv.groups import ArenaLayout, longest_sequence
 from kvant.kv.spec import KVPlan
 
 UTILIZATION = 0.9
@@ -27,7 +28,8 @@ class MemoryPlan:
     reserve_bytes: memory left free. workspace_bytes: what steps need beside weights and pages,
     if that is counted. draft_bytes: everything the drafter takes, its weights and its share of the pages.
     states_bytes: what running sequences keep beside pages. kv_bytes: the target's pages. num_pages counts the
-    scratch page; capacity_tokens does not.
+    scratch page; capacity_tokens does not. With several groups of pages, num_pages are superblocks, and
+    capacity_tokens the longest sequence that fits alone.
     missing_bytes: bytes that are missing for one page, 0 if it fits.
     """
 
@@ -62,11 +64,14 @@ def plan_memory(
     states_bytes: int = 0,
     utilization: float = UTILIZATION,
     kv_cache_bytes: int | None = None,
+    layout: ArenaLayout | None = None,
+    piece: int = 1,
 ) -> MemoryPlan:
     """Divide `utilization` of `total_bytes`, or give the pages exactly `kv_cache_bytes` if it is set.
 
     Target and drafter share page ids, so one page costs the sum of both. The drafter's bytes are
-    subtracted before the capacity is computed.
+    subtracted before the capacity is computed. layout: of an arena with several groups of pages, which a
+    drafter does not share. piece: tokens of a prompt in one step at most.
     """
     reserve = None if total_bytes is None else int(total_bytes * (1 - utilization))
     budget = kv_cache_bytes
@@ -87,18 +92,23 @@ def plan_memory(
             None,
             states_bytes=states_bytes,
         )
-    page = target.page_bytes + draft_page
+    page, fewest = target.page_bytes + draft_page, SCRATCH_PAGES + 1
+    if layout is not None:
+        page, fewest = layout.superblock_bytes, SCRATCH_PAGES + len(layout.groups)
     pages = num_pages(budget, page)
-    needed = page * (SCRATCH_PAGES + 1)
+    needed = page * fewest
+    capacity = max(0, pages - SCRATCH_PAGES) * target.page_size
+    if layout is not None:
+        capacity = longest_sequence(layout, pages, piece)
     return MemoryPlan(
         total_bytes=total_bytes,
         weights_bytes=weights_bytes,
         reserve_bytes=reserve,
         workspace_bytes=workspace_bytes,
         draft_bytes=draft_weights_bytes + pages * draft_page,
-        kv_bytes=pages * target.page_bytes,
+        kv_bytes=pages * (page - draft_page),
         num_pages=pages,
-        capacity_tokens=max(0, pages - SCRATCH_PAGES) * target.page_size,
+        capacity_tokens=capacity,
         missing_bytes=max(0, needed - budget),
         states_bytes=states_bytes,
     )

@@ -101,8 +101,8 @@ class Arena:
             size = typed.element_size()
             shape = (count, self.layout.page_size, heads, plane.width)
             strides = (stride // size, heads * plane.width, plane.width, 1)
-            first = typed.storage_offset() + (moved + offset) // size
-            found.append(typed.as_strided(shape, strides, first))
+            at = int(typed.storage_offset()) + (moved + offset) // size
+            found.append(typed.as_strided(shape, strides, at))
         return found
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:

@@ -153,6 +153,12 @@ class PlanOptions:
         unset="the model's, or what fits",
         panel=_RUN,
     )
+    expected_length: int | None = option(
+        None,
+        "Tokens of a usual sequence: the plan says how many of them fit.",
+        low=1,
+        unset="--max-model-len",
+    )
     calculate_kv_scales: bool = option(False, "Refused, with the reason.", hidden=True)
     tensor_parallel_size: int = option(
         1, "Devices that share the model, one process each.", low=1, high=64, short=("-tp",)
@@ -230,6 +236,7 @@ class LLMOptions(TypedDict, total=False):
     quantization: str | None
     speculative_config: str | Mapping[str, Any] | None
     max_model_len: int | None
+    expected_length: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool | None
@@ -306,6 +313,7 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         ),
         page_size=options.page_size,
         max_model_len=options.max_model_len,
+        expected_length=options.expected_length,
         kv_cache_bytes=None
         if memory is None
         else parse_size(memory, asked_by=_by(settings, "kv_cache_memory")),

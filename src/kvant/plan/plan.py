@@ -12,7 +12,8 @@ from kvant.errors import ConfigError
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
-from kvant.kv.memory import UTILIZATION, MemoryPlan, format_size, plan_memory
+from kvant.kv.groups import LONGEST, ArenaLayout, lay_out, most_pages, sequences_that_fit
+from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, MemoryPlan, format_size, plan_memory
 from kvant.kv.request import NOTHING_ASKED, Requests
 from kvant.kv.spec import KVPlan
 from kvant.models.directory import as_obstacle
@@ -41,7 +42,8 @@ class PlanRequest:
     state_cache_bytes: of states that are kept for the prefix cache. memory_utilization: share of a GPU's
     memory to use. batch_invariant: use only backends that compute
     every row independently of the rows beside it. quantization: of the target's weights, while they are
-    loaded. tensor_parallel_size: devices that share the model.
+    loaded. tensor_parallel_size: devices that share the model. expected_length: tokens of a sequence, for
+    the number of sequences that fit.
     """
 
     model: str
@@ -63,6 +65,7 @@ class PlanRequest:
     batch_invariant: bool = False
     quantization: Quantization | None = None
     tensor_parallel_size: int = 1
+    expected_length: int | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -91,6 +94,20 @@ class PlannedModel:
     refusal: ConfigError | None = None
     shape_source: ShapeSource = ShapeSource.CONFIG
     narrow: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLayers:
+    """Layers whose pages are released together.
+
+    window: tokens that they keep, None for all. most_bytes: of one sequence that decodes, None without a
+    bound.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None
+    bytes_per_token: int
+    most_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +166,29 @@ class Plan:
         return None if self.target.weights.bytes is None else self.target.weights.bytes + draft
 
     @property
+    def layout(self) -> ArenaLayout | None:
+        """How the arena is cut for groups of pages; None where every page holds all layers.
+
+        Every layer keeps every token beside a drafter with layers of its own, among ranks that share a model,
+        and beside recurrent layers, whose kept states decide where a cached prefix may end.
+        """
+        return self._layout_of(self.target.kv)
+
+    def _layout_of(self, kv: KVPlan) -> ArenaLayout | None:
+        if self.draft is not None or self.num_ranks > 1 or kv.has_states:
+            return None
+        layout = lay_out(kv, longest=self.longest)
+        return layout if any(group.window is not None for group in layout.groups) else None
+
+    @property
     def page_bytes(self) -> int:
-        """One page in the pools of target and drafter, which share page ids."""
+        """One page in the pools of target and drafter, which share page ids.
+
+        With several groups of pages, what the arena grows by: a superblock.
+        """
+        layout = self.layout
+        if layout is not None:
+            return layout.superblock_bytes
         return self.rank_kv.page_bytes + (0 if self.draft is None else self.draft.kv.page_bytes)
 
     @property
@@ -216,7 +254,46 @@ class Plan:
             states_bytes=self.states_bytes,
             utilization=self.request.utilization,
             kv_cache_bytes=self.kv_cache_bytes,
+            layout=self._layout_of(kv),
+            piece=self.limits.max_num_batched_tokens,
         )
+
+    @property
+    def groups(self) -> tuple[KeptLayers, ...]:
+        """Layers of the target by what they keep, where their pages are released apart; else all of them."""
+        kv, layout = self.target.kv, self.layout
+        if layout is None:
+            layers = tuple(s.geometry.index for s in kv.layers if s.k is not None)
+            return (KeptLayers(layers, None, kv.bytes_per_token, None),) if layers else ()
+        size = self.limits.page_size
+        return tuple(
+            KeptLayers(
+                tuple(index for _, index in group.pieces),
+                group.window,
+                group.used_bytes // size,
+                None
+                if group.window is None
+                else group.page_bytes * most_pages(group.window, LONGEST, 1, size),
+            )
+            for group in layout.groups
+        )
+
+    @property
+    def expected_length(self) -> int:
+        """Tokens of a sequence for which the plan says how many fit."""
+        return self.request.expected_length or self.limits.max_model_len
+
+    @property
+    def num_sequences(self) -> int | None:
+        """Sequences of `expected_length` tokens whose pages fit at once; None if memory is unknown."""
+        memory = self.memory
+        if memory.num_pages is None or memory.capacity_tokens is None:
+            return None
+        if self.layout is None:
+            pages = -(-self.expected_length // self.limits.page_size)
+            return max(0, memory.num_pages - SCRATCH_PAGES) // pages
+        piece = self.limits.max_num_batched_tokens
+        return sequences_that_fit(self.layout, memory.num_pages, self.expected_length, piece)
 
     def _memory_warnings(self) -> list[str]:
         memory, wanted = self.memory, self.request.max_model_len

@@ -48,9 +48,25 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "states_bytes": memory.states_bytes,
             "kv_bytes": memory.kv_bytes,
             "capacity_tokens": memory.capacity_tokens,
+            "expected_length": plan.expected_length,
+            "num_sequences": plan.num_sequences,
+            "groups": _groups(plan),
         },
         "warnings": list(plan.warnings),
     }
+
+
+def _groups(plan: Plan) -> list[dict[str, Any]]:
+    """Layers whose pages are kept together; one group of all layers where pages are not divided."""
+    return [
+        {
+            "layers": list(group.layers),
+            "window": group.window,
+            "bytes_per_token": group.bytes_per_token,
+            "most_bytes_per_sequence": group.most_bytes,
+        }
+        for group in plan.groups
+    ]
 
 
 def _division(plan: Plan, division: Division) -> dict[str, Any]:

@@ -229,8 +229,8 @@ class HeldPages:
             checked[group] = most + spare
         if not self.shared.fit(checked, joined):
             return False
-        for group, pages in zip(self.shared.groups, joined, strict=True):
-            group.join(pages)
+        for allocator, pages in zip(self.shared.groups, joined, strict=True):
+            allocator.join(pages)
         taken = self.shared.allocate(fresh)
         assert taken is not None
         sequence.held = [old + new for old, new in zip(found, taken, strict=True)]
@@ -430,7 +430,8 @@ class HeldPages:
         full = num_tokens // self._page_size
         self._hash(sequence, full)
         for index in range(sequence.num_remembered_pages, full):
-            digest, is_new = sequence.prefix_hashes[index + 1], []
+            digest = sequence.prefix_hashes[index + 1]
+            is_new: list[int] = []
             for place, pages in enumerate(sequence.held):
                 page = pages[index]
                 if page != SCRATCH and self.shared.groups[place].remember(page, digest):

@@ -85,7 +85,10 @@ class Step:
 
 
 def through(step: Step, others: Sequence[tuple[Tensor, Tensor]]) -> Step:
-    """Return the step with the page tables and slot mappings of the second and later groups."""
+    """Return the step with the page tables and slots of the second and later groups.
+
+    others: of each such group, page_table [num_seqs, max_pages] and slot_mapping [T], as in `Step`.
+    """
     if not others:
         return step
     found = tuple(

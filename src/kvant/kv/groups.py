@@ -7,7 +7,7 @@ The arena is cut into superblocks of equal size. A superblock holds pages of one
 used, so groups share memory without a fixed ratio. It is a whole multiple of each group's page: page `p` of
 a group is one piece that begins at `p * page_bytes`, and the ids of a group range over the whole arena.
 
-A single group shares its memory with nobody. There, the pages of each layer lie side by side: neighbouring
+A single group has the arena for itself. There, the pages of each layer lie side by side: neighbouring
 pages of one layer are read together, and small pieces far apart cost up to 10 % of attention's speed.
 """
 
@@ -87,7 +87,7 @@ def most_pages(window: int | None, num_tokens: int, piece: int, page_size: int) 
 
 
 def superblocks_for(pages: Sequence[int], per_superblock: Sequence[int]) -> int:
-    """Superblocks that so many pages of each group take."""
+    """Superblocks that these numbers of pages of each group take."""
     return sum(-(-count // size) for count, size in zip(pages, per_superblock, strict=True))
 
 

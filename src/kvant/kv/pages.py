@@ -105,7 +105,7 @@ class PageAllocator:
         self._ref_counts = [0] * self.num_pages
         self._held_in = [0] * (superblocks.num_usable + 1)  # held pages of each superblock
         self._num_held = self._num_idle = 0
-        # Of live superblocks only: pages nobody uses, by superblock, and idle pages, longest unused first.
+        # In live superblocks only: unused pages, by superblock, and idle pages, longest unused first.
         self._spots: dict[int, list[int]] = {}
         self._num_spots = 0
         self._by_held: list[dict[int, None]] = [{} for _ in range(per_superblock + 1)]
@@ -123,7 +123,7 @@ class PageAllocator:
 
     @property
     def num_own(self) -> int:
-        """Pages that nobody holds in superblocks that this group has anyway."""
+        """Pages without a holder in live superblocks of this group."""
         return self._num_spots + len(self._idle)
 
     @property
@@ -335,7 +335,7 @@ class PageAllocator:
             if is_live and (free[superblock] or superblock in shared.resting):
                 faults.append(f"superblock {superblock}: live, and to be taken")
             if page in self._idle and not is_live:
-                faults.append(f"page {page}: idle in a superblock of nobody")
+                faults.append(f"page {page}: idle in a superblock without holders")
             if page in self._idle and not is_known:
                 faults.append(f"page {page}: idle, but no request can find it")
             places = spots[page] + is_idle + (referred > 0)
@@ -492,6 +492,15 @@ class SharedPages:
         self.superblocks = Superblocks(num_superblocks)
         self.windows = tuple(windows)
         self.groups = tuple(PageAllocator(self.superblocks, n) for n in per_superblock)
+
+    @property
+    def log(self) -> PageLog | None:
+        """Told what the first group stores and drops; it keeps every token."""
+        return self.groups[0].log
+
+    @log.setter
+    def log(self, log: PageLog | None) -> None:
+        self.groups[0].log = log
 
     @property
     def num_usable(self) -> int:

@@ -170,7 +170,8 @@ class Plan:
         """How the arena is cut for groups of pages; None where every page holds all layers.
 
         Every layer keeps every token beside a drafter with layers of its own, among ranks that share a model,
-        and beside recurrent layers, whose kept states decide where a cached prefix may end.
+        beside recurrent layers, whose kept states decide where a cached prefix may end, and in a model
+        without a layer that keeps every token.
         """
         return self._layout_of(self.target.kv)
 
@@ -178,7 +179,7 @@ class Plan:
         if self.draft is not None or self.num_ranks > 1 or kv.has_states:
             return None
         layout = lay_out(kv, longest=self.longest)
-        return layout if any(group.window is not None for group in layout.groups) else None
+        return layout if len(layout.groups) > 1 and layout.groups[0].window is None else None
 
     @property
     def page_bytes(self) -> int:

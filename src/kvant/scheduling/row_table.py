@@ -197,7 +197,7 @@ class HeldPages:
         return -(-num_tokens // self._page_size)
 
     def fits_alone(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens finds its pages if no other one runs."""
+        """Whether a sequence of `num_tokens` tokens finds its pages if no other one runs."""
         needed = [
             most_pages(window, num_tokens, self._max_piece, self._page_size)
             for window in self.shared.windows
@@ -360,7 +360,7 @@ class HeldPages:
     # -- the prefix cache ----------------------------------------------------------------------
 
     def find_prefix(self, sequence: Sequence) -> list[list[int]]:
-        """Of each group, cached pages of its first tokens, never of all: the last token must run.
+        """Return cached pages of its first tokens by group, never of all tokens: the last one must run.
 
         The longest prefix that every group holds as far as the next token reads it: behind a window, the
         scratch page. Empty for a prompt whose log-probabilities are still to be computed.

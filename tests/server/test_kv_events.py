@@ -110,7 +110,7 @@ def test_an_indexer_knows_what_the_cache_holds(
         publisher.publish()
     indexer.read()
     allocator = engine.scheduler.allocator
-    known = {int.from_bytes(digest[-8:], "big") for digest in allocator._page_of}
+    known = {int.from_bytes(digest[-8:], "big") for digest in allocator.groups[0]._page_of}
     assert set(indexer.pages) == known
     assert len(known) < 6 * 3
     assert indexer.numbers == list(range(len(indexer.numbers)))

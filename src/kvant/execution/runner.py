@@ -62,9 +62,9 @@ class Runner(Protocol):
 class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only.
 
-        num_pages: superblocks of its arena. layout: of the arena; without one, a superblock is a page of all
-            layers. max_num_seqs: rows of the states of a model that keeps some. state_slots: rows for kept ones.
-        """
+    num_pages: superblocks of its arena. layout: of the arena; without one, a superblock is a page of all
+    layers. max_num_seqs: rows of the states of a model that keeps some. state_slots: rows for kept ones.
+    """
 
     def __init__(
         self,

@@ -46,11 +46,17 @@ def known_names() -> tuple[str, ...]:
 
 
 def whole_formats() -> tuple[FormatRequest, ...]:
-    """Every format that a user can name, for both sides; halves of named pairs appear as the pairs."""
-    halves = {k for k, _ in PAIR_NAMES.values()}
-    halves |= {v for name, (_, v) in PAIR_NAMES.items() if name not in _BY_NAME}
-    alone = [d for d in KVDtype if d not in halves and not d.format.device_only]
-    pairs = [FormatRequest(k, v) for k, v in PAIR_NAMES.values()]
+    """Every format that any checkpoint can be stored in, for both sides; halves of named pairs are pairs.
+
+    Formats that need matrices from the checkpoint are left out.
+    """
+    pairs = [FormatRequest(k, v) for k, v in PAIR_NAMES.values() if not k.format.takes_rounding]
+    halves = {dtype for pair in pairs for dtype in (pair.k, pair.v)}
+    alone = [
+        dtype
+        for dtype in KVDtype
+        if dtype not in halves and not dtype.format.device_only and not dtype.format.takes_rounding
+    ]
     return (*(FormatRequest(dtype, dtype) for dtype in alone), *pairs)
 
 

@@ -97,6 +97,5 @@ def test_one_name_asks_for_the_pair_and_for_keys_alone() -> None:
     assert (both.k, both.v) == (FED, PLAIN)
     assert parse_one("int4_feedback", asked_by="test") is FED
     names = [str(one) for one in whole_formats()]
-    assert "int4_feedback/int4_per_token_head" in names
     assert "int4_per_token_head" in names
-    assert "int4_feedback" not in names
+    assert not [name for name in names if "feedback" in name], "few checkpoints have matrices"

@@ -223,7 +223,9 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_rules: str | Sequence[str] | None
     kv_cache_policy: str | Path | None
     state_dtype: str | None
+    mamba_ssm_cache_dtype: str | None
     conv_state_dtype: str | None
+    mamba_cache_dtype: str | None
     state_cache_memory: int | str | None
     kv_missing_scales: str | None
     kv_format_defaults: str | None

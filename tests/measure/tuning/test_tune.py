@@ -67,10 +67,15 @@ def test_costs_add_up_to_what_all_layers_cost_together(tuner: Tuner) -> None:
 def test_a_policy_of_mixed_formats_beats_the_uniform_one(tuner: Tuner, tmp_path: Path) -> None:
     mixed = tuner.for_bits(8.0)
     assert mixed.policy.bits <= 8.0
+    uniform = {one.name: one for one in mixed.uniform}
+    narrow = uniform["int4_per_token_head"].figures
+    assert 0 < mixed.policy.figures.kld_mean < narrow.kld_mean
     best = mixed.best_uniform
     assert best is not None
-    assert best.name == "int4_per_token_head"
-    assert 0 < mixed.policy.figures.kld_mean < best.figures.kld_mean
+    assert best.bytes_per_token <= mixed.policy.bytes_per_token
+    assert best.figures.kld_mean == min(
+        one.figures.kld_mean for one in mixed.uniform if one.bits <= mixed.policy.bits
+    )
     stored = {str(o.dtype) for o in mixed.chosen.chosen.values()}
     assert len(stored) > 1
 

@@ -148,7 +148,7 @@ def test_earlier_messages_can_be_asked_for(
     indexer.dealer.send_multipart((b"no", b"protocol", b"at all"))
     for _, payload in indexer.ask(publisher, 0):
         indexer.apply(payload)
-    known = {int.from_bytes(d[-8:], "big") for d in engine.scheduler.allocator._page_of}
+    known = {int.from_bytes(d[-8:], "big") for d in engine.scheduler.allocator.groups[0]._page_of}
     assert set(indexer.pages) == known
     assert KEPT == 10_000
 

@@ -430,7 +430,7 @@ class PageAllocator:
             self._by_held[before + by][superblock] = None
 
     def _rest(self, superblock: int) -> None:
-        """Nobody holds a page of it any more."""
+        """The last holder of a page of it is gone."""
         spots = self._spots.pop(superblock, ())
         if spots:
             self._num_spots -= len(spots)

@@ -105,7 +105,8 @@ def warm(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 4 sequences, 600 tokens and lengths of 500, of a model without layers."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     device = torch.device("cpu")
-    pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=device)
+    arena = SimpleNamespace(layout=SimpleNamespace(groups=(None,)))
+    pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=device, arena=arena)
     model: Any = SimpleNamespace(
         plan=SimpleNamespace(page_size=16),
         device=device,

@@ -86,6 +86,23 @@ def tuned(data: Any) -> Cells:
     return lines
 
 
+@table("tune-calibrated", "smollm2-tune-calibrated.json", "smollm2-tune.json")
+def tuned_calibrated(data: Any, plain: Any) -> Cells:
+    rows = {
+        "int4_per_token_head": plain["uniform"]["int4_per_token_head"],
+        "int4_feedback": data["uniform"]["int4_feedback/int4_per_token_head"],
+        "policy, --budget 4.5bits": data["policy"],
+        "fp8_e4m3, scale 1.0": plain["uniform"]["fp8_e4m3"],
+        "fp8_e4m3, calibrated": data["uniform"]["fp8_e4m3"],
+    }
+    lines = [["stored as", "bits", "mean KL", "its standard error", "99 %", "same top token"]]
+    for name, one in rows.items():
+        figures = (one["kld_mean"], one["kld_mean_error"], one["kld_p99"])
+        same = percent(one["same_top"], digits=1)
+        lines.append([name, f"{one['bits']:.2f}", *(f"{x:.5f}" for x in figures), same])
+    return lines
+
+
 @table("feedback", "smollm2-calibrate.json")
 def feedback(data: Any) -> Cells:
     return _calibrated(data["rounding"], "stored as")

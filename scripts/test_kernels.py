@@ -14,18 +14,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TRITON = "triton==3.9.*"  # older interpreters do not know numpy 2.4
 BESIDE = ROOT / ".venv" / "kernels"
-TESTS = ("tests/attention/triton", "tests/engine/interpreted", "tests/models/interpreted")
+OLDEST = "triton==3.6.0"  # torch 2.11's; a kernel that newer versions compile may fail there
+BESIDE_OLDEST = ROOT / ".venv" / "kernels-oldest"
+TESTS = (
+    "tests/attention/triton",
+    "tests/engine/interpreted",
+    "tests/models/interpreted",
+    "tests/weights/interpreted",
+)
 
 
 def main() -> int:
-    if not list(BESIDE.glob("triton-3.9.*.dist-info")):
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-        subprocess.run([*pip, str(BESIDE), TRITON], check=True)
+    for beside, version in ((BESIDE, TRITON), (BESIDE_OLDEST, OLDEST)):
+        if not list(beside.glob("triton-*.dist-info")):
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+            subprocess.run([*pip, str(beside), version], check=True)
     workers = str(max(1, os.cpu_count() or 1))
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(BESIDE), os.environ.get("PYTHONPATH", "")]),
         "TRITON_INTERPRET": "1",
+        "KVANT_TEST_OLDEST_TRITON": str(BESIDE_OLDEST),
     }
     command = [sys.executable, "-m", "pytest", "-n", workers, *(sys.argv[1:] or TESTS)]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.compile_environment import compile_environment
 
 pytest.importorskip("triton")
 
@@ -23,8 +24,7 @@ MORE = [
 
 
 def compiled(cache: Path, *names: str) -> Counter[str]:
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
-    environment.pop("TRITON_INTERPRET", None)
+    environment = compile_environment(cache)
     command = [sys.executable, "-m", "tests.engine.interpreted.compiled", *names]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100

@@ -8,7 +8,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from kvant.models.recurrent import kernels
-from tests.models.interpreted.compiled_experts import _compile as compile_only
+from tests.models.interpreted.compiled import _compile as compile_only
 
 BF16 = torch.bfloat16
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.compile_environment import compile_environment
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
@@ -17,8 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches compile them there")
 def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
+    environment = compile_environment(tmp_path)
     command = [sys.executable, "-m", "tests.models.interpreted.compiled"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
@@ -27,5 +27,5 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     found = {line.split()[0] for line in done.stdout.splitlines()}
     assert found == {
         "route", "list_pairs", "count_pairs", "sum_counts", "place_pairs", "one_gate_up", "one_down",
-        "few", "many", "combine", "product", "one_row", "_add_norm", "_rotate", "_norm_whole", "_gate",
+        "few", "many", "combine", "product", "ready_row", "_add_norm", "_rotate", "_norm_whole", "_gate",
     }  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.compile_environment import compile_environment
 
 pytest.importorskip("triton")
 
@@ -17,8 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_they_compile_and_fit_into_shared_memory(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
+    environment = compile_environment(tmp_path)
     command = [sys.executable, "-m", "tests.models.interpreted.compiled_recurrent"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300

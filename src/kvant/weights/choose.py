@@ -108,7 +108,7 @@ def warps(fmt: WeightFormat, tokens: int) -> Warps:
     """The cut of `few_rows`: more rows of the weight for a warp where more tokens share them."""
     bits = fmt.code.bits
     if tokens <= 16:
-        return Warps(1, 8, 16 // bits)
+        return Warps(1, 64 // bits, 1)
     return Warps(2 if tokens <= 32 else 1, 8, 8 // bits)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.command import run_command
 from kvant.attention.base import AttentionParams, Step
+from kvant.cli.out_file import OutFile, write_json
 from kvant.engine.llm import LLM
 from kvant.errors import UnknownName
 from kvant.execution.runner import ModelRunner
@@ -218,7 +219,7 @@ def kv_quality(
     lesson: Annotated[Path | None, typer.Option("--lesson", help="Text to calibrate on.")] = None,
     contexts: Annotated[list[int] | None, typer.Option("--context")] = None,
     count: Annotated[int, typer.Option("--windows", help="Windows of each context.")] = 2,
-    out: Annotated[Path | None, typer.Option("--out")] = None,
+    out: OutFile = None,
 ) -> None:
     """Simulate ways to store keys and values."""
     known = ways()
@@ -253,7 +254,7 @@ def kv_quality(
     facts = measurement_facts(command_line("python -m benchmarks.kv_quality"), ("torch",))
     body = {"schema": 1, "model": model, "windows": count, "rows": found, **facts}
     if out is not None:
-        out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        write_json(out, body)
     else:
         sys.stdout.write(json.dumps(body) + "\n")
 

@@ -94,6 +94,13 @@ def _between_products() -> None:
             few.ready(empty(tokens, 3840), empty(30720, 3840), None, gate=activation)
     for tokens in (1, 8, 64):
         few.ready(empty(tokens, 15360), empty(3840, 15360), empty(3840))
+        ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+        stream = few.embed(ids, empty(1000, 3840), x[0])
+        few.normed(stream, empty(6144, 3840), None)
+        few.normed(stream, empty(30720, 3840), None, gate=Activation.SILU)
+        few.normed(stream, empty(1000, 3840), None, picked=ids[:1], dtype=torch.float32)
+        for columns in (4096, 15360):
+            few.added(empty(tokens, columns), empty(3840, columns), None, stream, x[0])
 
 
 if __name__ == "__main__":

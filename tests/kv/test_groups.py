@@ -12,6 +12,7 @@ from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.groups import (
     ALIGNMENT,
     MOST_WASTE,
+    _cut,
     lay_out,
     longest_sequence,
     most_pages,
@@ -79,6 +80,13 @@ def test_padding_is_at_most_three_percent_in_any_mix(mixed: KVPlan) -> None:
         assert group.used_bytes <= group.page_bytes
     largest = max(group.used_bytes for group in layout.groups)
     assert layout.superblock_bytes <= 256 * 1.03 * largest
+
+
+def test_four_kinds_of_far_apart_sizes_fit_into_a_small_superblock() -> None:
+    """Pages of 20736, 2464, 2396160 and 362496 bytes: the nearest counts alone pad 6 % of 380 MB."""
+    size, counts = _cut((20736, 2464, 2396160, 362496))
+    assert all(size % count == 0 for count in counts)
+    assert size <= 3 * 2396160
 
 
 @pytest.mark.parametrize("windows", [[None, 8, 8], [None, None], [8, 24, 8], [8, 8]])

@@ -220,8 +220,9 @@ def _cut(used: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         return used[0], (1,)
     largest = max(used)
     best: tuple[float, int, tuple[int, ...]] | None = None
-    for most in range(1, _MOST_PAGES + 1):
-        near = [_counts_near(most * largest, one) for one in used]
+    # Few counts first: more make the search many times longer, and one mix in a thousand needs them.
+    for away, most in itertools.product((2, 16), range(1, _MOST_PAGES + 1)):
+        near = [_counts_near(most * largest, one, away) for one in used]
         for counts in itertools.product(*near):
             unit = ALIGNMENT * math.lcm(*counts)
             least = max(n * one for n, one in zip(counts, used, strict=True))
@@ -235,8 +236,8 @@ def _cut(used: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     return best[1], best[2]
 
 
-def _counts_near(size: int, one: int) -> list[int]:
-    """Numbers of pages of `one` byte count that fill about `size`, at most five of them."""
+def _counts_near(size: int, one: int, most_away: int) -> list[int]:
+    """Numbers of pages of `one` byte count that fill about `size`, at most `most_away` above or below it."""
     middle = max(1, round(size / one))
-    away = min(2, int(middle * MOST_WASTE))
+    away = min(most_away, int(middle * MOST_WASTE))
     return list(range(max(1, middle - max(1, away)), middle + away + 1))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from kvant import LLM
 from kvant.engine.build import load_proposer, make_speculation
 from kvant.engine.engine import Engine
 from kvant.engine.result import Result
 from kvant.execution.runner import ModelRunner
+from kvant.kv.checkpoint.rounding import FILE_NAME, SUFFIX
 from kvant.kv.dtype import KVDtype
 from kvant.kv.groups import lay_out
 from kvant.kv.names import FormatRequest, known_names
@@ -19,10 +25,21 @@ from kvant.plan.limits import Limits
 from kvant.plan.resolution import resolve_again
 from kvant.sampling.sampling_params import SamplingParams
 from tests.engine.fakes import finish
+from tests.models import tiny
 
-FORMATS = [
-    d.format.name for d in KVDtype if d.format.name in known_names() and not d.format.takes_rounding
-]
+FORMATS = [d.format.name for d in KVDtype if d.format.name in known_names()]
+
+
+def llama_for_every_format(directory: Path) -> Path:
+    """A tiny llama with rounding matrices, which int4_feedback reads from the checkpoint."""
+    path = tiny.build("llama", directory)
+    config = json.loads((path / "config.json").read_text())
+    heads, size = config["num_key_value_heads"], config["head_dim"]
+    values = 0.1 * np.random.default_rng(0).normal(size=(heads, size, size))
+    matrices = np.triu(values, 1).astype(np.float32)
+    modules = [f"model.layers.{i}.self_attn" for i in range(config["num_hidden_layers"])]
+    save_file({name + SUFFIX: matrices for name in modules}, path / FILE_NAME)
+    return path
 
 
 class Bench:

@@ -13,8 +13,7 @@ import pytest
 
 from kvant import LLM, SamplingParams
 from kvant.kv.dtype import KVDtype
-from tests.engine.equality import FORMATS, Bench, run, tokens
-from tests.models import tiny
+from tests.engine.equality import FORMATS, Bench, llama_for_every_format, run, tokens
 
 PROMPTS = [[(11 * i + 5 * j * j + j) % 125 + 3 for j in range(3 + 5 * i % 14)] for i in range(34)]
 FEW = PROMPTS[:5]
@@ -34,7 +33,7 @@ def make(path: Path, kv_cache_dtype: str, dtype: str) -> Bench:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build("llama", tmp_path_factory.mktemp("model"))
+    return llama_for_every_format(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=FORMATS)

@@ -12,10 +12,9 @@ from kvant.execution.runner import ModelRunner
 from kvant.kv.pool import KVPool
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason, Sequence
-from tests.engine.equality import FORMATS, Bench, run, tokens
+from tests.engine.equality import FORMATS, Bench, llama_for_every_format, run, tokens
 from tests.engine.fakes import finish, num_computed
 from tests.engine.test_equality import FEW, LONG, make
-from tests.models import tiny
 
 NUM_TOKENS = 12
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
@@ -24,7 +23,7 @@ PROMPT = LONG[:22]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build("llama", tmp_path_factory.mktemp("model"))
+    return llama_for_every_format(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=FORMATS)

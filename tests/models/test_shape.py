@@ -84,7 +84,7 @@ def test_a_family_that_differs_from_transformers_is_refused_with_the_numbers(
 
 
 def test_a_probed_model_is_planned_with_its_bytes_and_runs(tmp_path: Path) -> None:
-    said = families.build("internlm3", tmp_path / "model")
+    said = families.build("aria", tmp_path / "model")
     assert not read_shape(said).geometry.not_runnable
     made = plan_of(PlanRequest(str(tmp_path / "model"), DeviceFacts(DeviceKind.CPU)))
     body = plan_json(made)

@@ -9,7 +9,7 @@ import typer
 
 from benchmarks.command import run_command
 from kvant.cli.bench_attention import Batches, Formats, Lengths, PageSizes, Repeats, run_grid
-from kvant.cli.out_file import OutFile
+from kvant.cli.output import OutFile
 from kvant.errors import UnknownName
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from benchmarks.command import run_command
-from kvant.cli.out_file import OutFile, write_json
+from kvant.cli.output import OutFile, write_json
 from kvant.errors import BadValue, UnknownName, WayOut
 
 

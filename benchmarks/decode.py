@@ -10,7 +10,7 @@ import typer
 
 from benchmarks.command import run_command
 from kvant.cli.configured import configured
-from kvant.cli.out_file import OutFile, write_json
+from kvant.cli.output import OutFile, write_json
 from kvant.kv.dtype import KVDtype
 from kvant.plan.config import EngineOptions, engine_config
 from kvant.plan.settings import Settings

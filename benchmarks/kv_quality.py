@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.command import run_command
 from kvant.attention.base import AttentionParams, Step
-from kvant.cli.out_file import OutFile, write_json
+from kvant.cli.output import OutFile, write_json
 from kvant.engine.llm import LLM
 from kvant.errors import UnknownName
 from kvant.execution.runner import ModelRunner

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import run_command
-from kvant.cli.out_file import OutFile, write_json
+from kvant.cli.output import OutFile, write_json
 from kvant.measure.facts import command_line, measurement_facts
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.command import run_command
-from kvant.cli.out_file import OutFile, write_json
+from kvant.cli.output import OutFile, write_json
 
 if TYPE_CHECKING:
     from benchmarks.scheduler_steps import Row

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvant.cli.out_file import OutFile, write_json
+from kvant.cli.output import OutFile, write_json
 from kvant.measure.startup import Commands
 
 COMMANDS = Commands(

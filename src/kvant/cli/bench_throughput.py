@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvant.cli.configured import configured
-from kvant.cli.out_file import OutFile, write_json
+from kvant.cli.output import OutFile, write_json
 from kvant.plan.config import EngineOptions, engine_config
 from kvant.plan.settings import Settings
 

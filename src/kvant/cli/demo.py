@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
-from kvant.cli.out_file import OutFile, write_json
+from kvant.cli.output import OutFile, figure_table, write_json
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
@@ -120,10 +119,7 @@ def _formats(llm: LLM, console: Console) -> dict[str, object]:
     wanted = [*whole_formats()]
     wanted.append(FormatRequest(KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD))
     rows = measure_formats(llm, baseline, wanted, llm.encode(passage())[:TEXT_TOKENS])
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("KV format (K/V)", no_wrap=True)
-    for title in ("B/token", "tokens/GiB", "mean KL", "same top"):
-        table.add_column(title, justify="right")
+    table = figure_table("KV format (K/V)", ("B/token", "tokens/GiB", "mean KL", "same top"))
     for row in rows:
         table.add_row(
             str(row.format),
@@ -151,10 +147,7 @@ def _speed(llm: LLM, console: Console) -> dict[str, object]:
     rows = beside_transformers(
         llm, SPEED_BATCHES, context=SPEED_PROMPT_TOKENS, steps=SPEED_STEPS, rounds=SPEED_ROUNDS
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for batch in SPEED_BATCHES:
-        table.add_column(f"tokens/s, {batch} at once", justify="right")
+    table = figure_table("", [f"tokens/s, {batch} at once" for batch in SPEED_BATCHES])
     for engine in dict.fromkeys(row.engine for row in rows):
         table.add_row(engine, *(f"{r.tokens_per_second:.1f}" for r in rows if r.engine == engine))
     console.print(table)
@@ -178,10 +171,7 @@ def _served(llm: LLM, console: Console) -> None:
     )  # fmt: skip
     console.print(f"kvant serve {MODEL} {' '.join(flags)}", style="dim", highlight=False)
     text = passage()[:SERVED_TEXT_CHARS]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("client")
-    for title in ("prompt tokens", "of them cached", "first text after"):
-        table.add_column(title, justify="right")
+    table = figure_table("client", ("prompt tokens", "of them cached", "first text after"))
     with served(MODEL, flags) as port:
         for client, question in zip("AB", SERVED_QUESTIONS, strict=True):
             messages = [{"role": "system", "content": text}, {"role": "user", "content": question}]
@@ -212,9 +202,7 @@ def _drafts(llm: LLM, console: Console) -> None:
     )
     console.print(f"[bold]you:[/] {DRAFT_QUESTION}")
     params = SamplingParams(temperature=0, max_tokens=DRAFT_TOKENS, stop=DRAFT_STOP)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("", "tokens/s", "tokens a step", "drafts that stood"):
-        table.add_column(title, justify="right" if title else "left")
+    table = figure_table("", ("tokens/s", "tokens a step", "drafts that stood"))
     texts = []
     for name, config in (("one by one", None), ("with drafts", drafter)):
         one = LLM(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvant.cli.out_file import OutFile, writable, write_json
-from kvant.cli.share_done import ShareDone
+from kvant.cli.measuring import (
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    Restart,
+    TextFile,
+    kept_parts,
+    measured_llm,
+    progress,
+)
+from kvant.cli.output import Format, FormatOption, OutFile, figure_table, writable, write_result
 from kvant.errors import BadValue, WayOut
 from kvant.plan.config import DEFAULT_MODEL
 
@@ -27,15 +33,8 @@ QUICK_CONTEXTS = (512, 2048)
 LEAST_NEEDLE_TOKENS = 256
 
 
-class Format(Enum):
-    TABLE = "table"
-    JSON = "json"
-
-
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")
-    ] = DEFAULT_MODEL,
+    model: ModelArgument = DEFAULT_MODEL,
     formats: Annotated[
         list[str] | None,
         typer.Option(
@@ -48,14 +47,7 @@ def evaluate(
     baseline: Annotated[
         str, typer.Option("--baseline", metavar="F", help="Format to compare with.")
     ] = "model",
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            "--text",
-            metavar="FILE",
-            help="Text in UTF-8 or JSON lines. Default: Python's manual.",
-        ),
-    ] = None,
+    text: TextFile = None,
     contexts: Annotated[
         list[int] | None,
         typer.Option(
@@ -82,19 +74,13 @@ def evaluate(
         bool,
         typer.Option("--quick", help="Less text: some minutes on two cores for a small model."),
     ] = False,
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="D", help="Dtype to compute in.")
-    ] = "auto",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     attention_backend: Annotated[
         str, typer.Option("--attention-backend", metavar="B", help="auto, or one by name.")
     ] = "auto",
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Discard an interrupted evaluation and start again.")
-    ] = False,
-    output: Annotated[
-        Format, typer.Option("--format", help="Format of the output.")
-    ] = Format.TABLE,
+    restart: Restart = False,
+    output: FormatOption = Format.TABLE,
     page: Annotated[
         Path | None,
         typer.Option(
@@ -115,57 +101,32 @@ def evaluate(
     from kvant.engine.process import wait_without_spinning
 
     wait_without_spinning()  # before torch is imported
-    from kvant.engine.llm import LLM
     from kvant.kv.names import parse_format, whole_formats
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.quality.evaluate import Evaluation, choose_contenders, run_parts
-    from kvant.measure.quality.kept import Kept
     from kvant.measure.quality.page import page as render
     from kvant.measure.quality.report import report
     from kvant.measure.quality.texts import check_length, read_text
-    from kvant.models.import_cache import cache_root
 
     named = [parse_format(name, asked_by="--kv-format") for name in formats or ()]
     wide = parse_format(baseline, asked_by="--baseline")
     layered = (
         None if layer_format is None else parse_format(layer_format, asked_by="--layer-format")
     )
-    llm = LLM(
-        model,
-        dtype=dtype,
-        device=device,
-        kv_cache_dtype="model",
-        kv_cache_memory="32MiB",
-        max_model_len=256,
-        max_num_seqs=1,
-        attention_backend=attention_backend,
-    )
+    llm = measured_llm(model, dtype, device, attention_backend=attention_backend)
     extent = _extent(llm, contexts, tokens, quick=quick)
     read = read_text(text, llm)
     check_length(read, extent.contexts, extent.tokens)
     chosen = choose_contenders(llm, wide, named or whole_formats(), layered, named=bool(named))
     evaluation = Evaluation(llm, chosen, read, extent)
-    kept = Kept(cache_root() / "eval", evaluation.inputs())
-    if restart:
-        kept.forget()
-        kept = Kept(cache_root() / "eval", evaluation.inputs())
-    elif len(kept):
-        sys.stderr.write(f"continuing with {len(kept)} parts from an earlier run: {kept.path}\n")
-    progress = ShareDone()
-    parts = run_parts(evaluation.parts(), kept, progress.tell)
-    progress.end()
-    if kept.note:
-        sys.stderr.write(f"{kept.note}\n")
+    kept = kept_parts("eval", evaluation.inputs(), restart=restart)
+    with progress(kept) as told:
+        parts = run_parts(evaluation.parts(), kept, told)
     facts = measurement_facts(command_line("kvant"), ("torch", "transformers", "numpy"))
     found = {**report(evaluation, parts), **facts}
-    if out is not None:
-        write_json(out, found)
     if page is not None:
         page.write_text(render(found), encoding="utf-8")
-    if output is Format.TABLE:
-        _print(found)
-    else:
-        sys.stdout.write(json.dumps(found) + "\n")
+    write_result(found, output, out, lambda: _print(found))
     kept.forget()
 
 
@@ -246,12 +207,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _table(console: Console, titles: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("format", no_wrap=True)
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
+    table = figure_table("format", titles)
     for name, cells in rows.items():
         table.add_row(name, *cells)
     console.print(table)

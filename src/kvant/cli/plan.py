@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ import typer
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.cli.configured import configured
+from kvant.cli.output import Format, FormatOption
 from kvant.cli.plan_plot import picture, plot_plan
 from kvant.errors import UnknownName
 from kvant.plan.config import PlanOptions, plan_request
@@ -21,11 +21,6 @@ from kvant.plan.device import host_device
 from kvant.plan.planning import make_plan
 from kvant.plan.read_facts import read_facts
 from kvant.plan.settings import Settings
-
-
-class Format(Enum):
-    TABLE = "table"
-    JSON = "json"
 
 
 @configured(PlanOptions, needs_model=True)
@@ -41,7 +36,7 @@ def plan(
             "--device", help="cpu, cuda, sm_80, sm_90, sm_100 or gfx942; need not be present."
         ),
     ] = "cpu",
-    output: Annotated[Format, typer.Option("--format", help="table or json.")] = Format.TABLE,
+    output: FormatOption = Format.TABLE,
     plot: Annotated[
         Path | None,
         typer.Option(

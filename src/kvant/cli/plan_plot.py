@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from kvant.cli.out_file import writable
+from kvant.cli.output import writable
 from kvant.errors import BadValue, NotServable, WayOut
 from kvant.kv.dtype import KVDtype
 from kvant.plan.plan import Plan

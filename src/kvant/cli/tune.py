@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvant.cli.out_file import OutFile, writable, write_json
-from kvant.cli.share_done import ShareDone
+from kvant.cli.measuring import (
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    Restart,
+    TextFile,
+    kept_parts,
+    measured_llm,
+    progress,
+)
+from kvant.cli.output import Format, FormatOption, OutFile, figure_table, writable, write_result
 from kvant.errors import BadValue, WayOut
 from kvant.plan.config import DEFAULT_MODEL
 
@@ -24,15 +30,8 @@ if TYPE_CHECKING:
 _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?)?")
 
 
-class Format(Enum):
-    TABLE = "table"
-    JSON = "json"
-
-
 def tune(
-    model: Annotated[
-        str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")
-    ] = DEFAULT_MODEL,
+    model: ModelArgument = DEFAULT_MODEL,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -50,14 +49,7 @@ def tune(
             help="Greatest mean KL divergence on held-out text.",
         ),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            "--text",
-            metavar="FILE",
-            help="Text in UTF-8 or JSON lines. Default: Python's manual.",
-        ),
-    ] = None,
+    text: TextFile = None,
     save: Annotated[
         Path | None,
         typer.Option(
@@ -83,16 +75,10 @@ def tune(
     verify_tokens: Annotated[
         int, typer.Option("--verify-tokens", min=64, help="Tokens of held-out text.")
     ] = 4096,
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="D", help="Dtype to compute in.")
-    ] = "auto",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Discard an interrupted tuning and start again.")
-    ] = False,
-    output: Annotated[
-        Format, typer.Option("--format", help="Format of the output.")
-    ] = Format.TABLE,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    restart: Restart = False,
+    output: FormatOption = Format.TABLE,
     out: OutFile = None,
 ) -> None:
     """Choose a KV format for keys and values of each layer, under a budget of bytes or of KL divergence.
@@ -105,25 +91,14 @@ def tune(
 
     bits = _budget(budget, max_kl)
     wait_without_spinning()  # before torch is imported
-    from kvant.cli.calibrate import model_files
-    from kvant.engine.llm import LLM
     from kvant.measure.facts import command_line, measurement_facts
-    from kvant.measure.quality.kept import Kept
+    from kvant.measure.quality.kept import model_files
     from kvant.measure.quality.texts import read_text
     from kvant.measure.tuning.policy_file import policy_text, report
     from kvant.measure.tuning.tune import Tuner, divide_text
-    from kvant.models.import_cache import cache_root
 
     candidates = _formats(formats)
-    llm = LLM(
-        model,
-        dtype=dtype,
-        device=device,
-        kv_cache_dtype="model",
-        kv_cache_memory="32MiB",
-        max_model_len=256,
-        max_num_seqs=1,
-    )
+    llm = measured_llm(model, dtype, device)
     lesson = divide_text(read_text(text, llm), llm, context, tokens, verify_tokens)
     inputs = {
         "tune": 1,
@@ -132,20 +107,14 @@ def tune(
         "formats": [str(dtype) for dtype in candidates],
         "windows": [lesson.measured.tolist(), lesson.held_out.tolist()],
     }
-    kept = Kept(cache_root() / "tune", inputs)
-    if restart:
-        kept.forget()
-        kept = Kept(cache_root() / "tune", inputs)
-    elif len(kept):
-        sys.stderr.write(f"continuing with {len(kept)} parts from an earlier run: {kept.path}\n")
-    progress = ShareDone()
-    tuner = Tuner(llm, lesson, candidates, kept, progress.tell)
-    tuned = (
-        tuner.for_kl(max_kl) if bits is None and max_kl is not None else tuner.for_bits(bits or 0)
-    )
-    progress.end()
-    if kept.note:
-        sys.stderr.write(f"{kept.note}\n")
+    kept = kept_parts("tune", inputs, restart=restart)
+    with progress(kept) as told:
+        tuner = Tuner(llm, lesson, candidates, kept, told)
+        tuned = (
+            tuner.for_kl(max_kl)
+            if bits is None and max_kl is not None
+            else tuner.for_bits(bits or 0)
+        )
     target, command = llm.planned.target, command_line("kvant")
     body = {
         **report(tuned, target.geometry, target.local.name),
@@ -154,12 +123,7 @@ def tune(
     if save is not None:
         written = policy_text(tuned, target.geometry, target.local.name, command)
         save.write_text(written, encoding="utf-8")
-    if out is not None:
-        write_json(out, body)
-    if output is Format.JSON:
-        sys.stdout.write(json.dumps(body) + "\n")
-    else:
-        _print(tuned, body, save)
+    write_result(body, output, out, lambda: _print(tuned, body, save))
 
 
 def _budget(budget: str | None, max_kl: float | None) -> float | None:
@@ -217,10 +181,7 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
     said = f"{dearest[1].value.upper()} of layer {dearest[0]}: {explain(tuned.options[dearest])}"
     console.print(f"most sensitive: {said}", markup=False, soft_wrap=True)
     console.print()
-    figures = Table(box=None, pad_edge=False, header_style="bold")
-    figures.add_column("stored as", no_wrap=True)
-    for title in ("B/token", "bits", "mean KL", "99 %", "same top"):
-        figures.add_column(title, justify="right", no_wrap=True)
+    figures = figure_table("stored as", ("B/token", "bits", "mean KL", "99 %", "same top"))
     best = tuned.best_uniform
     for one in (tuned.policy, *sorted(tuned.uniform, key=lambda u: u.bytes_per_token)):
         f = one.figures

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.cli.out_file import writable
+from kvant.cli.measuring import DeviceOption
+from kvant.cli.output import Format, FormatOption, writable
 from kvant.errors import BadValue, WayOut
 
 if TYPE_CHECKING:
@@ -18,13 +18,8 @@ if TYPE_CHECKING:
     from kvant.kv.dtype import ComputeDtype
 
 
-class Format(Enum):
-    TABLE = "table"
-    JSON = "json"
-
-
 def verify(
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    device: DeviceOption = "auto",
     backend: Annotated[
         list[str] | None,
         typer.Option(
@@ -62,9 +57,7 @@ def verify(
             "--jobs", min=1, help="Number of processes; default one per core.", show_default=False
         ),
     ] = None,
-    format: Annotated[
-        Format, typer.Option("--format", help="Format of the output.")
-    ] = Format.TABLE,
+    format: FormatOption = Format.TABLE,
     record: Annotated[
         Path | None,
         typer.Option(

@@ -25,7 +25,7 @@ from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality import generation
 from kvant.measure.quality.compare import Compared, Told, compare_windows, contender_tokens
-from kvant.measure.quality.kept import Arrays, Kept
+from kvant.measure.quality.kept import Arrays, Kept, model_files
 from kvant.measure.quality.kl_statistics import Distances
 from kvant.measure.quality.texts import Text, windows
 from kvant.models.loaded import LoadedModel
@@ -159,12 +159,11 @@ class Evaluation:
 
         from kvant import __version__
 
-        who, path = self.contenders, self.llm.model_path
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        who = self.contenders
         plans = {name: plan.fingerprint for name, plan in who.formats.items()}
         return {
             "kvant": __version__,
-            "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+            "files": model_files(self.llm.model_path),
             "device": str(self.model.device),
             "baseline": who.baseline.fingerprint,
             "plans": plans,

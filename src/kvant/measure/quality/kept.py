@@ -19,6 +19,12 @@ from kvant.errors import BadValue
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
+def model_files(path: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a model's files, which change if the model does."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
 class Kept:
     """A directory of parts that belong to one set of inputs.
 

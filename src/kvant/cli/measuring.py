@@ -1,0 +1,70 @@
+"""What commands that measure a model share: options, the engine, and parts kept on disk."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvant.cli.share_done import ShareDone
+
+if TYPE_CHECKING:
+    from kvant.engine.llm import LLM
+    from kvant.measure.quality.kept import Kept
+
+ModelArgument = Annotated[str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")]
+TextFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--text", metavar="FILE", help="Text in UTF-8 or JSON lines. Default: Python's manual."
+    ),
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", metavar="D", help="Dtype to compute in.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Discard an interrupted measurement and start again.")
+]
+
+
+def measured_llm(model: str, dtype: str, device: str, *, attention_backend: str = "auto") -> LLM:
+    """Load a model whose own pages are few: measurements build engines with pages of their own."""
+    from kvant.engine.llm import LLM
+
+    return LLM(
+        model,
+        dtype=dtype,
+        device=device,
+        kv_cache_dtype="model",
+        kv_cache_memory="32MiB",
+        max_model_len=256,
+        max_num_seqs=1,
+        attention_backend=attention_backend,
+    )
+
+
+def kept_parts(command: str, inputs: Mapping[str, object], *, restart: bool) -> Kept:
+    """Parts of an earlier run with the same inputs. restart: remove them first."""
+    from kvant.measure.quality.kept import Kept
+    from kvant.models.import_cache import cache_root
+
+    root = cache_root() / command
+    if restart:
+        Kept(root, inputs).forget()
+    kept = Kept(root, inputs)
+    if len(kept):
+        sys.stderr.write(f"continuing with {len(kept)} parts from an earlier run: {kept.path}\n")
+    return kept
+
+
+@contextmanager
+def progress(kept: Kept) -> Iterator[Callable[[int, int], None]]:
+    """Show on stderr what is told as (done, total), and at the end which part was damaged."""
+    shown = ShareDone()
+    yield shown.tell
+    shown.end()
+    if kept.note:
+        sys.stderr.write(f"{kept.note}\n")

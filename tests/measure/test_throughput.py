@@ -11,7 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, RequestError
-from kvant.measure.throughput import Load, parse_load, parse_sampling, run_load
+from kvant.measure.throughput import (
+    Load,
+    decode_limit,
+    parse_load,
+    parse_sampling,
+    run_load,
+    step_bytes,
+)
 from kvant.sampling.sampling_params import SamplingParams
 from tests.cli.command import kvant
 from tests.engine import tiny_chat
@@ -78,3 +85,32 @@ def test_a_load_is_three_whole_numbers() -> None:
     for wrong in ("", "32", "32x128", "0x1/1", "ax1/1"):
         with pytest.raises(BadValue):
             parse_load(wrong)
+
+
+def test_a_step_reads_weights_once_and_each_sequences_keys_and_values(tmp_path: Path) -> None:
+    llm = LLM(
+        tiny.build("qwen3", tmp_path), dtype="float32", max_model_len=48, kv_cache_memory="4MB", device="cpu"
+    )  # fmt: skip
+    files = load_file(tmp_path / "qwen3" / "model.safetensors")
+    weights = sum(
+        tensor.numel() * 4
+        for name, tensor in files.items()
+        if "embed_tokens" not in name or "lm_head.weight" not in files
+    )
+    one, eight = step_bytes(llm, 1, 20), step_bytes(llm, 8, 20)
+    assert one == pytest.approx(weights + 20 * llm.plan.bytes_per_token, rel=1e-3)
+    assert eight - one == 7 * 20 * llm.plan.bytes_per_token
+    assert decode_limit(llm, Load(8, 16, 8), 1e9) == 8e9 / eight
+
+
+def test_a_step_of_few_tokens_reads_a_part_of_the_experts(tmp_path: Path) -> None:
+    path = tiny.build("qwen3_moe", tmp_path)
+    llm = LLM(path, dtype="float32", max_model_len=48, kv_cache_memory="4MB", device="cpu")
+    config = json.loads((path / "config.json").read_text())
+    chosen, experts = config["num_experts_per_tok"], config["num_local_experts"]
+    assert chosen < experts
+    files = load_file(path / "model.safetensors")
+    held = sum(t.numel() * 4 for name, t in files.items() if ".experts." in name)
+    apart = step_bytes(llm, 64, 0) - step_bytes(llm, 1, 0)
+    rare = (1 - chosen / experts) ** 64
+    assert apart == pytest.approx(held * (1 - rare - chosen / experts), rel=1e-3)

@@ -17,6 +17,7 @@ from dataclasses import fields as dataclass_fields
 from itertools import product
 from types import MappingProxyType
 
+from kvant.attention.need import DeviceKind
 from kvant.engine.llm import LLM
 from kvant.engine.result import Result
 from kvant.errors import BadValue, WayOut
@@ -47,7 +48,8 @@ class Round:
     """One format under one load. seconds: per repeat. steps: of the last repeat.
 
     capacity_tokens: tokens that the pool holds. start_seconds: until the engine was ready. sampling: as
-    asked, else "greedy".
+    asked, else "greedy". limit: output tokens per second if steps only decoded and took as long as the
+    device needs to read their bytes (`step_bytes`); None on a CPU.
     """
 
     stored: str
@@ -58,6 +60,7 @@ class Round:
     preemptions: int
     capacity_tokens: int
     start_seconds: float
+    limit: float | None
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -108,6 +111,7 @@ def measure(
     samplings: Mapping[str, SamplingParams] = GREEDY,
 ) -> Iterator[Round]:
     """Measure each format on its own engine: every load `repeats` times with each named sampling."""
+    bandwidth = _read_bandwidth(config)
     for name in formats:
         asked = Asked(parse_format(name, asked_by="--kv-format"), f"--kv-format {name}")
         requests = config.plan.requests
@@ -129,9 +133,47 @@ def measure(
                 runs[-1][2],
                 capacity,
                 ready,
+                None if bandwidth is None else decode_limit(llm, load, bandwidth),
             )
         del llm
         free_memory()
+
+
+def _read_bandwidth(config: EngineConfig) -> float | None:
+    """Bytes per second at which the engine's GPU reads its memory; None for a CPU."""
+    if config.plan.device.kind is DeviceKind.CPU:
+        return None
+    from kvant.measure.read_bandwidth import read_bandwidth
+
+    found = read_bandwidth(sys.modules["torch"].device("cuda")) * 1e12
+    free_memory()
+    return found
+
+
+def step_bytes(llm: LLM, num_sequences: int, length: int) -> int:
+    """Bytes that a step reads and writes which decodes `num_sequences` sequences of `length` tokens on one
+    rank: the weights that it uses, the keys and values in every sequence's windows, and its states twice.
+    """
+    kept = sum(
+        group.bytes_per_token * min(length, group.window or length) for group in llm.planned.groups
+    )
+    from kvant.execution.runner import ModelRunner
+
+    whole, rank = llm.plan, llm.planned.rank_kv
+    kept = (
+        kept * rank.bytes_per_token // max(1, whole.bytes_per_token) + 2 * rank.bytes_per_sequence
+    )
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    return runner.model.weight_bytes_of_step(num_sequences) + num_sequences * kept
+
+
+def decode_limit(llm: LLM, load: Load, bandwidth: float) -> float:
+    """Output tokens per second of `load` if reading a step's bytes at `bandwidth` bytes per second took all
+    the time. Prompts count as free, and a sequence has its input and half of its output.
+    """
+    together = min(load.requests, llm.engine.limits.max_num_seqs)
+    return together * bandwidth / step_bytes(llm, together, load.input + load.output // 2)
 
 
 def free_memory() -> None:
@@ -197,15 +239,18 @@ def _check(result: Result, load: Load) -> None:
 
 
 def table(rounds: list[Round]) -> str:
-    """Markdown; tokens a second of the fastest repeat."""
+    """Markdown; tokens a second of the fastest repeat, and the share of what the memory's speed allows."""
     lines = [
-        "| load | sampling | KV cache | out tok/s | seconds | all repeats | capacity, tokens | ready in |",
-        "|---|---|---|---|---|---|---|---|",
+        "| load | sampling | KV cache | out tok/s | of the limit | seconds | all repeats "
+        "| capacity, tokens | ready in |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for found in sorted(rounds, key=lambda r: (r.load.input, r.load.requests)):
         repeats = ", ".join(f"{seconds:.2f}" for seconds in found.seconds)
+        rate = found.output_tokens_per_second
+        share = "-" if found.limit is None else f"{rate / found.limit:.0%} of {found.limit:.0f}"
         lines.append(
-            f"| {found.load} | {found.sampling} | {found.stored} | {found.output_tokens_per_second:.0f} "
+            f"| {found.load} | {found.sampling} | {found.stored} | {rate:.0f} | {share} "
             f"| {min(found.seconds):.2f} | {repeats} | {found.capacity_tokens} "
             f"| {found.start_seconds:.1f} s |"
         )

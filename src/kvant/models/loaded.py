@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvant.attention.base import StepCall
@@ -96,6 +96,33 @@ class LoadedModel:
         tensors = {id(t): t for t in (*self._module.parameters(), *self._module.buffers())}
         found = sum(t.numel() * t.element_size() for t in tensors.values())
         return found + self._forward.extra_bytes
+
+    def weight_bytes_of_step(self, num_tokens: int) -> int:
+        """Bytes of weights that a step of `num_tokens` reads, each weight once.
+
+        Tables of embeddings are left out, unless the head multiplies by them. With E experts and k for each
+        token, E * (1 - (1 - k / E) ** num_tokens) experts are read: the expected number if all are equally
+        likely.
+        """
+        tables = {
+            id(module.weight)
+            for module in self._module.modules()
+            if isinstance(module, nn.Embedding)
+        }
+        head = self._module.get_output_embeddings()  # type: ignore[no-untyped-call]
+        tables.discard(id(getattr(head, "weight", None)))
+        config = self._module.config.get_text_config(decoder=True)
+        chosen = getattr(config, "num_experts_per_tok", None)
+        total, seen = 0.0, set(tables)
+        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            share = 1.0
+            if chosen and ".experts." in name and tensor.dim() > 1:
+                share = 1 - (1 - chosen / tensor.shape[0]) ** num_tokens
+            total += share * tensor.numel() * tensor.element_size()
+        return round(total)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numba import njit
 
 from kvant.attention.cpu.arithmetic import (
     NAN_BITS,
@@ -31,11 +34,16 @@ from kvant.kernels.cpu.vector import (
 from kvant.kv.codecs.int4_per_token_head import DROPPED_BITS, STEPS
 from kvant.kv.format import KVFormat
 
-_STEPS = np.float32(STEPS)
+LARGEST = np.float32(STEPS)
 _HALF, _KEPT = 1 << (DROPPED_BITS - 1), -(1 << DROPPED_BITS)
 
 
-def _write(row: int, _: int) -> None:
+@njit(inline="always")
+def scaled(row: int) -> tuple[Any, Any]:
+    """Rotate a row in place and store its scale with the zero point; both are returned.
+
+    The scale of a row with NaN is NaN, and its codes are stored as 0.
+    """
     n, x, codes = row_of(row)
     scales = load_i64(row + ROW_SCALES)
     bound_row(x, n)
@@ -48,15 +56,23 @@ def _write(row: int, _: int) -> None:
     if largest != largest:
         store_i32(scales, NAN_BITS)
         clear_codes(codes, n // 2)
-        return
-    bits = (bits_of(row_scale(high - low, _STEPS)) + _HALF) & _KEPT
+        return largest, ZERO
+    bits = (bits_of(row_scale(high - low, LARGEST)) + _HALF) & _KEPT
     scale = float_of(bits)
-    zero_point = clamped(nearest(-low / scale), ZERO, _STEPS)
+    zero_point = clamped(nearest(-low / scale), ZERO, LARGEST)
+    store_i32(scales, bits | int(zero_point))
+    return scale, zero_point
+
+
+def _write(row: int, _: int) -> None:
+    n, x, codes = row_of(row)
+    scale, zero_point = scaled(row)
+    if scale != scale:
+        return
     for i in range(n):
         code = nearest(load_f32(x + 4 * i) / scale) + zero_point
-        store_f32(x + 4 * i, clamped(code, ZERO, _STEPS))
+        store_f32(x + 4 * i, clamped(code, ZERO, LARGEST))
     pack_nibbles(x, n, codes)
-    store_i32(scales, bits | int(zero_point))
 
 
 def kernels(declared: KVFormat) -> Kernels:

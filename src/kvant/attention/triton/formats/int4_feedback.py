@@ -6,23 +6,18 @@ import triton
 import triton.language as tl
 
 from kvant.attention.triton.arithmetic import (
-    NAN_BITS,
     bound,
     divide,
-    has_nan,
     multiply,
     nearest,
-    row_scale,
-    store_packed,
-    widen,
 )
 from kvant.attention.triton.format import Kernels
 from kvant.attention.triton.formats.int4_per_token_head import (
-    DROPPED,
     LARGEST,
     load_scale_and_zero_point,
+    scaled,
+    store_row,
 )
-from kvant.attention.triton.rotation import hadamard
 from kvant.attention.triton.words import decode_uint4
 from kvant.kv.format import KVFormat
 
@@ -32,14 +27,7 @@ def encode(
     x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    broken = has_nan(x)
-    y = hadamard(tl.where(broken[:, None], 0.0, widen(x)), ROWS, PAD, HEAD & -HEAD)
-    low = tl.minimum(tl.min(y, 1), 0.0)
-    high = tl.maximum(tl.max(y, 1), 0.0)
-    scale = row_scale(high - low, LARGEST, PTX)
-    bits = (scale.to(tl.int32, bitcast=True) + DROPPED // 2) & -DROPPED
-    scale = bits.to(tl.float32, bitcast=True)
-    zero = bound(nearest(divide(0.0 - low, scale, PTX)), 0.0, LARGEST)
+    y, broken, scale, bits, zero = scaled(x, HEAD, PAD, ROWS, PTX)
     if outer is None:
         steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
         code = bound(steps + zero[:, None], 0.0, LARGEST)
@@ -56,9 +44,7 @@ def encode(
             place = (head[:, None] * HEAD + i) * HEAD + column
             line = tl.load(outer + place, mask=there[:, None] & (column < HEAD), other=0.0)
             wanted += multiply(error[:, None] + 0.0 * line, line, PTX)
-    code = tl.where(broken[:, None], 0, code.to(tl.int32))
-    store_packed(codes, there, code, HEAD, ROWS, PAD, 4)
-    tl.store(scales, tl.where(broken, NAN_BITS, bits | zero.to(tl.int32)), mask=there)
+    store_row(codes, scales, there, code, broken, bits, zero, HEAD, PAD, ROWS)
 
 
 def kernels(declared: KVFormat) -> Kernels:

@@ -38,6 +38,15 @@ def encode(
     x, head, there, codes, scales, outer, FORMAT: tl.constexpr, OUTER: tl.constexpr,
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    y, broken, scale, bits, zero = scaled(x, HEAD, PAD, ROWS, PTX)
+    steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
+    code = bound(steps + zero[:, None], 0.0, LARGEST)
+    store_row(codes, scales, there, code, broken, bits, zero, HEAD, PAD, ROWS)
+
+
+@triton.jit
+def scaled(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
+    """Rotated rows [ROWS, PAD]; of each row: NaN in it, scale, scale as bits, zero point [ROWS]."""
     broken = has_nan(x)
     y = hadamard(tl.where(broken[:, None], 0.0, widen(x)), ROWS, PAD, HEAD & -HEAD)
     low = tl.minimum(tl.min(y, 1), 0.0)
@@ -46,9 +55,16 @@ def encode(
     bits = (scale.to(tl.int32, bitcast=True) + DROPPED // 2) & -DROPPED
     scale = bits.to(tl.float32, bitcast=True)
     zero = bound(nearest(divide(0.0 - low, scale, PTX)), 0.0, LARGEST)
-    steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
-    code = bound(steps + zero[:, None], 0.0, LARGEST).to(tl.int32)
-    code = tl.where(broken[:, None], 0, code)
+    return y, broken, scale, bits, zero
+
+
+@triton.jit
+def store_row(
+    codes, scales, there, code, broken, bits, zero, HEAD: tl.constexpr, PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store codes [ROWS, PAD] in float32, and scales with their zero points. Rows with NaN get codes 0."""
+    code = tl.where(broken[:, None], 0, code.to(tl.int32))
     store_packed(codes, there, code, HEAD, ROWS, PAD, 4)
     tl.store(scales, tl.where(broken, NAN_BITS, bits | zero.to(tl.int32)), mask=there)
 

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ ROUNDS = 4
 AT_ONCE = 8  # plans that read side by side, and whose part is kept together
 Told2 = Callable[[int, int], None]
 Layers = Mapping[Place, KVDtype]
+Key = TypeVar("Key", tuple[Side, KVDtype], tuple[int, Side, KVDtype])
+"""What a plan stores narrowly: one side of every layer, or one side of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +221,7 @@ class Tuner:
 
     def _uniform_sides(self) -> dict[Side, dict[KVDtype, float]]:
         """Mean KL with all layers' keys, or values, in one format and the rest wide."""
-        plans: dict[str, KVPlan] = {}
+        plans: dict[tuple[Side, KVDtype], KVPlan] = {}
         refused: list[str] = []
         places = self.places()
         for side in Side:
@@ -232,17 +235,15 @@ class Tuner:
                     refused.append(f"{dtype}: {fault.why or fault.what}")
                     continue
                 if plan.bytes_per_token < self.wide.bytes_per_token:
-                    plans[f"{side.value} {dtype}"] = plan
+                    plans[side, dtype] = plan
         if not plans:
             raise BadValue(
                 "no format is narrower than the model dtype and served here",
                 why="; ".join(refused) or "every named format is as wide",
             )
-        found = self._means("uniform", plans)
         kl: dict[Side, dict[KVDtype, float]] = {side: {} for side in Side}
-        for name, mean in found.items():
-            which, _, stored = name.partition(" ")
-            kl[Side(which)][_by_name(stored)] = mean
+        for (side, dtype), mean in self._means("uniform", plans).items():
+            kl[side][dtype] = mean
         return kl
 
     def _front(self, side: Side, uniform: Mapping[KVDtype, float]) -> list[KVDtype]:
@@ -254,29 +255,26 @@ class Tuner:
         self, places: Sequence[Place], kept: Mapping[Side, Sequence[KVDtype]]
     ) -> dict[tuple[int, Side, KVDtype], float]:
         plans = {
-            f"{index} {side.value} {dtype}": self.plan_of({(index, side): dtype})
+            (index, side, dtype): self.plan_of({(index, side): dtype})
             for index, side in places
             for dtype in kept[side]
         }
-        found = {}
-        for name, mean in self._means("alone", plans).items():
-            where, which, stored = name.split()
-            found[int(where), Side(which), _by_name(stored)] = mean
-        return found
+        return self._means("alone", plans)
 
-    def _means(self, what: str, plans: Mapping[str, KVPlan]) -> dict[str, float]:
+    def _means(self, what: str, plans: Mapping[Key, KVPlan]) -> dict[Key, float]:
         """Mean KL of every plan over the measured windows."""
-        names = list(plans)
+        keys = {_label(key): key for key in plans}
+        names = list(keys)
         parts = []
         for start in range(0, len(names), AT_ONCE):
-            some = {name: plans[name] for name in names[start : start + AT_ONCE]}
+            some = {name: plans[keys[name]] for name in names[start : start + AT_ONCE]}
             parts += self._comparisons(f"{what}-{start}", some, self.lesson.measured)
         kl: dict[str, list[float]] = {}
         for arrays in run_parts(parts, self.kept, self.told).values():
             for name, one in unpack(arrays).items():
                 if name:
                     kl.setdefault(name, []).append(float(one.prefill.kl.mean()))
-        return {name: sum(values) / len(values) for name, values in kl.items()}
+        return {keys[name]: sum(values) / len(values) for name, values in kl.items()}
 
     def _comparisons(self, what: str, plans: Mapping[str, KVPlan], ids: Tensor) -> list[Part]:
         parts = []
@@ -351,13 +349,13 @@ def plan_of_uniform(llm: LLM, one: FormatRequest) -> KVPlan:
 
 def _candidates(side: Side) -> list[KVDtype]:
     """Formats that can store this side; formats made for the other side are left out."""
-    other = Side.V if side is Side.K else Side.K
-    ending = f"turboquant_{other.value}"
-    return [d for d in KVDtype if not d.format.device_only and not d.format.name.startswith(ending)]
+    found = {one.k if side is Side.K else one.v for one in whole_formats()}
+    return [d for d in KVDtype if d in found or (side is Side.K and d.format.takes_rounding)]
 
 
-def _by_name(name: str) -> KVDtype:
-    return next(dtype for dtype in KVDtype if str(dtype) == name)
+def _label(key: tuple[int | Side | KVDtype, ...]) -> str:
+    """The name of a plan in the parts on disk, such as `3 k nvfp4`."""
+    return " ".join(part.value if isinstance(part, Side) else str(part) for part in key)
 
 
 def _up(value: float, digits: int = 2) -> float:

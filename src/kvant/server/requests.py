@@ -743,6 +743,28 @@ def shown(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + ".."
 
 
+def needed(given: msgspec.Struct, field: str, where: str) -> str:
+    """Returns a field's text. ApiError 400 if it is None; where: the path of `given` in the body."""
+    value = getattr(given, field)
+    if value is None:
+        raise bad_request(f"{where}.{field}: this field is required", f"{where}.{field}")
+    assert isinstance(value, str)
+    return value
+
+
+def function_tool(
+    name: str, description: str | None, parameters: object, strict: bool | None
+) -> dict[str, object]:
+    """Returns a tool as a conversation's request has it."""
+    function = {
+        "name": name,
+        "description": description,
+        "parameters": parameters,
+        "strict": strict,
+    }
+    return {"type": "function", "function": function}
+
+
 def _salt(given: str | None, limits: Limits) -> str:
     if given is None:
         return ""

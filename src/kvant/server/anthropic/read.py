@@ -16,6 +16,8 @@ from kvant.server.requests import (
     Facts,
     Generation,
     check_model,
+    function_tool,
+    needed,
     parse,
     read_conversation,
     refuse_unserved,
@@ -94,24 +96,24 @@ def _turn(turn: Turn, where: str) -> list[dict[str, Any]]:
     for place, block in enumerate(turn.content):
         name = f"{where}[{place}]"
         if block.type == "text":
-            texts.append(_needed(block, "text", name))
+            texts.append(needed(block, "text", name))
         elif block.type == "thinking" and turn.role == "assistant":
-            thoughts.append(_needed(block, "thinking", name))
+            thoughts.append(needed(block, "thinking", name))
         elif block.type == "redacted_thinking" and turn.role == "assistant":
             raise bad_request(f"{name}: this server cannot read redacted thinking", f"{name}.type")
         elif block.type == "tool_use" and turn.role == "assistant":
             function = {
-                "name": _needed(block, "name", name),
+                "name": needed(block, "name", name),
                 "arguments": json.dumps(block.input or {}, ensure_ascii=False),
             }
             calls.append(
-                {"id": _needed(block, "id", name), "type": "function", "function": function}
+                {"id": needed(block, "id", name), "type": "function", "function": function}
             )
         elif block.type == "tool_result" and turn.role == "user":
             text = _text(block.content or "", f"{name}.content")
             if block.is_error:
                 text = f"Error: {text}"
-            answered = _needed(block, "tool_use_id", name)
+            answered = needed(block, "tool_use_id", name)
             results.append({"role": "tool", "tool_call_id": answered, "content": text})
         else:
             raise bad_request(
@@ -127,14 +129,6 @@ def _turn(turn: Turn, where: str) -> list[dict[str, Any]]:
     return results if results and not texts else [*results, message]
 
 
-def _needed(block: Block, field: str, where: str) -> str:
-    value = getattr(block, field)
-    if value is None:
-        raise bad_request(f"{where}.{field}: this field is required", f"{where}.{field}")
-    assert isinstance(value, str)
-    return value
-
-
 def _text(given: str | Sequence[Block], where: str) -> str:
     if isinstance(given, str):
         return given
@@ -146,7 +140,7 @@ def _text(given: str | Sequence[Block], where: str) -> str:
                 f"{name}: a block of type {shown(block.type)!r} is not offered: this server takes text",
                 f"{name}.type",
             )
-        texts.append(_needed(block, "text", name))
+        texts.append(needed(block, "text", name))
     return "\n".join(texts)
 
 
@@ -178,13 +172,7 @@ def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
         )
     if tool.input_schema is None:
         raise bad_request(f"{where}.input_schema: this field is required", f"{where}.input_schema")
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": function}
+    return function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
 def _format(body: CountBody) -> dict[str, Any] | None:

@@ -14,6 +14,8 @@ from kvant.server.requests import (
     Facts,
     Generation,
     check_model,
+    function_tool,
+    needed,
     parse,
     read_conversation,
     refuse_unserved,
@@ -174,12 +176,12 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
             text = _text(parts or [], f"{where}.content")
             own()["reasoning_content"] = text
         elif kind == "function_call":
-            call_id, name = _needed(item, "call_id", where), _needed(item, "name", where)
+            call_id, name = needed(item, "call_id", where), needed(item, "name", where)
             function = {"name": name, "arguments": item.arguments or "{}"}
             call = {"id": call_id, "type": "function", "function": function}
             own().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            call_id = _needed(item, "call_id", where)
+            call_id = needed(item, "call_id", where)
             text = _text(item.output, f"{where}.output")
             found.append({"role": "tool", "tool_call_id": call_id, "content": text})
             turn = None
@@ -199,14 +201,6 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 def _message(role: str, text: str) -> Message:
     return {"role": role, "content": text}
-
-
-def _needed(item: Item, name: str, where: str) -> str:
-    value = getattr(item, name)
-    if value is None:
-        raise bad_request(f"{where}.{name}: this field is required", f"{where}.{name}")
-    assert isinstance(value, str)
-    return value
 
 
 def _text(given: str | Sequence[Content] | None, where: str) -> str:
@@ -275,13 +269,7 @@ def _tool(tool: Tool, where: str) -> dict[str, Any]:
         )
     if tool.name is None:
         raise bad_request(f"{where}.name: this field is required", f"{where}.name")
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": function}
+    return function_tool(tool.name, tool.description, tool.parameters, tool.strict)
 
 
 def _format(body: ResponseBody) -> dict[str, Any] | None:

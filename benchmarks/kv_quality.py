@@ -70,7 +70,7 @@ def as_stored(dtype: KVDtype, *, fed: bool = False) -> Stored:
 
     def stored(x: Tensor, matrices: Tensor | None) -> Tensor:
         outside = matrices if fed else None
-        return codec.decode(codec.encode(x, outside), outside, x.shape[-1], x.dtype)
+        return codec.decode(codec.encode(x, outside), outside, x.dtype)
 
     return stored
 

@@ -98,7 +98,7 @@ def stored_as_nvfp4(x: Tensor, g: float) -> Tensor:
     """x [heads, T, D] as a cache with global scale g gives it back."""
     codec, scale = codec_for(KVDtype.NVFP4), torch.tensor([g])
     rows = x.transpose(0, 1)
-    decoded = codec.decode(codec.encode(rows, scale), scale, x.shape[-1], torch.float32)
+    decoded = codec.decode(codec.encode(rows, scale), scale, torch.float32)
     return decoded.transpose(0, 1)
 
 

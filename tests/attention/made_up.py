@@ -30,11 +30,9 @@ class _TwiceTheScale:
         codes, scales = _INT8.encode(x, scale)
         return codes, scales * 2
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         codes, scales = planes
-        return _INT8.decode((codes, scales / 2), scale, head_dim, dtype)
+        return _INT8.decode((codes, scales / 2), scale, dtype)
 
 
 @dataclass(frozen=True)

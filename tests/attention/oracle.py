@@ -41,17 +41,16 @@ def sees(query: Tensor, key: Tensor, *, causal: bool, window: int | None) -> Ten
 
 def stored_rows(cache: LayerCache, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Decoded K and V of one sequence in float64: [length, num_kv_heads, head_dim]."""
-    geometry = cache.spec.geometry
     sides = []
     token = torch.arange(length)
-    for planes, made, scale, head_dim in (
-        (cache.k, cache.spec.k, cache.k_scale, geometry.head_dim_k),
-        (cache.v, cache.spec.v, cache.v_scale, geometry.head_dim_v),
+    for planes, made, scale in (
+        (cache.k, cache.spec.k, cache.k_scale),
+        (cache.v, cache.spec.v, cache.v_scale),
     ):
         assert made is not None
         page, offset = pages.long()[token // cache.page_size], token % cache.page_size
         rows = tuple(plane[page, offset] for plane in planes)
-        sides.append(codec_for(made.dtype).decode(rows, scale, head_dim, torch.float64))
+        sides.append(codec_for(made.dtype).decode(rows, scale, torch.float64))
     return sides[0], sides[1]
 
 

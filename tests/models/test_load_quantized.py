@@ -125,8 +125,8 @@ def test_keys_and_values_are_quantised_once(wanted: str | None, tmp_path: Path) 
     ):
         assert choice is not None
         codec = codec_for(choice.dtype)
-        found = codec.decode([p.flatten(0, 1)[16:21] for p in planes], used, 16, rows.dtype)
-        expected = codec.decode(codec.encode(rows, used), used, 16, rows.dtype)
+        found = codec.decode([p.flatten(0, 1)[16:21] for p in planes], used, rows.dtype)
+        expected = codec.decode(codec.encode(rows, used), used, rows.dtype)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The engine's side: no one request ends it, and nobody waits for an answer that never comes."""
+"""The engine's side: a failing request does not end it, and every request gets an answer."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_wrong_request_is_refused_alone_though_the_validator_let_it_pass() -> 
     assert failed[5].param == "stop"
 
 
-def test_a_step_that_fails_costs_those_who_took_part_and_nobody_else() -> None:
+def test_a_step_that_fails_costs_only_the_requests_in_it() -> None:
     engine, runner = make_engine(max_num_seqs=2)
     loop = Driver[int](engine)
     for id in (1, 2, 3):
@@ -166,7 +166,7 @@ def test_an_idle_engine_audits_its_pages_once_and_says_what_it_found(
         while loop.engine.has_work:
             _step(loop)
         if wrong:
-            lost = engine.scheduler.allocator.groups[0].allocate(1)  # and nobody holds it
+            lost = engine.scheduler.allocator.groups[0].allocate(1)  # a page that no sequence holds
         first, second = _step(loop), _step(loop)
         assert first.num_audits == second.num_audits, "once"
     assert (first.num_audits, first.num_audit_faults) == (2, 1)

@@ -32,9 +32,9 @@ def test_the_page_has_nothing_from_elsewhere_and_no_handlers(server: Server) -> 
 
 
 def test_the_page_needs_no_key_and_the_numbers_do(guarded: Server) -> None:
-    nobody = {"Authorization": ""}
-    assert guarded.send("GET", "/", headers=nobody).status == 200
-    assert guarded.send("GET", "/v1/kv/live", headers=nobody).status == 401
+    no_key = {"Authorization": ""}
+    assert guarded.send("GET", "/", headers=no_key).status == 200
+    assert guarded.send("GET", "/v1/kv/live", headers=no_key).status == 401
     assert guarded.get("/v1/kv/live").status == 200
 
 

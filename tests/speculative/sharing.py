@@ -52,7 +52,7 @@ class Sharing:
         out = self._backend.attend(cache, q, step, AttentionParams(scale=0.0))
         rows = [plane[torch.tensor(pages)].flatten(0, 1)[:length] for plane in cache.v]
         assert spec.v is not None
-        v = codec_for(spec.v.dtype).decode(rows, cache.v_scale, g.head_dim_v, torch.float64)
+        v = codec_for(spec.v.dtype).decode(rows, cache.v_scale, torch.float64)
         mean = v.mean(0).repeat_interleave(g.num_q_heads // g.num_kv_heads, dim=0)
         self.read.append((float((out[0] - mean).abs().max()), out.dtype))
 

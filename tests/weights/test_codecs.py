@@ -47,7 +47,7 @@ LARGEST_ERROR = {
     "mxfp4": 1 / 4,
     "nvfp4": 1 / 6,
 }
-"""Of one number, in units of its block's largest (fp8: of the number)."""
+"""The largest error of one number, as a share of the largest of its block (fp8: of the number)."""
 
 
 def _name(fmt: WeightFormat) -> str:

@@ -41,7 +41,7 @@ def test_every_row_agrees_with_the_second_definition(row: list[float], line: lis
     planes = CODEC.encode(torch.tensor([row]), torch.tensor([matrix]))
     expected = int4_feedback(row, matrix)
     assert tuple(plane_bytes(plane) for plane in planes) == expected.planes
-    decoded = CODEC.decode(planes, None, 16, torch.float32)
+    decoded = CODEC.decode(planes, None, torch.float32)
     assert decoded[0].tolist() == expected.values
 
 
@@ -54,13 +54,13 @@ def test_each_head_has_its_own_matrix_and_nan_stays_in_its_row() -> None:
     assert same_bytes([p[:, 0] for p in planes], [p[:, 0] for p in PLAIN.encode(x, None)])
     alone = CODEC.encode(x[:, 1:], matrices[1:])
     assert same_bytes([p[:, 1:] for p in planes], alone)
-    decoded = CODEC.decode(planes, None, 16, torch.float32)
+    decoded = CODEC.decode(planes, None, torch.float32)
     assert decoded[3, 1].isnan().all()
     assert not decoded[:3].isnan().any()
 
 
 def second_moment(size: int) -> torch.Tensor:
-    """Of queries with a few strong directions, in the rotated basis."""
+    """Queries with a few strong directions, in the rotated basis."""
     torch.manual_seed(4)
     q = torch.randn(4000, size) * torch.linspace(0.1, 3, size) ** 2
     q += torch.randn(4000, 1) * torch.randn(size)

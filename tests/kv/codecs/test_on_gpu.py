@@ -45,8 +45,8 @@ def test_bytes_and_values_equal_the_cpu_s(dtype: KVDtype, head_dim: int) -> None
         if dtype.format.codec != "native":  # those keep whatever NaN payload the device makes
             assert same_bytes(planes, [p.cpu() for p in gpu_planes])
         for wanted in (torch.float32, torch.bfloat16, torch.float16):
-            here = codec.decode(planes, outside, head_dim, wanted)
-            there = codec.decode(gpu_planes, on_gpu, head_dim, wanted).cpu()
+            here = codec.decode(planes, outside, wanted)
+            there = codec.decode(gpu_planes, on_gpu, wanted).cpu()
             assert same_values(here, there)
 
 
@@ -56,11 +56,11 @@ def test_encode_and_decode_run_inside_a_cuda_graph(dtype: KVDtype) -> None:
     codec = codec_for(dtype)
     scale = torch.tensor([0.5]).cuda() if dtype.format.takes_outside_scale else None
     x = torch.randn(8, 2, 64).cuda()
-    codec.decode(codec.encode(x, scale), scale, 64, torch.float32)  # builds the tables
+    codec.decode(codec.encode(x, scale), scale, torch.float32)  # builds the tables
     graph, decoded = torch.cuda.CUDAGraph(), torch.zeros_like(x)
     with torch.cuda.graph(graph):
-        decoded.copy_(codec.decode(codec.encode(x, scale), scale, 64, torch.float32))
+        decoded.copy_(codec.decode(codec.encode(x, scale), scale, torch.float32))
     x.copy_(torch.randn(8, 2, 64))
     graph.replay()
-    expected = codec.decode(codec.encode(x, scale), scale, 64, torch.float32)
+    expected = codec.decode(codec.encode(x, scale), scale, torch.float32)
     assert same_values(decoded.cpu(), expected.cpu())

@@ -104,7 +104,7 @@ def test_kept_parts_add_up_to_the_whole(rows: dict[str, torch.Tensor], layer: La
 
 def stored(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     codec = codec_for(KVDtype.FP8_E4M3)
-    return codec.decode(codec.encode(x, scale), scale, DIM, torch.float32)
+    return codec.decode(codec.encode(x, scale), scale, torch.float32)
 
 
 @pytest.mark.parametrize("sharing", Sharing)

@@ -76,15 +76,14 @@ class ReferenceBackend:
 
         Tokens that belong to no sequence, or to one without stored tokens, get zeros.
         """
-        head_dims = cache.spec.geometry.head_dim_k, cache.spec.geometry.head_dim_v
         compute = torch.promote_types(self.compute, q.dtype)
-        out = q.new_zeros(q.shape[0], q.shape[1], head_dims[1])
+        out = q.new_zeros(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
         tile = ROW_TILE if self.batch_invariant else 1
         for group in _groups(_spans(step, params.window, cache.page_size, tile)):
             tables = [step.page_table[s.sequence, s.first_page : s.end_page] for s in group]
             pages = torch.cat(tables)
-            k = _rows(cache.k, cache.spec.k, cache.k_scale, pages, head_dims[0], compute)
-            v = _rows(cache.v, cache.spec.v, cache.v_scale, pages, head_dims[1], compute)
+            k = _rows(cache.k, cache.spec.k, cache.k_scale, pages, compute)
+            v = _rows(cache.v, cache.spec.v, cache.v_scale, pages, compute)
             base = 0  # row of the group's first page of this sequence
             for s in group:
                 start = base + s.first - s.first_page * cache.page_size
@@ -137,13 +136,12 @@ def _rows(
     choice: Choice | None,
     scale: Tensor | None,
     pages: Tensor,
-    head_dim: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """Decoded rows of whole pages: [len(pages) * page_size, num_kv_heads, head_dim]."""
     assert choice is not None, "refuse() excludes layers that store only one side"
     gathered = [plane.index_select(0, pages).flatten(0, 1) for plane in planes]
-    return codec_for(choice.dtype).decode(gathered, scale, head_dim, dtype)
+    return codec_for(choice.dtype).decode(gathered, scale, dtype)
 
 
 def _spans(step: Step, window: int | None, page_size: int, tile: int) -> Iterator[_Span]:

@@ -80,8 +80,8 @@ def see(
     token = torch.arange(length, device=q.device)
     slots = step.page_table[sequence].long()[token // cache.page_size] * cache.page_size
     slots += token % cache.page_size
-    k = _decoded(cache.k, cache.spec.k, cache.k_scale, slots, g.head_dim_k)
-    v = _decoded(cache.v, cache.spec.v, cache.v_scale, slots, g.head_dim_v)
+    k = _decoded(cache.k, cache.spec.k, cache.k_scale, slots)
+    v = _decoded(cache.v, cache.spec.v, cache.v_scale, slots)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("nhd,mhd->hnm", q.double(), k) * params.scale
     if params.softcap:
@@ -102,9 +102,8 @@ def _decoded(
     choice: Choice | None,
     scale: Tensor | None,
     slots: Tensor,
-    head_dim: int,
 ) -> Tensor:
     """Rows of these slots: float64 [len(slots), num_kv_heads, head_dim]."""
     assert choice is not None, "refuse() excludes layers that store only one side"
     rows = [plane[slots // plane.shape[1], slots % plane.shape[1]] for plane in planes]
-    return codec_for(choice.dtype).decode(rows, scale, head_dim, torch.float64)
+    return codec_for(choice.dtype).decode(rows, scale, torch.float64)

@@ -52,9 +52,7 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Decoded rows [..., num_kv_heads, head_dim] in `dtype`, computed in float32.
 
         Values beyond the range of a narrower `dtype` saturate. The result may be a plane itself

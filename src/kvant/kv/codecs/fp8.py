@@ -27,9 +27,7 @@ class ScaledFloat8Codec:
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
         return (self.float8.encode(widen(x) / per_head(scale)),)
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         (codes,) = planes
         return narrow(self.float8.decode(codes) * per_head(scale), dtype)
 
@@ -44,9 +42,7 @@ class PlainFloat8Codec:
         assert scale is None
         return (self.float8.encode(widen(x)),)
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is None
         (codes,) = planes
         return narrow(self.float8.decode(codes), dtype)

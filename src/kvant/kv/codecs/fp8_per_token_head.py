@@ -28,9 +28,7 @@ class RowScaledFloat8Codec:
         scales = row_scale(x.abs().amax(-1, keepdim=True), self.float8.max)
         return self.float8.encode(x / scales), scales
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is None
         codes, scales = planes
         return narrow(self.float8.decode(codes).mul_(scales), dtype)

@@ -51,10 +51,8 @@ class FeedbackInt4Codec:
             wanted += error[..., None] * scale[:, i]
         return packed.pack(found.masked_fill_(broken, 0.0), 4), stored
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
-        return self.plain.decode(planes, None, head_dim, dtype)
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return self.plain.decode(planes, None, dtype)
 
     def decode_rotated(self, planes: Sequence[Tensor]) -> Tensor:
         """As int4_per_token_head's."""

@@ -52,9 +52,7 @@ class RotatedInt4Codec:
         stored = (scales.view(torch.int32) | zero_point.to(torch.int32)).view(torch.float32)
         return packed.pack(codes, 4), torch.where(broken, float("nan"), stored)
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is None
         return narrow(unrotate(self.decode_rotated(planes)), dtype)
 

@@ -30,9 +30,7 @@ class RowScaledInt8Codec:
         steps = steps.masked_fill_(scales.isnan(), 0.0)
         return steps.to(torch.int8).view(torch.uint8), scales
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is None
         codes, scales = planes
         return narrow(codes.view(torch.int8).to(torch.float32).mul_(scales), dtype)

@@ -26,9 +26,7 @@ class NativeCodec:
         assert scale is None
         return (narrow(x, self.dtype),)
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is None
         (stored,) = planes
         return narrow(stored, dtype)

@@ -43,9 +43,7 @@ class BlockScaledE2M1Codec:
         steps = (blocks / step).masked_fill_(~(step > 0), 0.0)
         return packed.pack(e2m1.encode(steps).flatten(-2), 4), scale_codes
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         codes, scale_codes = planes
         numbers = packed.look_up(codes, e2m1.values(codes.device), 4)
         step = self.scale_float8.decode(scale_codes) * per_head(scale)

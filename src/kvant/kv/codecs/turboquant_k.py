@@ -63,9 +63,7 @@ class NormalCodebookCodec:
         # NaN is written as float16: converted from float32 it is 0x7fff on CUDA.
         return packed.pack(codes, self.bits), scales.masked_fill_(broken, float("nan"))
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is None
         codes, scales = planes
         found = packed.look_up(codes, _values(self.centroids, codes.device), self.bits)

@@ -43,9 +43,7 @@ class SmallestFirstCodec:
         step = step.masked_fill_(broken, float("nan"))
         return packed.pack(codes, self.bits), torch.cat((step, low), dim=-1)
 
-    def decode(
-        self, planes: Sequence[Tensor], scale: Tensor | None, head_dim: int, dtype: torch.dtype
-    ) -> Tensor:
+    def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is None
         codes, scales = planes
         step, low = scales.to(torch.float32).unbind(-1)

@@ -135,7 +135,7 @@ def read_state(
     shape = cache.spec.geometry.shape
     stored = tuple(plane[rows] for plane in cache.planes)
     codec = codec_for(cache.spec.choice.dtype)
-    found = codec.decode(stored, None, shape[-1], torch.float32).to(dtype)
+    found = codec.decode(stored, None, torch.float32).to(dtype)
     return found.masked_fill_((starts <= 0).view(-1, *(1,) * len(shape)), 0.0)
 
 

@@ -24,9 +24,9 @@ from kvant.attention.base import AttentionBackend, AttentionParams
 from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.cpu.formats import SERVED
 from kvant.attention.reference.backend import ReferenceBackend
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.pool import KVPool
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, Step, StepCall
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source, StateSpec

@@ -19,8 +19,8 @@ from kvant.attention.backends import load_backends
 from kvant.attention.base import AttentionBackend, Step, StepCall
 from kvant.execution.batch import build_batch
 from kvant.execution.runner import ModelRunner, _moved
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.kv.names import FormatRequest
 from kvant.kv.pool import KVPool, LayerCache
 from kvant.kv.request import Asked, KVRequest

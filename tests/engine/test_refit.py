@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from kvant import LLM, SamplingParams
 from kvant.errors import BadCheckpoint, NotServable, RequestError
 from kvant.execution.runner import ModelRunner
-from kvant.kv.checkpoint.facts import Side
+from kvant.kv.format import Side
 from tests.models import tiny
 from tests.models.tiny_gguf import tensors, write_gguf
 from tests.models.tiny_quantized import build_quantized

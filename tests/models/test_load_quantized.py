@@ -16,9 +16,9 @@ from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
 from kvant.errors import EngineFault, NotServable
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.names import parse_format
 from kvant.kv.pool import KVPool
 from kvant.kv.request import Asked, KVRequest, Requests

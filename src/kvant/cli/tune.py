@@ -164,7 +164,7 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvant.kv.checkpoint.facts import Side
+    from kvant.kv.format import Side
     from kvant.measure.tuning.policy_file import explain, name_of
 
     console = Console()

@@ -74,6 +74,11 @@ _SCALE_ELEMENT = {
 }
 
 
+class Side(Enum):
+    K = "k"
+    V = "v"
+
+
 class Granularity(Enum):
     """Which numbers share a scale."""
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvant.errors import EngineFault
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import TORCH_ELEMENT
+from kvant.kv.format import Side
 from kvant.kv.groups import ArenaLayout, lay_out
 from kvant.kv.saturation import Saturated, largest_stored
 from kvant.kv.saturation_counter import SaturationCounter

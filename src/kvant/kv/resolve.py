@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.audit import STORE_MODEL_DTYPE, audit
-from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, Side, UnreadableWish
+from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, UnreadableWish
 from kvant.kv.checkpoint.lookup import wish_for
 from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
 from kvant.kv.names import Request
 from kvant.kv.request import Asked, KVRequest, LayerRule, check_request, closest

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kvant.kv.checkpoint.facts import ScaleTensor
 from kvant.kv.dtype import ComputeDtype, KVDtype
-from kvant.kv.format import Plane
+from kvant.kv.format import Plane, Side
 from kvant.kv.geometry import LayerGeometry, StateGeometry, StateKind
 
 
@@ -38,6 +37,33 @@ class ScaleState(Enum):
     MISSING = "missing"  # promised, missing, and the user accepted 1.0
     UNUSED = "unused"  # present, but the stored format does not use it
     UNCHECKED = "unchecked"  # there are no weight files to look into
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleTensor:
+    """A scale found in a safetensors header; its value has not been read.
+
+    name: the tensor's name; file: the file that holds it; shape, dtype: as in the header ("F32").
+    layer: name of the attention module it belongs to, such as "model.layers.0.self_attn".
+    inverse: it holds 1 / scale (compressed-tensors' global scales). rivals: other tensors that claim
+    to be the same scale. One tensor may stand for K and for V (`kv_scale`).
+    """
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    layer: str
+    side: Side
+    inverse: bool = False
+    rivals: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
 
 
 @dataclass(frozen=True, slots=True)

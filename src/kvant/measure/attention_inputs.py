@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step
 from kvant.attention.long import list_long
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.pool import KVPool, LayerCache
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source

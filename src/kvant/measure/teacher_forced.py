@@ -16,7 +16,7 @@ from torch import Tensor
 from kvant.attention.backends import load_backends
 from kvant.attention.base import AttentionBackend, Step, StepCall
 from kvant.attention.long import list_long
-from kvant.kv.checkpoint.facts import Side
+from kvant.kv.format import Side
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
 from kvant.models.loaded import LoadedModel

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvant.errors import BadCheckpoint
-from kvant.kv.checkpoint.facts import ScaleTensor
 from kvant.kv.checkpoint.rounding import FILE_NAME
 from kvant.kv.checkpoint.safetensors_header import read_header
-from kvant.kv.spec import KVPlan
+from kvant.kv.spec import KVPlan, ScaleTensor
 
 
 def read_rounding(directory: Path, plan: KVPlan) -> dict[int, npt.NDArray[np.float32]]:

@@ -19,9 +19,9 @@ from transformers.initialization import no_init_weights
 from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.dtype import ComputeDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
 from kvant.models.classes import auto_class

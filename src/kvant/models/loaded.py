@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from kvant.attention.base import StepCall
 from kvant.attention.watch import check_all_were_reached, watch
 from kvant.errors import NotServable
-from kvant.kv.checkpoint.facts import Side
+from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
 from kvant.models.forward import Forward
 from kvant.models.forward_info import ForwardChoice

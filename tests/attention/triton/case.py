@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step
 from kvant.attention.reference.backend import ReferenceBackend
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.pool import KVPool, LayerCache
 from kvant.kv.spec import KVPlan, Role
 from tests.attention import driver

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, Side
+from kvant.kv.checkpoint.facts import CheckpointKV, KVWish
 from kvant.kv.checkpoint.lookup import wish_for
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, Source
 

@@ -12,19 +12,12 @@ from hypothesis import strategies as st
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.audit import audit
-from kvant.kv.checkpoint.facts import (
-    CheckpointKV,
-    KVWish,
-    ScalePromise,
-    ScaleTensor,
-    Side,
-    UnreadableWish,
-)
+from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScalePromise, UnreadableWish
 from kvant.kv.checkpoint.lookup import wish_for
 from kvant.kv.dtype import KVDtype
-from kvant.kv.format import CheckpointScales
+from kvant.kv.format import CheckpointScales, Side
 from kvant.kv.nvfp4_scales import NVFP4_GLOBAL_K, NVFP4_GLOBAL_V
-from kvant.kv.spec import Scale, ScaleState
+from kvant.kv.spec import Scale, ScaleState, ScaleTensor
 from tests.kv.checkpoint.build import (
     FP8_SCHEME,
     NUM_KV_HEADS,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kvant.errors import BadCheckpoint
-from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, Side, UnreadableWish
+from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, UnreadableWish
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from tests.kv.checkpoint.build import (
     FP8_SCHEME,
     bf16,

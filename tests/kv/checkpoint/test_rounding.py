@@ -10,9 +10,10 @@ from safetensors.numpy import save_file
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.audit import audit
-from kvant.kv.checkpoint.facts import CheckpointKV, Side
+from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.rounding import FILE_NAME, find_rounding
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.names import parse_format, parse_one, whole_formats
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScalePromise, Side, UnreadableWish
+from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScalePromise, UnreadableWish
 from kvant.kv.checkpoint.lookup import read_place, same_layer, scale_for, unclaimed, wish_for
 from kvant.kv.checkpoint.scales import ScaleName, ScaleRole, read_scale_name
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import Attention
 from tests.kv.checkpoint.build import Raw, f32, layer, modelopt_file, scales, weight, write
 from tests.kv.checkpoint.stored import read_checkpoint

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.audit import audit
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.checkpoint.scales import LARGEST, SMALLEST, read_scale_values
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
 from tests.kv.checkpoint.build import (
     NUM_KV_HEADS,

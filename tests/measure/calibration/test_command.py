@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, ConfigError
 from kvant.execution.runner import ModelRunner
-from kvant.kv.checkpoint.facts import CheckpointKV, ScaleTensor, Side
+from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.kv.names import parse_format
-from kvant.kv.spec import ScaleState
+from kvant.kv.spec import ScaleState, ScaleTensor
 from kvant.measure.calibration.calibrate import Calibrator, divide_text
 from kvant.measure.calibration.write import check_writable
 from kvant.measure.own_engine import plan_storing

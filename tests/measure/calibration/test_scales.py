@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvant.attention.base import AttentionParams
 from kvant.errors import BadValue
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs import codec_for
 from kvant.kv.codecs.rotation import rotate
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.measure.calibration.scales import (
     FACTORS,
     Method,

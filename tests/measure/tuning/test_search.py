@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.measure.tuning.search import (
     Assignment,
     Option,

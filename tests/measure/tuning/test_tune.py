@@ -12,8 +12,8 @@ import yaml
 from kvant.cli.tune import _budget, _formats
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.kv.policy import read_policy
 from kvant.kv.request import check_request
 from kvant.measure.quality.kept import Kept

@@ -13,8 +13,8 @@ from kvant.attention.base import AttentionBackend, AttentionParams, Step
 from kvant.attention.long import list_long
 from kvant.attention.need import Need
 from kvant.attention.verify import definition, rounded
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.pool import SCRATCH_PAGE, KVPool, LayerCache
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
 

@@ -21,21 +21,14 @@ the values need, 1.0 stays 1.0.
 from __future__ import annotations
 
 from kvant.errors import BadCheckpoint, WayOut
-from kvant.kv.checkpoint.facts import (
-    CheckpointKV,
-    KVWish,
-    ScalePromise,
-    ScaleTensor,
-    Side,
-    UnreadableWish,
-)
+from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScalePromise, UnreadableWish
 from kvant.kv.checkpoint.lookup import scale_for, wish_for
 from kvant.kv.checkpoint.rounding import audit_rounding
 from kvant.kv.dtype import KVDtype
-from kvant.kv.format import CheckpointScales, Encoding, Granularity
+from kvant.kv.format import CheckpointScales, Encoding, Granularity, Side
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.nvfp4_scales import NVFP4_GLOBAL_K, NVFP4_GLOBAL_V
-from kvant.kv.spec import Scale, ScaleState
+from kvant.kv.spec import Scale, ScaleState, ScaleTensor
 
 SCALE_DTYPES = ("F32", "F16", "BF16")
 """Dtypes of scales, as safetensors headers name them."""

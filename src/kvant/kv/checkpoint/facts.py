@@ -13,11 +13,8 @@ from enum import Enum
 from types import MappingProxyType
 
 from kvant.kv.dtype import KVDtype
-
-
-class Side(Enum):
-    K = "k"
-    V = "v"
+from kvant.kv.format import Side
+from kvant.kv.spec import ScaleTensor
 
 
 class ScalePromise(Enum):
@@ -57,33 +54,6 @@ class UnreadableWish:
 
 
 Wish = KVWish | UnreadableWish
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleTensor:
-    """A scale found in a safetensors header; its value has not been read.
-
-    name: the tensor's name; file: the file that holds it; shape, dtype: as in the header ("F32").
-    layer: name of the attention module it belongs to, such as "model.layers.0.self_attn".
-    inverse: it holds 1 / scale (compressed-tensors' global scales). rivals: other tensors that claim
-    to be the same scale. One tensor may stand for K and for V (`kv_scale`).
-    """
-
-    name: str
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    layer: str
-    side: Side
-    inverse: bool = False
-    rivals: tuple[str, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
 
 
 @dataclass(frozen=True, slots=True)

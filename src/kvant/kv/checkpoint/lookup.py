@@ -14,9 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScaleTensor, Side, UnreadableWish, Wish
+from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, UnreadableWish, Wish
 from kvant.kv.checkpoint.scales import ATTENTION_MODULES
+from kvant.kv.format import Side
 from kvant.kv.geometry import LayerGeometry
+from kvant.kv.spec import ScaleTensor
 
 LAYER_LISTS = frozenset({"layers", "h", "blocks", "block", "layer"})
 """What architectures call the list of their layers."""

@@ -20,9 +20,11 @@ from typing import Any
 
 from kvant.kv.checkpoint.compressed_tensors import IllegalArgs, read_args
 from kvant.kv.checkpoint.declaration import Declaration, unreadable
-from kvant.kv.checkpoint.facts import KVWish, ScalePromise, ScaleTensor, Side, UnreadableWish, Wish
+from kvant.kv.checkpoint.facts import KVWish, ScalePromise, UnreadableWish, Wish
 from kvant.kv.checkpoint.lookup import same_layer
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
+from kvant.kv.spec import ScaleTensor
 
 ALGO, SCHEME = "kv_cache_quant_algo", "kv_cache_scheme"
 LAYERS, SCHEMA = "kv_cache_quantized_layers", "kv_cache_schema_version"

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvant.kv.checkpoint.declaration import Declaration, unreadable
-from kvant.kv.checkpoint.facts import KVWish, ScalePromise, Side, UnreadableWish, Wish
+from kvant.kv.checkpoint.facts import KVWish, ScalePromise, UnreadableWish, Wish
 from kvant.kv.checkpoint.lookup import LAYER_LISTS, TEXT_PREFIXES, read_place
 from kvant.kv.checkpoint.scales import ATTENTION_MODULES
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 
 GROUP = "kv_cache_group"
 

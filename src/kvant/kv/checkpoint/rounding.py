@@ -11,12 +11,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvant.errors import BadCheckpoint, WayOut
-from kvant.kv.checkpoint.facts import CheckpointKV, ScaleTensor, Side
+from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.lookup import same_layer
 from kvant.kv.checkpoint.safetensors_header import read_header
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import LayerGeometry
-from kvant.kv.spec import Scale, ScaleState
+from kvant.kv.spec import Scale, ScaleState, ScaleTensor
 
 FILE_NAME = "kvant-key-rounding.safetensors"
 SUFFIX = ".k_feedback"

@@ -23,9 +23,9 @@ from enum import Enum
 from pathlib import Path
 
 from kvant.errors import BadCheckpoint
-from kvant.kv.checkpoint.facts import ScaleTensor, Side
 from kvant.kv.checkpoint.safetensors_header import Header, TensorEntry, read_header
-from kvant.kv.spec import KVPlan, Scale, ScaleState
+from kvant.kv.format import Side
+from kvant.kv.spec import KVPlan, Scale, ScaleState, ScaleTensor
 
 
 class ScaleRole(Enum):

@@ -18,8 +18,8 @@ from kvant.attention.backends import load_backends
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, WayOut
 from kvant.execution.runner import ModelRunner
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.kv.names import FormatRequest, parse_format
 from kvant.kv.spec import KVPlan
 from kvant.measure.calibration.feedback import feedback_matrices

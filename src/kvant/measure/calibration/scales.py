@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from kvant.errors import BadValue, WayOut
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.checkpoint.scales import LARGEST, SMALLEST
 from kvant.kv.codecs.float8 import FLOAT8
-from kvant.kv.format import Encoding
+from kvant.kv.format import Encoding, Side
 from kvant.measure.calibration.seen import LayerSeen, Seen, SideSeen, bin_edges
 
 PERCENTILE = 0.9999

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.codecs.rotation import rotate
+from kvant.kv.format import Side
 from kvant.kv.pool import LayerCache
 from kvant.kv.spec import KVPlan
 

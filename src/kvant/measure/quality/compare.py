@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import BadValue, WayOut
-from kvant.kv.checkpoint.facts import Side
+from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
 from kvant.measure.quality.kl_statistics import Baseline, Distances, join
 from kvant.measure.teacher_forced import TextReader

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import Follow, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
 from kvant.measure.tuning.search import Option
 from kvant.measure.tuning.tune import Tuned, Verified

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 
 Place = tuple[int, Side]
 """A layer's index and a side."""

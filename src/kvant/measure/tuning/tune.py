@@ -23,8 +23,8 @@ from torch import Tensor
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, ConfigError, WayOut
 from kvant.execution.runner import ModelRunner
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.dtype import Follow, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import Attention
 from kvant.kv.names import FormatRequest, whole_formats
 from kvant.kv.request import Asked, KVRequest, rules_for

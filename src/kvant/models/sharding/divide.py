@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from kvant.errors import EngineFault
-from kvant.kv.checkpoint.facts import Side
 from kvant.kv.checkpoint.safetensors_header import find_weight_files
+from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
 from kvant.models.sharding.cuts import SUMMED, Cut, Cuts, Rule
 from kvant.models.sharding.shard import Shard

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvant.attention.launching import Shape
 from kvant.attention.need import FIXED_SPLIT
 from kvant.attention.triton.cut import (
     FEWEST_JOINED,
@@ -18,7 +19,6 @@ from kvant.attention.triton.cut import (
     MOST_SCANNED,
     NEVER_SPLIT,
     Cut,
-    Shape,
     cut_step,
     wide_items_aimed_at,
 )

@@ -19,10 +19,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.attention.base import LongQuery
+from kvant.attention.launching import Shape
 from kvant.attention.long import list_long
 from kvant.attention.triton import backend, dense_prefill, prefill
 from kvant.attention.triton.backend import TritonBackend, attend
-from kvant.attention.triton.cut import NEVER_SPLIT, Shape
+from kvant.attention.triton.cut import NEVER_SPLIT
 from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.info import SERVED
 from kvant.kv.codecs import codec_for

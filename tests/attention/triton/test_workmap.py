@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed here")
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.cut import Shape, items_aimed_at
+from kvant.attention.launching import Shape
+from kvant.attention.triton.cut import items_aimed_at
 from kvant.attention.triton.workmap import tiles_per_split
 
 GROUP, TILE = 4, 64

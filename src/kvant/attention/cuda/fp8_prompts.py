@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, LongQuery, Step
+from kvant.attention.launching import address, outer, plane_addresses
 from kvant.attention.long import together
-from kvant.attention.triton.launch import outer
 from kvant.kernels.cuda import build
 from kvant.kernels.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.kv.dtype import KVDtype
@@ -107,7 +107,7 @@ def _attend(
         len(some) * heads * tiles,
         256,
         (
-            *_plane_addresses(cache.k), *_plane_addresses(cache.v),
+            *plane_addresses(cache.k), *plane_addresses(cache.v),
             step.page_table.data_ptr(), step.page_table.stride(0), step.seqlens_kv.data_ptr(),
             first, tiles, cache.page_stride, laid_out.data_ptr(),
         ),
@@ -117,18 +117,9 @@ def _attend(
         THREADS,
         (
             q.data_ptr(), q.stride(0), q.stride(1), laid_out.data_ptr(),
-            _address(cache.k_scale), outer(cache.k_scale),
-            _address(cache.v_scale), outer(cache.v_scale), out.data_ptr(),
+            address(cache.k_scale), outer(cache.k_scale),
+            address(cache.v_scale), outer(cache.v_scale), out.data_ptr(),
             step.cu_seqlens_q.data_ptr(), step.seqlens_kv.data_ptr(), first, blocks, tiles,
             params.scale, int(step.causal),
         ),
     )  # fmt: skip
-
-
-def _plane_addresses(planes: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Addresses of the codes and of the scales; 0 without scales in the pages."""
-    return planes[0].data_ptr(), planes[1].data_ptr() if len(planes) > 1 else 0
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step
-from kvant.attention.triton.cut import Shape
-from kvant.attention.triton.format import format_of
-from kvant.attention.triton.launch import outer, words
+from kvant.attention.launching import Shape, address, outer, plane_addresses
 from kvant.kernels.cuda import build
 from kvant.kernels.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Granularity, Rotation
 from kvant.kv.pool import LayerCache
 
 logger = logging.getLogger(__name__)
@@ -122,14 +121,15 @@ def _kernel(
 
 def _side_defines(side: str, dtype: KVDtype) -> dict[str, int | str]:
     """Macros for the format of K or of V: its struct, and facts of its declaration."""
-    format = format_of(dtype)
-    codes, *scales = dtype.format.planes(HEAD)
+    format = dtype.format
+    codes, *scales = format.planes(HEAD)
+    per_row = bool(scales) and format.granularity is Granularity.TOKEN_HEAD
     return {
         f"FORMAT_{side}": format.name,
         f"BYTES_{side}": codes.row_bytes,
         f"SB_{side}": sum(plane.row_bytes for plane in scales),
-        f"SCALED_{side}": int(format.per_row),
-        f"ROTATE_{side}": HEAD if format.rotated else 0,
+        f"SCALED_{side}": int(per_row),
+        f"ROTATE_{side}": HEAD if format.rotation is Rotation.HADAMARD else 0,
     }
 
 
@@ -153,7 +153,6 @@ def launch(
     spec = cache.spec
     assert spec.k is not None
     assert spec.v is not None
-    a, b = format_of(spec.k.dtype), format_of(spec.v.dtype)
     heads = spec.geometry.num_kv_heads
     if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8 or q.stride(2) != 1:
         q = q.contiguous()  # rows are read 16 bytes at a time
@@ -166,10 +165,10 @@ def launch(
         32 * WARPS,
         (
             q.data_ptr(), q.stride(0), q.stride(1),
-            *map(_address, words(cache.k, a)), *map(_address, words(cache.v, b)),
-            _address(cache.k_scale), outer(cache.k_scale),
-            _address(cache.v_scale), outer(cache.v_scale),
-            _address(sinks), 0 if sinks is None else _SINKS[sinks.dtype],
+            *plane_addresses(cache.k), *plane_addresses(cache.v),
+            address(cache.k_scale), outer(cache.k_scale),
+            address(cache.v_scale), outer(cache.v_scale),
+            address(sinks), 0 if sinks is None else _SINKS[sinks.dtype],
             out.data_ptr(), partial.data_ptr(), partial_lse.data_ptr(),
             step.cu_seqlens_q.data_ptr(), step.seqlens_kv.data_ptr(),
             step.page_table.data_ptr(), step.page_table.stride(0), step.seqlens_kv.shape[0],
@@ -177,7 +176,3 @@ def launch(
             cache.page_stride,
         ),
     )  # fmt: skip
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, HeadNorm, HeadRotation, Step
 from kvant.attention.cuda import many_rows
+from kvant.attention.launching import Shape, outer
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
 from kvant.attention.triton import dense_prefill, prefill, rotated_store
 from kvant.attention.triton.combine import combine
-from kvant.attention.triton.cut import Cut, Shape, cut_step, heads_joined_at_once
+from kvant.attention.triton.cut import Cut, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.format import format_of
 from kvant.attention.triton.launch import (
     ahead,
-    outer,
     pad,
     page_units,
     rotate,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from kvant.attention.launching import Shape
 from kvant.attention.need import FIXED_SPLIT
 
 NEVER_SPLIT = 1 << 24
@@ -28,27 +29,6 @@ LONGEST_JOINED = 2048
 
 MOST_SCANNED = 128
 """Maximum sequences among which every program finds its work itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How one launch of the attention kernel is split.
-
-    rows: query rows (query, head of the group) of a program. tile: keys of one iteration.
-    programs: resident programs per multiprocessor. least: minimum keys of an item, in tiles.
-    """
-
-    rows: int
-    tile: int
-    warps: int
-    stages: int
-    programs: int
-    least: int = 1
-    max_registers: int | None = None
-
-    def joined_at_once(self, rows: int) -> int:
-        """Items that one program joins at a time for `rows` rows: at most half of its registers."""
-        return max(1, min(16, 32 * self.warps // max(rows, 1)))
 
 
 @dataclass(frozen=True, slots=True)

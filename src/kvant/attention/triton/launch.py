@@ -67,13 +67,6 @@ def page_units(cache: LayerCache) -> int:
     return cache.page_stride // 16
 
 
-def outer(scale: Tensor | None) -> int:
-    """Return 0 without an outside scale, 1 for one [1], 2 for one per KV head [num_kv_heads]."""
-    if scale is None:
-        return 0
-    return 1 if scale.numel() == 1 else 2
-
-
 def pad(head_dim: int, format: Format) -> int:
     """Words of a row, padded to a power of two that a matrix product takes."""
     return max(16, int(triton.next_power_of_2(head_dim // format.elements)))

@@ -21,12 +21,13 @@ import triton
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, LongQuery, Step
+from kvant.attention.launching import outer
 from kvant.attention.need import LONG, LONG_STRIDE
 from kvant.attention.triton.format import format_of
 from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.info import INFO
 from kvant.attention.triton.join import join_rows
-from kvant.attention.triton.launch import outer, page_units, shifts, words
+from kvant.attention.triton.launch import page_units, shifts, words
 from kvant.attention.triton.pack import pack_rows, unpack_rows
 from kvant.kernels.triton.device import has_ptx
 from kvant.kv.geometry import LayerGeometry

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from kvant.attention.triton.cut import Shape
+from kvant.attention.launching import Shape
 from kvant.attention.triton.format import format_of
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Encoding

@@ -1,0 +1,48 @@
+"""What launches of Triton and of CUDA kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How one launch of the attention kernel is split.
+
+    rows: query rows (query, head of the group) of a program. tile: keys of one iteration.
+    programs: resident programs per multiprocessor. least: minimum keys of an item, in tiles.
+    """
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+    least: int = 1
+    max_registers: int | None = None
+
+    def joined_at_once(self, rows: int) -> int:
+        """Items that one program joins at a time for `rows` rows: at most half of its registers."""
+        return max(1, min(16, 32 * self.warps // max(rows, 1)))
+
+
+def outer(scale: Tensor | None) -> int:
+    """Return 0 without an outside scale, 1 for one [1], 2 for one per KV head [num_kv_heads]."""
+    if scale is None:
+        return 0
+    return 1 if scale.numel() == 1 else 2
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where the tensor's data begins, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def plane_addresses(planes: Sequence[Tensor]) -> tuple[int, int]:
+    """Return where codes and scales begin; 0 without scales in the pages."""
+    return planes[0].data_ptr(), planes[1].data_ptr() if len(planes) > 1 else 0

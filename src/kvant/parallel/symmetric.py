@@ -18,8 +18,10 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvant.errors import EngineFault
+from kvant.kernels.triton.device import launches_ahead
 from kvant.models.sharding.shard import Shard
 
 MOST_ROWS = 128
@@ -49,6 +51,8 @@ class SymmetricSums:
         self._peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
         self._broken = torch.zeros(1, dtype=torch.int32).pin_memory()
+        ahead = launches_ahead(device)
+        self._options = {"AHEAD": ahead, **({"launch_pdl": True} if ahead else {})}
         dist.barrier()  # flags are zero everywhere
 
     def takes(self, x: Tensor) -> bool:
@@ -110,7 +114,7 @@ class SymmetricSums:
             x, residual, weight, out, self._epochs, self._peers, self._broken, eps,
             FLAG_BYTES=self._flag_bytes, RANK=self._shard.rank, SIZE=self._shard.size,
             ROWS=MOST_ROWS, WIDTH=self.width, PAD=triton.next_power_of_2(self.width), ADDS=adds,
-            SPINS=_SPINS, num_warps=8 if self.width > 2048 else 4,
+            SPINS=_SPINS, num_warps=8 if self.width > 2048 else 4, **self._options,
         )  # fmt: skip
 
 
@@ -118,7 +122,10 @@ class SymmetricSums:
 def _sum_rows(x, residual, weight, out, epochs, peers, broken, eps,
               FLAG_BYTES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
               ROWS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, ADDS: tl.constexpr,
-              SPINS: tl.constexpr):  # fmt: skip
+              SPINS: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    if AHEAD:  # the product behind loads weights while ranks meet
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     at = row.to(tl.int64) * WIDTH
     epoch = tl.load(epochs + row) + 1

@@ -19,6 +19,9 @@ from kvant.models.fused.recipe import Activation, NormKind, Pairing
 from kvant.models.fused.routing import Routing, Scoring
 from kvant.models.fused.triton_experts import TritonExperts
 from kvant.models.fused.triton_kernels import TritonKernels
+from kvant.models.sharding.shard import Shard
+from kvant.parallel.symmetric import MOST_ROWS, SymmetricSums
+from kvant.parallel.triton_sums import added
 from tests.engine.interpreted.compiled import H200, type_of
 
 MOST_SHARED = 232448
@@ -103,9 +106,25 @@ def _between_products() -> None:
             few.added(empty(tokens, columns), empty(3840, columns), None, stream, x[0])
 
 
+def _sums_of_ranks() -> None:
+    """Sums of 2 and 8 ranks, alone and with the residual and the norm behind them."""
+    for size in (2, 8):
+        sums = SymmetricSums.__new__(SymmetricSums)
+        sums.width, sums.dtype, sums._shard = 4096, torch.bfloat16, Shard(0, size)
+        sums._flag_bytes = 4 * size * MOST_ROWS
+        sums._epochs = sums._broken = torch.empty(1, dtype=torch.int32, device="meta")
+        sums._peers = torch.empty(size, dtype=torch.int64, device="meta")
+        sums._options = {"AHEAD": True, "launch_pdl": True}
+        x = torch.empty(3, 4096, dtype=torch.bfloat16, device="meta")
+        sums.sum(x)
+        sums.sum_add_norm(x, x, x[0], 1e-6)
+        added(torch.empty(size, 3, 4096, dtype=torch.bfloat16, device="meta"))
+
+
 if __name__ == "__main__":
     JITFunction.run = _compile  # type: ignore[method-assign,assignment]
     _between_products()
+    _sums_of_ranks()
     made = TritonExperts(torch.device("cpu"))
     made._options = {"AHEAD": True, "launch_pdl": True}
     gpt_oss = Routing(32, 4, Scoring.TOP_K_THEN_SOFTMAX, rounded=True)

@@ -98,7 +98,7 @@ def test_it_drafts_as_in_plain_torch_whatever_the_pieces_of_the_context(pair: Pa
         made.zero(pages)
         for end, size in zip(accumulate(pieces), pieces, strict=True):
             made.learn(*context(pages, end - size, hidden[end - size : end]))
-        assert made.propose([Ask([0] * 30 + [42], pages, MOST)]) == [wanted]
+        assert made.propose([Ask([0] * 30 + [42], [pages], MOST)]) == [wanted]
 
 
 def test_several_sequences_are_drafted_at_once_each_from_its_own_context(pair: Pair) -> None:
@@ -109,7 +109,7 @@ def test_several_sequences_are_drafted_at_once_each_from_its_own_context(pair: P
         pages = list(range(1 + number * 9, 10 + number * 9))
         hidden = features(length, seed=number)
         made.learn(*context(pages, 0, hidden))
-        asks.append(Ask([0] * length + [number + 3], pages, MOST))
+        asks.append(Ask([0] * length + [number + 3], [pages], MOST))
         wanted.append(
             expected(pair, hidden, number + 3, embedding=target.embedding, head=target.head)
         )
@@ -124,9 +124,9 @@ def test_a_block_that_was_rejected_leaves_nothing_behind(pair: Pair) -> None:
     hidden = features(20)
     made = proposer(planned(pair.target, pair.draft), target)
     made.learn(*context(pages, 0, hidden[:12]))
-    made.propose([Ask([0] * 12 + [9], pages, MOST)])  # its rows lie at 12 .. 16 now
+    made.propose([Ask([0] * 12 + [9], [pages], MOST)])  # its rows lie at 12 .. 16 now
     made.learn(*context(pages, 12, hidden[12:14]))
-    again = made.propose([Ask([0] * 14 + [77], pages, MOST)])
+    again = made.propose([Ask([0] * 14 + [77], [pages], MOST)])
     wanted = expected(pair, hidden[:14], 77, embedding=target.embedding, head=target.head)
     assert again == [wanted]
 
@@ -150,7 +150,7 @@ def test_fewer_drafts_make_a_smaller_block(pair: Pair) -> None:
     made = proposer(planned(pair.target, pair.draft), fake_target(pair))
     pages = [1, 2]
     made.learn(*context(pages, 0, features(6)))
-    (drafts,) = made.propose([Ask([0] * 6 + [4], pages, 1)])  # the pages end right behind it
+    (drafts,) = made.propose([Ask([0] * 6 + [4], [pages], 1)])  # the pages end right behind it
     assert len(drafts) == 1
 
 
@@ -164,7 +164,7 @@ def test_a_speculators_checkpoint_counts_layers_from_the_embedding_on(
     hidden = features(9)
     made.learn(*context([4, 5, 6, 7], 0, hidden))
     wanted = expected(pair, hidden, 8, embedding=target.embedding, head=target.head)
-    assert made.propose([Ask([0] * 9 + [8], [4, 5, 6, 7], MOST)]) == [wanted]
+    assert made.propose([Ask([0] * 9 + [8], [[4, 5, 6, 7]], MOST)]) == [wanted]
 
 
 def test_a_smaller_vocabulary_goes_through_d2t(pair: Pair, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_smaller_vocabulary_goes_through_d2t(pair: Pair, tmp_path: Path) -> No
     hidden = features(9)
     made.learn(*context([4, 5, 6, 7], 0, hidden))
     numbers = expected(pair, hidden, 8, embedding=target.embedding, head=head.double())
-    (drafts,) = made.propose([Ask([0] * 9 + [8], [4, 5, 6, 7], MOST)])
+    (drafts,) = made.propose([Ask([0] * 9 + [8], [[4, 5, 6, 7]], MOST)])
     assert drafts == chosen[numbers].tolist()
     add_tensors(path, t2d=~t2d)
     with pytest.raises(BadCheckpoint, match="t2d and d2t"):
@@ -212,7 +212,7 @@ def test_a_mask_embedding_of_its_own_is_used_at_masked_places(
     changed[MASK] = mask.double()
     wanted = expected(pair, hidden, 8, embedding=changed, head=target.head)
     assert wanted != expected(pair, hidden, 8, embedding=target.embedding, head=target.head)
-    assert made.propose([Ask([0] * 9 + [8], [4, 5, 6, 7], MOST)]) == [wanted]
+    assert made.propose([Ask([0] * 9 + [8], [[4, 5, 6, 7]], MOST)]) == [wanted]
 
 
 @torch.no_grad()
@@ -268,7 +268,7 @@ def test_windows_and_order_are_those_of_the_config(
     made.learn(*context(pages, 0, hidden))
     wanted = by_hand(pair, hidden, 6, target, window=WINDOW, causal=causal)
     assert wanted != by_hand(pair, hidden, 6, target, window=WINDOW, causal=not causal)
-    assert made.propose([Ask([0] * 25 + [6], pages, MOST)]) == [wanted]
+    assert made.propose([Ask([0] * 25 + [6], [pages], MOST)]) == [wanted]
 
 
 def test_a_drafter_of_mimos_kind_has_sinks_and_windows_that_look_both_ways(
@@ -288,7 +288,7 @@ def test_a_drafter_of_mimos_kind_has_sinks_and_windows_that_look_both_ways(
     made.learn(*context(pages, 0, hidden))
     wanted = by_hand(pair, hidden, 6, target, window=WINDOW, causal=False, sinks=sinks)
     assert wanted != by_hand(pair, hidden, 6, target, window=WINDOW, causal=False)
-    assert made.propose([Ask([0] * 25 + [6], pages, MOST)]) == [wanted]
+    assert made.propose([Ask([0] * 25 + [6], [pages], MOST)]) == [wanted]
 
 
 def test_in_float16_large_hidden_states_do_not_overflow(pair: Pair) -> None:

@@ -254,7 +254,8 @@ def _states_note(plan: Plan) -> str:
 
 
 def _group_line(group: KeptLayers) -> str:
-    size = f"{len(group.layers)} layers, {group.bytes_per_token:,} bytes per token"
+    drafts = f" and {len(group.draft_layers)} of the drafter" if group.draft_layers else ""
+    size = f"{len(group.layers)} layers{drafts}, {group.bytes_per_token:,} bytes per token"
     if group.window is None or group.most_bytes is None:
         return f"{size}: every token is kept"
     return (

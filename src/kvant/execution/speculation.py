@@ -69,7 +69,7 @@ class Speculation:
         asking = schedule.max_drafts.nonzero()[0].tolist()
         rooms = schedule.max_drafts.tolist()
         sequences = schedule.sequences
-        asks = [Ask(sequences[i].token_ids, sequences[i].pages, rooms[i]) for i in asking]
+        asks = [Ask(sequences[i].token_ids, sequences[i].held, rooms[i]) for i in asking]
         for place, found in zip(asking, self._proposer.propose(asks), strict=True):
             self._check(found, rooms[place])
             drafts[place] = tuple(found)

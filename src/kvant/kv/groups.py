@@ -67,6 +67,10 @@ class ArenaLayout:
         """The group of a layer that owns storage."""
         return next(i for i, group in enumerate(self.groups) if owner in group.offsets)
 
+    def holds(self, role: Role) -> bool:
+        """Whether it has pages of this model's layers."""
+        return any(owner[0] is role for group in self.groups for owner in group.pieces)
+
     @property
     def waste(self) -> float:
         """The largest share of a superblock that is padding."""
@@ -94,7 +98,7 @@ def superblocks_for(pages: Sequence[int], per_superblock: Sequence[int]) -> int:
 def longest_sequence(layout: ArenaLayout, num_superblocks: int, piece: int) -> int:
     """Tokens of the longest sequence that fits alone, at most LONGEST. piece: see `most_pages`."""
     sizes = [group.per_superblock for group in layout.groups]
-    if len(sizes) == 1:
+    if len(sizes) == 1 and layout.groups[0].window is None:
         return max(0, num_superblocks - 1) * sizes[0] * layout.page_size
     low, high = 0, LONGEST
     while low < high:
@@ -141,8 +145,9 @@ def lay_out(
 ) -> ArenaLayout:
     """Lay out the pages of a plan, and of a drafter that shares them.
 
-    windows: put layers with windows into groups of their own; else there is one group. The drafter's
-    layers keep every token. longest: tokens of a sequence; a window that is not shorter keeps all.
+    windows: put layers with windows into groups of their own; else there is one group. The drafter's layers
+    join the groups of their windows: its queries stand where the target's next ones do. longest: tokens of
+    a sequence; a window that is not shorter keeps all.
     """
     members: dict[int | None, list[tuple[Owner, LayerSpec]]] = {}
     for plan in (target,) if draft is None else (target, draft):
@@ -174,14 +179,15 @@ def lay_out(
 
 
 def _kept(plan: KVPlan, spec: LayerSpec) -> int | None:
-    """Tokens of a layer that some layer still reads: its own window, and those of layers that share it."""
-    if plan.role is not Role.TARGET:
-        return None
+    """Tokens of a layer that some layer still reads: its own window, and those of layers that share it.
+
+    A query that looks both ways sees as far back as one that looks back only.
+    """
     most = 0
     for reader in plan.layers:
         if reader is spec or reader.geometry.shared_with == spec.geometry.index:
             window = reader.geometry.window
-            if window is None or not reader.geometry.causal:
+            if window is None:
                 return None
             most = max(most, window)
     return most

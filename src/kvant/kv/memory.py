@@ -28,8 +28,8 @@ class MemoryPlan:
     reserve_bytes: memory left free. workspace_bytes: what steps need beside weights and pages,
     if that is counted. draft_bytes: everything the drafter takes, its weights and its share of the pages.
     states_bytes: what running sequences keep beside pages. kv_bytes: the target's pages. num_pages counts the
-    scratch page; capacity_tokens does not. With several groups of pages, num_pages are superblocks, and
-    capacity_tokens the longest sequence that fits alone.
+    scratch page; capacity_tokens does not. With groups of pages, num_pages are superblocks, kv_bytes counts
+    the drafter's pages, draft_bytes does not, and capacity_tokens is the longest sequence that fits alone.
     missing_bytes: bytes that are missing for one page, 0 if it fits.
     """
 
@@ -70,8 +70,8 @@ def plan_memory(
     """Divide `utilization` of `total_bytes`, or give the pages exactly `kv_cache_bytes` if it is set.
 
     Target and drafter share page ids, so one page costs the sum of both. The drafter's bytes are
-    subtracted before the capacity is computed. layout: of an arena with several groups of pages, which a
-    drafter does not share. piece: tokens of a prompt in one step at most.
+    subtracted before the capacity is computed. layout: of an arena with groups of pages, which holds the
+    drafter's too. piece: tokens of a prompt in one step at most.
     """
     reserve = None if total_bytes is None else int(total_bytes * (1 - utilization))
     budget = kv_cache_bytes
@@ -94,7 +94,7 @@ def plan_memory(
         )
     page, fewest = target.page_bytes + draft_page, SCRATCH_PAGES + 1
     if layout is not None:
-        page, fewest = layout.superblock_bytes, SCRATCH_PAGES + len(layout.groups)
+        page, fewest, draft_page = layout.superblock_bytes, SCRATCH_PAGES + len(layout.groups), 0
     pages = num_pages(budget, page)
     needed = page * fewest
     capacity = max(0, pages - SCRATCH_PAGES) * target.page_size

@@ -16,7 +16,7 @@ from kvant.plan.read_facts import read_facts
 
 
 def plan_fingerprint(plan: Plan) -> str:
-    """A hash of everything in which ranks must agree: formats, scales, backends, forward, files, versions.
+    """A hash of everything in which ranks must agree: formats, pages, backends, forward, files, versions.
 
     Memory is not part of it, as rank 0 decides how many pages there are.
     """
@@ -28,10 +28,17 @@ def plan_fingerprint(plan: Plan) -> str:
         [layer.backend for layer in target.kv.layers],
         plan.forward.name,
         plan.rotary_length,
+        _cut(plan),
         [target.local.revision, target.weights.bytes],
         [request.tensor_parallel_size, request.batch_invariant, list(plan.draft_counts)],
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _cut(plan: Plan) -> list[list[int | None]]:
+    """Where pages of each group lie."""
+    groups = () if plan.layout is None else plan.layout.groups
+    return [[group.window, group.page_bytes, group.per_superblock] for group in groups]
 
 
 def own_plan(config: EngineConfig) -> Plan:

@@ -18,13 +18,16 @@ from kvant.plan.settings import Settings
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Become one rank of an engine. fingerprint: `plan_fingerprint` of rank 0's plan.
 
-    gpu: the device's index, None on a CPU. directory: where ranks meet. num_threads: torch's on a CPU.
+    max_num_seqs, state_slots: rows of states. gpu: the device's index, None on a CPU. directory: where ranks
+    meet. num_threads: torch's on a CPU.
     """
 
     settings: Settings
     shard: Shard
     fingerprint: str
     num_pages: int
+    max_num_seqs: int
+    state_slots: int
     gpu: int | None
     directory: str
     num_threads: int

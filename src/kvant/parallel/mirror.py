@@ -76,6 +76,8 @@ class SentStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     whole: Whole | None
     changes: list[tuple[int, int, Items[int]]]
     new: Rows
+    states_to_load: list[tuple[int, int]]
+    states_to_keep: list[tuple[int, int]]
 
 
 class Sender:
@@ -90,7 +92,9 @@ class Sender:
         whole, changes = None, list[tuple[int, int, Items[int]]]()
         if table is not self._table:
             self._table = table
-            whole = Whole((table.num_rows, table.max_pages), Numbers.of(table.pages))
+            whole = Whole(
+                (table.num_rows, table.max_pages, table.num_groups), Numbers.of(table.pages)
+            )
             new = np.arange(table.num_rows)
             if table.log is None or not log_has_reader:
                 table.start_log()
@@ -124,6 +128,7 @@ class Sender:
                 Numbers.of(new), Numbers.of(table.sampling[new]), Numbers.of(table.seeds[new]),
                 Numbers.of(table.num_prompt[new]),
             ),
+            schedule.states_to_load, schedule.states_to_keep,
         )  # fmt: skip
 
 
@@ -163,7 +168,7 @@ class Receiver:
             sent.counts.array, sent.samples.array, sent.num_prefills,
             None if sent.limits is None else sent.limits.array, sent.is_pending.array,
             None if sent.max_drafts is None else sent.max_drafts.array, sent.num_drafts,
-            sent.needs_host, [], [],
+            sent.needs_host, [], [], sent.states_to_load, sent.states_to_keep,
         )  # fmt: skip
 
 

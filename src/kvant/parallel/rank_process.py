@@ -88,7 +88,10 @@ def _serve(link: Connection[bytes, bytes]) -> None:
     link.send_bytes(encode(Loaded()))
     assert isinstance(read_to_rank(link.recv_bytes()), Connect), "ranks meet before they run"
     group.connect(Path(start.directory), model.hidden_size, model.dtype)
-    runner = ModelRunner(model, start.num_pages)
+    runner = ModelRunner(
+        model, start.num_pages,
+        max_num_seqs=start.max_num_seqs, state_slots=start.state_slots, layout=plan.layout,
+    )  # fmt: skip
     with group.together():
         _run(link, runner)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from kvant.errors import NotServable, RankLost, WayOut
 from kvant.execution.batch import Drafts, Launched, Outcome
 from kvant.execution.runner import ModelRunner
+from kvant.kv.groups import ArenaLayout
 from kvant.kv.saturation import Saturated
 from kvant.models.loaded import LoadedModel
 from kvant.parallel.group import RankGroup
@@ -21,8 +22,20 @@ from kvant.scheduling.scheduler import Schedule
 class RankedRunner(ModelRunner):
     """A `ModelRunner` of rank 0's part. Raises RankLost once another rank died or hangs."""
 
-    def __init__(self, model: LoadedModel, num_pages: int, ranks: Ranks, group: RankGroup) -> None:
-        super().__init__(model, num_pages)
+    def __init__(
+        self,
+        model: LoadedModel,
+        num_pages: int,
+        ranks: Ranks,
+        group: RankGroup,
+        *,
+        max_num_seqs: int,
+        state_slots: int,
+        layout: ArenaLayout | None,
+    ) -> None:
+        super().__init__(
+            model, num_pages, max_num_seqs=max_num_seqs, state_slots=state_slots, layout=layout
+        )
         self.ranks = ranks
         self._group = group
         self._sender = Sender()

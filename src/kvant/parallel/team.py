@@ -28,11 +28,13 @@ class Team:
             _check_count(size, gpu)
         self.group = RankGroup(Shard(0, size), device)
         self._num_pages = num_pages
+        self._limits, self._layout = planned.limits, planned.layout
         self._ranks = Ranks(self.group.abort, self.group.close)
         self._ranks.start(
             [
                 Start(
                     config.settings, Shard(rank, size), plan_fingerprint(planned), num_pages,
+                    self._limits.max_num_seqs, self._limits.state_slots,
                     None if gpu is None else gpu + rank, str(self._ranks.directory),
                     torch.get_num_threads(),
                 )
@@ -45,7 +47,11 @@ class Team:
         self._ranks.wait_loaded()
         self._ranks.send(Connect())
         self.group.connect(self._ranks.directory, model.hidden_size, model.dtype)
-        return RankedRunner(model, self._num_pages, self._ranks, self.group)
+        return RankedRunner(
+            model, self._num_pages, self._ranks, self.group,
+            max_num_seqs=self._limits.max_num_seqs, state_slots=self._limits.state_slots,
+            layout=self._layout,
+        )  # fmt: skip
 
 
 def _check_count(size: int, first: int) -> None:

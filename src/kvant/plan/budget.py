@@ -85,10 +85,10 @@ def choose_max_model_len(plan: Plan) -> tuple[int, tuple[str, ...]]:
     wanted = plan.request.max_model_len
     given = format_size(plan.kv_cache_bytes or 0)
     if capacity == 0:
-        needed = plan.page_bytes * (SCRATCH_PAGES + 1)
+        needed = plan.bytes_for(1)
         raise DoesNotFit(
             f"{given} of KV cache hold not a single page of {plan.target.local.name}",
-            why=f"a page and the scratch page of {plan.limits.page_size} tokens take "
+            why=f"its pages of {plan.limits.page_size} tokens and the scratch page take "
             f"{format_size(needed)}",
             ways_out=(WayOut("give it more", ("--kv-cache-memory", str(needed))),),
         )
@@ -104,12 +104,11 @@ def choose_max_model_len(plan: Plan) -> tuple[int, tuple[str, ...]]:
 
 
 def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
-    page_size = plan.limits.page_size
-    pages = -(-wanted // page_size) + SCRATCH_PAGES
+    needed = plan.bytes_for(wanted)
     return DoesNotFit(
         f"one sequence of --max-model-len {wanted} does not fit into "
         f"{format_size(plan.kv_cache_bytes or 0)} of KV cache",
-        why=f"{plan.page_bytes // page_size} bytes a token leave room for {capacity}",
+        why=f"it takes {format_size(needed)}; there is room for {capacity} tokens",
         tried=[
             f"--kv-cache-dtype {other.format!s:<20} holds {other.capacity_tokens:>9,} tokens"
             for other in what_if(plan)
@@ -117,7 +116,7 @@ def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
         ],
         ways_out=(
             WayOut("take a shorter one", ("--max-model-len", str(capacity))),
-            WayOut("give it more memory", ("--kv-cache-memory", str(pages * plan.page_bytes))),
+            WayOut("give it more memory", ("--kv-cache-memory", str(needed))),
         ),
     )
 
@@ -127,7 +126,7 @@ def _no_room(
 ) -> DoesNotFit:
     left = free - weights
     ways = [*more]
-    least = plan.page_bytes * (SCRATCH_PAGES + 1)
+    least = plan.bytes_for(1)
     if left >= least:
         # Half, as the rest of the machine wants some, and free memory varies from start to start.
         less = str(max(least, left // 2))

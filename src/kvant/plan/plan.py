@@ -12,10 +12,17 @@ from kvant.errors import ConfigError
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
-from kvant.kv.groups import LONGEST, ArenaLayout, lay_out, most_pages, sequences_that_fit
+from kvant.kv.groups import (
+    LONGEST,
+    ArenaLayout,
+    lay_out,
+    most_pages,
+    sequences_that_fit,
+    superblocks_for,
+)
 from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, MemoryPlan, format_size, plan_memory
 from kvant.kv.request import NOTHING_ASKED, Requests
-from kvant.kv.spec import KVPlan
+from kvant.kv.spec import KVPlan, Role
 from kvant.models.directory import as_obstacle
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.geometry import DraftFacts, MovingRotary
@@ -100,11 +107,13 @@ class PlannedModel:
 class KeptLayers:
     """Layers whose pages are released together.
 
-    window: tokens that they keep, None for all. most_bytes: of one sequence that decodes, None without a
-    bound.
+    layers, draft_layers: of the target, and of a drafter with pages of its own. window: tokens that they
+    keep, None for all. bytes_per_token: of one rank. most_bytes: of one sequence that decodes, None without
+    a bound.
     """
 
     layers: tuple[int, ...]
+    draft_layers: tuple[int, ...]
     window: int | None
     bytes_per_token: int
     most_bytes: int | None
@@ -167,19 +176,19 @@ class Plan:
 
     @property
     def layout(self) -> ArenaLayout | None:
-        """How the arena is cut for groups of pages; None where every page holds all layers.
+        """How each rank's arena is cut for groups of pages; None where every page holds all layers.
 
-        Every layer keeps every token beside a drafter with layers of its own, among ranks that share a model,
-        beside recurrent layers, whose kept states decide where a cached prefix may end, and in a model
-        without a layer that keeps every token.
+        Every layer keeps every token beside recurrent layers, whose kept states decide where a cached prefix
+        may end.
         """
         return self._layout_of(self.target.kv)
 
     def _layout_of(self, kv: KVPlan) -> ArenaLayout | None:
-        if self.draft is not None or self.num_ranks > 1 or kv.has_states:
+        if kv.has_states:
             return None
-        layout = lay_out(kv, longest=self.longest)
-        return layout if len(layout.groups) > 1 and layout.groups[0].window is None else None
+        draft = None if self.draft is None else self.draft.kv
+        layout = lay_out(rank_plan(kv, self.num_ranks), draft, longest=self.longest)
+        return None if layout.groups[0].window is None and len(layout.groups) == 1 else layout
 
     @property
     def page_bytes(self) -> int:
@@ -191,6 +200,16 @@ class Plan:
         if layout is not None:
             return layout.superblock_bytes
         return self.rank_kv.page_bytes + (0 if self.draft is None else self.draft.kv.page_bytes)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes of pages that one sequence of `num_tokens` tokens needs alone, scratch pages included."""
+        size, layout = self.limits.page_size, self.layout
+        if layout is None:
+            return (-(-num_tokens // size) + SCRATCH_PAGES) * self.page_bytes
+        piece = self.limits.max_num_batched_tokens
+        held = [most_pages(group.window, num_tokens, piece, size) for group in layout.groups]
+        count = superblocks_for(held, [group.per_superblock for group in layout.groups])
+        return (count + SCRATCH_PAGES) * self.page_bytes
 
     @property
     def states_bytes(self) -> int:
@@ -261,15 +280,21 @@ class Plan:
 
     @property
     def groups(self) -> tuple[KeptLayers, ...]:
-        """Layers of the target by what they keep, where their pages are released apart; else all of them."""
-        kv, layout = self.target.kv, self.layout
+        """Layers by what they keep, where their pages are released apart; else all of them."""
+        kv, layout, size = self.rank_kv, self.layout, self.limits.page_size
         if layout is None:
-            layers = tuple(s.geometry.index for s in kv.layers if s.k is not None)
-            return (KeptLayers(layers, None, kv.bytes_per_token, None),) if layers else ()
-        size = self.limits.page_size
+            of_draft = () if self.draft is None else self.draft.kv.layers
+            layers, drafts = (
+                tuple(s.geometry.index for s in one if s.k is not None)
+                for one in (kv.layers, of_draft)
+            )
+            if not layers and not drafts:
+                return ()
+            return (KeptLayers(layers, drafts, None, self.page_bytes // size, None),)
         return tuple(
             KeptLayers(
-                tuple(index for _, index in group.pieces),
+                tuple(index for role, index in group.pieces if role is Role.TARGET),
+                tuple(index for role, index in group.pieces if role is Role.DRAFT),
                 group.window,
                 group.used_bytes // size,
                 None
@@ -308,9 +333,9 @@ class Plan:
             ]
         capacity = memory.capacity_tokens
         if wanted is not None and capacity is not None and capacity < wanted:
-            lacking = (wanted - capacity) * self.page_bytes // self.request.page_size
+            given = (memory.num_pages or 0) * self.page_bytes
             return [
-                f"one sequence of --max-model-len {wanted} does not fit: room for "
-                f"{capacity} tokens, {format_size(lacking)} are missing"
+                f"one sequence of --max-model-len {wanted} does not fit: room for {capacity} tokens, "
+                f"{format_size(self.bytes_for(wanted) - given)} are missing"
             ]
         return []

@@ -61,6 +61,7 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
     return [
         {
             "layers": list(group.layers),
+            "draft_layers": list(group.draft_layers),
             "window": group.window,
             "bytes_per_token": group.bytes_per_token,
             "most_bytes_per_sequence": group.most_bytes,

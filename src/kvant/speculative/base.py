@@ -8,7 +8,8 @@ Once in every step of the engine:
     (the engine decides which drafts are accepted)
 
 A proposer with a KV cache of its own has its own plan and its own pool, indexed by the same page ids
-as the target's: a page belongs to the same sequence in both. `learn` is called for every step, also
+as the target's: a page belongs to the same sequence in both. Layers of both that keep equally many tokens
+have the same page table (`KVPool.group_of`, `Step.of`). `learn` is called for every step, also
 for prefills, recomputation after preemption and steps without drafts. So a page from the prefix cache
 holds the proposer's state whenever it holds the target's keys and values. Rejected drafts are learnt
 like accepted ones: their slots are written again before anything reads them, as in the target's pages.
@@ -40,13 +41,19 @@ from kvant.models.loaded import LoadedModel
 class Ask:
     """A sequence that wants drafts.
 
-    token_ids: everything known; the target has run all but the last. pages: its pages, with room
-    for len(token_ids) + num_tokens tokens. num_tokens: drafts that can be used, at least 1.
+    token_ids: everything known; the target has run all but the last. held: its pages in each group of
+    pages (`kvant.kv.groups`), with room for len(token_ids) + num_tokens tokens; the scratch page stands for
+    pages behind a window. num_tokens: drafts that can be used, at least 1.
     """
 
     token_ids: Sequence[int]
-    pages: Sequence[int]
+    held: Sequence[Sequence[int]]
     num_tokens: int
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """Its pages in the first group."""
+        return self.held[0]
 
 
 class Proposer(Protocol):

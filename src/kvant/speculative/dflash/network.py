@@ -65,13 +65,14 @@ class DraftNetwork:
         longest = max_model_len + draft.facts.block_size
         self._rotary = _rotary(draft.config, longest).to(target.device)
 
-    def write_context(self, hidden: Sequence[Tensor], slots: Tensor, positions: Tensor) -> None:
+    def write_context(self, hidden: Sequence[Tensor], ran: Step) -> None:
         """K and V of every layer for tokens that the target ran.
 
-        hidden: [T, hidden_size] of each tapped layer. slots, positions: [T] int64.
+        hidden: [T, hidden_size] of each tapped layer. ran: the step of those tokens.
         """
         weights, first, kernels = self._weights, self._layers[0], self._kernels
-        count, heads, tokens = len(self._layers), first.num_kv_heads, slots.shape[0]
+        positions = ran.positions
+        count, heads, tokens = len(self._layers), first.num_kv_heads, positions.shape[0]
         features = torch.cat([part.to(weights.fc.weight.dtype) for part in hidden], dim=-1)
         context = kernels.norm(
             weights.fc(features), self._norm(weights.hidden_norm.to(features.dtype))
@@ -80,9 +81,10 @@ class DraftNetwork:
         k = keys.reshape(tokens, count, heads, first.head_dim_k)
         v = values.view(tokens, count, heads, first.head_dim_v)
         cos, sin = self._angles(positions)
-        step = _write_only(slots, positions)
         for place, layer in enumerate(self._layers):
             cache, backend = self._pool[layer.index], self._backends[layer.index]
+            slots = ran.of(self._pool.group_of(layer.index)).slot_mapping
+            step = _write_only(slots, positions)
             k_norm = self._norm(weights.context_k_norm[place, 0])
             own = k[:, place].reshape(tokens, -1)
             rotated, _, _ = kernels.rotate(own, cos, sin, heads, 0, QKNorms(k_norm, k_norm))
@@ -127,6 +129,7 @@ class DraftNetwork:
             QKNorms(self._norm(weights.q_norm), self._norm(weights.k_norm)),
         )
         cache, backend = self._pool[layer.index], self._backends[layer.index]
+        step = step.of(self._pool.group_of(layer.index))
         # Written before attend: the block reads its own rows.
         backend.write(cache, k, v, step)
         params = AttentionParams(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.base import Step
+from kvant.attention.base import Step, through
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.pool import KVPool
 from kvant.speculative.base import Ask, PlannedDraft, Proposer, Setting
@@ -21,20 +21,28 @@ from kvant.speculative.dflash.weights import load_weights, make_weights
 class DFlashProposer:
     """Drafts a block for each sequence in one pass over its context features.
 
-    pool: K and V of the draft layers under the target's page ids.
+    pool: K and V of the draft layers under the target's page ids. shares_arena: whether its pages are parts
+    of the target's, which are cleared with them.
     """
 
     def __init__(
-        self, network: DraftNetwork, draft: PlannedDraft, pool: KVPool, device: torch.device
+        self,
+        network: DraftNetwork,
+        draft: PlannedDraft,
+        pool: KVPool,
+        device: torch.device,
+        *,
+        shares_arena: bool,
     ) -> None:
         self.pool = pool
+        self._shares_arena = shares_arena
         self._network = network
         self._facts = draft.facts
         self._page_size = draft.kv.page_size
         self._orders = {layer.causal for layer in draft.geometry.layers}
         self._device = device
         self._clear: Callable[[Sequence[Sequence[int]]], None] = pool.arena.zero
-        if device.type != "cpu":
+        if device.type != "cpu" and not shares_arena:
             from kvant.kernels.triton.zero import PageEraser
 
             self._clear = PageEraser([pool.arena.pieces(0)]).clear
@@ -44,7 +52,8 @@ class DFlashProposer:
         return self._facts.target_layer_ids
 
     def zero(self, pages: Sequence[int]) -> None:
-        self._clear([pages])
+        if not self._shares_arena:
+            self._clear([pages])
 
     @torch.no_grad()
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
@@ -58,13 +67,13 @@ class DFlashProposer:
 
     def draft(self, tokens: Tensor, step: Step) -> Tensor:
         block = torch.where(tokens < 0, self._facts.mask_token_id, tokens)
-        steps = {causal: replace(step, causal=causal) for causal in self._orders}
+        steps = {causal: _ordered(step, causal=causal) for causal in self._orders}
         return self._network.fill(block, steps)
 
     @torch.no_grad()
     def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
         """Write the drafter's context of a step into its pages. hidden: [T, hidden_size] for each tap."""
-        self._network.write_context(hidden, step.slot_mapping, step.positions)
+        self._network.write_context(hidden, step)
 
     def _step(self, asks: Sequence[Ask]) -> Step:
         """The blocks of all sequences, packed."""
@@ -73,27 +82,38 @@ class DFlashProposer:
         lengths = np.array([1 + ask.num_tokens for ask in asks])
         ends = starts + lengths
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-        table = np.zeros((len(asks), -(-int(ends.max()) // page_size)), np.int32)
-        for row, ask, end in zip(table, asks, ends.tolist(), strict=True):
-            count = -(-end // page_size)
-            row[:count] = ask.pages[:count]
         owners = np.repeat(np.arange(len(asks)), lengths)
         positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, lengths)
-        slots = table[owners, positions // page_size].astype(np.int64) * page_size
-        slots += positions % page_size
 
         def tensor(array: np.ndarray, dtype: type) -> Tensor:
             return torch.from_numpy(array.astype(dtype)).to(self._device)
 
-        return Step(
+        def addresses(group: int) -> tuple[Tensor, Tensor]:
+            """The page table and the slots of a group of pages."""
+            table = np.zeros((len(asks), -(-int(ends.max()) // page_size)), np.int32)
+            for row, ask, end in zip(table, asks, ends.tolist(), strict=True):
+                count = -(-end // page_size)
+                row[:count] = ask.held[group][:count]
+            slots = table[owners, positions // page_size].astype(np.int64) * page_size
+            return tensor(table, np.int32), tensor(slots + positions % page_size, np.int64)
+
+        first, *others = (addresses(group) for group in range(len(asks[0].held)))
+        step = Step(
             cu_seqlens_q=tensor(cu_seqlens, np.int32),
             seqlens_kv=tensor(ends, np.int32),
-            page_table=tensor(table, np.int32),
-            slot_mapping=tensor(slots, np.int64),
+            page_table=first[0],
+            slot_mapping=first[1],
             positions=tensor(positions, np.int64),
             max_seqlen_q=int(lengths.max()),
             max_seqlen_kv=int(ends.max()),
         )
+        return through(step, others)
+
+
+def _ordered(step: Step, *, causal: bool) -> Step:
+    """The step, through every group's pages, with this order inside of blocks."""
+    others = tuple(replace(other, causal=causal) for other in step.others)
+    return replace(step, causal=causal, others=others)
 
 
 def build(setting: Setting) -> Proposer:
@@ -105,8 +125,10 @@ def build(setting: Setting) -> Proposer:
         key: torch.tensor(values, dtype=torch.float32, device=target.device)
         for key, values in read.items()
     }
-    pages = setting.pool.arena.num_pages(0)
+    arena = setting.pool.arena
+    shares = arena.layout.holds(draft.kv.role)
+    pages = arena if shares else arena.num_pages(0)
     pool = KVPool(draft.kv, pages, device=target.device, scales=scales)
     weights = (make_weights if setting.dummy_weights else load_weights)(draft, target.device)
     network = DraftNetwork(draft, weights, target, pool, setting.max_model_len)
-    return DFlashProposer(network, draft, pool, target.device)
+    return DFlashProposer(network, draft, pool, target.device, shares_arena=shares)

@@ -68,7 +68,9 @@ def plan(
         LayerSpec(
             geometry,
             choice(k, fixed_scale=fixed_scale) if geometry.has_kv else None,
-            choice(v or k, fixed_scale=fixed_scale) if geometry.has_kv else None,
+            choice(v or k, fixed_scale=fixed_scale)
+            if geometry.has_kv and geometry.attention is not Attention.MLA
+            else None,
             "reference" if geometry.has_kv or geometry.shared_with is not None else None,
             states=tuple(StateSpec(state, choice(KVDtype.FLOAT32)) for state in geometry.states),
         )

@@ -36,7 +36,7 @@ class Notebook:
         self.written: list[tuple[LayerCache, Tensor, Tensor]] = []
         self.asked: list[tuple[LayerCache, Tensor, AttentionParams]] = []
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         self.written.append((cache, k, v))
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:

@@ -36,9 +36,9 @@ def test_a_head_size_that_the_format_excludes_is_refused_for_k_and_for_v() -> No
         assert "24" in reason
 
 
-def test_mla_is_refused() -> None:
-    mla = dataclasses.replace(layer(), attention=Attention.MLA, head_dim_v=0)
-    assert INFO.refuse(need(layer=mla, v=None)) is not None
+def test_latents_are_served() -> None:
+    mla = dataclasses.replace(layer(), attention=Attention.MLA, num_kv_heads=1, head_dim_v=16)
+    assert INFO.refuse(need(layer=mla, v=None)) is None
 
 
 def test_query_heads_that_do_not_divide_are_refused() -> None:

@@ -112,6 +112,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "dots3_note_text", "glm4_moe_lite",
          "longcat_flash", "minicpm3", "youtu"), _LATENT,
     ),
+    "mistral4": {"num_key_value_heads": 4, "qk_nope_head_dim": 8},
     **dict.fromkeys(
         ("ernie4_5_vl_moe", "glm4v_moe", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl",
          "qwen2_vl"), _ROTARY_IN_THREE,

@@ -116,7 +116,7 @@ def test_mla_stores_the_output_of_the_projection_to_the_latent(name: str) -> Non
         module = model.get_submodule(layer.name)
         assert layer.attention is Attention.MLA
         assert layer.head_dim_k == module.kv_a_proj_with_mqa.out_features
-        assert (layer.num_kv_heads, layer.head_dim_v) == (1, 0)
+        assert (layer.num_kv_heads, layer.head_dim_v) == (1, module.kv_lora_rank)
         assert layer.num_q_heads == module.num_heads
 
 

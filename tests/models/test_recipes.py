@@ -32,6 +32,10 @@ _GROUPS = {
     "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
     "norm_topk_prob": True, "n_shared_experts": 1,
 }  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 0.7, "mscale_all_dim": 0.9, "original_max_position_embeddings": 64,
+}  # fmt: skip
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("seed_oss", {"attention_bias": True, "mlp_bias": True, "attention_out_bias": True}),
     ("arcee", {"mlp_bias": True, "attention_bias": True}),
@@ -52,6 +56,26 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
                 "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5,
                 "original_max_position_embeddings": 8,
             }
+        },
+    ),
+    (
+        "deepseek_v2",
+        {
+            **_GROUPS, "q_lora_rank": None, "topk_method": "group_limited_greedy",
+            "rope_parameters": _YARN,
+        },
+    ),
+    ("deepseek_v2", {**_GROUPS, "topk_method": "greedy", "attention_bias": True}),
+    ("deepseek_v3", {**_GROUPS, "rope_parameters": _YARN, "attention_bias": True}),
+    ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True, "rope_interleave": False}),
+    ("minicpm3", {"scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 16}),
+    (
+        "mistral4",
+        {
+            **_GROUPS, "num_key_value_heads": 4, "qk_nope_head_dim": 8,
+            "rope_parameters": {
+                **_YARN, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8,
+            },
         },
     ),
     ("olmo", {"clip_qkv": 0.5}),
@@ -85,15 +109,18 @@ def test_every_family_of_the_table_gives_the_tokens_of_transformers(
     assert found.forward in ("fused", "compiled")
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize(
+    ("family", "kibibytes"),
+    [("gemma3_text", 100), ("gpt_oss", 100), ("olmoe", 100), ("deepseek_v3", 40)],
+)
 def test_texts_are_the_same_from_the_prefix_cache_and_after_preemption(
-    family: str, tmp_path: Path
+    family: str, kibibytes: int, tmp_path: Path
 ) -> None:
     families.build(family, tmp_path / "model")
     expected, _ = families._transformers(tmp_path / "model")
     llm = LLM(
         tmp_path / "model", dtype="float32", kv_cache_dtype="float32", max_model_len=64,
-        page_size=4, kv_cache_memory=100 * 1024,
+        page_size=4, kv_cache_memory=kibibytes * 1024,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for attempt in range(2):

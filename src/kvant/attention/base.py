@@ -117,8 +117,11 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
-        """Encode k [T, num_kv_heads, head_dim_k] and v [T, num_kv_heads, head_dim_v] into their slots."""
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
+        """Encode k [T, num_kv_heads, head_dim_k] and v [T, num_kv_heads, head_dim_v] into their slots.
+
+        v: None for latents, whose rows of K are all that is stored.
+        """
         ...
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:

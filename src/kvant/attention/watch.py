@@ -31,7 +31,7 @@ class WatchedBackend:
         self.wrote = False
         self.attended = False
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         self.watched.write(cache, k, v, step)
         self.wrote = True
 

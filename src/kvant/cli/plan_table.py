@@ -146,7 +146,8 @@ def _cells(layer: LayerSpec) -> tuple[str, str, str, str]:
     if layer.k is None:
         kind = "recurrent" if layer.states else kind
         return kind, "", "no KV" if g.shared_with is None else f"reads layer {g.shared_with}'s", ""
-    sizes = str(g.head_dim_k) if g.head_dim_k == g.head_dim_v else f"{g.head_dim_k}/{g.head_dim_v}"
+    alike = layer.v is None or g.head_dim_k == g.head_dim_v
+    sizes = str(g.head_dim_k) if alike else f"{g.head_dim_k}/{g.head_dim_v}"
     stored = str(layer.k.dtype)
     if layer.v is not None and layer.v.dtype is not layer.k.dtype:
         stored += f" / {layer.v.dtype}"

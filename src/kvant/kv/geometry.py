@@ -56,8 +56,8 @@ class LayerGeometry:
     index: global layer index, layers without KV counted.
     name: path of its attention module, such as "model.layers.0.self_attn".
     window: tokens a query sees, itself included; None for all.
-    head_dim_k, head_dim_v: numbers in a row of K and of V. For MLA head_dim_k is the latent's width
-        (compressed KV and rotary part) and head_dim_v is 0.
+    head_dim_k, head_dim_v: numbers in a row of K and of V. For MLA a row of K is the latent and the
+        rotary key; no V is stored, because the latent, the row's first head_dim_v numbers, is the value.
     shared_with: the layer whose KV this one reads, for Attention.SHARED.
     sinks: the layer has learned attention sinks. softcap: its score cap, 0 for none.
     causal: False for a block-diffusion drafter's bidirectional layers.

@@ -25,7 +25,7 @@ class SaturationCounter:
 
     def sample(
         self,
-        rows: tuple[Tensor, Tensor],
+        rows: tuple[Tensor, Tensor | None],
         scales: tuple[Tensor | None, Tensor | None],
         slots: Tensor,
     ) -> None:
@@ -38,7 +38,7 @@ class SaturationCounter:
         if not len(slots) or (few and self._writes % SAMPLE_EVERY != 1):
             return
         for side, (x, scale, largest) in enumerate(zip(rows, scales, self.largest, strict=True)):
-            if largest is None:
+            if largest is None or x is None:
                 continue
             # The head with the smallest scale counts, as it is now: wrong scales are restored.
             bound = largest * (1.0 if scale is None else float(scale.min()))

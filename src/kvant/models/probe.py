@@ -25,6 +25,7 @@ from kvant.attention.hook import ATTENTION_NAME
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry
 from kvant.models.classes import auto_class
+from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.families import name_of
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.read import read_dtype, read_max_model_len, read_state_dtype
@@ -235,6 +236,8 @@ def _layers(module: PreTrainedModel, text: PreTrainedConfig) -> tuple[LayerGeome
             "none of its layers attends: Kvant counts memory in pages of keys and values"
         )
     patterns = [_window_of(mask, text) for mask in record.masks]
+    recipe = recipe_of(text.model_type)
+    latent = recipe is not None and recipe.attention.latent
     found: list[LayerGeometry] = []
     for index in range(count):
         name, states = record.states.get(index, (f"layers.{index}", ()))
@@ -244,6 +247,8 @@ def _layers(module: PreTrainedModel, text: PreTrainedConfig) -> tuple[LayerGeome
         one = by_layer[index]
         owner = next((o for o in by_layer if o < index and by_layer[o].keys is one.keys), None)
         layer = _layer(index, one, names[id(one.module)], patterns, owner)
+        if latent and layer.attention is Attention.FULL:
+            layer = _as_latent(layer, one.module)
         found.append(replace(layer, states=states))
     return tuple(found)
 
@@ -271,6 +276,18 @@ def _layer(
         shared_with=owner,
         sinks=one.sinks,
         softcap=one.softcap,
+    )
+
+
+def _as_latent(layer: LayerGeometry, attention: Any) -> LayerGeometry:
+    """What Kvant's own decoder stores of a layer whose module expands latents before it attends."""
+    rank = int(attention.kv_lora_rank)
+    return replace(
+        layer,
+        attention=Attention.MLA,
+        num_kv_heads=1,
+        head_dim_k=rank + int(attention.qk_rope_head_dim),
+        head_dim_v=rank,
     )
 
 

@@ -26,7 +26,7 @@ from kvant.models.geometry.read import read_geometry
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
-_FORM = 2
+_FORM = 3
 """Number of the form in which a probe is kept, and of what a probe looks at."""
 
 _COMPARED = Path(__file__).with_name("compared.json")

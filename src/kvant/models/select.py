@@ -52,6 +52,9 @@ def _nothing_runs(facts: ForwardFacts, refused: list[Refused]) -> NotServable:
     if facts.quantization is not None:
         what = f"--quantization {facts.quantization.value} cannot be had for {name}"
         ways.append(WayOut("run without --quantization"))
+    elif not facts.batch_invariant:
+        what = f"{name} cannot run with the weights of this checkpoint"
+        ways.append(WayOut("take a checkpoint whose weights are not quantised"))
     else:
         what = f"--batch-invariant cannot be promised for {name} here"
         ways.append(WayOut("run without --batch-invariant"))

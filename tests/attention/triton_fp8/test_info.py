@@ -39,7 +39,7 @@ def test_every_pair_of_8_bit_floats_is_served_on_hopper(k: KVDtype, v: KVDtype) 
         (replace(FINE, device=DeviceFacts(DeviceKind.ROCM, "gfx942")), "gfx942"),
         (replace(FINE, k=KVDtype.BFLOAT16), "bfloat16"),
         (replace(FINE, v=KVDtype.INT8_PER_TOKEN_HEAD), "int8_per_token_head"),
-        (replace(FINE, v=None), "None"),
+        (replace(FINE, v=None), "latents"),
         (replace(FINE, compute=ComputeDtype.FLOAT32), "float32"),
         (replace(FINE, layer=driver.layer(head_dim_k=96)), "96"),
         (replace(FINE, layer=driver.layer(head_dim_k=256)), "256"),

@@ -67,7 +67,7 @@ class Broken(ReferenceBackend):
         super().__init__()
         self._ask, self._answer, self._store = ask, answer, store
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         super().write(cache, k, v, step)
         if self._store is not None:
             self._store(cache)

@@ -15,7 +15,7 @@ from kvant.kv.pool import LayerCache
 class Nothing:
     name = "nothing"
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None: ...
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None: ...
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         return q

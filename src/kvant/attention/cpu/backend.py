@@ -89,8 +89,9 @@ class CpuBackend:
         self._write, self._writers = write.write_function().call, write.worker_address()
         self._attend, self._attenders = attend.attend_function().call, attend.worker_address()
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
+        assert v is not None, "refuse() excludes latents"
         layer = self._layer(cache)
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         threads = torch.get_num_threads()

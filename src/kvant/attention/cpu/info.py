@@ -24,7 +24,7 @@ def refuse(need: Need) -> str | None:
     if need.device.kind is not DeviceKind.CPU:
         return "its kernels run on CPUs"
     if layer.attention is Attention.MLA or need.v is None:
-        return "MLA's latent cache is not implemented yet"
+        return "its kernels read keys and values, and this layer keeps latents (MLA)"
     if layer.num_kv_heads < 1 or layer.num_q_heads % layer.num_kv_heads:
         return f"{layer.num_q_heads} query heads do not share {layer.num_kv_heads} KV heads evenly"
     for dtype in (need.k, need.v):

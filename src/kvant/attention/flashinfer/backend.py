@@ -54,7 +54,7 @@ class FlashInferBackend:
         self._workspace: Tensor | None = None
         self._planned: dict[_Kind, _Planned] = {}
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
         self._few.write(cache, k, v, step)
 

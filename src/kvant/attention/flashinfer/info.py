@@ -22,6 +22,8 @@ def refuse(need: Need) -> str | None:
         return "FlashInfer's kernels run on NVIDIA GPUs"
     if device.arch not in _ARCHS:
         return f"it is verified on sm_90 alone, not on {device.arch or 'an unknown GPU'}"
+    if need.v is None:
+        return "it reads keys and values, and this layer keeps latents (MLA)"
     if need.compute not in (ComputeDtype.FLOAT16, ComputeDtype.BFLOAT16):
         return f"its kernels compute in 16 bits, not in {need.compute.value}"
     if need.k is not need.compute.kv_dtype or need.v is not need.compute.kv_dtype:

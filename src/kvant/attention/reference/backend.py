@@ -60,16 +60,20 @@ class ReferenceBackend:
         self.compute = compute
         self.batch_invariant = batch_invariant
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
-        """Encode k, v [T, num_kv_heads, head_dim] and put them into `step.slot_mapping`'s slots."""
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
+        """Encode k, v [T, num_kv_heads, head_dim] and put them into `step.slot_mapping`'s slots.
+
+        v: None where only K is stored.
+        """
         slots = step.slot_mapping
         if cache.saturation is not None:
             cache.saturation.sample((k, v), (cache.k_scale, cache.v_scale), slots)
         keep = slots >= 0
         if not bool(keep.all()):
-            slots, k, v = slots[keep], k[keep], v[keep]
+            slots, k, v = slots[keep], k[keep], None if v is None else v[keep]
         _store(cache.k, cache.spec.k, k, cache.k_outside, slots)
-        _store(cache.v, cache.spec.v, v, cache.v_scale, slots)
+        if v is not None:
+            _store(cache.v, cache.spec.v, v, cache.v_scale, slots)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
@@ -83,7 +87,10 @@ class ReferenceBackend:
             tables = [step.page_table[s.sequence, s.first_page : s.end_page] for s in group]
             pages = torch.cat(tables)
             k = _rows(cache.k, cache.spec.k, cache.k_scale, pages, compute)
-            v = _rows(cache.v, cache.spec.v, cache.v_scale, pages, compute)
+            if cache.spec.v is None:  # a latent is the value
+                v = k[..., : cache.spec.geometry.head_dim_v]
+            else:
+                v = _rows(cache.v, cache.spec.v, cache.v_scale, pages, compute)
             base = 0  # row of the group's first page of this sequence
             for s in group:
                 start = base + s.first - s.first_page * cache.page_size
@@ -125,7 +132,7 @@ def _store(
     scale: Tensor | None,
     slots: Tensor,
 ) -> None:
-    assert choice is not None, "refuse() excludes layers that store only one side"
+    assert choice is not None, "a layer with a cache stores K, and V if there is one"
     pages, offsets = slots // planes[0].shape[1], slots % planes[0].shape[1]
     for plane, encoded in zip(planes, codec_for(choice.dtype).encode(rows, scale), strict=True):
         plane.index_put_((pages, offsets), encoded)
@@ -139,7 +146,7 @@ def _rows(
     dtype: torch.dtype,
 ) -> Tensor:
     """Decoded rows of whole pages: [len(pages) * page_size, num_kv_heads, head_dim]."""
-    assert choice is not None, "refuse() excludes layers that store only one side"
+    assert choice is not None, "a layer with a cache stores K, and V if there is one"
     gathered = [plane.index_select(0, pages).flatten(0, 1) for plane in planes]
     return codec_for(choice.dtype).decode(gathered, scale, dtype)
 

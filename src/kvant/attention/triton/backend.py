@@ -51,11 +51,12 @@ class TritonBackend:
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
         spec = cache.spec
         assert spec.k is not None
         assert spec.v is not None
+        assert v is not None
         heads = spec.geometry.num_kv_heads
         num_rows = k.shape[0] * heads
         if num_rows == 0:

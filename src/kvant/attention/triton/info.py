@@ -23,7 +23,10 @@ def refuse(need: Need) -> str | None:
     """
     layer = need.layer
     if layer.attention is Attention.MLA or need.v is None:
-        return "MLA's latent cache is not implemented yet"
+        return (
+            _refuse_device(need)
+            or "its kernels read keys and values, and this layer keeps latents (MLA)"
+        )
     if layer.num_kv_heads < 1 or layer.num_q_heads % layer.num_kv_heads:
         return f"{layer.num_q_heads} query heads do not share {layer.num_kv_heads} KV heads evenly"
     reason = need.k.format.refuse_head_dim(layer.head_dim_k) or need.v.format.refuse_head_dim(

@@ -38,7 +38,7 @@ class TritonFp8Backend:
         self._few = few
         self._attend_long = attend_long
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
         self._few.write(cache, k, v, step)
 

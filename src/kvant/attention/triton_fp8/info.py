@@ -21,6 +21,8 @@ def refuse(need: Need) -> str | None:
     layer, device = need.layer, need.device
     if device.kind is not DeviceKind.CUDA or device.arch not in _ARCHS:
         return f"its products are those of sm_90's tensor cores, not of {device.arch or 'a CPU'}"
+    if need.v is None:
+        return "its kernel reads keys and values, and this layer keeps latents (MLA)"
     for dtype in (need.k, need.v):
         if dtype not in SERVED:
             names = ", ".join(map(str, SERVED))

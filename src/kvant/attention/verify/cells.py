@@ -27,6 +27,11 @@ _MIXED = (
 )
 _MIXED_HEAD_SIZES = (64, 128)
 
+LATENTS = {288: 256, 320: 256, 576: 512}
+"""Widths of stored rows of latent attention, and how many of a row's first numbers are the latent."""
+
+NUM_LATENT_HEADS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Mask:
@@ -45,15 +50,18 @@ MASKS = tuple(Mask(causal, window) for window in (None, WINDOW) for causal in (T
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Cells that differ only in mask and queries. name: "K" or "K/V", as in `--kv-cache-dtype`."""
+    """Cells that differ only in mask and queries. v: None for latents, of `head_dim` numbers.
+
+    name: "K" or "K/V", as in `--kv-cache-dtype`; "K, latent" of latents.
+    """
 
     k: KVDtype
-    v: KVDtype
+    v: KVDtype | None
     head_dim: int
 
     @property
     def name(self) -> str:
-        return str(FormatRequest(self.k, self.v))
+        return f"{self.k}, latent" if self.v is None else str(FormatRequest(self.k, self.v))
 
 
 def rows() -> Iterator[Row]:
@@ -81,14 +89,16 @@ def need_of(
     batch_invariant: bool = False,
 ) -> Need:
     """Return what a layer of this cell needs from a backend at plan time."""
+    kind = Attention.FULL if mask.window is None else Attention.SLIDING
+    is_latent = row.v is None
     layer = LayerGeometry(
         index=0,
         name="verify",
-        attention=Attention.FULL if mask.window is None else Attention.SLIDING,
-        num_q_heads=NUM_Q_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
+        attention=Attention.MLA if is_latent else kind,
+        num_q_heads=NUM_LATENT_HEADS if is_latent else NUM_Q_HEADS,
+        num_kv_heads=1 if is_latent else NUM_KV_HEADS,
         head_dim_k=row.head_dim,
-        head_dim_v=row.head_dim,
+        head_dim_v=LATENTS[row.head_dim] if is_latent else row.head_dim,
         window=mask.window,
         causal=mask.causal,
     )

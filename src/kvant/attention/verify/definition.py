@@ -18,10 +18,10 @@ from kvant.kv.pool import LayerCache
 from kvant.kv.spec import Choice
 
 
-def stored_planes(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> list[Tensor]:
+def stored_planes(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> list[Tensor]:
     """Return the expected planes after k and v [T, num_kv_heads, head_dim] are written; K's first.
 
-    The cache itself is not written to. Slots of -1 write nowhere.
+    v: None where only K is stored. The cache itself is not written to. Slots of -1 write nowhere.
     """
     keep = slots >= 0
     found = []
@@ -29,7 +29,8 @@ def stored_planes(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> lis
         (cache.k, cache.spec.k, k, cache.k_outside),
         (cache.v, cache.spec.v, v, cache.v_scale),
     ):
-        assert choice is not None, "refuse() excludes layers that store only one side"
+        if choice is None or rows is None:
+            continue
         encoded = codec_for(choice.dtype).encode(rows[keep], scale)
         for plane, part in zip(planes, encoded, strict=True):
             after = plane.contiguous().clone()
@@ -81,7 +82,10 @@ def see(
     slots = step.page_table[sequence].long()[token // cache.page_size] * cache.page_size
     slots += token % cache.page_size
     k = _decoded(cache.k, cache.spec.k, cache.k_scale, slots)
-    v = _decoded(cache.v, cache.spec.v, cache.v_scale, slots)
+    if cache.spec.v is None:  # a latent is the value
+        v = k[..., : g.head_dim_v]
+    else:
+        v = _decoded(cache.v, cache.spec.v, cache.v_scale, slots)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("nhd,mhd->hnm", q.double(), k) * params.scale
     if params.softcap:
@@ -104,6 +108,6 @@ def _decoded(
     slots: Tensor,
 ) -> Tensor:
     """Rows of these slots: float64 [len(slots), num_kv_heads, head_dim]."""
-    assert choice is not None, "refuse() excludes layers that store only one side"
+    assert choice is not None, "a layer with a cache stores K, and V if there is one"
     rows = [plane[slots // plane.shape[1], slots % plane.shape[1]] for plane in planes]
     return codec_for(choice.dtype).decode(rows, scale, torch.float64)

@@ -53,11 +53,11 @@ def _needs(
     for layer in plan.layers:
         g = layer.geometry
         stored = layer if g.shared_with is None else owners[g.shared_with]
-        if stored.k is None or stored.v is None:
+        if stored.k is None:
             continue
         need = Need(
-            _anonymous(g), stored.k.dtype, stored.v.dtype, plan.compute_dtype, plan.page_size,
-            facts, batch_invariant,
+            _anonymous(g), stored.k.dtype, None if stored.v is None else stored.v.dtype,
+            plan.compute_dtype, plan.page_size, facts, batch_invariant,
         )  # fmt: skip
         key = (need, stored.backend)
         if key not in seen:
@@ -75,7 +75,7 @@ def _refusal(
     role: Role, layer: LayerSpec, need: Need, sequences: tuple[tuple[int, int], ...], wrong: str
 ) -> NotServable:
     g = layer.geometry
-    stored = str(need.k) if need.k is need.v else f"{need.k}/{need.v}"
+    stored = str(need.k) if need.v in (need.k, None) else f"{need.k}/{need.v}"
     mask = "causal" if g.causal else "non-causal"
     if g.window is not None:
         mask += f" with a window of {g.window}"

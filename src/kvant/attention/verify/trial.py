@@ -59,7 +59,7 @@ class Outcome:
 
 def bound_of(need: Need) -> float:
     """Return the maximum error between the stored bytes and the result."""
-    stored = {need.k, need.v}
+    stored = {need.k, need.v or need.k}
     bound = _BOUND[need.compute]
     if need.compute is ComputeDtype.FLOAT16 and KVDtype.BFLOAT16 in stored:
         bound = _BOUND[ComputeDtype.BFLOAT16]
@@ -125,7 +125,6 @@ class _Case:
 
     def __init__(self, trial: Trial, device: torch.device) -> None:
         need, g = trial.need, trial.need.layer
-        assert need.v is not None, "refuse() excludes MLA"
         self._random = torch.Generator().manual_seed(trial.seed)
         self._dtype = getattr(torch, need.compute.value)
         self._device = device
@@ -155,7 +154,7 @@ class _Case:
                 torch.cat([x, part[:, None].expand(-1, g.num_kv_heads, -1), x[:3]])
                 for x, part in ((k, odd[0]), (v, odd[1]))
             )
-        self.k, self.v = k.to(device), v.to(device)
+        self.k, self.v = k.to(device), None if need.v is None else v.to(device)
         self.q = self._normal(len(slots) + len(extra), g.num_q_heads, g.head_dim_k).to(device)
         self.step = _step(trial.sequences, tables, slots + extra, g.causal, device)
         self.params = AttentionParams(
@@ -174,11 +173,12 @@ class _Case:
     def _storage(self, need: Need, num_pages: int) -> LayerCache:
         """A pool of one layer. Scales from outside: one for each head of K, one for all of V."""
         scales = {}
-        assert need.v is not None
         for side, dtype, count in (
             (Side.K, need.k, need.layer.num_kv_heads),
             (Side.V, need.v, 1),
         ):
+            if dtype is None:
+                continue
             if dtype.format.takes_outside_scale:
                 scales[(0, side)] = _SCALE * (1 + torch.rand(count, generator=self._random))
             if dtype.format.takes_rounding and side is Side.K:
@@ -197,8 +197,9 @@ class _Case:
             for d in (g.head_dim_k, g.head_dim_v)
         )
         where = torch.tensor(slots, dtype=torch.int64, device=self._device)
+        stored = v if self.cache.spec.v is not None else None
         for plane, after in zip(
-            self.cache_planes(), definition.stored_planes(self.cache, k, v, where), strict=True
+            self.cache_planes(), definition.stored_planes(self.cache, k, stored, where), strict=True
         ):
             plane.copy_(after)
 
@@ -207,9 +208,8 @@ def _plan(need: Need) -> KVPlan:
     def choice(dtype: KVDtype) -> Choice:
         return Choice(dtype, Source.EXPLICIT, "verification", (), Scale(ScaleState.NONE))
 
-    assert need.v is not None
     layer = replace(need.layer, index=0, shared_with=None)
-    spec = LayerSpec(layer, choice(need.k), choice(need.v), None)
+    spec = LayerSpec(layer, choice(need.k), None if need.v is None else choice(need.v), None)
     return KVPlan(Role.TARGET, "verification", need.compute, "", need.page_size, (spec,))
 
 

@@ -104,9 +104,10 @@ class SeeingBackend:
         self._inner = inner
         self._seen = seen
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         layer = self._seen.get(cache.spec.geometry.index)
         if layer is not None:
+            assert v is not None, "layers that store K alone are not among them"
             layer.k.add(k)
             layer.v.add(v)
             if len(layer.sample) < 2:

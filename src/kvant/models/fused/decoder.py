@@ -20,11 +20,12 @@ from kvant.attention.base import HeadNorm, HeadRotation, RotatingWriter, Step, S
 from kvant.errors import EngineFault
 from kvant.kv.spec import KVPlan
 from kvant.models.forward_info import ForwardChoice
+from kvant.models.fused import latent
 from kvant.models.fused.experts import ExpertKernels, Experts, TorchExperts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.info import MOST_ANGLES
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
-from kvant.models.fused.layers import Layer, MixerLayer, Model, Norm
+from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Model, Norm
 from kvant.models.fused.linear import DenseLinear, Linear, Multiply, multiply_for
 from kvant.models.fused.read import decoder_of, read_model
 from kvant.models.fused.recipe import Activation, Angles, NormKind, Pairing
@@ -111,6 +112,8 @@ def fuse(
     model, arguments = read_model(
         module, recipe, plan, multiply_for(embedding.weight) if tiled is None else tiled
     )
+    if tiled is not None:
+        latent.prove(tiled, model)
     rotary = getattr(decoder_of(module), "rotary_emb", None)
     sources = tuple(_Source(rotary, one, recipe.attention.angles) for one in arguments)
     most = min(getattr(config, "max_position_embeddings", None) or MOST_ANGLES, MOST_ANGLES)
@@ -139,6 +142,7 @@ class FusedDecoder:
         self.experts = experts_for(model.embedding, tiled)
         self._multiply: Multiply = multiply_for(model.embedding) if tiled is None else tiled
         self._products = AnyProducts(self.kernels)
+        self._per_head = latent.per_head if tiled is None else latent.each_head_by(tiled)
         self._sources = tuple(sources)
         self._nothing = Turns.none(model.embedding)
         self._kept = tuple(self._table(source, most_angles) for source in self._sources)
@@ -205,8 +209,12 @@ class FusedDecoder:
                     lambda x, w: products.plain(x, DenseLinear(w, None, self._multiply)),
                 )  # fmt: skip
             else:
-                qkv, gate = split_gate(products.plain(x, layer.qkv), layer)
-                q = self.enter(index, qkv, turns, call)
+                gate: Tensor | None = None
+                if isinstance(layer, LatentLayer):
+                    q = self.enter_latent(index, x, layer, products, turns, call)
+                else:
+                    qkv, gate = split_gate(products.plain(x, layer.qkv), layer)
+                    q = self.enter(index, qkv, turns, call)
                 narrowed = last and step.wanted is not None and index not in layers
                 if narrowed:  # K and V are stored; later operations do not use the other rows
                     assert step.wanted is not None
@@ -349,11 +357,29 @@ class FusedDecoder:
         backend.write(cache, k, v, step)
         return _scaled(q, layer.position_scale, step)
 
+    def enter_latent(
+        self,
+        index: int,
+        x: Tensor,
+        layer: LatentLayer,
+        products: Products,
+        turns: Sequence[Turns],
+        call: StepCall,
+    ) -> Tensor:
+        """Write rows of x [T, hidden_size], and return rotated queries [T, num_q_heads, nope + R]."""
+        step = call.step_of(index)
+        cos, sin = turns[layer.rotary].of(step)
+        q, row = latent.enter(x, layer, cos, sin, self.kernels, products.plain)
+        call.backends[index].write(call.pool[index], row[:, None], None, step)
+        return _scaled(q, layer.position_scale, step)
+
     def attend(self, index: int, q: Tensor, call: StepCall, step: Step) -> Tensor:
         """[len(q), num_q_heads * head_dim]."""
         backend, cache, layer = call.backends[index], call.pool[index], self.model.layers[index]
-        assert isinstance(layer, Layer)
         step = step.of(call.pool.group_of(index))
+        if isinstance(layer, LatentLayer):
+            return latent.attend(q, layer, backend, cache, step, self._per_head)
+        assert isinstance(layer, Layer)
         return backend.attend(cache, q, step, layer.params).reshape(len(q), -1)
 
 
@@ -430,6 +456,9 @@ class _Source:
     def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R / 2] in the dtype of x: transformers' own. positions: [T]."""
         at = positions[None]
+        if self.layout is Angles.COMPLEX:
+            turns = self.rotary(x[None], at, *self.arguments)[0]
+            return turns.real.contiguous(), turns.imag.contiguous()
         if self._has_sections:
             at = at.expand(3, *at.shape)
         cos, sin = self.rotary(x[None], at, *self.arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvant.attention.need import DeviceKind
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
-from kvant.models.fused.info import extra_bytes, refuse_layers
+from kvant.models.fused.info import extra_bytes, find_recipe, refuse_layers
 
 MOST_TOKENS = 64
 """Tokens up to which it multiplies itself; it hands larger steps to the fused forward.
@@ -27,6 +27,9 @@ def _refuse(facts: ForwardFacts) -> str | None:
         return facts.refuse_rounding
     if facts.batch_invariant:
         return "its sums depend on the number of rows, and --batch-invariant was asked for"
+    recipe = find_recipe(facts)
+    if recipe is not None and recipe.attention.latent:
+        return "its layers keep latents, which the fused forward alone attends to"
     return refuse_layers(facts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvant.kv.geometry import Attention
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.recipe import Recipe, activation_of
 from kvant.models.fused.recipes import recipe_of
@@ -54,7 +55,10 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
     layers = facts.geometry.layers
     if any(layer.shared_with is not None for layer in layers):
         return "layers read keys and values of others"
-    if any(layer.head_dim_k != layer.head_dim_v for layer in layers):
+    latent = recipe.attention.latent
+    if any((layer.attention is Attention.MLA) is not latent for layer in layers):
+        return "its recipe and its geometry differ in whether a token's latent is stored"
+    if not latent and any(layer.head_dim_k != layer.head_dim_v for layer in layers):
         return "keys and values differ in size"
     if facts.kept_codes is not None:
         return f"the weights stay quantised by {facts.kept_codes}"
@@ -99,7 +103,10 @@ def table_bytes(facts: ForwardFacts) -> int:
     kinds = 1
     if recipe.by_layer_type:
         kinds = len({layer.window is None for layer in facts.geometry.layers})
-    dim = max(layer.head_dim_k for layer in facts.geometry.layers)
+    dim = max(
+        layer.head_dim_k - (layer.head_dim_v if recipe.attention.latent else 0)
+        for layer in facts.geometry.layers
+    )
     return kinds * most * dim * ELEMENT_BYTES[facts.compute]
 
 

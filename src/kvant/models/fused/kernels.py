@@ -57,6 +57,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def rotate_latent(
+        self, q: Tensor, row: Tensor, norm: Norm, cos: Tensor, sin: Tensor, pairing: Pairing
+    ) -> tuple[Tensor, Tensor]:
+        """q [T, heads, nope + R] and row [T, L + R]: last R numbers rotated, first L of row normalised.
+
+        cos, sin: [T, R / 2], as in `rotate`. May work in place.
+        """
+        ...
+
     def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
         """qkv [T, ..] with all its queries normalised together, and all its keys. May work in place."""
         ...
@@ -134,6 +143,15 @@ class TorchKernels:
         if norms is not None and norms.after:
             q, k = self.norm(q, norms.q), self.norm(k, norms.k)
         return q, k, v
+
+    def rotate_latent(
+        self, q: Tensor, row: Tensor, norm: Norm, cos: Tensor, sin: Tensor, pairing: Pairing
+    ) -> tuple[Tensor, Tensor]:
+        size = 2 * cos.shape[-1]
+        latent = self.norm(row[:, :-size].contiguous(), norm)
+        q_turned = _rotated(q[..., -size:], cos, sin, pairing).to(q.dtype)
+        k_turned = _rotated(row[:, None, -size:], cos, sin, pairing)[:, 0].to(row.dtype)
+        return torch.cat([q[..., :-size], q_turned], -1), torch.cat([latent, k_turned], -1)
 
     def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
         q, k, v = torch.split(qkv, [q_width, k_width, qkv.shape[1] - q_width - k_width], dim=1)

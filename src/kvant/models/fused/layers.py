@@ -92,6 +92,36 @@ class MixerLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentLayer:
+    """A decoder layer that stores one latent of a token for all heads: see `kvant.models.fused.latent`.
+
+    entry: rows of queries, or of what q_up takes once q_norm has normalised it; then of the latent and
+    the rotary key. kv_norm: of the latent. keys: [num_q_heads, nope, L]. values: [num_q_heads, L, v].
+    rotary_width: R. The other fields as in `Layer`.
+    """
+
+    attn_in: Norm | None
+    attn_out: Norm | None
+    ffn_in: Norm | None
+    ffn_out: Norm | None
+    entry: Linear
+    q_norm: Norm | None
+    q_up: Linear | None
+    kv_norm: Norm
+    keys: Tensor
+    values: Tensor
+    output: Linear
+    feed_forward: Dense | Experts
+    num_q_heads: int
+    rotary_width: int
+    rotary: int
+    pairing: Pairing
+    position_scale: tuple[float, float] | None
+    factor: float
+    params: AttentionParams
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """All layers, and what comes before and behind them.
 
@@ -100,7 +130,7 @@ class Model:
     (0 for none).
     """
 
-    layers: tuple[Layer | MixerLayer, ...]
+    layers: tuple[Layer | LatentLayer | MixerLayer, ...]
     embedding: Tensor
     embed_scale: float
     norm: Norm
@@ -120,7 +150,7 @@ class Model:
         )
 
 
-def _folds(layer: Layer | MixerLayer) -> bool:
+def _folds(layer: Layer | LatentLayer | MixerLayer) -> bool:
     return (
         isinstance(layer, Layer)
         and not layer.gated

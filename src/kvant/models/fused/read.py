@@ -8,23 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvant.attention.base import AttentionParams
 from kvant.errors import EngineFault
-from kvant.kv.geometry import LayerGeometry
+from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.spec import KVPlan
 from kvant.models.fused.experts import Clamp, Experts, GateOrder, Shared
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.join import check_numbers, join, turn
-from kvant.models.fused.layers import Layer, MixerLayer, Model, Norm, QKNorms
-from kvant.models.fused.linear import DenseLinear, Multiply
+from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Model, Norm, QKNorms
+from kvant.models.fused.linear import Apart, DenseLinear, Linear, Multiply
 from kvant.models.fused.recipe import (
     Activation,
     FeedForward,
     Mixture,
     NormKind,
+    Pairing,
     Recipe,
     Rotated,
     RouterKind,
@@ -33,6 +35,8 @@ from kvant.models.fused.recipe import (
 from kvant.models.fused.routing import Routing, Scoring
 from kvant.models.geometry.parameters import QKNorm
 from kvant.models.recurrent.hook import mixer_of
+from kvant.weights.codecs import decode
+from kvant.weights.linear import NarrowLinear
 
 _SCORING = {
     RouterKind.SOFTMAX_TOP_K: Scoring.SOFTMAX_THEN_TOP_K,
@@ -122,7 +126,9 @@ class _Reader:
         self._recipe, self._config, self._multiply = recipe, config, multiply
         self.angles: tuple[Any, ...] = ()
 
-    def layer(self, index: int, layer: Any, geometry: LayerGeometry) -> Layer | MixerLayer:
+    def layer(
+        self, index: int, layer: Any, geometry: LayerGeometry
+    ) -> Layer | LatentLayer | MixerLayer:
         recipe = self._recipe
         block, attend = recipe.block, recipe.attention
         mixer = mixer_of(layer) if recipe.mixers else None
@@ -145,6 +151,8 @@ class _Reader:
         factor = 1.0
         if block.residual_multiplier is not None:
             factor = float(getattr(layer, block.residual_multiplier))
+        if geometry.attention is Attention.MLA:
+            return self._latent(index, layer, attention, geometry, factor, name)
         clip = _config(self._config, attend.clip)
         return Layer(
             attn_in=self._optional(layer, block.attn_in),
@@ -159,7 +167,7 @@ class _Reader:
             head_dim=geometry.head_dim_k,
             qk_norms=self._qk_norms(attention),
             rotary=self._rotary(index, attention, geometry),
-            pairing=attend.pairing,
+            pairing=self._pairing(),
             clip=None if clip is None else float(clip),
             by_head=attend.by_head,
             position_scale=self._position_scale(),
@@ -173,6 +181,63 @@ class _Reader:
             gated=attend.gated,
         )
 
+    def _latent(
+        self,
+        index: int,
+        layer: Any,
+        attention: Any,
+        geometry: LayerGeometry,
+        factor: float,
+        name: str,
+    ) -> LatentLayer:
+        recipe, block, attend = self._recipe, self._recipe.block, self._recipe.attention
+        q_norm, q_up = None, None
+        first = getattr(attention, "q_proj", None)
+        if first is None:
+            first = attention.q_a_proj
+            q_norm = self.norm(attention.q_a_layernorm, recipe.norm)
+            q_up = join([attention.q_b_proj], self._multiply, name)
+        heads, rank = geometry.num_q_heads, geometry.head_dim_v
+        expand = _numbers(attention.kv_b_proj, attention.kv_a_layernorm.weight.dtype, name)
+        expand = expand.view(heads, -1, expand.shape[1])
+        nope = int(attention.qk_nope_head_dim)
+        rotary = self._rotary(index, attention, geometry)
+        if rotary is None or expand.shape[2] != rank:
+            raise EngineFault(f"{name} keeps latents of another shape than the plan says")
+        return LatentLayer(
+            attn_in=self._optional(layer, block.attn_in),
+            attn_out=self._optional(layer, block.attn_out),
+            ffn_in=self._optional(layer, block.ffn_in),
+            ffn_out=self._optional(layer, block.ffn_out),
+            entry=self._beside(first, attention.kv_a_proj_with_mqa, name),
+            q_norm=q_norm,
+            q_up=q_up,
+            kv_norm=self.norm(attention.kv_a_layernorm, recipe.norm),
+            keys=expand[:, :nope],
+            values=expand[:, nope:].transpose(1, 2),
+            output=join([getattr(attention, attend.output)], self._multiply, name),
+            feed_forward=self.feed_forward(getattr(layer, recipe.feed_forward.module), layer, name),
+            num_q_heads=heads,
+            rotary_width=geometry.head_dim_k - rank,
+            rotary=rotary,
+            pairing=self._pairing(),
+            position_scale=self._position_scale(),
+            factor=factor,
+            params=AttentionParams(scale=float(attention.scaling)),
+        )
+
+    def _beside(self, first: Any, second: Any, name: str) -> Linear:
+        """One product for both, or two where one of them alone has a bias."""
+        if (first.bias is None) == (second.bias is None):
+            return join([first, second], self._multiply, name)
+        return Apart(tuple(join([one], self._multiply, name) for one in (first, second)))
+
+    def _pairing(self) -> Pairing:
+        attend = self._recipe.attention
+        if attend.interleaved is None:
+            return attend.pairing
+        return Pairing.NEIGHBOURS if _flag(attend.interleaved, self._config) else Pairing.HALVES
+
     def _check(self, attention: Any, geometry: LayerGeometry, name: str) -> None:
         """EngineFault where the module's layer is not the plan's."""
         window = getattr(attention, "sliding_window", geometry.window)
@@ -180,7 +245,12 @@ class _Reader:
             window = None
         if window != geometry.window or not geometry.causal:
             raise EngineFault(f"{name} has the window {window}, the plan says {geometry.window}")
-        if geometry.shared_with is not None or geometry.head_dim_k != geometry.head_dim_v:
+        is_latent = geometry.attention is Attention.MLA
+        if is_latent is not self._recipe.attention.latent:
+            raise EngineFault(f"{name} and the plan differ in whether a token's latent is stored")
+        if geometry.shared_with is not None or (
+            not is_latent and geometry.head_dim_k != geometry.head_dim_v
+        ):
             raise EngineFault(f"{name} has no keys and values of its own, or of two sizes")
 
     def norm(self, module: Any, kind: NormKind) -> Norm:
@@ -292,6 +362,11 @@ class _Reader:
             renormalise = bool(_find(router, module, renormalise))
         scale, groups = mixture.scale, mixture.groups
         found = 1.0 if scale is None else float(_find(router, module, scale))
+        if (
+            mixture.grouped is not None
+            and getattr(router, mixture.grouped[0]) != mixture.grouped[1]
+        ):
+            groups = None
         counts = (1, 1) if groups is None else tuple(int(getattr(router, g)) for g in groups)
         top_k = next(
             p.top_k for p in (router, _parent(router, module), module) if hasattr(p, "top_k")
@@ -299,8 +374,17 @@ class _Reader:
         return Routing(
             experts.gate_up_proj.shape[0], int(top_k), _SCORING[mixture.kind],
             renormalise=renormalise, rounded=mixture.rounded, wide=mixture.wide, scale=found,
-            groups=counts[0], top_groups=counts[1],
+            groups=counts[0], top_groups=counts[1], counted=1 if mixture.by_best else 2,
         )  # fmt: skip
+
+
+def _numbers(product: Any, dtype: torch.dtype, name: str) -> Tensor:
+    """The weight [out, in] of a layer of which single heads are multiplied; in dtype if it is narrow."""
+    if isinstance(product, NarrowLinear):
+        return decode(product.narrow, dtype)
+    check_numbers([product], name)
+    weight: Tensor = product.weight
+    return weight.detach()
 
 
 def _parent(router: Any, module: Any) -> Any:

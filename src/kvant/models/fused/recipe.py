@@ -65,6 +65,7 @@ class Angles(Enum):
     """What a module of rotary embeddings gives for R numbers of a head."""
 
     TWICE = "all R / 2 cosines, and all again"
+    COMPLEX = "R / 2 numbers cos + i sin"
     NEIGHBOURS = "each of the R / 2 cosines twice"
     ONCE = "R / 2 cosines"
 
@@ -110,7 +111,9 @@ class Attend:
     qk_kind: its arithmetic, None for the layers'. norm_after: it follows the rotation.
     clip: the config's field for a limit on q, k and v. by_head: a joined projection has q, k and v of
     head 0, then of head 1, .. position_scale: queries grow with the logarithm of their position.
-    gated: q has a gate for each head behind it.
+    gated: q has a gate for each head behind it. latent: keys and values of all heads come from one latent
+    (`kvant.models.fused.latent`), under DeepSeek's names. interleaved: the config's field that chooses
+    between the pairings.
     """
 
     module: str = "self_attn"
@@ -128,6 +131,8 @@ class Attend:
     gated: bool = False
     by_head: bool = False
     position_scale: bool = False
+    latent: bool = False
+    interleaved: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +167,9 @@ class Mixture:
 
     router: the module with weight [E, H]. renormalise: weights are divided by their sum; a name is a
     flag of the router or the block. rounded: weights take the model's dtype. wide: logits are computed
-    in float32. scale: a factor on weights. groups: numbers of groups and of chosen groups.
-    bias: a correction of scores in the choice.
+    in float32. scale: a factor on weights. groups: numbers of groups and of chosen groups. grouped: the
+    router's attribute, and its value without which groups do not count. by_best: a group's score is
+    its best expert's. bias: a correction of scores in the choice.
     transposed: weights are [E, in, out]. alternating: rows are gate 0, up 0, gate 1, ..; clamped: the
     activation (up + 1) * gate * sigmoid(alpha * gate) of clamped numbers.
     shared: the expert of all tokens, in the block or the layer; shared_gate: its gate;
@@ -178,6 +184,8 @@ class Mixture:
     wide: bool = False
     scale: str | None = None
     groups: tuple[str, str] | None = None
+    grouped: tuple[str, str] | None = None
+    by_best: bool = False
     bias: str | None = None
     transposed: bool = False
     alternating: bool = False
@@ -232,6 +240,7 @@ class Recipe:
             and not attention.gated
             and not self.mixers
             and not attention.by_head
+            and not attention.latent
             and not attention.position_scale
             and forward.own is None
             and forward.gated

@@ -24,6 +24,7 @@ _LLAMA = Recipe("LlamaModel")
 _HEADS = Attend(qk_norm=QKNorm.HEAD)
 _ROW = Attend(qk_norm=QKNorm.ROW)
 _NEIGHBOURS = Attend(pairing=Pairing.NEIGHBOURS)
+_LATENT = Attend(latent=True, interleaved="rope_interleave")
 _COHERE = Attend(
     pairing=Pairing.NEIGHBOURS,
     angles=Angles.NEIGHBOURS,
@@ -130,6 +131,12 @@ RECIPES: Mapping[str, Recipe] = {
     "vaultgemma": replace(_GEMMA2, module_class="VaultGemmaModel", block=Block(
         ffn_in="pre_feedforward_layernorm"
     )),
+    "minicpm3": Recipe(
+        "MiniCPM3Model", block=Block(residual_multiplier="residual_scale"),
+        attention=Attend(latent=True), embed_scale="embed_tokens.embed_scale",
+        logits_divided="logits_scaling",
+    ),
+    "youtu": Recipe("YoutuModel", attention=_LATENT),
     "olmo": Recipe("OlmoModel", NormKind.LAYER, attention=Attend(clip="clip_qkv")),
     "olmo2": Recipe("Olmo2Model", NormKind.RMS_WIDE, _BEHIND, _ROW),
     "olmo3": Recipe("Olmo3Model", NormKind.RMS_WIDE, _BEHIND, _ROW, by_layer_type=True),
@@ -230,6 +237,24 @@ RECIPES: Mapping[str, Recipe] = {
         mixture=replace(
             _GRANITE_EXPERTS, shared="shared_mlp",
             shared_names=FeedForward(up=("input_linear",), down="output_linear"),
+        ),
+    ),
+    "deepseek_v2": Recipe(
+        "DeepseekV2Model",
+        attention=Attend(latent=True, pairing=Pairing.NEIGHBOURS, angles=Angles.COMPLEX),
+        mixture=Mixture(
+            renormalise=False, wide=True, scale="routed_scaling_factor",
+            groups=("num_group", "topk_group"), grouped=("topk_method", "group_limited_greedy"),
+            by_best=True, shared="shared_experts",
+        ),
+    ),
+    "deepseek_v3": Recipe("DeepseekV3Model", attention=_LATENT, mixture=_SIGMOID_EXPERTS),
+    "glm4_moe_lite": Recipe("Glm4MoeLiteModel", attention=_LATENT, mixture=_SIGMOID_EXPERTS),
+    "mistral4": Recipe(
+        "Mistral4Model", attention=replace(_LATENT, position_scale=True),
+        mixture=Mixture(
+            renormalise="norm_topk_prob", scale="routed_scaling_factor",
+            groups=("num_group", "topk_group"), shared="shared_experts",
         ),
     ),
     "dots1": Recipe("Dots1Model", attention=_HEADS, mixture=_SIGMOID_EXPERTS),

@@ -27,7 +27,7 @@ class Routing:
     top_k: experts of a token. renormalise: the weights of the chosen experts are divided by their sum.
     rounded: the weights are rounded to the dtype of the tokens; float32 otherwise. wide: logits are
     computed in float32. scale: factor on the weights. groups, top_groups: experts are chosen among
-    those of the best groups, by the sum of a group's two best scores.
+    those of the best groups, by the sum of a group's `counted` best scores.
     """
 
     num_experts: int
@@ -39,15 +39,18 @@ class Routing:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    counted: int = 2
 
     def __post_init__(self) -> None:
         assert 0 < self.top_k <= self.num_experts
         assert self.num_experts % self.groups == 0
+        assert self.top_k <= self.num_experts // self.groups * self.top_groups
 
     @property
     def is_softmax(self) -> bool:
         """Whether weights are a softmax's of logits in the tokens' dtype, and nothing else."""
-        return self.scoring is not Scoring.SIGMOID and not self.wide and self.scale == 1.0
+        plain = self.scoring is not Scoring.SIGMOID and not self.wide and self.scale == 1.0
+        return plain and self.groups == self.top_groups
 
 
 def route(
@@ -83,6 +86,6 @@ def _of_best_groups(choice: Tensor, routing: Routing) -> Tensor:
     if routing.groups == routing.top_groups:
         return choice
     by_group = choice.view(-1, routing.groups, routing.num_experts // routing.groups)
-    best = by_group.topk(2, dim=-1)[0].sum(-1).topk(routing.top_groups, dim=-1)[1]
+    best = by_group.topk(routing.counted, dim=-1)[0].sum(-1).topk(routing.top_groups, dim=-1)[1]
     inside = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
     return by_group.masked_fill(~inside[..., None], float("-inf")).view_as(choice)

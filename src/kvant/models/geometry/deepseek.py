@@ -23,12 +23,10 @@ from kvant.models.geometry.parameters import (
 )
 from kvant.models.geometry.windows import num_layers
 
-_NOT_YET = "its latent attention (MLA) has no backend in Kvant yet"
-
 
 def _layers(fields: Fields, prefix: str) -> Layers:
     num_q = fields.integer("num_attention_heads")
-    latent = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")
+    rank, rope = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim")
     return tuple(
         LayerGeometry(
             index=index,
@@ -36,8 +34,8 @@ def _layers(fields: Fields, prefix: str) -> Layers:
             attention=Attention.MLA,
             num_q_heads=num_q,
             num_kv_heads=1,
-            head_dim_k=latent,
-            head_dim_v=0,
+            head_dim_k=rank + rope,
+            head_dim_v=rank,
         )
         for index in range(num_layers(fields))
     )
@@ -93,9 +91,9 @@ def _v3_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
 
 DEEPSEEK_V2 = Family(
     "DeepSeek-V2", ("deepseek_v2",), ("DeepseekV2ForCausalLM",), _layers, _v2_weights,
-    defaults={"n_shared_experts": 2}, not_runnable=_NOT_YET,
+    defaults={"n_shared_experts": 2},
 )  # fmt: skip
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3", ("deepseek_v3",), ("DeepseekV3ForCausalLM",), _layers, _v3_weights,
-    defaults={"n_shared_experts": 1, "first_k_dense_replace": 3}, not_runnable=_NOT_YET,
+    defaults={"n_shared_experts": 1, "first_k_dense_replace": 3},
 )  # fmt: skip

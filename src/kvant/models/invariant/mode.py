@@ -176,7 +176,7 @@ class Paused:
         self._backend = backend
         self._paused: Callable[[], AbstractContextManager[None]] = mode.paused
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         with self._paused():
             self._backend.write(cache, k, v, step)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from kvant.kv.geometry import Attention
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 
 
 def _refuse(facts: ForwardFacts) -> str | None:
+    if any(layer.attention is Attention.MLA for layer in facts.geometry.layers):
+        return "transformers' modules expand latents before attention, and pages hold latents"
     if facts.refuse_rounding is not None:
         return facts.refuse_rounding
     if facts.has_narrow and facts.batch_invariant:

@@ -1,0 +1,85 @@
+"""Attention whose keys and values of all heads come from one stored latent of a token (MLA).
+
+    row that is stored     latent c [L] and rotary key r [R], one for all heads
+    key of a head          (K c, r), K [nope, L] the head's part of the weight that expands latents
+    value of a head        V c, V [v, L] its other part
+
+Nothing but the row is stored, so a head's query goes to the latents (DeepSeek-V2, arXiv:2405.04434,
+section 2.1): q . K c = (K^T q) . c, and a sum of V c by probabilities is V times the sum of c. One head
+of rows then serves all heads of queries, and the first L numbers of a row are its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvant.attention.base import AttentionBackend, Step
+from kvant.kv.pool import LayerCache
+from kvant.models.fused.kernels import Kernels
+from kvant.models.fused.layers import LatentLayer, Model
+from kvant.models.fused.linear import Linear, Multiply
+from kvant.models.invariant.linear import TiledLinear
+
+Plain = Callable[[Tensor, Linear], Tensor]
+"""A step's product x [T, columns] -> [T, rows]."""
+
+PerHead = Callable[[Tensor, Tensor], Tensor]
+"""x [T, heads, in], weight [heads, in, out] -> [T, heads, out]."""
+
+
+def enter(
+    x: Tensor, layer: LatentLayer, cos: Tensor, sin: Tensor, kernels: Kernels, plain: Plain
+) -> tuple[Tensor, Tensor]:
+    """Queries [T, num_q_heads, nope + R], and the rows to store [T, L + R], of x [T, hidden_size].
+
+    cos, sin: [T, R / 2].
+    """
+    both = plain(x, layer.entry)
+    width = layer.keys.shape[2] + layer.rotary_width
+    q, row = both[:, :-width], both[:, -width:]
+    if layer.q_up is not None:
+        assert layer.q_norm is not None
+        q = plain(kernels.norm(q.contiguous(), layer.q_norm), layer.q_up)
+    q = q.reshape(len(q), layer.num_q_heads, -1)
+    return kernels.rotate_latent(q, row, layer.kv_norm, cos, sin, layer.pairing)
+
+
+def attend(
+    q: Tensor,
+    layer: LatentLayer,
+    backend: AttentionBackend,
+    cache: LayerCache,
+    step: Step,
+    per_head: PerHead,
+) -> Tensor:
+    """q [n, num_q_heads, nope + R] -> [n, num_q_heads * v], over stored rows."""
+    nope = layer.keys.shape[1]
+    absorbed = torch.cat([per_head(q[..., :nope], layer.keys), q[..., nope:]], -1)
+    return per_head(backend.attend(cache, absorbed, step, layer.params), layer.values).flatten(1)
+
+
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, heads, in], weight [heads, in, out] -> [T, heads, out], all heads in one product."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
+def prove(tiled: TiledLinear, model: Model) -> None:
+    """Prove tiles for the products of single heads. NotServable as `TiledLinear.prove`."""
+    for layer in model.layers:
+        if isinstance(layer, LatentLayer):
+            for weight in (layer.keys, layer.values):
+                for one in weight.unbind(0):
+                    tiled.prove(one.T)
+
+
+def each_head_by(multiply: Multiply) -> PerHead:
+    """One product for each head, by a function whose rows may promise more than those of `per_head`."""
+
+    def apart(x: Tensor, weight: Tensor) -> Tensor:
+        parts = zip(x.unbind(1), weight.unbind(0), strict=True)
+        return torch.stack([multiply(part, one.T, None) for part, one in parts], 1)
+
+    return apart

@@ -7,7 +7,7 @@ changes; sampling parameters and seeds travel when a row gets a new sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, cast, get_args, overload
 
 import msgspec
 import numpy as np
@@ -18,17 +18,21 @@ from kvant.scheduling.request import Sequence
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 
+_Name = Literal["bool", "int32", "int64", "float64"]
+_NAMES: dict[Any, _Name] = {np.dtype(name): name for name in get_args(_Name)}
+"""numpy makes the name of a dtype anew each time it is asked."""
+
 
 class Numbers(msgspec.Struct, frozen=True, array_like=True):
     """An array as bytes in native order. dtype: numpy's name."""
 
-    dtype: Literal["bool", "int32", "int64", "float64"]
+    dtype: _Name
     shape: tuple[int, ...]
     data: bytes
 
     @staticmethod
     def of(array: NDArray[Any]) -> Numbers:
-        return Numbers(array.dtype.name, array.shape, array.tobytes())  # type: ignore[arg-type]
+        return Numbers(_NAMES[array.dtype], array.shape, array.tobytes())
 
     @property
     def array(self) -> NDArray[Any]:
@@ -53,13 +57,14 @@ class Whole(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SentStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """A schedule without its sequences. tokens: of each sequence, the known ones that the step runs.
+    """A schedule without its sequences. newest: of each sequence with one token whose token is not pending.
 
-    scored: of each sequence, the number of prompt tokens if they are scored, else 0. whole: a table that
-    was not sent before, else None. changes: of its page ids, as its log has them. The other fields are
-    the schedule's.
+    tokens, scored: of each piece of a prompt, the tokens that the step runs, and the number of prompt tokens
+    if they are scored, else 0. whole: a table that was not sent before, else None. changes: of its page ids,
+    as its log has them. The other fields are the schedule's.
     """
 
+    newest: list[int]
     tokens: list[Items[int]]
     scored: list[int]
     rows: Numbers
@@ -104,22 +109,16 @@ class Sender:
                 table.log = []
             new = np.array(sorted({row for row, start, _ in changes if start == 0}), np.int64)
         decodes = schedule.num_decodes
-        tokens: list[Items[int]] = [
-            () if pending else sequence.token_ids[-1:]
-            for sequence, pending in zip(
-                schedule.sequences[:decodes], schedule.is_pending.tolist(), strict=False
-            )
-        ]
-        tokens += [
-            sequence.token_ids[start : start + count]
-            for sequence, start, count in zip(
-                schedule.sequences[decodes:], schedule.starts[decodes:].tolist(),
-                schedule.counts[decodes:].tolist(), strict=True,
-            )
-        ]  # fmt: skip
+        known = np.flatnonzero(~schedule.is_pending[:decodes]).tolist()
+        pieces = schedule.sequences[decodes:]
+        starts, counts = schedule.starts[decodes:].tolist(), schedule.counts[decodes:].tolist()
         return SentStep(
-            tokens,
-            [s.num_prompt_tokens if s.lacks_prompt_logprobs else 0 for s in schedule.sequences],
+            [schedule.sequences[place].token_ids[-1] for place in known],
+            [
+                sequence.token_ids[start : start + count]
+                for sequence, start, count in zip(pieces, starts, counts, strict=True)
+            ],
+            [s.num_prompt_tokens if s.lacks_prompt_logprobs else 0 for s in pieces],
             Numbers.of(schedule.rows), Numbers.of(schedule.starts), Numbers.of(schedule.counts),
             Numbers.of(schedule.samples), schedule.num_prefills, _maybe(schedule.limits),
             Numbers.of(schedule.is_pending), _maybe(schedule.max_drafts), schedule.num_drafts,
@@ -155,18 +154,21 @@ class Receiver:
             table.pages[row, start : start + len(pages)] = pages
         if table.log is not None:  # of this rank's device
             table.log += sent.changes
-        rows, starts = sent.rows.array, sent.starts.array
-        first_piece = len(rows) - sent.num_prefills
-        sequences = [
-            _Known(_Known.tokens_of(tokens, start, place < first_piece), scored)
-            for place, (tokens, start, scored) in enumerate(
-                zip(sent.tokens, starts.tolist(), sent.scored, strict=True)
+        rows, starts, is_pending = sent.rows.array, sent.starts.array, sent.is_pending.array
+        decodes = len(rows) - sent.num_prefills
+        sequences = [_NOTHING] * decodes
+        for place, token in zip(np.flatnonzero(~is_pending[:decodes]), sent.newest, strict=True):
+            sequences[place] = _Known(_Tokens((token,), 0), 0)
+        sequences += [
+            _Known(_Tokens(tokens, start), scored)
+            for tokens, start, scored in zip(
+                sent.tokens, starts[decodes:].tolist(), sent.scored, strict=True
             )
         ]
         return Schedule(
             cast("list[Sequence]", sequences), rows, table.owner[rows], starts,
             sent.counts.array, sent.samples.array, sent.num_prefills,
-            None if sent.limits is None else sent.limits.array, sent.is_pending.array,
+            None if sent.limits is None else sent.limits.array, is_pending,
             None if sent.max_drafts is None else sent.max_drafts.array, sent.num_drafts,
             sent.needs_host, [], [], sent.states_to_load, sent.states_to_keep,
         )  # fmt: skip
@@ -179,10 +181,6 @@ class _Known:
         self.token_ids = token_ids
         self.lacks_prompt_logprobs = scored > 0
         self.num_prompt_tokens = scored
-
-    @staticmethod
-    def tokens_of(tokens: Items[int], start: int, is_decode: bool) -> _Tokens:
-        return _Tokens(tokens, 0 if is_decode else start)
 
 
 class _Tokens:
@@ -199,3 +197,7 @@ class _Tokens:
         if isinstance(at, slice):
             return self._tokens[at.start - self._first : at.stop - self._first]
         return self._tokens[at if at < 0 else at - self._first]
+
+
+_NOTHING = _Known(_Tokens((), 0), 0)
+"""A sequence whose token a launched step finds."""

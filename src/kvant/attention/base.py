@@ -144,7 +144,7 @@ class HeadRotation:
     cos, sin: [.., R / 2] for pairs (a, b) of a head's first R numbers -> (a cos - b sin, b cos + a sin),
     by position or, without by_position, by token of the step. R may be 0. q_weight, k_weight: [head_dim],
     weights of an RMS norm of every head before the rotation, or None. neighbours: pairs are 2 i and
-    2 i + 1, else i and i + R / 2.
+    2 i + 1, else i and i + R / 2. gated: each head of q is followed by one of gates, which is passed over.
     """
 
     cos: Tensor
@@ -155,6 +155,7 @@ class HeadRotation:
     eps: float
     norm: HeadNorm = HeadNorm.ROUNDED
     neighbours: bool = False
+    gated: bool = False
 
 
 @runtime_checkable
@@ -166,6 +167,7 @@ class RotatingWriter(Protocol):
     ) -> Tensor:
         """Return rotated q [T, num_q_heads, head_dim] of qkv [T, (num_q_heads + 2 num_kv_heads) * head_dim].
 
+        With `rotation.gated`, 2 * num_q_heads heads come before those of k.
         Rotated k, and v, are written to their slots as by `write`.
         """
         ...

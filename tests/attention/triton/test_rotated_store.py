@@ -95,7 +95,11 @@ def check(
     turned = rotation(x, by_position=by_position, normed=norm, **(how or {}))
     expected, planes = in_parts(x, turned)
     again = case.prepare(name, dtype=torch.float32, device=DEVICE, **given)
-    found = TritonBackend().write_rotated(again.cache, qkv_of(again), turned, again.step)
+    qkv = qkv_of(again)
+    if turned.gated:
+        heads = torch.stack([again.q, torch.full_like(again.q, torch.nan)], 2).flatten(1)
+        qkv = torch.cat([heads, qkv[:, again.q.shape[1] * again.q.shape[2] :]], dim=1)
+    found = TritonBackend().write_rotated(again.cache, qkv, turned, again.step)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for plane, wanted in zip((*again.cache.k, *again.cache.v), planes, strict=True):
         # Sums in another order may move a number over an edge between two codes.
@@ -132,6 +136,10 @@ def test_parts_of_heads_neighbours_and_kinds_of_norms(
 
 def test_heads_of_80_and_a_scale_for_each() -> None:
     check(KVDtype.FP8_E4M3, head_dims=(80, 80), heads=(3, 3), per_head_scales=True)
+
+
+def test_queries_with_gates_between_them() -> None:
+    check(KVDtype.FLOAT32, how={"gated": True})
 
 
 if DEVICE == "cuda":

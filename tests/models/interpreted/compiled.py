@@ -39,7 +39,7 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if types[name].startswith("*")
+        if types[name].startswith("*") or _is_aligned(arguments[name], types[name])
     }
     asked = {k: options[k] for k in ("num_warps", "num_stages", "launch_pdl") if k in options}
     source = ASTSource(kernel, types, {name: arguments[name] for name in constant}, aligned)
@@ -48,6 +48,11 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
     assert made.asm["cubin"]
     assert shared <= MOST_SHARED, (kernel.fn.__name__, shared)
     print(kernel.fn.__name__, shared, flush=True)
+
+
+def _is_aligned(value: object, kind: str) -> bool:
+    """Whether a launch tells the compiler that an argument is a multiple of 16."""
+    return kind != "constexpr" and type(value) is int and value % 16 == 0
 
 
 def _layer(
@@ -87,6 +92,7 @@ def _between_products() -> None:
     for pairing in Pairing:
         made.rotate(qkv, cos, cos, 16, 8, QKNorms(head, head), pairing)
     whole = Norm(NormKind.RMS, empty(4096), None, 1e-6), Norm(NormKind.RMS, empty(2048), None, 1e-6)
+    made.gate_heads(empty(32, 4096), qkv.view(32, 16, 2, 256)[:, :, 1])
     made.norm_whole(qkv, 4096, 2048, QKNorms(*whole, whole=True))
     few = FewRows(torch.device("cpu"), 1e-6)
     few._ahead = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from triton.runtime.jit import JITFunction
 
-from kvant.models.recurrent import kernels
+from kvant.models.recurrent import delta_layer, kernels
 from tests.models.interpreted.compiled import _compile as compile_only
 
 BF16 = torch.bfloat16
@@ -28,6 +28,13 @@ def main() -> None:
         state = torch.zeros(1, heads, values, keys, dtype=stored)
         kernels.delta_step(x, a, a, per_head, per_head, state, rows, starts, 16, strongest=1.0)
         kernels.gated_norm(x.view(-1, values), torch.zeros(n, 8192, dtype=BF16), per_head, 1e-6)
+        z, of_head = torch.zeros(n, 4096, dtype=BF16), torch.zeros(values, dtype=BF16)
+        for count, some in ((n, bias), (40, None)):  # few sequences, and many of them
+            wide = torch.zeros(count, channels, dtype=BF16)
+            delta_layer.delta_layer(
+                wide, z, a, a, weight, some, per_head, per_head, of_head, 1e-6, last, state, rows, starts,
+                16, strongest=1.0,
+            )  # fmt: skip
         bamba = torch.zeros(1, 128, 64, 256, dtype=stored)
         wide = torch.zeros(n, 128 * 64 + 2 * 256, dtype=BF16)
         limits = (0.0, float("inf"))
@@ -43,5 +50,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    delta_layer.launches_ahead = lambda _: True  # type: ignore[assignment]
+    delta_layer.multiprocessors = lambda _: 132
     JITFunction.run = compile_only  # type: ignore[method-assign,assignment]
     main()

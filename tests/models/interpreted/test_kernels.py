@@ -105,3 +105,10 @@ def test_steps_without_tokens_launch_nothing() -> None:
     norm = norm_of(NormKind.RMS, WIDTH)
     assert OURS.norm(nothing, norm).shape == nothing.shape
     assert OURS.gate(nothing, Activation.SILU).shape == (0, WIDTH // 2)
+
+
+def test_gates_of_heads() -> None:
+    gate = normal(5, 3, 2, HEAD)[:, :, 1]
+    x = normal(5, 3 * HEAD)
+    expected = EXACT.gate_heads(x.double(), gate.double())
+    assert close(OURS.gate_heads(x, gate), expected)

@@ -16,6 +16,7 @@ from kvant.models.recurrent.scan import scan
 from tests.models.recurrent.test_scan import ROWS, cache, packed
 
 kernels = pytest.importorskip("kvant.models.recurrent.kernels")
+layer_kernels = pytest.importorskip("kvant.models.recurrent.delta_layer")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLACES = [3, 0, ROWS, 7, ROWS]  # twice the scratch row, as padding
@@ -168,3 +169,48 @@ def test_a_gated_norm() -> None:
     out = kernels.gated_norm(x, gate, weight, 1e-6)
     normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
     torch.testing.assert_close(out, normed * F.silu(gate.reshape(-1, width)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize(("values", "keys"), [(16, 32), (40, 24)])
+def test_a_token_between_the_products(values: int, keys: int, key_heads: int) -> None:
+    torch.manual_seed(5)
+    heads, n = 2 * key_heads, len(PLACES)
+    width = key_heads * keys
+    channels = 2 * width + heads * values
+    joined = torch.randn(n, channels + heads * values + 2 * heads, device=DEVICE)
+    qkv, z, b, a = joined.split([channels, heads * values, heads, heads], 1)
+    weight, bias = torch.randn(channels, 4, device=DEVICE), torch.randn(channels, device=DEVICE)
+    a_log, dt_bias = torch.randn(heads, device=DEVICE), torch.randn(heads, device=DEVICE)
+    of_norm = torch.randn(values, device=DEVICE)
+    conv, state = before(3, channels), before(heads, values, keys)
+    apart = torch.zeros(ROWS + 1, 2, *state.shape[1:], device=DEVICE)[
+        :, 1
+    ]  # rows of another stride
+    apart.copy_(state)
+    rows, starts = where()
+    mixed, moved = defined(
+        lambda made, there: causal_conv(
+            qkv.cpu().double(), weight.cpu(), bias.cpu(), made, there, silu=True
+        ),
+        conv, StateKind.CONV, [1] * n,
+    )  # fmt: skip
+
+    def define(made: object, there: object) -> Tensor:
+        q, k, v = mixed.split([width, width, heads * values], 1)
+        q, k = (x.view(n, key_heads, keys) for x in (q, k))
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        g = -a_log.cpu().double().exp() * F.softplus(a.cpu().double() + dt_bias.cpu().double())
+        out = scan(
+            q * keys**-0.5, k, v.view(n, heads, values), g, b.cpu().double().sigmoid(), made, there
+        )  # type: ignore[arg-type]
+        out = out * torch.rsqrt((out * out).mean(-1, keepdim=True) + 1e-5) * of_norm.cpu().double()
+        return out.flatten(1) * F.silu(z.cpu().double())
+
+    expected = defined(define, state, StateKind.RECURRENT, [1] * n)
+    out = layer_kernels.delta_layer(
+        qkv, z, a, b, weight, bias, a_log, dt_bias, of_norm, 1e-5, conv, apart, rows, starts, key_heads,
+        strongest=1.0,
+    )  # fmt: skip
+    same((out, apart), expected, [1] * n)
+    same((out, conv), (expected[0], moved), [1] * n)

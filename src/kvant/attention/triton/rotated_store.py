@@ -72,7 +72,7 @@ def rotate_and_store(
     qkv, stride_token, num_tokens, cos, sin, positions, q_weight, k_weight, eps, q_out,
     k_codes, k_scales, k_outer, v_codes, v_scales, v_outer, page_units, slot_mapping,
     counts, MOST_K: tl.constexpr, MOST_V: tl.constexpr,
-    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD: tl.constexpr,
+    Q_HEADS: tl.constexpr, Q_STEP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD: tl.constexpr,
     PAD: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr, BY_POSITION: tl.constexpr,
     ROWS: tl.constexpr, PTX: tl.constexpr,
@@ -80,9 +80,10 @@ def rotate_and_store(
 ):  # fmt: skip
     """Program: ROWS rows of q, of K or of V; a row is one token and head.
 
-    qkv: [T, (Q_HEADS + 2 HEADS) * HEAD] by its stride. cos, sin: [.., ROTARY / 2], of the row's position
-    or, without BY_POSITION, of the row's token. q_out: [T, Q_HEADS, HEAD]. The other arguments are
-    those of `store_rows`. AHEAD: launched while the kernel before still runs.
+    qkv: [T, (Q_STEP * Q_HEADS + 2 HEADS) * HEAD] by its stride, a head of q every Q_STEP heads. cos, sin:
+    [.., ROTARY / 2], of the row's position or, without BY_POSITION, of the row's token. q_out:
+    [T, Q_HEADS, HEAD]. The other arguments are those of `store_rows`. AHEAD: launched while the kernel
+    before still runs.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -94,7 +95,7 @@ def rotate_and_store(
         r = block * ROWS + tl.arange(0, ROWS)
         token = r // Q_HEADS
         there = token < num_tokens
-        at = token.to(tl.int64) * stride_token + r % Q_HEADS * HEAD
+        at = token.to(tl.int64) * stride_token + r % Q_HEADS * (Q_STEP * HEAD)
         x = _rotated(qkv, at, token, there, cos, sin, positions, q_weight, eps,
                      HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION)  # fmt: skip
         c = tl.arange(0, PAD)
@@ -109,7 +110,7 @@ def rotate_and_store(
         there = slot >= 0
         page = slot // PAGE
         small = (slot % PAGE).to(tl.int32) * HEADS + head
-        at = token.to(tl.int64) * stride_token + (Q_HEADS + head) * HEAD
+        at = token.to(tl.int64) * stride_token + (Q_HEADS * Q_STEP + head) * HEAD
         if is_k:
             x = _rotated(qkv, at, token, there, cos, sin, positions, k_weight, eps,
                          HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION)  # fmt: skip

@@ -213,8 +213,8 @@ class FusedDecoder:
                 if isinstance(layer, LatentLayer):
                     q = self.enter_latent(index, x, layer, products, turns, call)
                 else:
-                    qkv, gate = split_gate(products.plain(x, layer.qkv), layer)
-                    q = self.enter(index, qkv, turns, call)
+                    qkv = products.plain(x, layer.qkv)
+                    q, gate = self.enter(index, qkv, turns, call), gates_of(qkv, layer)
                 narrowed = last and step.wanted is not None and index not in layers
                 if narrowed:  # K and V are stored; later operations do not use the other rows
                     assert step.wanted is not None
@@ -223,7 +223,7 @@ class FusedDecoder:
                     step = step.wanted
                 attended = self.attend(index, q, call, step)
                 if gate is not None:
-                    attended = attended * self.kernels.sigmoid(gate).reshape(attended.shape)
+                    attended = kernels.gate_heads(attended, gate)
                 y = products.plain(attended, layer.output)
             if model.parallel:
                 if layer.ffn_in is not None:
@@ -324,12 +324,16 @@ class FusedDecoder:
     def enter(self, index: int, qkv: Tensor, turns: Sequence[Turns], call: StepCall) -> Tensor:
         """Split qkv [T, (Hq + 2 Hkv) * head_dim]: write keys and values, return rotated queries.
 
-        Returns [T, num_q_heads, head_dim].
+        A gated layer's have Hq heads more. Returns [T, num_q_heads, head_dim].
         """
         layer, step = self.model.layers[index], call.step_of(index)
         assert isinstance(layer, Layer)
         backend, cache = call.backends[index], call.pool[index]
         norms, turn = layer.qk_norms, self._nothing
+        by_heads = norms is None or norms.of_heads
+        gated = layer.gated and by_heads and isinstance(backend, RotatingWriter)
+        if layer.gated and not gated:
+            qkv = without_gates(qkv, layer)
         if layer.by_head:
             parts = qkv.view(len(qkv), layer.num_q_heads, 3, layer.head_dim).transpose(1, 2)
             qkv = parts.reshape(qkv.shape)
@@ -348,6 +352,7 @@ class FusedDecoder:
                 eps=0.0 if norms is None else norms.q.eps,
                 norm=HeadNorm.ROUNDED if norms is None else _HEAD_NORMS[norms.q.kind],
                 neighbours=layer.pairing is Pairing.NEIGHBOURS,
+                gated=gated,
             )  # fmt: skip
             q = backend.write_rotated(cache, qkv, rotation, step)
             return _scaled(q, layer.position_scale, step)
@@ -383,14 +388,22 @@ class FusedDecoder:
         return backend.attend(cache, q, step, layer.params).reshape(len(q), -1)
 
 
-def split_gate(qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor | None]:
-    """q, k and v [T, (Hq + 2 Hkv) * head_dim], and gates [T, Hq, head_dim] of a layer that has some."""
-    if not layer.gated:
-        return qkv, None
+def gates_of(qkv: Tensor, layer: Layer) -> Tensor | None:
+    """Gates [T, Hq, head_dim] of a layer that has some: a view."""
+    return _with_gates(qkv, layer)[:, :, 1] if layer.gated else None
+
+
+def without_gates(qkv: Tensor, layer: Layer) -> Tensor:
+    """q, k and v [T, (Hq + 2 Hkv) * head_dim] of a gated layer."""
+    q = _with_gates(qkv, layer)[:, :, 0]
+    kv = qkv[:, 2 * layer.num_q_heads * layer.head_dim :].view(len(qkv), -1, layer.head_dim)
+    return torch.cat([q, kv], 1).flatten(1)
+
+
+def _with_gates(qkv: Tensor, layer: Layer) -> Tensor:
+    """Queries and gates as a view [T, Hq, 2, head_dim]."""
     heads, dim = layer.num_q_heads, layer.head_dim
-    q, gate = qkv[:, : 2 * heads * dim].view(-1, heads, 2, dim).unbind(2)
-    kv = qkv[:, 2 * heads * dim :].view(len(qkv), -1, dim)
-    return torch.cat([q, kv], 1).flatten(1), gate
+    return qkv[:, : 2 * heads * dim].view(-1, heads, 2, dim)
 
 
 def _scaled(q: Tensor, scale: tuple[float, float] | None, step: Step) -> Tensor:

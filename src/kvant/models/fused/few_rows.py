@@ -67,8 +67,9 @@ class FewRows:
 
     most_tokens = MOST_TOKENS
 
-    def __init__(self, device: torch.device, eps: float) -> None:
-        self._eps = eps
+    def __init__(self, device: torch.device, eps: float, *, one: bool = False) -> None:
+        """one: norms multiply with 1 + weight."""
+        self._eps, self._one = eps, int(one)
         self._shared_bytes = shared_memory_of_a_program(device)
         self._processors = multiprocessors(device)
         self._ahead = launches_ahead(device)
@@ -107,7 +108,7 @@ class FewRows:
         kernels.embed[(tokens,)](
             ids, embedding, norm_weight, residual, weighted, squares,
             WIDTH=width, PAD=triton.next_power_of_2(width), GATHER=ids is not None,
-            AHEAD=self._ahead, num_warps=8 if width > 2048 else 4,
+            ONE=self._one, AHEAD=self._ahead, num_warps=8 if width > 2048 else 4,
             **({"launch_pdl": True} if self._ahead else {}),
         )  # fmt: skip
         return Stream(residual, norm_weight, weighted, squares)
@@ -171,7 +172,7 @@ class FewRows:
             COLUMNS=columns, TOKENS=_padded(tokens), ROWS=ROWS, DEPTH=_DEPTH, SPLIT=cut.split,
             STAGES=cut.stages, KIND=kind, BIAS=bias is not None, PICKED=False,
             EVEN=rows % ROWS == 0 and columns % (_DEPTH * cut.split) == 0, ACTIVATION=act, READY=True,
-            AHEAD=self._ahead, launch_pdl=self._ahead, num_warps=4,
+            ONE=0, AHEAD=self._ahead, launch_pdl=self._ahead, num_warps=4,
         )  # fmt: skip
         return out
 
@@ -222,7 +223,7 @@ class FewRows:
             COLUMNS=columns, TOKENS=_padded(tokens), ROWS=ROWS, DEPTH=_DEPTH, SPLIT=cut.split,
             STAGES=cut.stages, KIND=kind, BIAS=bias is not None, PICKED=picked is not None,
             EVEN=n % ROWS == 0 and columns % (_DEPTH * cut.split) == 0, ACTIVATION=act, READY=False,
-            AHEAD=False, num_warps=4,
+            ONE=self._one, AHEAD=False, num_warps=4,
         )  # fmt: skip
 
     def _one_row(
@@ -243,7 +244,7 @@ class FewRows:
             x, norm_weight, weight, bias, residual, out, picked, self._eps, n,
             COLUMNS=columns, BLOCK=min(2048 if short else 4096, triton.next_power_of_2(columns)),
             KIND=kind, BIAS=bias is not None, PICKED=picked is not None, ACTIVATION=activation,
-            AHEAD=self._ahead, num_warps=4 if short else 8, launch_pdl=self._ahead,
+            ONE=self._one, AHEAD=self._ahead, num_warps=4 if short else 8, launch_pdl=self._ahead,
         )  # fmt: skip
 
     def _cut(self, kind: int, tokens: int, weight: Tensor, *, ready: bool = False) -> Cut:

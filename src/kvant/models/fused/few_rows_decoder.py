@@ -11,14 +11,16 @@ from transformers import PreTrainedModel
 from kvant.attention.base import StepCall
 from kvant.kv.spec import KVPlan
 from kvant.models.forward_info import ForwardChoice
-from kvant.models.fused.decoder import FusedDecoder, fuse
+from kvant.models.fused.decoder import FusedDecoder, fuse, gates_of
 from kvant.models.fused.experts import Experts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.few_rows import FewRows, Stream
-from kvant.models.fused.layers import Layer, MixerLayer, Norm
+from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Norm
 from kvant.models.fused.linear import DenseLinear, Linear
-from kvant.models.fused.recipe import Activation
+from kvant.models.fused.recipe import Activation, NormKind
 from kvant.models.fused.triton_experts import TritonExperts, is_single
+from kvant.models.recurrent.hook import run_framed
+from kvant.models.recurrent.mixers import Framed
 from kvant.models.sharding.divide import Group
 
 
@@ -44,10 +46,12 @@ class FewRowsDecoder:
     def __init__(self, fused: FusedDecoder, *, folds: bool = True) -> None:
         self._fused = fused
         model = fused.model
-        self._few = FewRows(model.embedding.device, model.norm.eps)
+        one = model.norm.kind is NormKind.RMS_ONE
+        self._few = FewRows(model.embedding.device, model.norm.eps, one=one)
         self._experts = TritonExperts(model.embedding.device)
         self._products = FewProducts(self._few, fused)
-        self._folds = folds and model.folds_norms and all(_folds(layer) for layer in model.layers)
+        self._folds = folds and model.folds_norms
+        self._folds = self._folds and all(_folds(layer, one=one) for layer in model.layers)
         self._folds = self._folds and is_own(model.head) and model.norm.eps == _eps(model.layers)
 
     @property
@@ -82,10 +86,19 @@ class FewRowsDecoder:
         first = weight_of(model.layers[0].attn_in)
         stream = few.embed(input_ids, model.embedding, first)
         for index, (layer, norm) in enumerate(zip(model.layers, norms, strict=True)):
-            assert isinstance(layer, Layer), "folded layers attend"
-            q = fused.enter(index, few.normed(stream, *numbers(layer.qkv)), turns, call)
-            attended = fused.attend(index, q, call, call.step)
-            stream = few.added(attended, *numbers(layer.output), stream, weight_of(layer.ffn_in))
+            if isinstance(layer, MixerLayer):
+                assert isinstance(layer.mixer, Framed)
+                mixed = run_framed(
+                    layer.mixer, few.normed(stream, layer.mixer.entry, None), call, index
+                )
+                output: tuple[Tensor, Tensor | None] = layer.mixer.exit, None
+            else:
+                assert isinstance(layer, Layer), "folded layers keep keys and values"
+                qkv = few.normed(stream, *numbers(layer.qkv))
+                mixed = fused.attend(index, fused.enter(index, qkv, turns, call), call, call.step)
+                gates, output = gates_of(qkv, layer), numbers(layer.output)
+                mixed = mixed if gates is None else fused.kernels.gate_heads(mixed, gates)
+            stream = few.added(mixed, *output, stream, weight_of(layer.ffn_in))
             stream = self._feed_forward(layer.feed_forward, stream, norm)
             if index in layers:
                 taps[index] = stream.residual
@@ -152,10 +165,19 @@ def weight_of(norm: Norm | None) -> Tensor:
     return norm.weight
 
 
-def _folds(layer: Layer | MixerLayer) -> bool:
-    """Whether kernels for few rows compute a layer whose norms can be applied behind products."""
+def _folds(layer: Layer | LatentLayer | MixerLayer, *, one: bool) -> bool:
+    """Whether kernels for few rows compute a layer whose norms can be applied behind products.
+
+    one: whether the last norm multiplies with 1 + weight, as all of them must then.
+    """
     forward = layer.feed_forward
-    if isinstance(layer, MixerLayer) or not is_own(layer.qkv) or not is_own(layer.output):
+    norms = [norm.kind is NormKind.RMS_ONE for norm in (layer.attn_in, layer.ffn_in) if norm]
+    if norms != [one, one] or (one and not isinstance(forward, Dense)):
+        return False
+    if isinstance(layer, MixerLayer):
+        if not isinstance(layer.mixer, Framed) or not layer.mixer.is_framed:
+            return False
+    elif isinstance(layer, LatentLayer) or not is_own(layer.qkv) or not is_own(layer.output):
         return False
     if isinstance(forward, Dense):
         own = is_own(forward.up) and is_own(forward.down)
@@ -165,7 +187,7 @@ def _folds(layer: Layer | MixerLayer) -> bool:
     return plain and routing.num_experts % 2 == 0
 
 
-def _eps(layers: Sequence[Layer | MixerLayer]) -> float:
+def _eps(layers: Sequence[Layer | LatentLayer | MixerLayer]) -> float:
     """The eps of all layers' norms; NaN where they differ."""
     found = {norm.eps for layer in layers for norm in (layer.attn_in, layer.ffn_in) if norm}
     return found.pop() if len(found) == 1 else float("nan")

@@ -39,14 +39,15 @@ def _finish(
     acc, stripe, n, inside, t, there, token, bias, squares, stripes, eps, residual, norm_weight,
     out, weighted, out_squares, N,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, READY: tl.constexpr, dtype: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, READY: tl.constexpr, ONE: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """What follows the sums acc [ROWS, TOKENS] of rows n of the weight; dtypes round as modules do."""
     if KIND == ADDED:
         at = t[None, :].to(tl.int64) * N + n[:, None]
         mask = inside[:, None] & there[None, :]
         old = tl.load(residual + at, mask=mask, other=0.0)
-        w = tl.load(norm_weight + n, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(norm_weight + n, mask=inside, other=0.0).to(tl.float32) + ONE
         if BIAS:
             acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
         total = (acc.to(dtype).to(tl.float32) + old.to(tl.float32)).to(dtype)
@@ -81,7 +82,7 @@ def product(
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
     PICKED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, READY: tl.constexpr,
-    AHEAD: tl.constexpr,
+    ONE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program (stripe of ROWS rows of the weight, one of SPLIT parts of its columns).
 
@@ -89,7 +90,8 @@ def product(
     weight: [N, COLUMNS]. squares, out_squares: [stripes, 64] float32.
     residual, weighted: [tokens, N]. partial: float32 [stripes, SPLIT, ROWS, TOKENS].
     arrived: int32 [stripes], zeros, and zeros again afterwards.
-    EVEN: every tile lies within the weight. READY: x is normalised already.
+    EVEN: every tile lies within the weight. READY: x is normalised already. ONE: what is added to a norm's
+    weight.
     """
     dtype: tl.constexpr = weight.dtype.element_ty
     if AHEAD:
@@ -131,7 +133,7 @@ def product(
         _finish(
             acc, stripe, n, inside, t, there, token, bias, squares, stripes, eps, residual,
             norm_weight, out, weighted, out_squares, N, COLUMNS, TOKENS, ROWS, KIND, BIAS, ACTIVATION,
-            READY, dtype,
+            READY, ONE, dtype,
         )  # fmt: skip
     else:
         at = r[:, None] * TOKENS + t[None, :]
@@ -146,7 +148,7 @@ def product(
             _finish(
                 total, stripe, n, inside, t, there, token, bias, squares, stripes, eps, residual,
                 norm_weight, out, weighted, out_squares, N, COLUMNS, TOKENS, ROWS, KIND, BIAS,
-                ACTIVATION, READY, dtype,
+                ACTIVATION, READY, ONE, dtype,
             )  # fmt: skip
             tl.store(arrived + stripe, 0)
 
@@ -167,7 +169,7 @@ def _rounded(y, bias, row, BIAS: tl.constexpr, dtype: tl.constexpr):
 def one_row(
     x, norm_weight, weight, bias, residual, out, picked, eps, N,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    PICKED: tl.constexpr, ACTIVATION: tl.constexpr, AHEAD: tl.constexpr,
+    PICKED: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The same for a single token. Program: two rows of the weight, with GATED a gate and its up.
 
@@ -206,7 +208,7 @@ def one_row(
         v = tl.load(x + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
         if KIND != ADDED:
             squares += v * v
-            v *= tl.load(norm_weight + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+            v *= tl.load(norm_weight + c, mask=c < COLUMNS, other=0.0).to(tl.float32) + ONE
         totals += a.to(tl.float32) * v
         others += b.to(tl.float32) * v
     y, z, square = tl.reduce((totals, others, squares), 0, _add_three)
@@ -280,7 +282,7 @@ def ready_row(
 @triton.jit
 def embed(
     ids, embedding, norm_weight, residual, weighted, squares,
-    WIDTH: tl.constexpr, PAD: tl.constexpr, GATHER: tl.constexpr, AHEAD: tl.constexpr,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, GATHER: tl.constexpr, ONE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: one token. residual: its embedding; weighted, squares [1, 64]: of the first norm.
 
@@ -298,6 +300,6 @@ def embed(
     else:
         x = tl.load(residual + token * WIDTH + c, mask=mask, other=0.0)
     wide = x.to(tl.float32)
-    w = tl.load(norm_weight + c, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(norm_weight + c, mask=mask, other=0.0).to(tl.float32) + ONE
     tl.store(weighted + token * WIDTH + c, (wide * w).to(x.dtype), mask=mask)
     tl.store(squares + token, tl.sum(wide * wide, 0))

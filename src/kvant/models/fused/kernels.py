@@ -78,6 +78,10 @@ class Kernels(Protocol):
         """x: [T, width]."""
         ...
 
+    def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [T, heads * head_dim] times the sigmoid of gate [T, heads, head_dim]. May reuse x."""
+        ...
+
     def sigmoid(self, x: Tensor) -> Tensor:
         """x: [..]."""
         ...
@@ -166,6 +170,9 @@ class TorchKernels:
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return self._call(torch.sigmoid, x)
+
+    def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * self.sigmoid(gate).reshape(x.shape)
 
     def tanh(self, x: Tensor) -> Tensor:
         return self._call(torch.tanh, x)

@@ -152,8 +152,7 @@ class Model:
 
 def _folds(layer: Layer | LatentLayer | MixerLayer) -> bool:
     return (
-        isinstance(layer, Layer)
-        and not layer.gated
+        not isinstance(layer, LatentLayer)
         and layer.attn_out is None
         and layer.ffn_out is None
         and layer.factor == 1.0
@@ -163,6 +162,4 @@ def _folds(layer: Layer | LatentLayer | MixerLayer) -> bool:
 
 
 def _plain(norm: Norm | None) -> bool:
-    if norm is None or norm.weight is None:
-        return False
-    return norm.kind in (NormKind.RMS, NormKind.RMS_WIDE)
+    return norm is not None and norm.weight is not None and norm.kind.is_rms

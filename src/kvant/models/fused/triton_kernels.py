@@ -129,6 +129,15 @@ class TritonKernels:
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
 
+    def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        tokens, heads, width = gate.shape
+        if tokens:
+            _gate_heads[(tokens, heads)](
+                x, gate, gate.stride(0), gate.stride(1), HEADS=heads, WIDTH=width,
+                PAD=triton.next_power_of_2(width), num_warps=1, **self._ahead,
+            )  # fmt: skip
+        return x
+
     def tanh(self, x: Tensor) -> Tensor:
         return torch.tanh(x)
 
@@ -346,3 +355,23 @@ def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.const
     if GATED:
         y *= tl.load(x + token * row + WIDTH + c, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + c, y.to(dtype), mask=mask)
+
+
+@triton.jit
+def _gate_heads(x, gate, gate_stride, head_stride, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+                PAD: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Program: a head of a token; in place. Rounded as a module's sigmoid and product are."""
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    c = tl.arange(0, PAD)
+    at = x + (token * HEADS + head) * WIDTH + c
+    value = tl.load(at, mask=c < WIDTH, other=0.0)
+    strength = tl.load(
+        gate + token * gate_stride + head * head_stride + c, mask=c < WIDTH, other=0.0
+    )
+    strength = 1.0 / (1.0 + tl.exp(-strength.to(tl.float32)))
+    value = value.to(tl.float32) * strength.to(value.dtype).to(tl.float32)
+    tl.store(at, value.to(x.dtype.element_ty), mask=c < WIDTH)

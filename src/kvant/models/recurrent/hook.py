@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from kvant.attention.base import StepCall
 from kvant.errors import EngineFault
 from kvant.kv.geometry import StateKind
-from kvant.models.recurrent.mixers import MIXERS, LayerStates, Mixer, Product
+from kvant.models.recurrent.mixers import MIXERS, Framed, LayerStates, Mixer, Product
 from kvant.models.recurrent.packed import Packed
 
 
@@ -61,6 +61,15 @@ def run_mixer(
 
     multiply: as in `LayerStates`.
     """
+    return mixer.run(x, _states(mixer, call, layer, multiply))
+
+
+def run_framed(mixer: Framed, projected: Tensor, call: StepCall, layer: int) -> Tensor:
+    """What lies between a framed mixer's two products, as `Framed.between`. Raises like `run_mixer`."""
+    return mixer.between(projected, _states(mixer, call, layer, F.linear))
+
+
+def _states(mixer: Mixer, call: StepCall, layer: int, multiply: Product) -> LayerStates:
     who = f"{type(mixer).__name__} of layer {layer}"
     if call.states is None:
         raise EngineFault(f"{who} was called without states")
@@ -72,4 +81,4 @@ def run_mixer(
         call.states.get(layer, kind) if kind in kinds else None
         for kind in (StateKind.CONV, StateKind.RECURRENT)
     )
-    return mixer.run(x, LayerStates(Packed.of(call.step), conv, recurrent, multiply))
+    return LayerStates(Packed.of(call.step), conv, recurrent, multiply)

@@ -1,7 +1,8 @@
 """Triton kernels of recurrent layers. One launch per layer for the convolution, one for the recurrence.
 
 They compute in float32 and read and write the states of a step's rows in place. A sequence whose `starts` is
-not positive begins here: its row is not read. `conv` and `scan` define the results.
+not positive begins here: its row is not read. Rows of states may have any stride. `conv` and `scan` define
+the results.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def conv_step(
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
     grid = (count, triton.cdiv(channels, _CHANNELS))
     _conv_step[grid](
-        x, x.stride(0), weight, bias, state, rows, starts, out, channels,
+        x, x.stride(0), weight, bias, state, state.stride(0), rows, starts, out, channels,
         SIZE=weight.shape[1], SILU=silu, BLOCK=_CHANNELS, num_warps=4,
     )  # fmt: skip
     return out
@@ -42,13 +43,13 @@ def conv_prompts(
     count, channels = x.shape
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
     columns = triton.cdiv(channels, _CHANNELS)
-    common = (x, x.stride(0), weight, bias, state, rows, starts)
+    common = (x, x.stride(0), weight, bias, state, state.stride(0), rows, starts)
     _conv_prompts[(count, columns)](
         *common, owners, cu_seqlens, out, channels,
         SIZE=weight.shape[1], SILU=silu, BLOCK=_CHANNELS, num_warps=4,
     )  # fmt: skip
     _keep_last[(len(rows), columns)](
-        x, x.stride(0), state, rows, starts, cu_seqlens, channels,
+        x, x.stride(0), state, state.stride(0), rows, starts, cu_seqlens, channels,
         SIZE=weight.shape[1], BLOCK=_CHANNELS, num_warps=4,
     )  # fmt: skip
     return out
@@ -69,8 +70,8 @@ def delta_step(
     out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
     wide, block = triton.next_power_of_2(keys), min(32, triton.next_power_of_2(values))
     _delta_step[(len(mixed), heads, triton.cdiv(values, block))](
-        mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, state, rows, starts, out,
-        keys**-0.5, strongest,
+        mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, state, state.stride(0),
+        rows, starts, out, keys**-0.5, strongest,
         HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values, WIDE=wide, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
@@ -90,8 +91,8 @@ def mamba_step(
     out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
     wide, block = triton.next_power_of_2(keys), min(32, triton.next_power_of_2(values))
     _mamba_step[(len(mixed), heads, triton.cdiv(values, block))](
-        mixed, mixed.stride(0), dt, dt.stride(0), a_log, dt_bias, d, state, rows, starts, out,
-        float(limits[0]), min(float(limits[1]), 3e38),
+        mixed, mixed.stride(0), dt, dt.stride(0), a_log, dt_bias, d, state, state.stride(0),
+        rows, starts, out, float(limits[0]), min(float(limits[1]), 3e38),
         HEADS=heads, PER_GROUP=heads // groups, KEYS=keys, VALUES=values, WIDE=wide, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
@@ -128,7 +129,7 @@ def over_chunks(
     out = torch.empty_like(v)
     block = min(32, max(16, triton.next_power_of_2(values)))
     _over_chunks[(len(rows), heads, triton.cdiv(values, block))](
-        q, k, v, moved, scores, whole, state, rows, starts, bounds, out, len(rows),
+        q, k, v, moved, scores, whole, state, state.stride(0), rows, starts, bounds, out, len(rows),
         HEADS=heads, KEYS=keys, VALUES=values, SIZE=size, WIDE=max(16, triton.next_power_of_2(keys)),
         BLOCK=block, DELTA=moved is not None, num_warps=4, num_stages=1,
     )  # fmt: skip
@@ -143,19 +144,19 @@ def _activated(x, SILU: tl.constexpr):
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
-def _conv_step(x, x_stride, weight, bias, state, rows, starts, out, channels,
+def _conv_step(x, x_stride, weight, bias, state, state_stride, rows, starts, out, channels,
                SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program: BLOCK channels of a sequence."""
     i = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < channels
     old = c < tl.where(tl.load(starts + i) > 0, channels, 0)
-    kept = state + tl.load(rows + i) * (SIZE - 1) * channels + c
+    kept = state + tl.load(rows + i) * state_stride + c
     newest = tl.load(x + i * x_stride + c, mask=there, other=0.0).to(tl.float32)
     total = newest * tl.load(weight + c * SIZE + SIZE - 1, mask=there, other=0.0).to(tl.float32)
     for j in tl.static_range(SIZE - 1):
@@ -171,7 +172,7 @@ def _conv_step(x, x_stride, weight, bias, state, rows, starts, out, channels,
 
 
 @triton.jit
-def _conv_prompts(x, x_stride, weight, bias, state, rows, starts, owners, cu_seqlens, out, channels,
+def _conv_prompts(x, x_stride, weight, bias, state, state_stride, rows, starts, owners, cu_seqlens, out, channels,
                   SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program: BLOCK channels of a token."""
     t = tl.program_id(0).to(tl.int64)
@@ -180,7 +181,7 @@ def _conv_prompts(x, x_stride, weight, bias, state, rows, starts, owners, cu_seq
     i = tl.load(owners + t)
     first = tl.load(cu_seqlens + i)
     start = tl.load(starts + i)
-    kept = state + tl.load(rows + i) * (SIZE - 1) * channels + c
+    kept = state + tl.load(rows + i) * state_stride + c
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(SIZE):
         at = t - (SIZE - 1) + j
@@ -197,7 +198,7 @@ def _conv_prompts(x, x_stride, weight, bias, state, rows, starts, owners, cu_seq
 
 
 @triton.jit
-def _keep_last(x, x_stride, state, rows, starts, cu_seqlens, channels,
+def _keep_last(x, x_stride, state, state_stride, rows, starts, cu_seqlens, channels,
                SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program: BLOCK channels of a sequence. What moves to an earlier place is read before it is overwritten."""
     i = tl.program_id(0)
@@ -207,7 +208,7 @@ def _keep_last(x, x_stride, state, rows, starts, cu_seqlens, channels,
     end = tl.load(cu_seqlens + i + 1).to(tl.int64)
     if end > first:
         start = tl.load(starts + i)
-        kept = state + tl.load(rows + i) * (SIZE - 1) * channels + c
+        kept = state + tl.load(rows + i) * state_stride + c
         for j in tl.static_range(SIZE - 1):
             at = end - (SIZE - 1) + j
             inside = c < tl.where(at >= first, channels, 0)
@@ -219,7 +220,7 @@ def _keep_last(x, x_stride, state, rows, starts, cu_seqlens, channels,
 
 
 @triton.jit(do_not_specialize=("strongest",))
-def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, state, rows, starts, out,
+def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, state, state_stride, rows, starts, out,
                 scale, strongest, HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr,
                 VALUES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence."""
@@ -230,7 +231,7 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, s
     is_key, is_value = kk < KEYS, vv < VALUES
     tile = is_value[:, None] & is_key[None, :]
     old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
-    at = (tl.load(rows + i) * HEADS + h) * VALUES * KEYS
+    at = tl.load(rows + i) * state_stride + h * (VALUES * KEYS)
     place = state + at + vv[:, None] * KEYS + kk[None, :]
     s = tl.load(place, mask=tile & old[:, None], other=0.0).to(tl.float32)
     line = mixed + i * mixed_stride
@@ -241,7 +242,7 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, s
     q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     gate = tl.load(a + i * a_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
-    decay = tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * _softplus(gate))
+    decay = tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * softplus(gate))
     beta = strongest / (1.0 + tl.exp(-tl.load(b + i * b_stride + h).to(tl.float32)))
     s = s * decay
     u = beta * (v - tl.sum(s * k[None, :], 1))
@@ -252,7 +253,7 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, s
 
 
 @triton.jit(do_not_specialize=("least", "most"))
-def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, state, rows, starts, out, least,
+def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, state, state_stride, rows, starts, out, least,
                 most, HEADS: tl.constexpr, PER_GROUP: tl.constexpr, KEYS: tl.constexpr,
                 VALUES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence."""
@@ -263,7 +264,7 @@ def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, state, ro
     is_key, is_value = kk < KEYS, vv < VALUES
     tile = is_value[:, None] & is_key[None, :]
     old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
-    at = (tl.load(rows + i) * HEADS + h) * VALUES * KEYS
+    at = tl.load(rows + i) * state_stride + h * (VALUES * KEYS)
     place = state + at + vv[:, None] * KEYS + kk[None, :]
     s = tl.load(place, mask=tile & old[:, None], other=0.0).to(tl.float32)
     line = mixed + i * mixed_stride
@@ -273,7 +274,7 @@ def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, state, ro
     other = line + inner + HEADS // PER_GROUP * KEYS
     q = tl.load(other + h // PER_GROUP * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
     step = tl.load(dt + i * dt_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
-    step = tl.minimum(tl.maximum(_softplus(step), least), most)
+    step = tl.minimum(tl.maximum(softplus(step), least), most)
     s = s * tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * step)
     s += (step * x)[:, None] * k[None, :]
     o = tl.sum(s * q[None, :], 1) + tl.load(d + h).to(tl.float32) * x
@@ -300,7 +301,7 @@ def _gated_norm(x, gate, gate_stride, weight, out, eps, EACH: tl.constexpr, WIDT
 
 
 @triton.jit(do_not_specialize=("count",))
-def _over_chunks(q, k, v, moved, scores, whole, state, rows, starts, bounds, out, count,
+def _over_chunks(q, k, v, moved, scores, whole, state, state_stride, rows, starts, bounds, out, count,
                  HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
                  WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence, chunk after chunk. The state is held as [keys, values]."""
@@ -314,7 +315,7 @@ def _over_chunks(q, k, v, moved, scores, whole, state, rows, starts, bounds, out
     first, end = tl.load(bounds + i), tl.load(bounds + count + i)
     if end > first:
         old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
-        place = state + (tl.load(rows + i) * HEADS + h) * VALUES * KEYS
+        place = state + tl.load(rows + i) * state_stride + h * (VALUES * KEYS)
         place = place + vv[None, :] * KEYS + kk[:, None]
         s = tl.load(place, mask=tile & old[None, :], other=0.0).to(tl.float32)
         of_keys = tt[:, None] * KEYS + kk[None, :]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,27 @@ class Mixer(Protocol):
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         """[T, hidden] -> [T, hidden]; reads and writes the states."""
+        ...
+
+
+@runtime_checkable
+class Framed(Mixer, Protocol):
+    """A mixer that begins and ends with one matrix product, where `is_framed` says so.
+
+    entry: [rows, hidden], exit: [hidden, columns].
+    """
+
+    @property
+    def is_framed(self) -> bool: ...
+
+    @property
+    def entry(self) -> Tensor: ...
+
+    @property
+    def exit(self) -> Tensor: ...
+
+    def between(self, projected: Tensor, states: LayerStates) -> Tensor:
+        """[T, rows] -> [T, columns]; reads and writes the states."""
         ...
 
 
@@ -119,30 +140,81 @@ class GatedDeltaNet(_DeltaRule):
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         m = self.module
-        qkv, z, b, a = self._project(x, states.multiply)
-        out = self._recur(self.convolve(qkv, states), a, b, states)
-        norm = m.o_norm if hasattr(m, "o_norm") else m.norm
+        if self.is_framed and x.device.type != "cpu":
+            return states.multiply(self.between(states.multiply(x, self.entry), states), self.exit)
+        normed = self._between(*self._project(x), states)
         project = m.o_proj if hasattr(m, "o_proj") else m.out_proj
-        out = out.reshape(-1, self.values)
-        assert states.recurrent is not None
-        if takes_kernels(out, states.recurrent) and type(norm).__name__ in _NORMS_OF_QWEN:
-            from kvant.models.recurrent.kernels import gated_norm
-
-            normed = gated_norm(out, z, norm.weight, norm.variance_epsilon)
-        else:
-            normed = norm(out, z.reshape(-1, self.values))
-        normed = normed.reshape(len(x), -1)
         if type(project) is nn.Linear and project.bias is None:
             return states.multiply(normed, project.weight)
         mixed: Tensor = project(normed)
         return mixed
 
+    @property
+    def is_framed(self) -> bool:
+        """Whether its projections can be joined: numbers without biases, in a module of Qwen3.5."""
+        m = self.module
+        if not hasattr(m, "in_proj_qkv"):
+            return False
+        return all(type(x) is nn.Linear and x.bias is None for x in (*self._parts, m.out_proj))
+
+    @property
+    def entry(self) -> Tensor:
+        """[channels + heads * values + 2 heads, hidden]."""
+        if self._joined is None:
+            self._joined = _join(self._parts)
+        return self._joined
+
+    @property
+    def exit(self) -> Tensor:
+        """[hidden, heads * values]."""
+        weight: Tensor = self.module.out_proj.weight
+        return weight
+
+    def between(self, projected: Tensor, states: LayerStates) -> Tensor:
+        sizes = [part.out_features for part in self._parts]
+        qkv, z, b, a = torch.split(projected, sizes, 1)
+        return self._between(qkv, z, b, a, states)
+
+    @property
+    def _parts(self) -> tuple[nn.Linear, ...]:
+        m = self.module
+        return m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a
+
+    def _between(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, states: LayerStates) -> Tensor:
+        """What lies between the two products: `_project`'s results -> [T, heads * values]."""
+        m, conv, recurrent = self.module, states.conv, states.recurrent
+        assert conv is not None
+        assert recurrent is not None
+        norm = m.o_norm if hasattr(m, "o_norm") else m.norm
+        kernels = takes_kernels(qkv, recurrent) and type(norm).__name__ in _NORMS_OF_QWEN
+        if kernels and states.packed.lengths is None and takes_kernels(qkv, conv):
+            from kvant.models.recurrent.delta_layer import delta_layer, fits
+
+            if fits(recurrent.numbers, m.conv_kernel_size):
+                weight = m.conv1d.weight[:, 0].contiguous()
+                return delta_layer(
+                    qkv, z, a, b, weight, m.conv1d.bias, m.A_log, m.dt_bias, norm.weight,
+                    norm.variance_epsilon, conv.numbers, recurrent.numbers, states.packed.rows,
+                    states.packed.starts, self.key_heads, strongest=self._strongest,
+                )  # fmt: skip
+        out = self._recur(self.convolve(qkv, states), a, b, states).reshape(-1, self.values)
+        if kernels:
+            from kvant.models.recurrent.kernels import gated_norm
+
+            normed = gated_norm(out, z, norm.weight, norm.variance_epsilon)
+        else:
+            normed = norm(out, z.reshape(-1, self.values))
+        return normed.reshape(len(qkv), -1)
+
+    @property
+    def _strongest(self) -> float:
+        return 2.0 if getattr(self.module, "allow_neg_eigval", False) else 1.0
+
     def _recur(self, mixed: Tensor, a: Tensor, b: Tensor, states: LayerStates) -> Tensor:
         """The delta rule with its gates: a, b [T, heads] -> [T, heads, values]."""
         m, packed, cache = self.module, states.packed, states.recurrent
         assert cache is not None
-        strongest = 2.0 if getattr(m, "allow_neg_eigval", False) else 1.0
-        kernels = takes_kernels(mixed, cache)
+        strongest, kernels = self._strongest, takes_kernels(mixed, cache)
         if kernels and packed.lengths is None:
             return self._step(mixed, a, b, cache, packed.rows, packed.starts, strongest)
         g = -m.A_log.float().exp() * F.softplus(a.float() + m.dt_bias.float())
@@ -167,18 +239,11 @@ class GatedDeltaNet(_DeltaRule):
             strongest=strongest,
         )  # fmt: skip
 
-    def _project(self, x: Tensor, multiply: Product) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution [T, channels], the gate, and b and a [T, heads]."""
         m = self.module
         if hasattr(m, "in_proj_qkv"):
-            parts = (m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a)
-            if x.device.type == "cpu" or any(type(part) is not nn.Linear for part in parts):
-                return m.in_proj_qkv(x), m.in_proj_z(x), m.in_proj_b(x), m.in_proj_a(x)
-            if self._joined is None:
-                self._joined = _join(parts)
-            sizes = [part.out_features for part in parts]
-            qkv, z, b, a = torch.split(multiply(x, self._joined), sizes, 1)
-            return qkv, z, b, a
+            return m.in_proj_qkv(x), m.in_proj_z(x), m.in_proj_b(x), m.in_proj_a(x)
         if hasattr(m, "in_proj_qkvz"):
             per_key = self.heads // self.key_heads
             mixed = m.in_proj_qkvz(x).unflatten(1, (self.key_heads, -1))

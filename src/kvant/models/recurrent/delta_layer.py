@@ -1,0 +1,190 @@
+"""A gated delta net between its two matrix products, for one token of each sequence: one Triton launch.
+
+It convolves q, k and v, norms q and k, computes the gates, takes the step of the delta rule, norms the result
+and gates it. `mixers.GatedDeltaNet` defines the results. The state is read once and written once.
+
+A program has a key head and the heads that it serves, since the inputs of q and k that the convolution keeps
+must not be overwritten while another program reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kvant.kernels.triton.device import launches_ahead, multiprocessors
+from kvant.models.recurrent.kernels import softplus
+
+SIZE = 4
+"""Columns of a convolution's kernel."""
+
+_MOST = 128 * 128
+"""Numbers of a head's state that fit into a program's registers."""
+
+
+def fits(state: Tensor, kernel: int) -> bool:
+    """Whether `delta_layer` takes states [num_rows, heads, values, keys] and a convolution of this size."""
+    _, _, values, keys = state.shape
+    return kernel == SIZE and triton.next_power_of_2(values) * triton.next_power_of_2(keys) <= _MOST
+
+
+def delta_layer(
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
+    a_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, eps: float, conv: Tensor, state: Tensor,
+    rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float,
+) -> Tensor:  # fmt: skip
+    """One token of each of n sequences.
+
+    qkv: [n, channels], z: [n, heads * values], a, b: [n, heads], rows of any stride. conv_weight:
+    [channels, 4], contiguous. conv_bias: [channels] or None. a_log, dt_bias: [heads]. norm_weight: [values].
+    conv: [num_rows, 3, channels] and state: [num_rows, heads, values, keys], rows of any stride, both
+    updated. rows: [n] int64. starts: [n] int32, tokens before this one; a row whose start is not positive is
+    not read. strongest: as in `kernels.delta_step`. Returns [n, heads * values] in qkv's dtype.
+    """
+    heads, values, keys = state.shape[1:]
+    n = len(qkv)
+    out = torch.empty(n, heads * values, dtype=qkv.dtype, device=qkv.device)
+    wide = triton.next_power_of_2(values)
+    is_few = n * key_heads <= multiprocessors(qkv.device)
+    # A whole head at once waits least; small tiles leave room for more programs, which fill the bandwidth.
+    block = wide if is_few else min(32, wide)
+    ahead = launches_ahead(qkv.device)
+    _delta_layer[(n, key_heads)](
+        qkv, qkv.stride(0), z, z.stride(0), a, a.stride(0), b, b.stride(0), conv_weight, conv_bias,
+        a_log, dt_bias, norm_weight, eps, conv, conv.stride(0), state, state.stride(0), rows, starts, out,
+        keys**-0.5, strongest,
+        HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values,
+        WIDE_KEYS=triton.next_power_of_2(keys), WIDE=wide, BLOCK=block, AHEAD=ahead,
+        num_warps=8 if is_few else 4, **({"launch_pdl": True} if ahead else {}),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _history(kept, channels, c, old):
+    """The last three inputs of channels c, float32, oldest first; zeros outside of old."""
+    first = tl.load(kept + c, mask=old, other=0.0).to(tl.float32)
+    second = tl.load(kept + channels + c, mask=old, other=0.0).to(tl.float32)
+    third = tl.load(kept + 2 * channels + c, mask=old, other=0.0).to(tl.float32)
+    return first, second, third
+
+
+@triton.jit
+def _convolved(first, second, third, newest, weight, bias, c, there, dtype: tl.constexpr):
+    """silu of the convolution of channels c, float32, rounded to dtype."""
+    at = weight + c * 4
+    total = first * tl.load(at, mask=there, other=0.0).to(tl.float32)
+    total += second * tl.load(at + 1, mask=there, other=0.0).to(tl.float32)
+    total += third * tl.load(at + 2, mask=there, other=0.0).to(tl.float32)
+    total += newest * tl.load(at + 3, mask=there, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
+    return (total / (1.0 + tl.exp(-total))).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _keep(kept, channels, c, there, second, third, newest):
+    """Store the last three inputs. Every thread has read its history before."""
+    stored: tl.constexpr = kept.dtype.element_ty
+    tl.store(kept + c, second.to(stored), mask=there)
+    tl.store(kept + channels + c, third.to(stored), mask=there)
+    tl.store(kept + 2 * channels + c, newest.to(stored), mask=there)
+
+
+@triton.jit
+def _finished(o, gate, weight, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """A row o, float32, that is zero outside of it, normalised and gated as modules round it."""
+    o = (o * tl.rsqrt(tl.sum(o * o, 0) / WIDTH + eps)).to(dtype).to(tl.float32)
+    o = (o * weight).to(dtype).to(tl.float32)
+    return (o * (gate / (1.0 + tl.exp(-gate)))).to(dtype)
+
+
+@triton.jit(do_not_specialize=("strongest",))
+def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_weight, conv_bias,
+                 a_log, dt_bias, norm_weight, eps, conv, conv_stride, state, state_stride, rows, starts, out,
+                 scale, strongest,
+                 HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+                 WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+                 AHEAD: tl.constexpr):  # fmt: skip
+    """Program: a sequence and a key head. BLOCK: values of a tile of the state.
+
+    AHEAD: launched while the kernel before still runs, which writes no state: a first head is loaded
+    meanwhile.
+    """
+    if AHEAD:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = out.dtype.element_ty
+    width: tl.constexpr = HEADS // PER_KEY * KEYS
+    channels: tl.constexpr = 2 * width + HEADS * VALUES
+    i = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1)
+    row = tl.load(rows + i)
+    is_old = tl.load(starts + i) > 0
+    kk = tl.arange(0, WIDE_KEYS)
+    is_key = kk < KEYS
+    kept = conv + row * conv_stride
+    q_c = j * KEYS + kk
+    k_c = q_c + width
+    old_key = kk < tl.where(is_old, KEYS, 0)
+    q1, q2, q3 = _history(kept, channels, q_c, old_key)
+    k1, k2, k3 = _history(kept, channels, k_c, old_key)
+    head = j * PER_KEY
+    vv = tl.arange(0, BLOCK)
+    tiles = state + row * state_stride + vv[:, None] * KEYS + kk[None, :]
+    old = tl.where(is_old, VALUES, 0)
+    s = tl.zeros((BLOCK, WIDE_KEYS), state.dtype.element_ty)
+    if BLOCK == WIDE:
+        tile = (vv < old)[:, None] & is_key[None, :]
+        s = tl.load(tiles + head * (VALUES * KEYS), mask=tile, other=0.0)
+    if AHEAD:
+        gdc_wait()
+    line = qkv + i * qkv_stride
+    q4 = tl.load(line + q_c, mask=is_key, other=0.0).to(tl.float32)
+    k4 = tl.load(line + k_c, mask=is_key, other=0.0).to(tl.float32)
+    q = _convolved(q1, q2, q3, q4, conv_weight, conv_bias, q_c, is_key, dtype)
+    k = _convolved(k1, k2, k3, k4, conv_weight, conv_bias, k_c, is_key, dtype)
+    q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    for h in tl.static_range(PER_KEY):
+        gate = tl.load(a + i * a_stride + head + h).to(tl.float32)
+        gate = softplus(gate + tl.load(dt_bias + head + h).to(tl.float32))
+        decay = tl.exp(-tl.exp(tl.load(a_log + head + h).to(tl.float32)) * gate)
+        beta = strongest / (1.0 + tl.exp(-tl.load(b + i * b_stride + head + h).to(tl.float32)))
+        to = out + (i * HEADS + head + h) * VALUES
+        from_z = z + i * z_stride + (head + h) * VALUES
+        for first in range(0, WIDE, BLOCK):
+            inside = first + vv < VALUES
+            at = tiles + ((head + h) * VALUES + first) * KEYS
+            if h > 0 or BLOCK != WIDE:
+                s = tl.load(at, mask=(first + vv < old)[:, None] & is_key[None, :], other=0.0)
+            v_c = 2 * width + (head + h) * VALUES + first + vv
+            v1, v2, v3 = _history(kept, channels, v_c, first + vv < old)
+            v4 = tl.load(line + v_c, mask=inside, other=0.0).to(tl.float32)
+            v = _convolved(v1, v2, v3, v4, conv_weight, conv_bias, v_c, inside, dtype)
+            now = s.to(tl.float32) * decay
+            u = beta * (v - tl.sum(now * k[None, :], 1))
+            now += u[:, None] * k[None, :]
+            o = tl.sum(now * q[None, :], 1).to(dtype)
+            tl.store(at, now.to(state.dtype.element_ty), mask=inside[:, None] & is_key[None, :])
+            tl.debug_barrier()
+            _keep(kept, channels, v_c, inside, v2, v3, v4)
+            if BLOCK == WIDE:
+                weight = tl.load(norm_weight + vv, mask=inside, other=0.0).to(tl.float32)
+                gate_z = tl.load(from_z + vv, mask=inside, other=0.0).to(tl.float32)
+                o = _finished(o.to(tl.float32), gate_z, weight, eps, VALUES, dtype)
+            tl.store(to + first + vv, o, mask=inside)
+        if BLOCK != WIDE:
+            tl.debug_barrier()  # the head's tiles were stored by other threads
+            cc = tl.arange(0, WIDE)
+            there = cc < VALUES
+            whole = tl.load(to + cc, mask=there, other=0.0).to(tl.float32)
+            weight = tl.load(norm_weight + cc, mask=there, other=0.0).to(tl.float32)
+            gate_z = tl.load(from_z + cc, mask=there, other=0.0).to(tl.float32)
+            done = _finished(whole, gate_z, weight, eps, VALUES, dtype)
+            tl.debug_barrier()
+            tl.store(to + cc, done, mask=there)
+    _keep(kept, channels, q_c, is_key, q2, q3, q4)
+    _keep(kept, channels, k_c, is_key, k2, k3, k4)

@@ -11,10 +11,7 @@ in process; the two agree, or the exit code is 1.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +20,7 @@ from benchmarks.gsm8k import judge, read_problems
 from kvant.cli.demo_server import served
 from kvant.engine.llm import LLM
 from kvant.kv.names import parse_format
+from kvant.measure.quality.lm_eval import run_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data" / "gsm8k" / "gsm8k_test.jsonl"
@@ -32,8 +30,8 @@ MODEL_LEN = 2048
 
 def run_lm_eval(
     command: Path, port: int, model: str, tokenizer: Path, count: int, tasks: tuple[str, ...]
-) -> dict[str, dict[str, float]]:
-    """lm-eval's results by task."""
+) -> dict[tuple[str, str], float]:
+    """lm-eval's metrics by task and name, over the first `count` problems."""
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         problems = work / "problems.jsonl"
@@ -41,23 +39,11 @@ def run_lm_eval(
         for task in tasks:
             text = (ROOT / "benchmarks" / "lm_eval" / f"{task}.yaml").read_text()
             (work / f"{task}.yaml").write_text(text.replace("DATA", str(problems)))
-        arguments = (
-            f"model={model},base_url=http://127.0.0.1:{port}/v1/completions,tokenizer={tokenizer},"
-            f"tokenized_requests=True,num_concurrent=8,max_length={MODEL_LEN}"
-        )
-        subprocess.run(
-            [
-                command, "--model", "local-completions", "--model_args", arguments, "--tasks",
-                ",".join(tasks), "--include_path", work, "--output_path", work / "out", "--seed", "1234",
-                "--batch_size", "4",
-            ],
-            check=True,
-            env={**os.environ, "HF_HOME": str(work / "hf"), "HF_DATASETS_OFFLINE": "1"},
-            cwd=work,
+        scores = run_tasks(
+            command, port=port, model=model, tokenizer=tokenizer, tasks=tasks, include=work, limit=None,
+            max_length=MODEL_LEN,
         )  # fmt: skip
-        (found,) = (work / "out").rglob("results*.json")
-        results: dict[str, dict[str, float]] = json.loads(found.read_text())["results"]
-        return results
+    return {(score.task, score.metric): score.value for score in scores}
 
 
 def main() -> int:
@@ -85,11 +71,11 @@ def main() -> int:
                 options.lm_eval, port, options.model, llm.model_path, options.count, tasks
             )
         # lm-eval sums over tokens and averages over documents.
-        theirs = -math.log(found[TASKS[0]]["perplexity,none"]) * len(problems) / ours.tokens
+        theirs = -math.log(found[TASKS[0], "perplexity"]) * len(problems) / ours.tokens
         agree &= abs(theirs - ours.mean_logprob) < 2e-3
         line = f"{name}: lm-eval {theirs:.5f}, in process {ours.mean_logprob:.5f} nats a token"
         if options.answers:
-            line += f"; exact match {found[TASKS[1]]['exact_match,last_number']:.3f}"
+            line += f"; exact match {found[TASKS[1], 'exact_match (last_number)']:.3f}"
         lines.append(line)
     print("\n".join(lines))
     return 0 if agree else 1

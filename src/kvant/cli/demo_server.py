@@ -60,7 +60,7 @@ def _wait_ready(process: subprocess.Popen[str]) -> int:
         if found := _READY.search(line):
             return int(found[1])
         said.append(line)
-    raise EngineFault("the demo's server did not start:\n" + "".join(said))
+    raise EngineFault("the server did not start:\n" + "".join(said))
 
 
 def client_name() -> str:

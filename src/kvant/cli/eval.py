@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvant.cli import eval_answers
 from kvant.cli.measuring import (
     DeviceOption,
     DtypeOption,
@@ -74,6 +75,56 @@ def evaluate(
         bool,
         typer.Option("--quick", help="Less text: some minutes on two cores for a small model."),
     ] = False,
+    long_reasoning: Annotated[
+        Path | None,
+        typer.Option(
+            "--long-reasoning",
+            metavar="FILE",
+            help="Answer the problems of this file of JSON lines instead, and judge answers by exact match.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Answers to each problem.")] = 4,
+    answer_tokens: Annotated[
+        int, typer.Option("--answer-tokens", min=1, help="Most tokens of an answer.")
+    ] = 1024,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="Temperature of answers.")
+    ] = 0.6,
+    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus of answers.")] = 0.95,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tasks",
+            metavar="TASK,..",
+            help="Run these tasks of lm-eval instead, against a server in each format.",
+            show_default=False,
+        ),
+    ] = None,
+    include: Annotated[
+        Path | None,
+        typer.Option(
+            "--include-path",
+            metavar="DIR",
+            help="Directory with YAML files of tasks, such as tasks over local data.",
+            show_default=False,
+        ),
+    ] = None,
+    lm_eval: Annotated[
+        Path | None,
+        typer.Option(
+            "--lm-eval",
+            metavar="COMMAND",
+            help="Where lm_eval is. Default: beside Kvant, or on PATH.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit", min=1, help="Most problems or documents of a task.", show_default=False
+        ),
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     attention_backend: Annotated[
@@ -96,7 +147,8 @@ def evaluate(
 
     The model reads a text through its paged cache in every format. Each position's distribution is compared
     with the baseline's: KL divergence, most likely token, perplexity. Definitions are those of llama.cpp's
-    --kl-divergence. The same command continues an interrupted evaluation.
+    --kl-divergence. The same command continues an interrupted evaluation. With --long-reasoning or --tasks
+    the model answers problems instead, in the baseline and in each --kv-format.
     """
     from kvant.engine.process import wait_without_spinning
 
@@ -114,6 +166,25 @@ def evaluate(
         None if layer_format is None else parse_format(layer_format, asked_by="--layer-format")
     )
     llm = measured_llm(model, dtype, device, attention_backend=attention_backend)
+    packages = ("torch", "transformers", "numpy")
+    if long_reasoning is not None:
+        from kvant.measure.quality.reasoning import Sampling
+
+        found = eval_answers.long_reasoning(
+            llm, long_reasoning, wide, named, Sampling(samples, answer_tokens, temperature, top_p), limit,
+            restart=restart,
+        )  # fmt: skip
+        found |= measurement_facts(command_line("kvant"), packages)
+        write_result(found, output, out, lambda: eval_answers.print_reasoning(found))
+        return
+    if tasks:
+        found = eval_answers.tasks(
+            llm, model, wide, named, [name for one in tasks for name in one.split(",")],
+            command=lm_eval, include=include, limit=limit, dtype=dtype, device=device,
+        )  # fmt: skip
+        found |= measurement_facts(command_line("kvant"), packages)
+        write_result(found, output, out, lambda: eval_answers.print_tasks(found))
+        return
     extent = _extent(llm, contexts, tokens, quick=quick)
     read = read_text(text, llm)
     check_length(read, extent.contexts, extent.tokens)
@@ -122,7 +193,7 @@ def evaluate(
     kept = kept_parts("eval", evaluation.inputs(), restart=restart)
     with progress(kept) as told:
         parts = run_parts(evaluation.parts(), kept, told)
-    facts = measurement_facts(command_line("kvant"), ("torch", "transformers", "numpy"))
+    facts = measurement_facts(command_line("kvant"), packages)
     found = {**report(evaluation, parts), **facts}
     if page is not None:
         page.write_text(render(found), encoding="utf-8")

@@ -1,0 +1,163 @@
+"""`kvant eval --long-reasoning` and `--tasks`: right answers by format, instead of distributions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvant.cli.demo_server import served
+from kvant.cli.measuring import kept_parts, progress
+from kvant.cli.output import figure_table
+from kvant.kv.names import FormatRequest
+
+if TYPE_CHECKING:
+    from kvant.engine.llm import LLM
+    from kvant.measure.quality.reasoning import Sampling
+
+TASK_TOKENS = 2048
+"""Tokens of a request of lm-eval, if the model's positions reach so far."""
+
+
+def long_reasoning(
+    llm: LLM,
+    path: Path,
+    baseline: FormatRequest,
+    formats: Sequence[FormatRequest],
+    sampling: Sampling,
+    count: int | None,
+    *,
+    restart: bool,
+) -> dict[str, Any]:
+    """Answer the problems of a file in the baseline's format and in `formats`; see `reasoning.report`."""
+    from kvant.measure.own_engine import plan_storing
+    from kvant.measure.quality.evaluate import run_parts
+    from kvant.measure.quality.reasoning import Reasoning, read_problems, report
+
+    plans = {str(one): plan_storing(llm, one) for one in (baseline, *formats)}
+    reasoning = Reasoning(llm, plans, read_problems(path, count), sampling)
+    kept = kept_parts("eval", reasoning.inputs(), restart=restart)
+    with progress(kept) as told:
+        parts = run_parts(reasoning.parts(), kept, told)
+    kept.forget()
+    return report(reasoning, parts)
+
+
+def print_reasoning(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    sampling = found["sampling"]
+    table = figure_table(
+        "format", ("B/token", "pass@1", f"minus {found['baseline']}", "tokens", "cut off")
+    )
+    for name, one in found["formats"].items():
+        table.add_row(
+            name,
+            f"{one['bytes_per_token']:,}",
+            _share(one["pass_at_1"], one["pass_at_1_error"]),
+            _share(one["against_baseline"], one["against_baseline_error"], signed=True),
+            f"{one['mean_tokens']:.0f}",
+            f"{one['cut']:.0%}",
+        )
+    console.print(table)
+    needed = [one["problems_for_5_points"] for one in found["formats"].values()]
+    most = max((one for one in needed if one), default=None)
+    console.print(
+        f"[dim]{found['problems']} problems, {sampling['samples']} answers each of at most "
+        f"{sampling['answer_tokens']} tokens, temperature {sampling['temperature']}, top_p "
+        f"{sampling['top_p']}; ±: standard error over problems, differences paired by problem"
+        + (f"\na difference of 5 points would need {most} problems" if most else "")
+        + "[/]"
+    )
+
+
+def _share(value: float, error: float, *, signed: bool = False) -> str:
+    shown = f"{value:+.1%}" if signed else f"{value:.1%}"
+    return shown if math.isnan(error) else f"{shown} ± {error:.1%}"
+
+
+def tasks(
+    llm: LLM,
+    model: str,
+    baseline: FormatRequest,
+    formats: Sequence[FormatRequest],
+    names: Sequence[str],
+    *,
+    command: Path | None,
+    include: Path | None,
+    limit: int | None,
+    dtype: str,
+    device: str,
+) -> dict[str, Any]:
+    """Run lm-eval's tasks against a server for each format, one after another. Returns scores by format.
+
+    BadValue without lm-eval, or if it fails.
+    """
+    from kvant.measure.own_engine import plan_storing
+    from kvant.measure.quality.lm_eval import find_command, run_tasks
+
+    found_command = find_command(command)
+    longest = llm.planned.target.geometry.max_model_len or TASK_TOKENS
+    length = min(longest, TASK_TOKENS)
+    formats_found = {}
+    for one in (baseline, *formats):
+        plan = plan_storing(llm, one)
+        flags = (
+            "--dtype", dtype, "--device", device, "--kv-cache-dtype", str(one),
+            "--max-model-len", str(length), "--max-num-seqs", "8",
+            "--kv-cache-memory", str(8 * (length + 64) * plan.bytes_per_token),
+            # lm-eval gives up on a refusal, so all its requests may wait.
+            "--max-num-queued-tokens", str(32 * length),
+        )  # fmt: skip
+        with served(model, flags) as port:
+            scores = run_tasks(
+                found_command, port=port, model=model, tokenizer=llm.model_path, tasks=names, include=include,
+                limit=limit, max_length=length,
+            )  # fmt: skip
+        formats_found[str(one)] = {
+            "bytes_per_token": plan.bytes_per_token,
+            "scores": [
+                {
+                    "task": score.task,
+                    "metric": score.metric,
+                    "value": score.value,
+                    "error": score.error,
+                    "samples": score.samples,
+                    "samples_for_5_points": score.samples_needed,
+                }
+                for score in scores
+            ],
+        }
+    return {
+        "schema": 1,
+        "model": llm.plan.model,
+        "baseline": str(baseline),
+        "formats": formats_found,
+    }
+
+
+def print_tasks(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    names = list(found["formats"])
+    table = figure_table("task, metric", (*names, "for 5 points"))
+    for row in zip(*(found["formats"][name]["scores"] for name in names), strict=True):
+        needed = [one["samples_for_5_points"] for one in row]
+        table.add_row(
+            f"{row[0]['task']}, {row[0]['metric']}",
+            *(_score(one["value"], one["error"]) for one in row),
+            f"{max(one for one in needed if one):,}" if any(needed) else "-",
+        )
+    console.print(table)
+    samples = sorted({one["samples"] for name in names for one in found["formats"][name]["scores"]})
+    console.print(
+        f"[dim]{', '.join(map(str, samples))} documents; ±: standard error as lm-eval gives it; "
+        "for 5 points: documents that a difference of 5 points would need in each format[/]"
+    )
+
+
+def _score(value: float, error: float | None) -> str:
+    return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"

@@ -10,7 +10,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.weight_recipe import are_decoded, read_recipe
-from kvant.models.quantization import Quantization
+from kvant.models.quantization import Activations, Quantization
 from kvant.models.stored import Stored, lists_experts, read_stored
 
 
@@ -112,7 +112,8 @@ class ForwardChoice:
     """The forward that runs a model, as the plan shows it and the loader makes it.
 
     info: None for a model that can be planned and not run. refused: the faster forwards. stored: how
-    narrow weights of the checkpoint run as they are stored; None where they do not.
+    narrow weights of the checkpoint run as they are stored; None where they do not. activations: how
+    products with narrow weights round them; None for not at all.
     """
 
     info: ForwardInfo | None
@@ -121,6 +122,7 @@ class ForwardChoice:
     quantization: Quantization | None = None
     batch_invariant: bool = False
     stored: Stored | None = None
+    activations: Activations | None = None
 
     @property
     def name(self) -> str | None:

@@ -41,6 +41,12 @@ class Quantization(Enum):
         return columns + 4
 
 
+class Activations(Enum):
+    """How `--weight-activations` rounds what products with narrow weights multiply."""
+
+    INT8 = "int8"  # -127..127 and a scale for 32 numbers
+
+
 def format_of(asked: Quantization, columns: int) -> WeightFormat:
     """The format on a GPU of a weight with `columns` inputs. NotServable if no group divides them."""
     if asked in (Quantization.FP8, Quantization.FP8_DYNAMIC):

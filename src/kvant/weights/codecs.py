@@ -4,10 +4,14 @@ All arithmetic is float32, one IEEE operation at a time; rounding is to nearest 
 
     codes    8 bits: uint8 [rows, columns], the code's bits. 4 bits: uint8 [rows, columns / 2]; of a run of
              inputs, byte j holds input j in its low half and input j + run / 2 in its high half. The run
-             is the group.
+             is the group. 6 bits: uint8 [rows, 3 columns / 4], at first the low halves of 4 bits in runs of
+             32; then bytes j of 8 hold the upper 2 bits of inputs j, j + 8, j + 16, j + 24, lowest first.
     scales   per matrix [1], per output [rows], per block [row blocks, column blocks], per group
              [groups, rows]: groups first, so that the scales of neighbouring outputs are neighbours.
     zeros    uint8 [groups, rows], or None.
+    offsets  like scales, or None. value = code * scale + offset.
+    factors  float16 [1 or 2, superblocks, rows], or None: those of scales, and those of offsets, whose sign
+             turns: value = code * (factor * scale) - factor * offset.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ TORCH_SCALE = {
     Scale.BFLOAT16: torch.bfloat16,
     Scale.E4M3: torch.uint8,
     Scale.E8M0: torch.uint8,
+    Scale.UINT6: torch.uint8,
+    Scale.INT8: torch.int8,
 }
 
 _E4M3 = FLOAT8[Encoding.E4M3FN]
@@ -45,6 +51,8 @@ class NarrowWeight:
     scales: Tensor
     zeros: Tensor | None = None
     global_scale: Tensor | None = None
+    offsets: Tensor | None = None
+    factors: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,7 +64,9 @@ class NarrowWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        found = (self.codes, self.scales, self.zeros, self.global_scale)
+        found = (
+            self.codes, self.scales, self.zeros, self.global_scale, self.offsets, self.factors
+        )  # fmt: skip
         return tuple(one for one in found if one is not None)
 
     @property
@@ -78,6 +88,28 @@ def unpack_nibbles(packed: Tensor, run: int) -> Tensor:
     return torch.cat((parts & 15, parts >> 4), -1).view(rows, 2 * half)
 
 
+_RUN = 32
+"""Inputs of a run of 6-bit codes."""
+
+
+def pack_six(codes: Tensor) -> Tensor:
+    """uint8 codes 0..63 [rows, columns] to [rows, 3 columns / 4], see the module."""
+    rows, columns = codes.shape
+    low = pack_nibbles(codes & 15, _RUN)
+    high = (codes >> 4).view(rows, columns // _RUN, 4, _RUN // 4)
+    packed = high[:, :, 0] | (high[:, :, 1] << 2) | (high[:, :, 2] << 4) | (high[:, :, 3] << 6)
+    return torch.cat((low, packed.reshape(rows, columns // 4)), 1)
+
+
+def unpack_six(packed: Tensor) -> Tensor:
+    """The inverse of `pack_six`."""
+    rows, columns = packed.shape[0], packed.shape[1] * 4 // 3
+    low = unpack_nibbles(packed[:, : columns // 2], _RUN)
+    fields = packed[:, columns // 2 :].reshape(rows, columns // _RUN, _RUN // 4)
+    high = torch.cat([(fields >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
+    return low | (high.view(rows, columns) << 4)
+
+
 def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
     """Round a weight [rows, columns] of finite numbers, any float dtype, to a format.
 
@@ -89,6 +121,10 @@ def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
     if refusal is not None:
         raise ValueError(refusal)
     wide = weight.to(torch.float32)
+    if fmt.superblock:
+        raise ValueError(f"{fmt.name} with superblocks is read from files, not made")
+    if fmt.offsets:
+        return _encode_offsets(wide, fmt)
     if fmt.zero_points:
         return _encode_asymmetric(wide, fmt)
     largest = _block_largest(wide, fmt)
@@ -152,6 +188,22 @@ def _encode_asymmetric(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
     return NarrowWeight(fmt, rows, columns, codes, scale, zeros.contiguous())
 
 
+def _encode_offsets(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
+    """A group spans its smallest number, which is its offset, and its largest."""
+    rows, columns = wide.shape
+    groups = wide.view(rows, -1, fmt.columns)
+    low, high = groups.amin(-1), groups.amax(-1)
+    offset = low.to(torch.float16)
+    scale = ((high - low) / 15).to(torch.float16)
+    divisor = torch.where(scale == 0, torch.ones_like(scale), scale).float()
+    shifted = (groups - offset.float()[..., None]) / divisor[..., None]
+    codes = torch.round(shifted).clamp_(0, 15).to(torch.uint8).view(rows, columns)
+    return NarrowWeight(
+        fmt, rows, columns, pack_nibbles(codes, fmt.columns), scale.t().contiguous(),
+        offsets=offset.t().contiguous(),
+    )  # fmt: skip
+
+
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Activations [T, columns] as e4m3 codes, uint8 of the same shape, and a float32 scale a row [T, 1].
 
@@ -173,14 +225,35 @@ def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     elif fmt.code is Code.E2M1:
         codes = unpack_nibbles(weight.codes, fmt.columns)
         numbers = e2m1.values(codes.device)[codes.to(torch.int64)]
+    elif fmt.code is Code.INT6:
+        numbers = unpack_six(weight.codes).to(torch.float32) - 32.0
     else:
         numbers = unpack_nibbles(weight.codes, fmt.columns).to(torch.float32)
-        if weight.zeros is None:
-            numbers -= 8.0
-        else:
+        if weight.zeros is not None:
             numbers -= _spread(weight.zeros.to(torch.float32), fmt, rows, columns)
+        elif not fmt.offsets:
+            numbers -= 8.0
     scale = _scale_values(weight.scales, fmt, weight.global_scale)
-    return (numbers * _spread(scale, fmt, rows, columns)).to(dtype)
+    if weight.factors is not None:
+        scale = scale * _by_group(weight.factors[0], fmt)
+    numbers = numbers * _spread(scale, fmt, rows, columns)
+    if weight.offsets is not None:
+        numbers += _spread(offset_values(weight), fmt, rows, columns)
+    return numbers.to(dtype)
+
+
+def offset_values(weight: NarrowWeight) -> Tensor:
+    """The offsets of a weight that has some, float32 [groups, rows]."""
+    assert weight.offsets is not None
+    found = weight.offsets.to(torch.float32)
+    if weight.factors is None:
+        return found
+    return -(found * _by_group(weight.factors[1], weight.format))
+
+
+def _by_group(factors: Tensor, fmt: WeightFormat) -> Tensor:
+    """Factors of superblocks [superblocks, rows] as float32 [groups, rows]."""
+    return factors.to(torch.float32).repeat_interleave(fmt.superblock // fmt.columns, 0)
 
 
 def can_join(parts: Sequence[NarrowWeight]) -> bool:
@@ -203,7 +276,32 @@ def rows_of(weight: NarrowWeight, start: int, count: int) -> NarrowWeight:
     else:
         scales = scales[start // fmt.rows : -(-(start + count) // fmt.rows)]
     codes = weight.codes[start : start + count]
-    return replace(weight, rows=count, codes=codes, scales=scales, zeros=zeros)
+    offsets, factors = weight.offsets, weight.factors
+    offsets = None if offsets is None else offsets[:, start : start + count]
+    factors = None if factors is None else factors[:, :, start : start + count]
+    return replace(
+        weight,
+        rows=count,
+        codes=codes,
+        scales=scales,
+        zeros=zeros,
+        offsets=offsets,
+        factors=factors,
+    )
+
+
+def pick_rows(weight: NarrowWeight, rows: Tensor) -> NarrowWeight:
+    """Some rows, by their indices [n], of a weight in groups of inputs."""
+    fmt = weight.format
+    assert fmt.rows == 1
+    assert fmt.columns != WHOLE
+    zeros, offsets, factors = weight.zeros, weight.offsets, weight.factors
+    return replace(
+        weight, rows=len(rows), codes=weight.codes[rows], scales=weight.scales[:, rows],
+        zeros=None if zeros is None else zeros[:, rows],
+        offsets=None if offsets is None else offsets[:, rows],
+        factors=None if factors is None else factors[:, :, rows],
+    )  # fmt: skip
 
 
 def join(parts: Sequence[NarrowWeight]) -> NarrowWeight:
@@ -222,11 +320,15 @@ def join(parts: Sequence[NarrowWeight]) -> NarrowWeight:
         fmt = parts[0].format
     across = 1 if fmt.rows == 1 and fmt.columns != WHOLE else 0
     zeros = [part.zeros for part in parts if part.zeros is not None]
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    factors = [part.factors for part in parts if part.factors is not None]
     return NarrowWeight(
         fmt, sum(part.rows for part in parts), first.columns,
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scales for part in parts], across),
         torch.cat(zeros, 1) if zeros else None,
+        offsets=torch.cat(offsets, 1) if offsets else None,
+        factors=torch.cat(factors, 2) if factors else None,
     )  # fmt: skip
 
 

@@ -16,7 +16,12 @@ class Code(Enum):
 
     E4M3 = "e4m3", 8, 448.0
     INT8 = "int8", 8, 127.0
-    INT4 = "int4", 4, 7.0  # stored as code + 8, 0..15; with zero points 0..15 as they are
+    INT4 = (
+        "int4",
+        4,
+        7.0,
+    )  # stored as code + 8, 0..15; with zero points or offsets 0..15 as they are
+    INT6 = "int6", 6, 31.0  # stored as code + 32
     E2M1 = "e2m1", 4, 6.0
 
     @property
@@ -36,6 +41,8 @@ class Scale(Enum):
     BFLOAT16 = "bfloat16", 2
     E4M3 = "e4m3", 1
     E8M0 = "e8m0", 1  # a power of two, 2^(code - 127)
+    UINT6 = "uint6", 1  # 0..63 times the float16 of a superblock
+    INT8 = "int8", 1  # -128..127 times the float16 of a superblock
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +58,9 @@ class WeightFormat:
     """One storage format of a weight [outputs, inputs].
 
     rows, columns: outputs and inputs that share a scale; `WHOLE` for all. zero_points: a code beside
-    each scale is what zero is stored as. global_scale: one float32 factor for the whole matrix.
+    each scale is what zero is stored as. global_scale: one float32 factor for the whole matrix. offsets: a
+    number beside each scale is added: value = code * scale + offset. superblock: inputs that share a float16
+    factor of their scales, and one of their offsets, which then are small integers; 0 without.
     """
 
     name: str
@@ -61,6 +70,8 @@ class WeightFormat:
     scale: Scale
     zero_points: bool = False
     global_scale: bool = False
+    offsets: bool = False
+    superblock: int = 0
 
     @property
     def summary(self) -> str:
@@ -73,7 +84,10 @@ class WeightFormat:
             per = f"a scale per {self.columns} inputs"
         if per is None:
             per = f"a scale per {self.rows} x {self.columns}"
-        return f"{self.name}, {per}" + (" and a zero point" if self.zero_points else "")
+        beside = (
+            " and a zero point" if self.zero_points else " and an offset" if self.offsets else ""
+        )
+        return f"{self.name}, {per}{beside}"
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int]:
         """Blocks of a matrix along its outputs and along its inputs."""
@@ -87,13 +101,17 @@ class WeightFormat:
             return f"{self.name} packs two inputs in a byte, and {columns} is odd"
         if self.rows == 1 and self.columns != WHOLE and columns % self.columns:
             return f"groups of {self.columns} do not divide {columns} inputs"
+        if self.superblock and columns % self.superblock:
+            return f"superblocks of {self.superblock} do not divide {columns} inputs"
         return None
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix: codes, scales and zero points."""
+        """Bytes of a matrix: codes, and everything beside them."""
         down, along = self.blocks(rows, columns)
-        shared = self.scale.num_bytes + (1 if self.zero_points else 0)
+        shared = self.scale.num_bytes * (2 if self.offsets else 1) + (1 if self.zero_points else 0)
         found = rows * columns * self.code.bits // 8 + down * along * shared
+        if self.superblock:
+            found += rows * (columns // self.superblock) * 2 * (2 if self.offsets else 1)
         return found + (4 if self.global_scale else 0)
 
 
@@ -111,6 +129,7 @@ class Dialect(Enum):
     GPTQ_V2 = "gptq_v2"
     MODELOPT_FP8 = "modelopt FP8"
     MODELOPT_NVFP4 = "modelopt NVFP4"
+    GGUF = "gguf"  # one tensor of blocks, which hold codes and scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +158,35 @@ def int4_groups(
 def int8_groups(columns: int, *, scale: Scale = Scale.FLOAT16) -> WeightFormat:
     """8-bit integers in groups of `columns` inputs."""
     return WeightFormat("int8", Code.INT8, 1, columns, scale)
+
+
+Q4_1 = WeightFormat("int4", Code.INT4, 1, 32, Scale.FLOAT16, offsets=True)
+Q4_K = WeightFormat("int4", Code.INT4, 1, 32, Scale.UINT6, offsets=True, superblock=256)
+Q6_K = WeightFormat("int6", Code.INT6, 1, 16, Scale.INT8, superblock=256)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """One of GGUF's types: its format, and its blocks of `inputs` in `num_bytes` of a file."""
+
+    name: str
+    format: WeightFormat
+    inputs: int
+    num_bytes: int
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of an output's blocks in a file."""
+        return columns // self.inputs * self.num_bytes
+
+
+BLOCK_TYPES = {
+    one.name: one
+    for one in (
+        BlockType("Q8_0", int8_groups(32), 32, 34),
+        BlockType("Q4_0", int4_groups(32), 32, 18),
+        BlockType("Q4_1", Q4_1, 32, 20),
+        BlockType("Q4_K", Q4_K, 256, 144),
+        BlockType("Q6_K", Q6_K, 256, 210),
+    )
+}
+"""GGUF's types whose weights can stay as they are stored, by ggml's names."""

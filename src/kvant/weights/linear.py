@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kvant.weights.codecs import TORCH_SCALE, NarrowWeight, decode, round_rows
+from kvant.weights.codecs import TORCH_SCALE, NarrowWeight, decode, pick_rows, round_rows
 from kvant.weights.format import WHOLE, WeightFormat
 
 MOST_EXACT = 64
@@ -43,13 +43,16 @@ class NarrowLinear(nn.Module):
     """In the place of `nn.Linear`: the same product, with a weight in a narrow format.
 
     Its tensors are made on the meta device, and a loader sets them. weight: codes. weight_scale,
-    weight_zeros, weight_factor: see `NarrowWeight`; None where the format has none. rounds: see `multiply`.
+    weight_zeros, weight_factor, weight_offsets, weight_factors: see `NarrowWeight`; None where the format has
+    none. rounds: see `multiply`.
     """
 
     weight: Tensor
     weight_scale: Tensor
     weight_zeros: Tensor | None
     weight_factor: Tensor | None
+    weight_offsets: Tensor | None
+    weight_factors: Tensor | None
     bias: Tensor | None
 
     def __init__(
@@ -70,6 +73,11 @@ class NarrowLinear(nn.Module):
         self.weight_scale = _awaited(scales, TORCH_SCALE[fmt.scale])
         self.weight_zeros = _awaited(scales, torch.uint8) if fmt.zero_points else None
         self.weight_factor = _awaited((1,), torch.float32) if fmt.global_scale else None
+        self.weight_offsets = _awaited(scales, TORCH_SCALE[fmt.scale]) if fmt.offsets else None
+        self.weight_factors = None
+        if fmt.superblock:
+            shape = (2 if fmt.offsets else 1, columns // fmt.superblock, rows)
+            self.weight_factors = _awaited(shape, torch.float16)
         self.bias = None if bias is None else _awaited((rows,), bias)
 
     @property
@@ -78,6 +86,7 @@ class NarrowLinear(nn.Module):
         return NarrowWeight(
             self.format, self.out_features, self.in_features,
             self.weight, self.weight_scale, self.weight_zeros, self.weight_factor,
+            self.weight_offsets, self.weight_factors,
         )  # fmt: skip
 
     def put(self, weight: NarrowWeight, bias: Tensor | None = None) -> None:
@@ -100,6 +109,34 @@ class NarrowLinear(nn.Module):
         return f"{self.in_features} -> {self.out_features}, {self.format.summary}"
 
 
+class NarrowEmbedding(nn.Module):
+    """In the place of `nn.Embedding`: rows of a weight in a narrow format, in `dtype`.
+
+    Its weight is that of a linear layer, which a tied head shares.
+    """
+
+    def __init__(self, weight: NarrowLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self.dtype = weight, dtype
+
+    @property
+    def narrow(self) -> NarrowWeight:
+        """The weight as products take it."""
+        return self.linear.narrow
+
+    @property
+    def weight(self) -> Tensor:
+        """[0, in_features]: readers of an embedding's dtype and device find them here."""
+        codes = self.linear.weight
+        return torch.empty(0, self.linear.in_features, dtype=self.dtype, device=codes.device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [..] int64 -> [.., in_features]."""
+        rows, places = torch.unique(ids, return_inverse=True)
+        found = decode(pick_rows(self.narrow, rows), self.dtype)
+        return found[places]
+
+
 def named_tensors(weight: NarrowWeight) -> dict[str, Tensor]:
     """A weight's tensors under the names that `NarrowLinear` gives them."""
     found = {"weight": weight.codes, "weight_scale": weight.scales}
@@ -107,6 +144,10 @@ def named_tensors(weight: NarrowWeight) -> dict[str, Tensor]:
         found["weight_zeros"] = weight.zeros
     if weight.global_scale is not None:
         found["weight_factor"] = weight.global_scale
+    if weight.offsets is not None:
+        found["weight_offsets"] = weight.offsets
+    if weight.factors is not None:
+        found["weight_factors"] = weight.factors
     return found
 
 

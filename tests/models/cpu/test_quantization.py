@@ -17,6 +17,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.models.cpu.weights import INT4 as INT4_CODE
 from kvant.models.cpu.weights import Code, pack, unpack
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.loaded import LoadedModel
@@ -27,7 +28,7 @@ from tests.attention import driver
 from tests.models import loading, tiny
 
 INT8, INT4 = Quantization.INT8, Quantization.INT4
-CODES = {INT8: (Code.INT8, Code.INT8), INT4: (Code.INT4, Code.INT8)}
+CODES = {INT8: (Code.INT8, Code.INT8), INT4: (INT4_CODE, Code.INT8)}
 TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
 CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
 BOUND = 3e-5

@@ -22,6 +22,8 @@ WORDS = ir.VectorType(I32, LANES)
 HALVES = ir.VectorType(F16, LANES)
 SHORTS = ir.VectorType(I16, LANES)
 BYTES = ir.VectorType(I8, LANES)
+FOURS = ir.VectorType(I8, 4 * LANES)
+"""Four bytes for each lane."""
 _POINTER = ir.PointerType()
 _INTO_L2 = 2  # LLVM's locality of prefetcht1: a core has more misses to L2 under way than to L1
 
@@ -91,6 +93,59 @@ def prefetch(b: Any, address: Any) -> None:
     call(
         b, "llvm.prefetch.p0", ir.VoidType(), b.inttoptr(address, _POINTER), ir.Constant(I32, 0),
         ir.Constant(I32, _INTO_L2), ir.Constant(I32, 1),
+    )  # fmt: skip
+
+
+def has_feature(context: Any, name: str) -> bool:
+    """Whether the CPU that numba compiles for has a feature, by LLVM's name."""
+    return f"+{name}" in context.codegen().magic_tuple()[2].split(",")
+
+
+def dot_fours(context: Any, b: Any, sums: Any, codes: Any, x: Any, bits: int) -> Any:
+    """sums (WORDS) + the sum of four products a lane: codes (FOURS, unsigned, of `bits`) times x.
+
+    x: a word of four signed bytes -127..127, the same for all lanes. Integers are exact.
+    """
+    x = splat(b, x)
+    if has_feature(context, "avx512vnni"):
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        return call(b, name, WORDS, sums, b.bitcast(codes, WORDS), x)
+    half, found = ir.VectorType(I32, LANES // 2), []
+    codes = b.bitcast(codes, WORDS)
+    for start in (0, LANES // 2):
+        part = list(range(start, start + LANES // 2))
+        one, w, factor = (shuffle(b, v, v, part) for v in (sums, codes, x))
+        if has_feature(context, "avxvnni"):
+            one = call(b, "llvm.x86.avx512.vpdpbusd.256", half, one, w, factor)
+        else:
+            one = _dot_avx2(b, one, w, factor, bits)
+        found.append(one)
+    return shuffle(b, found[0], found[1], list(range(LANES)))
+
+
+def _dot_avx2(b: Any, sums: Any, codes: Any, x: Any, bits: int) -> Any:
+    """Eight lanes. Pairs of products are added in 16 bits, which 8-bit codes overflow: they go by halves."""
+    bytes_, shorts = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
+    x = b.bitcast(x, bytes_)
+    parts = [(b.bitcast(codes, bytes_), 1)]
+    if bits == 8:
+        low = every(codes.type, 0x0F0F0F0F)
+        upper = b.and_(b.lshr(codes, every(codes.type, 4)), low)
+        parts = [(b.bitcast(b.and_(codes, low), bytes_), 1), (b.bitcast(upper, bytes_), 16)]
+    for part, factor in parts:
+        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", shorts, part, x)
+        fours = call(b, "llvm.x86.avx2.pmadd.wd", codes.type, pairs, every(shorts, factor))
+        sums = b.add(sums, fours)
+    return sums
+
+
+def store_first(b: Any, value: Any, address: Any, count: Any) -> None:
+    """Store the first `count` (at run time) of 16 float32."""
+    lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
+    mask = b.icmp_signed("<", lanes, splat(b, count))
+    call(
+        b, "llvm.masked.store.v16f32.p0", ir.VoidType(), value, b.inttoptr(address, _POINTER),
+        ir.Constant(I32, 1), mask, given=(FLOATS, _POINTER, I32, ir.VectorType(I1, LANES)),
     )  # fmt: skip
 
 

@@ -22,8 +22,10 @@ from kvant.errors import EngineFault
 from kvant.kernels.cpu.block import Block, address, block_of, float_bits
 from kvant.kv.pool import KVPool
 from kvant.kv.spec import KVPlan
+from kvant.models.cpu.embedding import PackedEmbedding, embedding_task
 from kvant.models.cpu.info import NORM_STEP, refuse_shape
 from kvant.models.cpu.layout import (
+    Embed,
     Gate,
     Kind,
     Norm,
@@ -32,18 +34,20 @@ from kvant.models.cpu.layout import (
     Rotate,
     StepFields,
 )
-from kvant.models.cpu.linear import Linear, float_rows
+from kvant.models.cpu.linear import Linear, float_rows, rounded_rows, rounding
+from kvant.models.cpu.rounding import EIGHT_BITS, EXACT
 from kvant.models.cpu.rows import gate_worker, norm_worker, rotate_worker
 from kvant.models.cpu.run import new_step, run_function
-from kvant.models.cpu.weights import Code, pack
+from kvant.models.cpu.weights import INT4, Code, PackedWeight, pack, pack_narrow
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.fused.decoder import FusedDecoder, fuse
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.layers import Layer
 from kvant.models.fused.layers import Norm as LayerNorm
-from kvant.models.fused.linear import DenseLinear
+from kvant.models.fused.linear import Apart, DenseLinear, NarrowProduct
 from kvant.models.fused.linear import Linear as AnyLinear
 from kvant.models.quantization import Quantization
+from kvant.weights.linear import NarrowEmbedding, NarrowLinear
 
 _ALONE = 8
 """Maximum number of rows whose norms, rotations and gates run on one thread."""
@@ -51,7 +55,7 @@ _NEVER_ALONE = 0
 _CODES = {
     None: (Code.FLOAT32, Code.FLOAT32),
     Quantization.INT8: (Code.INT8, Code.INT8),
-    Quantization.INT4: (Code.INT4, Code.INT8),
+    Quantization.INT4: (INT4, Code.INT8),
 }
 """Codes of layers and of the head, whose rounding changes the logits directly."""
 
@@ -68,15 +72,19 @@ class _Layer:
     num_kv_heads: int
     head_dim: int
     params: AttentionParams
-    qkv: Linear
-    output: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: _Products
+    output: _Products
+    gate_up: _Products
+    down: _Products
+
+
+_Products = tuple[Linear, ...]
+"""Products of one input, whose outputs lie beside each other; several where formats differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Float32 [tokens, ..]; chosen: rows whose logits are asked. scratch: [threads, ..]."""
+    """Float32 [tokens, ..]. rounded: what products with narrow weights read, uint8 [tokens, ..]."""
 
     residual: Tensor
     normed: Tensor
@@ -87,18 +95,21 @@ class _Buffers:
     gated: Tensor
     cos: Tensor
     sin: Tensor
-    scratch: Tensor
+    rounded: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
     """All operations of a forward over fixed memory.
 
-    after_rotate, after_layer: how many operations come up to there, by layer. pool: whose attention
-    is among them, None where Python calls it. kept: what operations hold addresses of.
+    after_rotate, after_layer: how many operations come up to there, by layer. embed: reads the narrow
+    embedding, None for one of numbers. pool: whose attention is among the operations, None where Python
+    calls it. kept: what operations hold addresses of.
     """
 
     buffers: _Buffers
+    embed: Block | None
+    num_threads: int
     operations: Block
     after_rotate: tuple[int, ...]
     after_layer: tuple[int, ...]
@@ -115,10 +126,6 @@ class _Program:
     def num_tokens(self) -> int:
         return self.buffers.residual.shape[0]
 
-    @property
-    def num_threads(self) -> int:
-        return self.buffers.scratch.shape[0]
-
 
 def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDecoder:
     """Build the compiled forward of a loaded module.
@@ -130,9 +137,11 @@ def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDec
     reason = _mismatch(fused)
     if reason is not None:
         raise EngineFault(f"the plan runs {type(module).__name__} as compiled code, but {reason}")
-    made = CpuDecoder(fused, choice.quantization)
-    if choice.quantization is not None:
+    made = CpuDecoder(fused, module, choice)
+    if choice.quantization is not None or choice.stored is not None:
         _drop_products(module)
+    if isinstance(made.embedding, PackedWeight):
+        module.set_input_embeddings(PackedEmbedding(made.embedding))
     return made
 
 
@@ -157,33 +166,42 @@ def _mismatch(decoder: FusedDecoder) -> str | None:
 
 
 def _drop_products(module: PreTrainedModel) -> None:
-    """Free the memory of weights that were packed; a tied head remains as the embedding."""
+    """Free the memory of weights that were packed; a tied head of numbers remains as the embedding."""
     embedding: Any = module.get_input_embeddings()
     for part in module.modules():
-        if type(part) is nn.Linear and part.weight is not embedding.weight:
-            part.weight.data = part.weight.data.new_empty(0)
-            if part.bias is not None:
-                part.bias.data = part.bias.data.new_empty(0)
+        is_narrow = isinstance(part, (NarrowLinear, NarrowEmbedding))
+        if is_narrow or (type(part) is nn.Linear and part.weight is not embedding.weight):
+            for parameter in part.parameters(recurse=False):
+                parameter.data = parameter.data.new_empty(0)
 
 
 class CpuDecoder:
     """The compiled forward.
 
-    quantization: the products read copies of the decoder's weights that are rounded so; None: the
-    weights themselves.
+    Products read the module's weights themselves where they are numbers and stay so; else the weights
+    in tiles, rounded as choice.quantization says, or as they are stored. embedding: [vocab_size,
+    hidden_size] float32, or narrow; a tied head is the same object.
     """
 
-    def __init__(self, decoder: FusedDecoder, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self, decoder: FusedDecoder, module: PreTrainedModel, choice: ForwardChoice
+    ) -> None:
         assert _mismatch(decoder) is None
-        layers, head = _CODES[quantization]
+        layers, head = _CODES[choice.quantization]
+        digits = EXACT if choice.activations is None else EIGHT_BITS
         model = decoder.model
         self._turns = decoder.turns
-        self._embedding, self._norm_weight = model.embedding, _weight(model.norm)
-        self._eps = model.norm.eps
+        self._norm_weight, self._eps = _weight(model.norm), model.norm.eps
+        self._hidden = self._norm_weight.shape[0]
         self._layers = tuple(
-            _layer(layer, layers) for layer in model.layers if isinstance(layer, Layer)
+            _layer(layer, layers, digits) for layer in model.layers if isinstance(layer, Layer)
         )
-        self._head = _linear(model.head, head)
+        (self._head,) = _linears(model.head, head, digits)
+        self.embedding: Tensor | PackedWeight = model.embedding
+        table: Any = module.get_input_embeddings()
+        if isinstance(table, NarrowEmbedding):
+            tied = isinstance(model.head, NarrowProduct) and _are_one(model.head, table)
+            self.embedding = self._head.weight if tied else pack_narrow(table.narrow)
         self._program: _Program | None = None
         self._entry = run_function().call
         self._compiled_seconds = 0.0
@@ -195,10 +213,11 @@ class CpuDecoder:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of packed weights that are copies of the module's."""
-        if self._head.weight.code is Code.FLOAT32:
-            return 0
-        return sum(linear.num_bytes for linear in self._linears)
+        """Bytes of packed weights, which the module does not hold."""
+        found = sum(linear.num_bytes for linear in self._linears if linear.rounds)
+        if isinstance(self.embedding, PackedWeight) and self.embedding is not self._head.weight:
+            found += self.embedding.num_bytes
+        return found
 
     @property
     def compiled_seconds(self) -> float | None:
@@ -207,8 +226,8 @@ class CpuDecoder:
 
     @property
     def _linears(self) -> list[Linear]:
-        parts = [p for one in self._layers for p in (one.qkv, one.output, one.gate_up, one.down)]
-        return [*parts, self._head]
+        found = [p for one in self._layers for p in (one.qkv, one.output, one.gate_up, one.down)]
+        return [*(linear for products in found for linear in products), self._head]
 
     def score(self, hidden: Tensor) -> Tensor:
         """Apply the head: [n, hidden_size], normed, float32 -> [n, vocab_size]."""
@@ -221,7 +240,11 @@ class CpuDecoder:
         tokens, chosen, at = input_ids.shape[0], logits_index.shape[0], call.step
         program = self._program_for(call, max(tokens, chosen))
         buffers = program.buffers
-        torch.index_select(self._embedding, 0, input_ids, out=buffers.residual[:tokens])
+        if program.embed is not None:
+            input_ids = input_ids.contiguous()
+            program.embed[Embed.IDS // 8] = input_ids.data_ptr()
+        elif isinstance(self.embedding, Tensor):
+            torch.index_select(self.embedding, 0, input_ids, out=buffers.residual[:tokens])
         (turns,) = self._turns(at)
         buffers.cos[:tokens], buffers.sin[:tokens] = turns.of(at)
         logits = float_rows(chosen, self._head.weight.rows)
@@ -310,52 +333,72 @@ class CpuDecoder:
             made.append((kind, address(task), alone))
 
         b = buffers
+        threads = torch.get_num_threads()
+        embed = None
+        if isinstance(self.embedding, PackedWeight):
+            embed = embedding_task(self.embedding, b.residual)
+            add(embed, alone=_ALONE)
+
+        def multiply(
+            products: _Products, x: Tensor, out: Tensor, *, kind: Kind = Kind.TASK
+        ) -> list[Block]:
+            """Products of x, beside each other in out; their tasks."""
+            first, start, found = products[0], 0, []
+            if any(linear.rounds for linear in products):
+                columns = first.weight.columns
+                add(rounding(x, b.rounded, columns, first.digits), alone=_ALONE, kind=kind)
+            for linear in products:
+                given = b.rounded if linear.rounds else x
+                task = linear.task(given, out[:, start : start + linear.weight.rows], threads)
+                add(task, alone=_NEVER_ALONE, kind=kind)
+                found.append(task)
+                start += linear.weight.rows
+            return found
+
         norms = [layer.input_norm for layer in self._layers] + [self._norm_weight]
         add(self._norm(b, b.residual, norms[0], adds=False), alone=_ALONE)
         for index, layer in enumerate(self._layers):
-            add(layer.qkv.task(b.normed, b.qkv, b.scratch), alone=_NEVER_ALONE)
+            multiply(layer.qkv, b.normed, b.qkv)
             add(self._rotate(b, layer), alone=_ALONE)
             after_rotate.append(len(made))
             if scratch is not None:
                 found = self._record(call, index, b, scratch)
                 kept.append(found)
                 made += [(Kind.WRITE, found.write, 0), (Kind.ATTEND, found.attend, 0)]
-            add(layer.output.task(b.attended, b.projected, b.scratch), alone=_NEVER_ALONE)
+            multiply(layer.output, b.attended, b.projected)
             add(self._norm(b, b.projected, layer.post_norm, adds=True), alone=_ALONE)
-            add(layer.gate_up.task(b.normed, b.gate_up, b.scratch), alone=_NEVER_ALONE)
+            multiply(layer.gate_up, b.normed, b.gate_up)
             add(_gate(b), alone=_ALONE)
-            add(layer.down.task(b.gated, b.projected, b.scratch), alone=_NEVER_ALONE)
+            multiply(layer.down, b.gated, b.projected)
             if index + 1 < len(self._layers):
                 add(self._norm(b, b.projected, norms[index + 1], adds=True), alone=_ALONE)
             after_layer.append(len(made))
         last_norm = self._norm(b, b.projected, norms[-1], adds=True)
         add(last_norm, alone=_ALONE, kind=Kind.LAST_TASK)
-        head = self._head.task(b.normed, b.residual, b.scratch)
+        (head,) = multiply((self._head,), b.normed, b.residual, kind=Kind.LAST_TASK)
         head[Product.OUT_STRIDE // 8] = 4 * self._head.weight.rows
-        add(head, alone=_NEVER_ALONE, kind=Kind.LAST_TASK)
         operations = block_of(Operation, len(made))
         operations[:] = [number for operation in made for number in operation]
         return _Program(
-            buffers, operations, tuple(after_rotate), tuple(after_layer), last_norm, head,
+            buffers, embed, threads, operations, tuple(after_rotate), tuple(after_layer), last_norm, head,
             call.pool if is_ours else None, tuple(kept),
         )  # fmt: skip
 
     def _buffers(self, tokens: int) -> _Buffers:
-        layer = self._layers[0]
-        hidden = self._embedding.shape[1]
+        layer, hidden = self._layers[0], self._hidden
         half = layer.head_dim // 2
-        floats = max(linear.scratch_floats for linear in self._linears)
+        widest = max(linear.weight.columns for linear in self._linears)
         return _Buffers(
             residual=float_rows(tokens, hidden),
             normed=float_rows(tokens, hidden),
-            qkv=float_rows(tokens, layer.qkv.weight.rows),
-            attended=float_rows(tokens, layer.output.weight.columns),
+            qkv=float_rows(tokens, _rows(layer.qkv)),
+            attended=float_rows(tokens, layer.output[0].weight.columns),
             projected=float_rows(tokens, hidden),
-            gate_up=float_rows(tokens, layer.gate_up.weight.rows),
-            gated=float_rows(tokens, layer.down.weight.columns),
+            gate_up=float_rows(tokens, _rows(layer.gate_up)),
+            gated=float_rows(tokens, layer.down[0].weight.columns),
             cos=float_rows(tokens, half),
             sin=float_rows(tokens, half),
-            scratch=float_rows(torch.get_num_threads(), floats),
+            rounded=rounded_rows(tokens, widest, self._head.digits),
         )
 
     def _norm(self, b: _Buffers, x: Tensor, weight: Tensor, *, adds: bool) -> Block:
@@ -390,20 +433,36 @@ class CpuDecoder:
         return backend.record(call.pool[index], q, k, v, out, layer.params, scratch)
 
 
-def _layer(layer: Layer, code: Code) -> _Layer:
+def _layer(layer: Layer, code: Code, digits: int) -> _Layer:
     forward, norms = layer.feed_forward, layer.qk_norms
     assert isinstance(forward, Dense), "see `_mismatch`"
+    products = (
+        _linears(given, code, digits)
+        for given in (layer.qkv, layer.output, forward.up, forward.down)
+    )
     return _Layer(
         _weight(layer.attn_in), None if norms is None else _weight(norms.q),
         None if norms is None else _weight(norms.k), _weight(layer.ffn_in), layer.num_q_heads,
-        layer.num_kv_heads, layer.head_dim, layer.params, _linear(layer.qkv, code),
-        _linear(layer.output, code), _linear(forward.up, code), _linear(forward.down, code),
+        layer.num_kv_heads, layer.head_dim, layer.params, *products,
     )  # fmt: skip
 
 
-def _linear(given: AnyLinear, code: Code) -> Linear:
+def _linears(given: AnyLinear, code: Code, digits: int) -> _Products:
+    """A product's weights in tiles: numbers rounded as `code`, narrow weights as they are."""
+    if isinstance(given, Apart):
+        return tuple(linear for part in given.parts for linear in _linears(part, code, digits))
+    if isinstance(given, NarrowProduct):
+        return (Linear(pack_narrow(given.weight), given.bias, digits),)
     assert isinstance(given, DenseLinear)
-    return Linear(pack(given.weight.detach(), code), given.bias)
+    return (Linear(pack(given.weight.detach(), code), given.bias, digits),)
+
+
+def _rows(products: _Products) -> int:
+    return sum(linear.weight.rows for linear in products)
+
+
+def _are_one(head: NarrowProduct, table: NarrowEmbedding) -> bool:
+    return head.weight.codes.data_ptr() == table.narrow.codes.data_ptr()
 
 
 def _weight(norm: LayerNorm | None) -> Tensor:

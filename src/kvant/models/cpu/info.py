@@ -21,6 +21,9 @@ from kvant.models.geometry.weight_recipe import read_recipe
 GROUP = 32
 """Columns that a product's kernel takes at a time; 4-bit weights share a scale over as many."""
 
+TILE = 16
+"""Outputs of a narrow weight that a product's kernel takes at a time; the last are padded."""
+
 FEWEST_ROWS = 4
 """Rows of a weight that a product's kernel takes at a time, at most."""
 

@@ -20,7 +20,10 @@ class Task(Fields):
 
 
 class Product(Fields):
-    """out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight + bias, all float32 but the weight."""
+    """out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight + bias. With a narrow weight x is rounded, see `Round`.
+
+    With one, STRIDE is that of tiles of 16 outputs, and SCALES and BIAS have whole tiles.
+    """
 
     NEXT = auto()
     TEAM = auto()
@@ -29,18 +32,48 @@ class Product(Fields):
     ROWS = auto()
     WEIGHT = auto()
     STRIDE = auto()
-    SCALES = auto()  # 0 without
-    SCALES_STRIDE = auto()
+    SCALES = auto()  # of outputs, 0 without
     BIAS = auto()
     OUTPUTS = auto()
     COLUMNS = auto()
-    CHUNK = auto()  # outputs that a thread takes at a time
+    CHUNK = auto()  # outputs, or tiles of them, that a thread takes at a time
     X = auto()
     X_STRIDE = auto()
     OUT = auto()
     OUT_STRIDE = auto()
-    SCRATCH = auto()
-    SCRATCH_STRIDE = auto()
+    END = auto()
+
+
+class Round(Fields):
+    """out[ROWS] = x[ROWS, COLUMNS] as integers, see `kvant.models.cpu.rounding`."""
+
+    NEXT = auto()
+    TEAM = auto()
+    TICKET = auto()
+    WORKER = auto()
+    ROWS = auto()
+    X = auto()
+    X_STRIDE = auto()
+    OUT = auto()
+    OUT_STRIDE = auto()
+    COLUMNS = auto()
+    END = auto()
+
+
+class Embed(Fields):
+    """out[ROWS, COLUMNS] = rows IDS of a narrow weight, decoded."""
+
+    NEXT = auto()
+    TEAM = auto()
+    TICKET = auto()
+    WORKER = auto()
+    ROWS = auto()
+    IDS = auto()
+    WEIGHT = auto()
+    STRIDE = auto()
+    COLUMNS = auto()
+    OUT = auto()
+    OUT_STRIDE = auto()
     END = auto()
 
 

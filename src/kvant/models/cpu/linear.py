@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from kvant.kernels.cpu.block import Block, address, block_of
-from kvant.models.cpu.info import refuse_shape
-from kvant.models.cpu.layout import Kind, Operation, Product, StepFields
+from kvant.models.cpu.info import TILE, refuse_shape
+from kvant.models.cpu.integer import integer_worker
+from kvant.models.cpu.layout import Kind, Operation, Product, Round, StepFields
 from kvant.models.cpu.product import OUTPUTS, product_worker
+from kvant.models.cpu.rounding import EXACT, block_bytes, round_worker
 from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, PackedWeight
 
 _CHUNK_BYTES = 131072
-"""Bytes of decoded weight rows that a thread takes at a time: they stay in its level 2 cache."""
+"""Bytes of weight rows that a thread takes at a time: they stay in its level 2 cache."""
 _CHUNKS_A_THREAD = 4
 
 
@@ -22,69 +24,89 @@ def float_rows(rows: int, columns: int) -> Tensor:
     return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
 
 
-class Linear:
-    """A stored weight and a bias [outputs] or None, with the block that describes its product."""
+def rounded_rows(rows: int, columns: int, digits: int) -> Tensor:
+    """Allocate room for rounded rows, uint8 [rows, bytes]."""
+    size = columns // 32 * block_bytes(digits)
+    return torch.empty(rows, size, dtype=torch.uint8, device="cpu")
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+
+def rounding(x: Tensor, out: Tensor, columns: int, digits: int) -> Block:
+    """Describe the rounding of x [T, columns], float32, into `rounded_rows`; the caller sets ROWS."""
+    made = block_of(Round)
+    made[Round.WORKER // 8] = round_worker(digits)
+    made[Round.X // 8], made[Round.X_STRIDE // 8] = x.data_ptr(), x.stride(0) * 4
+    made[Round.OUT // 8], made[Round.OUT_STRIDE // 8] = out.data_ptr(), out.stride(0)
+    made[Round.COLUMNS // 8] = columns
+    return made
+
+
+class Linear:
+    """A stored weight and a bias [outputs] or None, with the block that describes its product.
+
+    digits: of activations, which a product with a narrow weight takes as integers.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, digits: int = EXACT) -> None:
         assert refuse_shape(weight.rows, weight.columns) is None
-        self.weight = weight
-        self.bias = weight.codes.new_zeros(weight.rows, dtype=torch.float32)
+        self.weight, self.digits = weight, digits
+        padded = -(-weight.rows // TILE) * TILE if self.rounds else weight.rows
+        self.bias = torch.zeros(padded, dtype=torch.float32)
         if bias is not None:
-            self.bias += bias
-        self._scratch = float_rows(0, 0)
+            self.bias[: weight.rows] += bias
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a product takes rounded rows."""
+        return self.weight.code is not Code.FLOAT32
 
     @property
     def num_bytes(self) -> int:
         return self.weight.num_bytes + self.bias.numel() * 4
 
-    def task(self, x: Tensor, out: Tensor, scratch: Tensor) -> Block:
+    def task(self, x: Tensor, out: Tensor, threads: int) -> Block:
         """Describe the product of x [T, columns] into out [T, outputs], float32; the caller sets ROWS.
 
-        scratch: float32 [threads, scratch_floats]. The block holds the addresses of all three.
+        x: `rounded_rows` where the weight is narrow. The block holds the addresses of both.
         """
         weight, scales = self.weight, self.weight.scales
         made = block_of(Product)
-        made[Product.WORKER // 8] = product_worker(weight.code)
+        made[Product.WORKER // 8] = (
+            integer_worker(weight.code, self.digits) if self.rounds else product_worker()
+        )
         made[Product.WEIGHT // 8] = weight.codes.data_ptr()
         made[Product.STRIDE // 8] = weight.codes.stride(0) * weight.codes.element_size()
         if scales is not None:
             made[Product.SCALES // 8] = scales.data_ptr()
-            made[Product.SCALES_STRIDE // 8] = scales.stride(0) * scales.element_size()
         made[Product.BIAS // 8] = self.bias.data_ptr()
         made[Product.OUTPUTS // 8] = weight.rows
         made[Product.COLUMNS // 8] = weight.columns
-        made[Product.CHUNK // 8] = self._chunk(scratch.shape[0])
-        made[Product.X // 8], made[Product.X_STRIDE // 8] = x.data_ptr(), x.stride(0) * 4
+        made[Product.CHUNK // 8] = self._chunk(threads)
+        made[Product.X // 8], made[Product.X_STRIDE // 8] = (
+            x.data_ptr(), x.stride(0) * x.element_size(),
+        )  # fmt: skip
         made[Product.OUT // 8], made[Product.OUT_STRIDE // 8] = out.data_ptr(), out.stride(0) * 4
-        made[Product.SCRATCH // 8] = scratch.data_ptr()
-        made[Product.SCRATCH_STRIDE // 8] = scratch.stride(0) * 4
         return made
-
-    @property
-    def scratch_floats(self) -> int:
-        """What one thread needs."""
-        if self.weight.code is Code.FLOAT32:
-            return 0
-        return (self._chunk(1) + OUTPUTS) * self.weight.columns
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, columns], float32 -> [T, outputs]; now, on torch's threads."""
         x = x.contiguous()
         out = float_rows(x.shape[0], self.weight.rows)
-        threads = torch.get_num_threads()
-        if self._scratch.shape != (threads, self.scratch_floats):
-            self._scratch = float_rows(threads, self.scratch_floats)
-        task = self.task(x, out, self._scratch)
-        (step, _team), operation = new_step(), block_of(Operation)
+        threads, tasks, given = torch.get_num_threads(), [], x
+        if self.rounds:
+            given = rounded_rows(x.shape[0], x.shape[1], self.digits)
+            tasks.append(rounding(x, given, x.shape[1], self.digits))
+        tasks.append(self.task(given, out, threads))
+        (step, _team), operations = new_step(), block_of(Operation, len(tasks))
         step[StepFields.TOKENS // 8] = x.shape[0]
         step[StepFields.THREADS // 8] = threads
-        operation[Operation.KIND // 8] = Kind.TASK
-        operation[Operation.TASK // 8] = address(task)
-        run_function().call(address(step), address(operation), 0, 1)
+        operations[:] = [n for task in tasks for n in (Kind.TASK, address(task), 0)]
+        run_function().call(address(step), address(operations), 0, len(tasks))
         return out
 
     def _chunk(self, threads: int) -> int:
-        """A multiple of OUTPUTS: as much as fits, but several for each thread."""
-        most = _CHUNK_BYTES // (4 * self.weight.columns)
-        fair = self.weight.rows // (threads * _CHUNKS_A_THREAD)
-        return max(OUTPUTS, min(most, fair) // OUTPUTS * OUTPUTS)
+        """Rows, or tiles of a narrow weight: as much as fits, but several for each thread."""
+        weight = self.weight
+        unit = 1 if self.rounds else OUTPUTS
+        most = _CHUNK_BYTES // (weight.codes.stride(0) * weight.codes.element_size())
+        fair = weight.codes.shape[0] // (threads * _CHUNKS_A_THREAD)
+        return max(unit, min(most, fair) // unit * unit)

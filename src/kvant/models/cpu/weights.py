@@ -1,48 +1,78 @@
-"""Memory layout of a weight matrix: the torch definition that kernels must match.
+"""Weights as products on a CPU read them: 16 outputs beside each other, so that no sum crosses lanes.
 
-Weight-only formats: numbers are decoded to float32 where they are multiplied, activations stay as
-they are. Rows are outputs, columns inputs.
+`kvant.weights` defines the formats; here their bytes only move. A tile has 16 outputs, the last one
+padded with zeros. A block is 32 inputs, as vectors of 64 bytes, four inputs for each output:
 
-    float32   as it is
-    int8      one scale a row: w = s q, q in -127 .. 127
-    int4      a scale and an offset for 32 numbers of a row, both float16: w = s q + m, q in 0 .. 15
+    8 bits   8 vectors; vector s has inputs 4 s .. 4 s + 3, code + 128
+    4 bits   4 vectors; vector v has inputs 4 v .. in its low halves, 16 + 4 v .. in its high halves
+    6 bits   the same of the low halves, and 2 vectors of upper bits: field k of 2 bits in vector u belongs to
+             inputs 16 u + 4 k ..
+
+Behind the codes of all blocks come scales, offsets and factors, each [block or superblock, 16].
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from kvant.models.cpu.info import GROUP
+from kvant.models.cpu.info import GROUP, TILE
+from kvant.weights.codecs import (
+    NarrowWeight,
+    decode,
+    encode_in_parts,
+    pack_nibbles,
+    pack_six,
+    unpack_nibbles,
+    unpack_six,
+)
+from kvant.weights.format import BLOCK_TYPES, INT8_CHANNEL, WeightFormat
 
 
 class Code(IntEnum):
-    """The number is part of the compiled code."""
+    """A stored form that has a product. The number is part of the compiled code."""
 
     FLOAT32 = 0
-    INT8 = 1
-    INT4 = 2
+    INT8 = 1  # one scale an output
+    Q8_0 = 2
+    Q4_0 = 3
+    Q4_1 = 4
+    Q4_K = 5
+    Q6_K = 6
+
+    @property
+    def format(self) -> WeightFormat:
+        """The format of a narrow weight."""
+        assert self is not Code.FLOAT32
+        return INT8_CHANNEL if self is Code.INT8 else BLOCK_TYPES[self.name].format
+
+    @property
+    def bits(self) -> int:
+        return self.format.code.bits
+
+
+INT4 = Code.Q4_1
+"""What `--quantization int4` rounds to: a scale and an offset for 32 inputs."""
+
+_OF_FORMAT = {code.format: code for code in Code if code is not Code.FLOAT32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """codes: float32 [rows, columns], int8 [rows, columns], or uint8 [rows, columns / 2].
+    """codes: float32 [rows, columns], or tiles, uint8 [tiles, bytes of a tile].
 
-    In int4 byte i of a group's 16 has number i in its low half, number i + 16 in its high half.
-    scales: None, float32 [rows], or float16 [rows, columns / 32, 2] of s and m.
+    scales: float32 [tiles * 16] where an output has one scale, else None.
     """
 
     code: Code
     codes: Tensor
     scales: Tensor | None
+    rows: int
     columns: int
-
-    @property
-    def rows(self) -> int:
-        return self.codes.shape[0]
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +81,7 @@ class PackedWeight:
 
 
 def pack(weight: Tensor, code: Code) -> PackedWeight:
-    """weight: float32 [rows, columns], columns a multiple of 32; rounds to nearest, ties to even.
+    """weight: float32 [rows, columns], columns a multiple of 32, rounded as the format's codec does.
 
     float32 is not copied if its rows are contiguous.
     """
@@ -59,35 +89,125 @@ def pack(weight: Tensor, code: Code) -> PackedWeight:
     assert weight.dtype is torch.float32
     assert columns % GROUP == 0
     if code is Code.FLOAT32:
-        return PackedWeight(code, weight.contiguous(), None, columns)
+        return PackedWeight(code, weight.contiguous(), None, rows, columns)
+    return pack_narrow(encode_in_parts(weight, code.format))
+
+
+def code_of(fmt: WeightFormat) -> Code | None:
+    """The stored form of a format; None if there is no product for it."""
+    return _OF_FORMAT.get(fmt)
+
+
+def pack_narrow(weight: NarrowWeight) -> PackedWeight:
+    """A narrow weight's bytes in tiles."""
+    code, rows, columns = _OF_FORMAT[weight.format], weight.rows, weight.columns
+    tiles, blocks = -(-rows // TILE), columns // GROUP
+    codes = torch.cat([_codes_in_tiles(code, part) for part in _parts(weight)])
+    beside = [one for one in (weight.scales, weight.offsets) if one is not None]
+    if weight.factors is not None:
+        beside += list(weight.factors)
     if code is Code.INT8:
-        scales = weight.abs().amax(1) / 127
-        codes = torch.round(weight / _not_zero(scales)[:, None]).to(torch.int8)
-        return PackedWeight(code, codes, scales, columns)
-    groups = weight.view(rows, -1, GROUP)
-    low, high = groups.amin(-1), groups.amax(-1)
-    offset = low.to(torch.float16)
-    scale = ((high - low) / 15).to(torch.float16)
-    shifted = (groups - offset.float()[..., None]) / _not_zero(scale.float())[..., None]
-    codes = torch.round(shifted).clamp_(0, 15).to(torch.uint8)
-    packed = codes[..., :16] | (codes[..., 16:] << 4)
-    scales = torch.stack((scale, offset), -1)
-    return PackedWeight(code, packed.reshape(rows, -1).contiguous(), scales.contiguous(), columns)
+        padded = weight.scales.new_zeros(tiles * TILE)
+        padded[:rows] = weight.scales
+        return PackedWeight(code, codes.view(tiles, -1), padded, rows, columns)
+    parts = [codes.view(tiles, blocks * code_bytes(code))]
+    for one in beside:
+        padded = one.new_zeros(one.shape[0], tiles * TILE)
+        padded[:, :rows] = one
+        tiled = padded.view(-1, tiles, TILE).transpose(0, 1).contiguous()
+        parts.append(tiled.view(tiles, -1).view(torch.uint8))
+    return PackedWeight(code, torch.cat(parts, 1), None, rows, columns)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
     """float32 [rows, columns]: what products multiply with."""
-    codes, scales = weight.codes, weight.scales
     if weight.code is Code.FLOAT32:
-        return codes
-    assert scales is not None
-    if weight.code is Code.INT8:
-        return codes.float() * scales[:, None]
-    groups = codes.view(weight.rows, -1, GROUP // 2)
-    numbers = torch.cat((groups & 15, groups >> 4), -1).float()
-    scale, offset = scales[..., 0].float(), scales[..., 1].float()
-    return (numbers * scale[..., None] + offset[..., None]).view(weight.rows, -1)
+        return weight.codes
+    return decode(narrow_of(weight))
 
 
-def _not_zero(scales: Tensor) -> Tensor:
-    return torch.where(scales == 0, torch.ones_like(scales), scales)
+def narrow_of(weight: PackedWeight) -> NarrowWeight:
+    """The inverse of `pack_narrow`."""
+    code, rows, columns, tiles = weight.code, weight.rows, weight.columns, weight.codes.shape[0]
+    fmt, blocks = code.format, columns // GROUP
+    end = blocks * code_bytes(code)
+    numbers = _codes_of_tiles(code, weight.codes[:, :end].reshape(tiles, blocks, -1))
+    numbers = numbers.reshape(tiles * TILE, columns)[:rows]
+    if code.bits == 8:
+        codes = numbers ^ 0x80
+    else:
+        codes = pack_six(numbers) if code.bits == 6 else pack_nibbles(numbers, GROUP)
+    if code is Code.INT8:
+        assert weight.scales is not None
+        return NarrowWeight(fmt, rows, columns, codes, weight.scales[:rows])
+    found = []
+    for size, kind in _beside(code, columns):
+        part = weight.codes[:, end : end + size * TILE * kind.itemsize].contiguous()
+        end += size * TILE * kind.itemsize
+        wide = part.view(kind).view(tiles, size, TILE).transpose(0, 1)
+        found.append(wide.reshape(size, tiles * TILE)[:, :rows].contiguous())
+    scales = found.pop(0)
+    offsets = found.pop(0) if fmt.offsets else None
+    factors = torch.stack(found) if found else None
+    return NarrowWeight(fmt, rows, columns, codes, scales, offsets=offsets, factors=factors)
+
+
+def code_bytes(code: Code) -> int:
+    """Bytes of the codes of 16 outputs and 32 inputs."""
+    return TILE * GROUP * code.bits // 8
+
+
+def _beside(code: Code, columns: int) -> list[tuple[int, torch.dtype]]:
+    """Behind the codes: how many vectors of 16, and their dtype."""
+    fmt = code.format
+    scale = {1: torch.uint8, 2: torch.float16}[fmt.scale.num_bytes]
+    if code is Code.Q6_K:
+        scale = torch.int8
+    found = [(columns // fmt.columns, scale)] * (2 if fmt.offsets else 1)
+    if fmt.superblock:
+        found += [(columns // fmt.superblock, torch.float16)] * len(found)
+    return found
+
+
+_MOST_AT_ONCE = 1 << 24
+"""Codes that are taken apart at once, a byte each."""
+
+
+def _parts(weight: NarrowWeight) -> Iterable[Tensor]:
+    """A weight's codes, some tiles of outputs at a time; the last ones padded with zeros."""
+    step = max(1, _MOST_AT_ONCE // (weight.columns * TILE)) * TILE
+    for part in torch.split(weight.codes, step):
+        missing = -len(part) % TILE
+        yield torch.cat((part, part.new_zeros(missing, part.shape[1]))) if missing else part
+
+
+def _codes_in_tiles(code: Code, codes: Tensor) -> Tensor:
+    """Codes of some tiles of outputs, as in `NarrowWeight`, to uint8 [tiles, blocks, bytes]."""
+    tiles = len(codes) // TILE
+    if code.bits == 8:
+        parts = (codes ^ 0x80).view(tiles, TILE, -1, 8, 4)
+        return parts.permute(0, 2, 3, 1, 4).reshape(tiles, -1, 8 * 64)
+    numbers = unpack_six(codes) if code.bits == 6 else unpack_nibbles(codes, GROUP)
+    steps = numbers.view(tiles, TILE, -1, 2, 4, 4).permute(3, 0, 2, 4, 1, 5)  # halves first
+    low = steps & 15
+    packed = (low[0] | (low[1] << 4)).reshape(tiles, -1, 4 * 64)
+    if code.bits == 4:
+        return packed
+    high = (steps >> 4).unbind(3)
+    fields = high[0] | (high[1] << 2) | (high[2] << 4) | (high[3] << 6)
+    upper = fields.permute(1, 2, 0, 3, 4).reshape(tiles, -1, 2 * 64)
+    return torch.cat((packed, upper), 2)
+
+
+def _codes_of_tiles(code: Code, tiled: Tensor) -> Tensor:
+    """The inverse: codes of 0..2^bits - 1, uint8 [tiles, 16, blocks, 32]."""
+    tiles, blocks = tiled.shape[:2]
+    if code.bits == 8:
+        return tiled.view(tiles, blocks, 8, TILE, 4).permute(0, 3, 1, 2, 4).reshape(tiles, TILE, -1)
+    packed = tiled[..., : 4 * 64].reshape(tiles, blocks, 4, TILE, 4)
+    steps = torch.stack((packed & 15, packed >> 4), 2)
+    if code.bits == 6:
+        fields = tiled[..., 4 * 64 :].reshape(tiles, blocks, 2, TILE, 4)
+        high = torch.stack([(fields >> shift) & 3 for shift in (0, 2, 4, 6)], 3)
+        steps = steps | (high << 4)
+    return steps.permute(0, 4, 1, 2, 3, 5).reshape(tiles, TILE, -1)

@@ -1,0 +1,124 @@
+"""Activations as integers, for products that add integers: blocks of 32 inputs share a scale.
+
+A number is x = d (16384 h + 128 m + l) with three signed digits of 7 bits: within 2^-22 of the block's
+largest magnitude, as near as float32 sums are. With one digit, x = d h with h in -127..127: that is
+rounding to 8 bits, which has to be asked for.
+
+A row is a sequence of blocks: the digits, 32 bytes each, the highest first; float32 d and the sum of the
+rounded numbers; for each digit int32 sums, with the other sign, of all 32, of the first and of the last 16.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kvant.kernels.cpu.compiled import compiled_worker
+from kvant.kernels.cpu.vector import (
+    BYTES,
+    F32,
+    FLOATS,
+    I32,
+    WORDS,
+    call,
+    fetch_add,
+    i64,
+    load,
+    load_i64,
+    splat,
+    store,
+    words,
+)
+from kvant.models.cpu.info import GROUP
+from kvant.models.cpu.layout import Round
+
+EXACT, EIGHT_BITS = 3, 1
+"""Digits of an activation: as exact as float32, or 8 bits."""
+
+_LARGEST = {EXACT: 127.0 * 2**14, EIGHT_BITS: 127.0}
+_SMALLEST = 1e-30  # of a block's largest magnitude: below, its numbers are zero
+_ROWS_AT_ONCE = 4
+R_NEXT, R_ROWS, R_X, R_X_STRIDE, R_OUT, R_OUT_STRIDE, R_COLUMNS = (
+    int(f) for f in (
+        Round.NEXT, Round.ROWS, Round.X, Round.X_STRIDE, Round.OUT, Round.OUT_STRIDE, Round.COLUMNS,
+    )
+)  # fmt: skip
+
+
+def block_bytes(digits: int) -> int:
+    """Bytes of 32 rounded inputs."""
+    return (GROUP + 12) * digits + 8
+
+
+def digit_sum(digits: int, digit: int, half: int | None) -> int:
+    """Where a block has the sum of a digit, of one half or of all inputs."""
+    return GROUP * digits + 8 + 12 * digit + (0 if half is None else 4 + 4 * half)
+
+
+@intrinsic(prefer_literal=True)
+def _round(typing: Any, digits: Any, x: Any, out: Any) -> Any:
+    """Round the 32 float32 at x to a block at `out`. What is not finite makes the scale not finite."""
+    count = digits.literal_value
+    signature = types.void(digits, types.int64, types.int64)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, x, out = arguments
+        numbers = [load(b, FLOATS, b.add(x, i64(64 * i)), 4) for i in range(2)]
+        sizes = [b.and_(b.bitcast(n, WORDS), words(0x7FFFFFFF)) for n in numbers]
+        both = b.select(b.icmp_unsigned(">", sizes[0], sizes[1]), sizes[0], sizes[1])
+        # As integers, NaN is larger than infinity, and infinity than numbers.
+        largest = b.bitcast(call(b, "llvm.vector.reduce.umax.v16i32", I32, both), F32)
+        is_small = b.fcmp_ordered("<", largest, ir.Constant(F32, _SMALLEST))
+        nothing, most = ir.Constant(F32, 0.0), ir.Constant(F32, _LARGEST[count])
+        scale = b.select(is_small, nothing, b.fdiv(largest, most))
+        factor = b.select(is_small, nothing, b.fdiv(most, largest))
+        totals: list[list[Any]] = [[] for _ in range(count)]
+        total = nothing
+        for half, values in enumerate(numbers):
+            scaled = call(b, "llvm.rint.v16f32", FLOATS, b.fmul(values, splat(b, factor)))
+            rest = b.fptosi(scaled, WORDS)
+            both = call(b, "llvm.vector.reduce.add.v16i32", I32, rest)
+            total = b.fadd(total, b.fmul(b.sitofp(both, F32), scale))
+            for digit in range(count):
+                shift = 7 * (count - 1 - digit)
+                value = rest
+                if shift:
+                    value = b.ashr(b.add(rest, words(1 << (shift - 1))), words(shift))
+                    rest = b.sub(rest, b.shl(value, words(shift)))
+                place = b.add(out, i64(GROUP * digit + 16 * half))
+                store(b, b.trunc(value, BYTES), place)
+                totals[digit].append(b.neg(call(b, "llvm.vector.reduce.add.v16i32", I32, value)))
+        last = b.add(out, i64(GROUP * count))
+        store(b, scale, last, 4)
+        store(b, total, b.add(last, i64(4)), 4)
+        for digit, (first, second) in enumerate(totals):
+            sums = ((None, b.add(first, second)), (0, first), (1, second))
+            for which, value in sums:
+                store(b, value, b.add(out, i64(digit_sum(count, digit, which))), 4)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@cache
+def round_worker(digits: int) -> int:
+    """Address of void(task, _): what every thread runs."""
+    size, at_once = block_bytes(digits), _ROWS_AT_ONCE
+
+    def work(task: int, _: int) -> None:
+        rows, blocks = load_i64(task + R_ROWS), load_i64(task + R_COLUMNS) // 32
+        while True:
+            first = fetch_add(task + R_NEXT, at_once)
+            if first >= rows:
+                return
+            for row in range(first, min(rows, first + at_once)):
+                x = load_i64(task + R_X) + row * load_i64(task + R_X_STRIDE)
+                out = load_i64(task + R_OUT) + row * load_i64(task + R_OUT_STRIDE)
+                for block in range(blocks):
+                    _round(digits, x + 128 * block, out + size * block)
+
+    return compiled_worker(work)

@@ -37,6 +37,7 @@ FACTS = {
     "smollm2-135m": (30, 30, 3 * 128 * 30, {None}),
     "qwen2.5-7b": (28, 28, 4 * 256 * 28, {None}),
     "qwen3-8b": (36, 36, 8 * 256 * 36, {None}),
+    "qwen3-32b": (64, 64, 8 * 256 * 64, {None}),
     "qwen3-30b-a3b": (48, 48, 4 * 256 * 48, {None}),
     "mistral-7b-v0.1": (32, 32, 8 * 256 * 32, {4096}),
     "mistral-7b-v0.3": (32, 32, 8 * 256 * 32, {None}),
@@ -150,7 +151,7 @@ def test_states_of_published_models(name: str) -> None:
 
 RUNNABLE = {
     "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-9b",
-    "llama-3.1-8b", "llama-3.1-70b", "smollm2-135m", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b",
+    "llama-3.1-8b", "llama-3.1-70b", "smollm2-135m", "qwen2.5-7b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b",
     "mistral-7b-v0.1", "mistral-7b-v0.3", "mixtral-8x7b", "gemma-2-9b", "gemma-3-1b",
     "gemma-3-4b", "gemma-3-12b", "gemma-3n-e4b-text", "gemma-4-26b-a4b", "gemma-4-31b", "gemma-4-e2b",
     "gpt-oss-20b", "phi-3-mini-4k", "olmo-2-7b",

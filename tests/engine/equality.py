@@ -10,9 +10,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from kvant import LLM
-from kvant.engine.build import load_proposer, make_speculation
+from kvant.engine.build import make_speculation
 from kvant.engine.engine import Engine
 from kvant.engine.result import Result
+from kvant.execution.proposing import load_proposer
 from kvant.execution.runner import ModelRunner
 from kvant.kv.checkpoint.rounding import FILE_NAME, SUFFIX
 from kvant.kv.dtype import KVDtype

@@ -78,19 +78,13 @@ def test_what_does_not_divide_is_refused_with_ways_out_that_work(
     ("options", "says"),
     [
         ({"quantization": "int8_weight_only", "dtype": "float32"}, "int8_weight_only"),
-        ({"speculative_config": {"method": "dflash", "model": "d"}}, "dflash"),
+        ({"speculative_config": {"method": "tests.speculative.sharing:METHOD"}}, "sharing"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(
     options: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     path = tiny.build("llama", tmp_path)
-    if "speculative_config" in options:
-        drafter = tmp_path / "d"
-        drafter.mkdir()
-        config = json.loads((CONFIGS / "dflash-qwen3-8b.json").read_text())
-        (drafter / "config.json").write_text(json.dumps(config))
-        options = {"speculative_config": {"method": "dflash", "model": str(drafter)}}
     with pytest.raises(ConfigError, match=says):
         plan(path, 2, **options)
 

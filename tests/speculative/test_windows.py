@@ -24,33 +24,27 @@ def change(directory: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-@pytest.fixture(scope="module")
-def windowed(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """The pair's weights in models with windows, by what has some.
+def as_windowed(pair: Pair, directory: Path, name: str) -> Pair:
+    """The pair's weights in models with windows.
 
-    mixed: two of the target's layers. all: every layer of the target. both: those, and a draft layer.
+    name: what has some. mixed: two of the target's layers. all: every layer of the target. both: those, and
+    a draft layer.
     """
-    found = {}
-    for name in ("mixed", "all", "both"):
-        at = tmp_path_factory.mktemp(name)
-        target, draft = at / "target", at / "draft"
-        shutil.copytree(pair.target, target)
-        shutil.copytree(pair.draft, draft)
-        if name == "mixed":
-            kinds = ["sliding_attention", "full_attention"] * 2
-            change(
-                target, model_type="ministral", architectures=["MinistralForCausalLM"],
-                sliding_window=WINDOW, layer_types=kinds, head_dim=16,
-            )  # fmt: skip
-        else:
-            change(
-                target, model_type="mistral", architectures=["MistralForCausalLM"],
-                sliding_window=WINDOW, head_dim=16,
-            )  # fmt: skip
-        if name == "both":
-            change(draft, layer_types=["sliding_attention", "full_attention"], sliding_window=20)
-        found[name] = Pair(target, draft, pair.model, pair.drafter, pair.prompts)
-    return found
+    target, draft = directory / "target", directory / "draft"
+    shutil.copytree(pair.target, target)
+    shutil.copytree(pair.draft, draft)
+    fields = {"sliding_window": WINDOW, "head_dim": 16}
+    if name == "mixed":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        change(
+            target, model_type="ministral", architectures=["MinistralForCausalLM"], layer_types=kinds,
+            **fields,
+        )  # fmt: skip
+    else:
+        change(target, model_type="mistral", architectures=["MistralForCausalLM"], **fields)
+    if name == "both":
+        change(draft, layer_types=["sliding_attention", "full_attention"], sliding_window=20)
+    return Pair(target, draft, pair.model, pair.drafter, pair.prompts)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +56,9 @@ def windowed(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     ],
 )
 def test_tokens_are_those_of_plain_decoding_under_pressure(
-    windowed: dict[str, Pair], name: str, windows: list[int | None]
+    pair: Pair, name: str, windows: list[int | None], tmp_path: Path
 ) -> None:
-    pair = windowed[name]
+    pair = as_windowed(pair, tmp_path, name)
     prompts = [list(prompt) for prompt in pair.prompts] * 2
     options = {"page_size": 4, "max_model_len": 112, "kv_cache_dtype": "float32"}
     plain = make_llm(pair, plain=True, **options)

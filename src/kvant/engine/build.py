@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,6 +64,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     wait_without_spinning()
     from kvant.attention.verify.start import verify_plan
     from kvant.engine.engine import Engine
+    from kvant.execution.proposing import load_proposer
     from kvant.execution.runner import ModelRunner
     from kvant.kv.scale_audit import ScaleAudit
     from kvant.models.load import load_model
@@ -228,38 +228,6 @@ def cache_identity(planned: Plan) -> CacheIdentity:
     return CacheIdentity(str(target.local.path.resolve()), target.local.revision, "+".join(parts))
 
 
-def load_proposer(
-    planned: Plan, runner: ModelRunner, *, dummy_weights: bool = False
-) -> Proposer | None:
-    """The requested proposer, loaded beside its target; None without speculation."""
-    from kvant.speculative.base import PlannedDraft, Setting
-
-    asked, draft = planned.request.speculative, planned.draft
-    if asked is None:
-        return None
-    given = None
-    if draft is not None:
-        assert planned.draft_facts is not None
-        given = PlannedDraft(
-            draft.local.path, draft.config, draft.geometry, planned.draft_facts, draft.kv
-        )
-    count = planned.num_speculative_tokens
-    module = importlib.import_module(asked.method.module)
-    proposer: Proposer = module.build(
-        Setting(
-            runner.model,
-            runner.pool,
-            count,
-            planned.limits.max_model_len,
-            given,
-            asked.options,
-            dummy_weights,
-        )
-    )
-    runner.teach(proposer)
-    return proposer
-
-
 def make_speculation(
     planned: Plan, proposer: Proposer | None, runner: ModelRunner
 ) -> Speculation | None:
@@ -277,4 +245,5 @@ def make_speculation(
         planned.target.geometry.vocab_size,
         adaptive=asked.adaptive,
         ways=runner.num_drafts if on_device else None,
+        propose=runner.propose,
     )

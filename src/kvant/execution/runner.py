@@ -26,7 +26,7 @@ from kvant.kv.state_pool import StatePool
 from kvant.models.loaded import LoadedModel, widened
 from kvant.scheduling.row_table import RowTable, rows_and_slots
 from kvant.scheduling.scheduler import Schedule
-from kvant.speculative.base import DeviceProposer, Proposer
+from kvant.speculative.base import Ask, DeviceProposer, Proposer
 
 
 class Runner(Protocol):
@@ -108,6 +108,11 @@ class ModelRunner:
     def teach(self, proposer: Proposer) -> None:
         """Let a proposer learn every step that is run from now on."""
         self._proposer, self._taps = proposer, proposer.taps
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """`Proposer.propose` of the proposer that was taught."""
+        assert self._proposer is not None
+        return self._proposer.propose(asks)
 
     def refit(self, other: LoadedModel) -> None:
         """Go on with another model's weights and scales."""

@@ -16,12 +16,16 @@ from kvant.speculative.counts import Counts, SpeculationStats
 Ways = Callable[[int], Sequence[int]]
 """Number of answering sequences -> numbers of drafts whose steps are recorded, 0 among them."""
 
+Propose = Callable[[Sequence[Ask]], list[list[int]]]
+"""`Proposer.propose`."""
+
 
 class Speculation:
     """One proposer in one engine.
 
     num_speculative_tokens: drafts of one sequence in one step at most. adaptive: draft fewer, or
-    none, where that is faster. ways: what can be chosen from; all or nothing without.
+    none, where that is faster. ways: what can be chosen from; all or nothing without. propose: asks the
+    proposer, on every rank that has one.
     """
 
     def __init__(
@@ -32,8 +36,10 @@ class Speculation:
         *,
         adaptive: bool = True,
         ways: Ways | None = None,
+        propose: Propose | None = None,
     ) -> None:
         self._proposer = proposer
+        self._propose = propose or proposer.propose
         self._most = num_speculative_tokens
         self._vocab_size = vocab_size
         self._adaptive = Adaptive() if adaptive else None
@@ -70,7 +76,7 @@ class Speculation:
         rooms = schedule.max_drafts.tolist()
         sequences = schedule.sequences
         asks = [Ask(sequences[i].token_ids, sequences[i].held, rooms[i]) for i in asking]
-        for place, found in zip(asking, self._proposer.propose(asks), strict=True):
+        for place, found in zip(asking, self._propose(asks), strict=True):
             self._check(found, rooms[place])
             drafts[place] = tuple(found)
         return drafts if any(drafts) else None

@@ -29,6 +29,7 @@ def plan_fingerprint(plan: Plan) -> str:
         plan.forward.name,
         plan.rotary_length,
         _cut(plan),
+        None if plan.draft is None else plan.draft.kv.fingerprint,
         [target.local.revision, target.weights.bytes],
         [request.tensor_parallel_size, request.batch_invariant, list(plan.draft_counts)],
     ]

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvant.models.sharding.shard import Shard
-from kvant.parallel.mirror import SentStep
+from kvant.parallel.mirror import SentAsk, SentStep
 from kvant.plan.settings import Settings
 
 
@@ -56,7 +56,13 @@ class CountSaturated(msgspec.Struct, frozen=True, tag="count", array_like=True):
     """Answer with `Counted`."""
 
 
-ToRank = Connect | Capture | Zero | CountSaturated | SentStep
+class Propose(msgspec.Struct, frozen=True, tag="propose", array_like=True):
+    """`ModelRunner.propose`."""
+
+    asks: Sequence[SentAsk]
+
+
+ToRank = Connect | Capture | Zero | CountSaturated | SentStep | Propose
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

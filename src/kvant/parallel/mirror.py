@@ -17,6 +17,7 @@ from kvant.execution.batch import Drafts
 from kvant.scheduling.request import Sequence
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
+from kvant.speculative.base import Ask
 
 _Name = Literal["bool", "int32", "int64", "float64"]
 _NAMES: dict[Any, _Name] = {np.dtype(name): name for name in get_args(_Name)}
@@ -201,3 +202,32 @@ class _Tokens:
 
 _NOTHING = _Known(_Tokens((), 0), 0)
 """A sequence whose token a launched step finds."""
+
+
+class SentAsk(msgspec.Struct, frozen=True, array_like=True):
+    """An `Ask` of a drafter. num_known: tokens of the sequence; newest: the last of them."""
+
+    num_known: int
+    newest: int
+    held: Items[Items[int]]
+    num_tokens: int
+
+
+def asked(sent: SentAsk) -> Ask:
+    """What rank 0 asks the drafter of every rank."""
+    tokens = _Newest(sent.num_known, sent.newest)
+    return Ask(cast("Items[int]", tokens), sent.held, sent.num_tokens)
+
+
+class _Newest:
+    """Tokens of a sequence of which the newest is known."""
+
+    def __init__(self, count: int, newest: int) -> None:
+        self._count, self._newest = count, newest
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: int) -> int:
+        assert at == -1, "ranks know a sequence's newest token alone"
+        return self._newest

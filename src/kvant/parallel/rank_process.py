@@ -25,16 +25,18 @@ from kvant.parallel.messages import (
     CountSaturated,
     Failed,
     Loaded,
+    Propose,
     Zero,
     encode,
     read_start,
     read_to_rank,
 )
-from kvant.parallel.mirror import Receiver, SentStep
+from kvant.parallel.mirror import Receiver, SentStep, asked
 from kvant.plan.config import engine_config
 
 if TYPE_CHECKING:
     from kvant.execution.runner import ModelRunner
+    from kvant.speculative.base import Proposer
 
 PULSE_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ def _serve(link: Connection[bytes, bytes]) -> None:
         )
     import torch
 
+    from kvant.execution.proposing import load_proposer
     from kvant.execution.runner import ModelRunner
     from kvant.models.load import load_model
     from kvant.parallel.group import RankGroup
@@ -92,11 +95,14 @@ def _serve(link: Connection[bytes, bytes]) -> None:
         model, start.num_pages,
         max_num_seqs=start.max_num_seqs, state_slots=start.state_slots, layout=plan.layout,
     )  # fmt: skip
+    proposer = None
+    if plan.draft is not None:
+        proposer = load_proposer(plan, runner, dummy_weights=config.dummy_weights)
     with group.together():
-        _run(link, runner)
+        _run(link, runner, proposer)
 
 
-def _run(link: Connection[bytes, bytes], runner: ModelRunner) -> None:
+def _run(link: Connection[bytes, bytes], runner: ModelRunner, proposer: Proposer | None) -> None:
     """Run what rank 0 runs."""
     receiver = Receiver()
     while True:
@@ -105,8 +111,15 @@ def _run(link: Connection[bytes, bytes], runner: ModelRunner) -> None:
                 runner.launch(receiver.step(sent), receiver.table, sent.drafts)
             case Zero(pages):
                 runner.zero(pages)
+                if proposer is not None:
+                    proposer.zero(pages[0])
+            case Propose(asks):
+                runner.propose([asked(ask) for ask in asks])
             case CountSaturated():
-                counts = ((one.spec.geometry.index, one.k, one.v) for one in runner.saturated())
+                # A drafter's counts are those of rank 0, as it is replicated.
+                counts = (
+                    (one.spec.geometry.index, one.k, one.v) for one in runner.pool.saturated()
+                )
                 link.send_bytes(encode(Counted(tuple(counts))))
             case Capture(seqs, tokens, length, drafts):
                 try:

@@ -12,11 +12,12 @@ from kvant.kv.groups import ArenaLayout
 from kvant.kv.saturation import Saturated
 from kvant.models.loaded import LoadedModel
 from kvant.parallel.group import RankGroup
-from kvant.parallel.messages import Capture, Counted, CountSaturated, Zero
-from kvant.parallel.mirror import Sender
+from kvant.parallel.messages import Capture, Counted, CountSaturated, Propose, Zero
+from kvant.parallel.mirror import Sender, SentAsk
 from kvant.parallel.ranks import Ranks
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
+from kvant.speculative.base import Ask
 
 
 class RankedRunner(ModelRunner):
@@ -43,6 +44,15 @@ class RankedRunner(ModelRunner):
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         self.ranks.send(Zero(pages))
         super().zero(pages)
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """Every rank runs a drafter with layers of its own; this one's drafts count."""
+        if not self._taps:
+            return super().propose(asks)
+        sent = [SentAsk(len(a.token_ids), a.token_ids[-1], a.held, a.num_tokens) for a in asks]
+        self.ranks.send(Propose(sent))
+        with self._group.together():
+            return super().propose(asks)
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
         sent = self._sender.step(schedule, table, drafts, log_has_reader=self.is_recorded)
@@ -80,14 +90,15 @@ class RankedRunner(ModelRunner):
     def saturated(self) -> tuple[Saturated, ...]:
         """Counts of all ranks, each of which stores some heads."""
         self.ranks.send(CountSaturated())
-        found = {one.spec.geometry.index: one for one in super().saturated()}
+        of_draft = [one for one in super().saturated() if one.role is not self.pool.plan.role]
+        found = {one.spec.geometry.index: one for one in self.pool.saturated()}
         for answer in self.ranks.answers():
             assert isinstance(answer, Counted)
             for layer, k, v in answer.saturated:
                 none = Saturated(self.pool.plan.role, self.pool.plan.layers[layer], 0, 0)
                 known = found.get(layer, none)
                 found[layer] = replace(known, k=known.k + k, v=known.v + v)
-        return tuple(found[layer] for layer in sorted(found))
+        return (*(found[layer] for layer in sorted(found)), *of_draft)
 
     def check(self) -> None:
         self.ranks.check()

@@ -39,7 +39,7 @@ from kvant.plan.resolution import resolve_kv
 from kvant.plan.speculative_config import SpeculativeConfig
 from kvant.plan.workspaces import workspaces
 from kvant.speculative.dflash.files import read_network
-from kvant.speculative.methods import NGRAM
+from kvant.speculative.methods import METHODS
 
 _STATES_SHARE = 0.4
 """Share of the memory beside weights that states may take unless --max-num-seqs says how many there are."""
@@ -66,7 +66,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     target = _plan_model(request, request.requests.target, facts.target, geometry, Role.TARGET)
     division = None
     if ranks > 1:
-        target, division = _divided(target, ranks)
+        target, division = _divided(target, ranks, drafts=facts.draft is not None)
     forward = select_forward(
         ForwardFacts(
             target.config, geometry, target.kv.compute_dtype, request.device,
@@ -110,20 +110,20 @@ def _check_ranks(request: PlanRequest, facts: ModelFacts, geometry: ModelGeometr
         quantized = str(declared.get("quant_method", "an unnamed method"))
     check_division(facts.config, geometry, request.tensor_parallel_size, quantized=quantized)
     asked = request.speculative
-    if asked is not None and asked.method != NGRAM:
+    if asked is not None and asked.method not in METHODS:
         raise NotServable(
             f"--tensor-parallel-size {request.tensor_parallel_size} cannot be had with the "
             f"method {asked.method.name}",
-            why="drafters are not divided yet",
+            why="other ranks would have to run it too, which only Kvant's own methods do",
             ways_out=(
-                WayOut("draft with ngram"),
+                WayOut("draft with ngram or dflash"),
                 WayOut("run on one device", ("--tensor-parallel-size", "1")),
             ),
         )
 
 
-def _divided(target: PlannedModel, ranks: int) -> tuple[PlannedModel, Division]:
-    """The target with the bytes of one rank's weights, and how ranks share it."""
+def _divided(target: PlannedModel, ranks: int, *, drafts: bool) -> tuple[PlannedModel, Division]:
+    """The target with the bytes of one rank's weights, and how ranks share it. drafts: beside a drafter."""
     geometry, whole = target.geometry, target.weights
     listed = list_weights(target.config, geometry)
     tied = all(weight.name != "lm_head" for weight in listed)
@@ -132,7 +132,10 @@ def _divided(target: PlannedModel, ranks: int) -> tuple[PlannedModel, Division]:
         of_rank = rank_weight_bytes(whole.bytes, listed, geometry, ranks, element)
         weights = replace(whole, bytes=of_rank, reason=f"{whole.reason}; of one of {ranks} ranks")
         target = replace(target, weights=weights)
-    return target, Division(ranks, whole.bytes, replicated(geometry, ranks, tied=tied))
+    kept = replicated(geometry, ranks, tied=tied)
+    if drafts:
+        kept = (*kept, "the drafter, with its KV cache")
+    return target, Division(ranks, whole.bytes, kept)
 
 
 def _check_length(request: PlanRequest, geometry: ModelGeometry) -> None:

@@ -168,7 +168,7 @@ class FusedDecoder:
         return None
 
     def score(self, hidden: Tensor) -> Tensor:
-        return self.model.head(hidden)
+        return self._gathered(self.model.head(hidden))
 
     def finish(self, logits: Tensor) -> Tensor:
         """Scale and cap logits [n, vocab_size]."""
@@ -248,10 +248,7 @@ class FusedDecoder:
             )
             if index in layers and not last:
                 taps[index] = residual.clone()  # the next layers add to it in place
-        logits = products.head(x, model.head)
-        if self._ranks is not None:
-            logits = gather_logits(self._ranks.group, logits, self._ranks.vocab_size)
-        logits = self.finish(logits)
+        logits = self.finish(self._gathered(products.head(x, model.head)))
         return logits, tuple(taps[index] for index in layers)
 
     def _add_norm(
@@ -273,6 +270,12 @@ class FusedDecoder:
                     return found
             x = self._ranks.group.sum(x)
         return self.kernels.add_norm(x, residual, norm, before=before, factor=factor)
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """Logits [n, this rank's rows of the head] of all ranks: [n, vocab_size]."""
+        if self._ranks is None:
+            return logits
+        return gather_logits(self._ranks.group, logits, self._ranks.vocab_size)
 
     def _sum(self, x: Tensor) -> Tensor:
         """Add all ranks' partial sums x [..]."""

@@ -109,6 +109,9 @@ class DraftNetwork:
             x, residual = kernels.add_norm(x, residual, self._norm(norm))
         head = weights.head
         drafts = (self._target.score(x) if head is None else head(x)).argmax(-1)
+        group = self._target.group
+        if group is not None and head is not None:  # the first rank's, however others round
+            drafts = group.gather(drafts)[: len(drafts)]
         return drafts if weights.token_of is None else weights.token_of[drafts]
 
     def _attention(

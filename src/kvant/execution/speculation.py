@@ -39,7 +39,7 @@ class Speculation:
         propose: Propose | None = None,
     ) -> None:
         self._proposer = proposer
-        self._propose = propose or proposer.propose
+        self._ask = propose or (lambda asks: proposer.propose(asks))
         self._most = num_speculative_tokens
         self._vocab_size = vocab_size
         self._adaptive = Adaptive() if adaptive else None
@@ -76,7 +76,7 @@ class Speculation:
         rooms = schedule.max_drafts.tolist()
         sequences = schedule.sequences
         asks = [Ask(sequences[i].token_ids, sequences[i].held, rooms[i]) for i in asking]
-        for place, found in zip(asking, self._propose(asks), strict=True):
+        for place, found in zip(asking, self._ask(asks), strict=True):
             self._check(found, rooms[place])
             drafts[place] = tuple(found)
         return drafts if any(drafts) else None

@@ -11,6 +11,7 @@ from enum import Enum
 
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import LayerGeometry
+from kvant.kv.spec import WideRows
 
 LONG = 256
 """Minimum query tokens of a long sequence, see `Step.long`."""
@@ -50,7 +51,8 @@ class DeviceFacts:
 class Need:
     """One layer's storage on one device. v is None for MLA.
 
-    batch_invariant: a query's result must depend on its own sequence alone.
+    batch_invariant: a query's result must depend on its own sequence alone. wide: rows that are stored a
+    second time, or None.
     """
 
     layer: LayerGeometry
@@ -60,6 +62,7 @@ class Need:
     page_size: int
     device: DeviceFacts
     batch_invariant: bool = False
+    wide: WideRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class BackendInfo:
     rounds_long: it rounds queries and probabilities of `Step.long` to the four significant bits of e4m3,
     and verification uses that definition there.
     package: a package that its kernels need, if `refuse` does not check it.
+    wide_rows: it serves layers with wide rows, whose formats it then serves alone too.
     """
 
     name: str
@@ -81,3 +85,4 @@ class BackendInfo:
     batch_invariant: bool = False
     rounds_long: bool = False
     package: str | None = None
+    wide_rows: bool = False

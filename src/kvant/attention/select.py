@@ -5,6 +5,8 @@ To add a backend, add one package under `kvant/attention/` with a torch-free `in
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvant.attention.cpu.info import INFO as CPU
 from kvant.attention.flashinfer.info import INFO as FLASHINFER
 from kvant.attention.need import LONG, BackendInfo, DeviceFacts, DeviceKind, Need
@@ -49,7 +51,12 @@ def select(need: Need, *, only: BackendInfo | None = None) -> Served:
 
 def refusal(need: Need, info: BackendInfo) -> str | None:
     """Return why this backend cannot serve this layer; None if it can."""
-    return _refuse_formats(need) or _refuse_mode(need, info) or info.refuse(need)
+    return (
+        _refuse_formats(need)
+        or _refuse_mode(need, info)
+        or info.refuse(need)
+        or _refuse_wide(need, info)
+    )
 
 
 def allow(need: Need, *, not_runnable: str) -> Served:
@@ -111,6 +118,18 @@ def _refuse_mode(need: Need, info: BackendInfo) -> str | None:
     if need.batch_invariant and not info.batch_invariant:
         return "its results depend on the batch, and --batch-invariant was asked for"
     return None
+
+
+def _refuse_wide(need: Need, info: BackendInfo) -> str | None:
+    """Why it cannot read the wide rows of the layer beside its own, or None."""
+    wide = need.wide
+    if wide is None:
+        return None
+    if not info.wide_rows:
+        return f"its kernels read one form of a row, and the {wide} are asked for"
+    alone = replace(need, k=wide.k.dtype, v=wide.v.dtype, wide=None)
+    reason = refusal(alone, info)
+    return None if reason is None else f"wide rows: {reason}"
 
 
 def _refuse_formats(need: Need) -> str | None:

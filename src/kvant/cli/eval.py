@@ -62,6 +62,30 @@ def evaluate(
     tokens: Annotated[
         int, typer.Option("--tokens", min=64, help="Tokens of text for each context.")
     ] = 8192,
+    recent: Annotated[
+        int,
+        typer.Option(
+            "--kv-recent-tokens", min=0, help="Last tokens that every format stores wide too."
+        ),
+    ] = 0,
+    sink: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-sink-tokens",
+            min=0,
+            help="First tokens likewise. Default: 4 with --kv-recent-tokens.",
+            show_default=False,
+        ),
+    ] = None,
+    recent_format: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-recent-dtype",
+            metavar="F",
+            help="Format of these rows. Default: the model dtype.",
+            show_default=False,
+        ),
+    ] = None,
     layer_format: Annotated[
         str | None,
         typer.Option(
@@ -154,6 +178,7 @@ def evaluate(
 
     wait_without_spinning()  # before torch is imported
     from kvant.kv.names import parse_format, whole_formats
+    from kvant.kv.wide import ask_wide
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.quality.evaluate import Evaluation, choose_contenders, run_parts
     from kvant.measure.quality.page import page as render
@@ -164,6 +189,14 @@ def evaluate(
     wide = parse_format(baseline, asked_by="--baseline")
     layered = (
         None if layer_format is None else parse_format(layer_format, asked_by="--layer-format")
+    )
+    rows = ask_wide(
+        sink,
+        recent,
+        None
+        if recent_format is None
+        else parse_format(recent_format, asked_by="--kv-recent-dtype"),
+        asked_by=f"--kv-recent-tokens {recent}",
     )
     llm = measured_llm(model, dtype, device, attention_backend=attention_backend)
     packages = ("torch", "transformers", "numpy")
@@ -188,7 +221,9 @@ def evaluate(
     extent = _extent(llm, contexts, tokens, quick=quick)
     read = read_text(text, llm)
     check_length(read, extent.contexts, extent.tokens)
-    chosen = choose_contenders(llm, wide, named or whole_formats(), layered, named=bool(named))
+    chosen = choose_contenders(
+        llm, wide, named or whole_formats(), layered, named=bool(named), rows=rows
+    )
     evaluation = Evaluation(llm, chosen, read, extent)
     kept = kept_parts("eval", evaluation.inputs(), restart=restart)
     with progress(kept) as told:

@@ -21,7 +21,8 @@ def expected_kl(kv: KVPlan, geometry: ModelGeometry) -> str | None:
     measured = json.loads(_MEASURED.read_text(encoding="utf-8"))
     found: dict[str, Any] | None = measured.get(geometry.fingerprint)
     entry = None
-    if found is not None and len(kv.formats) == 1 and not _is_calibrated_fp8(kv):
+    is_plain = len(kv.formats) == 1 and not kv.has_wide_rows
+    if found is not None and is_plain and not _is_calibrated_fp8(kv):
         entry = found["formats"].get(next(iter(kv.formats)))
     if found is None or entry is None:
         return "expected KL divergence: not measured; kvant eval measures it"

@@ -89,6 +89,10 @@ def print_layers(model: PlannedModel, console: Console) -> None:
         if layers[0].k is not None:
             reason = Text(_indent(widths) + _reason(layers[0]), style="dim")
             console.print(reason, soft_wrap=True)
+        wide = layers[0].wide
+        if wide is not None:
+            line = f"wide: {wide}; {wide.k.source.value}: {wide.k.because}"
+            console.print(Text(_indent(widths) + line, style="dim"), soft_wrap=True)
         for line in _of_states(layers):
             console.print(Text(_indent(widths) + line, style="dim"), soft_wrap=True)
     kv = model.kv
@@ -134,6 +138,7 @@ def _grouped(layers: Sequence[LayerSpec]) -> list[tuple[tuple[str, ...], list[La
     for layer in layers:
         reason = "" if layer.k is None else _reason(layer)
         reason += "".join(f"{state.geometry.shape}{state.choice}" for state in layer.states)
+        reason += str(layer.wide)
         groups.setdefault((*_cells(layer), reason), []).append(layer)
     return [(key[:-1], found) for key, found in groups.items()]
 
@@ -259,6 +264,12 @@ def _group_line(group: KeptLayers) -> str:
     size = f"{len(group.layers)} layers{drafts}, {group.bytes_per_token:,} bytes per token"
     if group.window is None or group.most_bytes is None:
         return f"{size}: every token is kept"
+    if group.is_wide:
+        first = f"the first {group.sink:,} and " if group.sink else ""
+        return (
+            f"wide rows of {size}: {first}the last {group.window:,} tokens are stored a second time, "
+            f"at most {format_size(group.most_bytes)} per sequence"
+        )
     return (
         f"{size}: the last {group.window:,} tokens are kept, "
         f"at most {format_size(group.most_bytes)} per sequence"

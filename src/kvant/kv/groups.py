@@ -1,7 +1,8 @@
 """Where pages lie in memory: groups of layers, and one arena for all of them.
 
 Layers form groups by what they keep: every token, or the last W tokens. A page of a group holds `page_size`
-tokens of all its layers, codes and scales.
+tokens of all its layers, codes and scales. Wide rows of a layer (`spec.WideRows`) keep the last tokens and
+some first ones, in a group beside the one of the layer.
 
 The arena is cut into superblocks of equal size. A superblock holds pages of one group while any of them is
 used, so groups share memory without a fixed ratio. It is a whole multiple of each group's page: page `p` of
@@ -18,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from kvant.kv.spec import KVPlan, LayerSpec, Role
 
@@ -33,8 +35,24 @@ LONGEST = 1 << 30
 _MOST_PAGES = 256
 """Pages of the largest kind in a superblock, as far as `_cut` searches."""
 
-Owner = tuple[Role, int]
-"""A layer: of the target or of the drafter, by its index."""
+
+class Owner(NamedTuple):
+    """A layer of the target or of the drafter, by its index, or that layer's wide rows."""
+
+    role: Role
+    layer: int
+    is_wide: bool = False
+
+
+class _Kept(NamedTuple):
+    """What a group keeps: the last `window` tokens, None for all, and the first `sink` ones."""
+
+    window: int | None
+    sink: int = 0
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return (-math.inf if self.window is None else -self.window, self.sink)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +62,7 @@ class PageGroup:
     window: tokens that they keep; None for all. pieces: where each layer's bytes begin and end in a page.
     offsets: by layer, where each of its planes begins in a page, in the order of `LayerSpec.planes`.
     used_bytes: of a page, without padding at its end. page_bytes: with it. per_superblock: pages of a
-    superblock.
+    superblock. sink: first tokens that they keep beside the window.
     """
 
     window: int | None
@@ -53,6 +71,11 @@ class PageGroup:
     used_bytes: int
     page_bytes: int
     per_superblock: int
+    sink: int = 0
+
+    def most_pages(self, num_tokens: int, piece: int, page_size: int) -> int:
+        """As the function `most_pages`."""
+        return most_pages(self.window, num_tokens, piece, page_size, self.sink)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +101,18 @@ class ArenaLayout:
         return 1 - used / self.superblock_bytes if self.superblock_bytes else 0.0
 
 
-def most_pages(window: int | None, num_tokens: int, piece: int, page_size: int) -> int:
+def most_pages(
+    window: int | None, num_tokens: int, piece: int, page_size: int, sink: int = 0
+) -> int:
     """Most pages that a sequence of `num_tokens` tokens holds at once in a group.
 
     piece: tokens that one step adds at most. They and the window of the first of them may begin within a
-    page and end within another one.
+    page and end within another one. sink: first tokens that are kept too.
     """
     pages = -(-num_tokens // page_size)
     if window is None:
         return pages
-    return min(pages, -(-(window + piece - 2) // page_size) + 1)
+    return min(pages, -(-(window + piece - 2) // page_size) + 1 + -(-sink // page_size))
 
 
 def superblocks_for(pages: Sequence[int], per_superblock: Sequence[int]) -> int:
@@ -103,7 +128,7 @@ def longest_sequence(layout: ArenaLayout, num_superblocks: int, piece: int) -> i
     low, high = 0, LONGEST
     while low < high:
         middle = (low + high + 1) // 2
-        pages = [most_pages(g.window, middle, piece, layout.page_size) for g in layout.groups]
+        pages = [g.most_pages(middle, piece, layout.page_size) for g in layout.groups]
         if superblocks_for(pages, sizes) < num_superblocks:
             low = middle
         else:
@@ -120,9 +145,9 @@ def sequences_that_fit(
     """
     size = layout.page_size
     sizes = [group.per_superblock for group in layout.groups]
-    held = [most_pages(group.window, num_tokens, 1, size) for group in layout.groups]
+    held = [group.most_pages(num_tokens, 1, size) for group in layout.groups]
     more = [
-        most_pages(group.window, num_tokens, piece, size) - pages
+        group.most_pages(num_tokens, piece, size) - pages
         for group, pages in zip(layout.groups, held, strict=True)
     ]
     low, high = 0, num_superblocks * max(sizes)
@@ -136,6 +161,17 @@ def sequences_that_fit(
     return low
 
 
+def bytes_per_token_at(plan: KVPlan, num_tokens: int) -> float:
+    """Bytes per token of a sequence of this length: its rows, and its share of its wide rows' pages."""
+    wide = 0
+    for layer in plan.layers:
+        if layer.wide is not None and layer.wide_spec is not None:
+            rows = layer.wide
+            pages = most_pages(rows.recent, num_tokens, 1, plan.page_size, rows.sink)
+            wide += pages * plan.page_size * layer.wide_spec.bytes_per_token
+    return plan.bytes_per_token + wide / num_tokens
+
+
 def lay_out(
     target: KVPlan,
     draft: KVPlan | None = None,
@@ -145,11 +181,11 @@ def lay_out(
 ) -> ArenaLayout:
     """Lay out the pages of a plan, and of a drafter that shares them.
 
-    windows: put layers with windows into groups of their own; else there is one group. The drafter's layers
-    join the groups of their windows: its queries stand where the target's next ones do. longest: tokens of
-    a sequence; a window that is not shorter keeps all.
+    windows: put layers with windows, and wide rows, into groups of their own; else there is one group. The
+    drafter's layers join the groups of their windows: its queries stand where the target's next ones do.
+    longest: tokens of a sequence; a window that is not shorter keeps all.
     """
-    members: dict[int | None, list[tuple[Owner, LayerSpec]]] = {}
+    members: dict[_Kept, list[tuple[Owner, LayerSpec]]] = {}
     for plan in (target,) if draft is None else (target, draft):
         for spec in plan.layers:
             if spec.k is None:
@@ -157,23 +193,29 @@ def lay_out(
             window = _kept(plan, spec) if windows else None
             if window is not None and longest is not None and window >= longest:
                 window = None
-            members.setdefault(window, []).append(((plan.role, spec.geometry.index), spec))
-    kept = sorted(members, key=lambda window: -math.inf if window is None else -window) or [None]
-    made = [_page(target.page_size, members.get(window, ())) for window in kept]
+            owner = Owner(plan.role, spec.geometry.index)
+            members.setdefault(_Kept(window), []).append((owner, spec))
+            if spec.wide is not None:
+                wide = _Kept(spec.wide.recent, spec.wide.sink) if windows else _Kept(None)
+                assert spec.wide_spec is not None
+                members.setdefault(wide, []).append((owner._replace(is_wide=True), spec.wide_spec))
+    kept = sorted(members, key=lambda one: one.order) or [_Kept(None)]
+    made = [_page(target.page_size, members.get(one, ())) for one in kept]
     size, counts = _cut(tuple(used for _, _, used in made))
     return ArenaLayout(
         target.page_size,
         size,
         tuple(
             PageGroup(
-                window=window,
+                window=one.window,
+                sink=one.sink,
                 pieces=ends,
                 offsets=offsets,
                 used_bytes=used,
                 page_bytes=size // count,
                 per_superblock=count,
             )
-            for window, (ends, offsets, used), count in zip(kept, made, counts, strict=True)
+            for one, (ends, offsets, used), count in zip(kept, made, counts, strict=True)
         ),
     )
 

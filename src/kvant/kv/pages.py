@@ -471,7 +471,10 @@ def shared_pages(num_superblocks: int, layout: ArenaLayout | None) -> SharedPage
         return SharedPages(num_superblocks)
     groups = layout.groups
     return SharedPages(
-        num_superblocks, [g.window for g in groups], [g.per_superblock for g in groups]
+        num_superblocks,
+        [g.window for g in groups],
+        [g.per_superblock for g in groups],
+        [g.sink for g in groups],
     )
 
 
@@ -479,8 +482,8 @@ class SharedPages:
     """The pages of all groups of an arena.
 
     num_superblocks: the first one, of the scratch pages, counted. windows: tokens that each group keeps,
-    None for all. per_superblock: pages of a superblock, of each group. One group of whole superblocks
-    without these.
+    None for all. per_superblock: pages of a superblock, of each group. sinks: first tokens that each group
+    keeps beside its window, none by default. One group of whole superblocks without these.
     """
 
     def __init__(
@@ -488,9 +491,11 @@ class SharedPages:
         num_superblocks: int,
         windows: Sequence[int | None] = (None,),
         per_superblock: Sequence[int] = (1,),
+        sinks: Sequence[int] | None = None,
     ) -> None:
         self.superblocks = Superblocks(num_superblocks)
         self.windows = tuple(windows)
+        self.sinks = (0,) * len(self.windows) if sinks is None else tuple(sinks)
         self.groups = tuple(PageAllocator(self.superblocks, n) for n in per_superblock)
 
     @property

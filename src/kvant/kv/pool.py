@@ -17,10 +17,10 @@ from torch import Tensor
 from kvant.errors import EngineFault
 from kvant.kv.codecs import TORCH_ELEMENT
 from kvant.kv.format import Side
-from kvant.kv.groups import ArenaLayout, lay_out
+from kvant.kv.groups import ArenaLayout, Owner, lay_out
 from kvant.kv.saturation import Saturated, largest_stored
 from kvant.kv.saturation_counter import SaturationCounter
-from kvant.kv.spec import KVPlan, LayerSpec, Role, ScaleState
+from kvant.kv.spec import KVPlan, LayerSpec, ScaleState
 
 SCRATCH_PAGE = 0
 """Page for writes of padding and warm-up; never handed out, never read by a request."""
@@ -35,6 +35,7 @@ class LayerCache:
     k_scale, v_scale: float32 [1] or [num_kv_heads], the scale outside the pages, or None.
     k_rounding: float32 [num_kv_heads, head_dim_k, head_dim_k], matrices that keys are rounded with, or None.
     saturation: count of values beyond the range; None if no value can be beyond.
+    wide: storage of its wide rows (`LayerSpec.wide`), whose pages `wide_group` addresses; None without.
     """
 
     spec: LayerSpec
@@ -44,6 +45,8 @@ class LayerCache:
     v_scale: Tensor | None
     saturation: SaturationCounter | None = None
     k_rounding: Tensor | None = None
+    wide: LayerCache | None = None
+    wide_group: int = 0
 
     @property
     def k_outside(self) -> Tensor | None:
@@ -86,9 +89,8 @@ class Arena:
             for first, end in held.pieces.values()
         ]
 
-    def planes(self, spec: LayerSpec, role: Role) -> list[Tensor]:
-        """A layer's planes by `spec.planes`, views [num_pages, page_size, num_kv_heads, width]."""
-        owner = role, spec.geometry.index
+    def planes(self, spec: LayerSpec, owner: Owner) -> list[Tensor]:
+        """Planes of a layer by `spec.planes`, views [num_pages, page_size, num_kv_heads, width]."""
         place = self.layout.group_of(owner)
         group, heads = self.layout.groups[place], spec.geometry.num_kv_heads
         count, stride, moved = self.num_pages(place), group.page_bytes, 0
@@ -145,8 +147,8 @@ class KVPool:
         self._groups: dict[int, int] = {}
         for spec in plan.layers:
             if spec.k is not None:
-                self._layers[spec.geometry.index] = self._allocate(spec, scales)
-                owner = plan.role, spec.geometry.index
+                owner = Owner(plan.role, spec.geometry.index)
+                self._layers[spec.geometry.index] = self._allocate(spec, owner, scales)
                 self._groups[spec.geometry.index] = self.arena.layout.group_of(owner)
         for spec in plan.layers:
             shared = spec.geometry.shared_with
@@ -171,7 +173,8 @@ class KVPool:
     def planes(self) -> list[Tensor]:
         """Every plane once, layers that share counted with their owner."""
         owned = {id(cache): cache for cache in self._layers.values()}.values()
-        return [plane for cache in owned for plane in (*cache.k, *cache.v)]
+        wide = [cache.wide for cache in owned if cache.wide is not None]
+        return [plane for cache in (*owned, *wide) for plane in (*cache.k, *cache.v)]
 
     def saturated(self) -> tuple[Saturated, ...]:
         """Return layers with values beyond their range. Waits for the device."""
@@ -198,10 +201,12 @@ class KVPool:
         """The group whose page ids address what a layer reads."""
         return self._groups[layer]
 
-    def _allocate(self, spec: LayerSpec, scales: Mapping[tuple[int, Side], Tensor]) -> LayerCache:
+    def _allocate(
+        self, spec: LayerSpec, owner: Owner, scales: Mapping[tuple[int, Side], Tensor]
+    ) -> LayerCache:
         g = spec.geometry
         planes: dict[str, list[Tensor]] = {"k": [], "v": []}
-        found = self.arena.planes(spec, self.plan.role)
+        found = self.arena.planes(spec, owner)
         for (label, _), plane in zip(spec.planes, found, strict=True):
             planes[label[0]].append(plane)
         outside: list[Tensor | None] = []
@@ -212,9 +217,14 @@ class KVPool:
             given = scales.get((g.index, side))
             value = torch.tensor([choice.scale.fixed]) if given is None else given
             outside.append(value.to(device=self.device, dtype=torch.float32))
+        wide, group = None, 0
+        if spec.wide_spec is not None:
+            wide_owner = owner._replace(is_wide=True)
+            wide = self._allocate(spec.wide_spec, wide_owner, {})
+            group = self.arena.layout.group_of(wide_owner)
         return LayerCache(
             spec, tuple(planes["k"]), tuple(planes["v"]), outside[0], outside[1],
-            self._saturation(spec), self._rounding(spec, scales),
+            self._saturation(spec), self._rounding(spec, scales), wide, group,
         )  # fmt: skip
 
     def _rounding(

@@ -133,6 +133,19 @@ class AskedState:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedWide:
+    """Tokens whose rows are stored a second time, in a wide format: the first `sink` and the last `recent`.
+
+    format: of these rows. Layers whose own rows are not narrower keep one form.
+    """
+
+    sink: int
+    recent: int
+    format: FormatRequest
+    asked_by: str
+
+
+@dataclass(frozen=True, slots=True)
 class KVRequest:
     """Everything asked about one model's KV cache.
 
@@ -142,7 +155,7 @@ class KVRequest:
     missing_scales_as_one: use 1.0 if the checkpoint promised scales and has none.
     format_defaults: formats may keep layers at a model's ends wide (`KVFormat.wide_ends`).
     made_for: models that policies among the sources were made for; another model is refused.
-    states: global formats of states, strongest first.
+    states: global formats of states, strongest first. wide: tokens that are stored wide too, or None.
     """
 
     explicit: tuple[Asked, ...] = ()
@@ -154,6 +167,7 @@ class KVRequest:
     format_defaults: bool = True
     made_for: tuple[MadeFor, ...] = ()
     states: tuple[AskedState, ...] = ()
+    wide: AskedWide | None = None
 
     def merged(self, weaker: KVRequest) -> KVRequest:
         """Return this request with a weaker source's added (flag over environment over file)."""
@@ -167,6 +181,7 @@ class KVRequest:
             format_defaults=self.format_defaults and weaker.format_defaults,
             made_for=self.made_for + weaker.made_for,
             states=self.states + weaker.states,
+            wide=self.wide or weaker.wide,
         )
 
     def state_rule(

@@ -31,6 +31,7 @@ from kvant.kv.request import Asked, KVRequest, LayerRule, check_request, closest
 from kvant.kv.resolve_state import resolve_states
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Rejected, Role, Source
 from kvant.kv.warn import plan_warnings
+from kvant.kv.wide import check_wide, wide_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ def resolve(
     be read (or promises scales that are not there), NotServable for a hard request without a backend.
     """
     check_request(request, geometry)
+    check_wide(request, geometry, around.compute_dtype)
     layers = tuple(
         _resolve_layer(layer, request, checkpoint, geometry, around) for layer in geometry.layers
     )
@@ -103,7 +105,14 @@ def resolve(
         page_size=around.page_size,
         layers=layers,
     )
-    return replace(plan, warnings=plan_warnings(plan, checkpoint))
+    return replace(plan, warnings=(*plan_warnings(plan, checkpoint), *_without_wide(plan, request)))
+
+
+def _without_wide(plan: KVPlan, request: KVRequest) -> tuple[str, ...]:
+    """A warning where wide rows were asked for and no layer has any."""
+    if request.wide is None or any(layer.wide is not None for layer in plan.layers):
+        return ()
+    return (f"{request.wide.asked_by} has no effect: no layer stores rows narrower than these",)
 
 
 def _resolve_layer(
@@ -138,9 +147,11 @@ def _resolve_layer(
         choices[side] = Choice(
             decided.dtype, decided.source, decided.because, decided.considered, scale
         )
-    return LayerSpec(
-        layer, choices[Side.K], choices.get(Side.V), served.backend, served.rejected, states
+    k, v = choices[Side.K], choices.get(Side.V)
+    wide = wide_rows(
+        request, layer, geometry, k.dtype, None if v is None else v.dtype, around.compute_dtype
     )
+    return LayerSpec(layer, k, v, served.backend, served.rejected, states, wide)
 
 
 # -- who decides -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -94,6 +94,24 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class WideRows:
+    """Rows of a layer that are stored a second time, in wider formats: the first and the latest tokens'.
+
+    A query at position i reads key j from them where j < sink or i - j < recent, else from the layer's pages.
+    """
+
+    k: Choice
+    v: Choice
+    sink: int
+    recent: int
+
+    def __str__(self) -> str:
+        stored = "/".join(dict.fromkeys((str(self.k.dtype), str(self.v.dtype))))
+        first = f"first {self.sink} and " if self.sink else ""
+        return f"{first}last {self.recent} in {stored}"
+
+
+@dataclass(frozen=True, slots=True)
 class Rejected:
     backend: str
     reason: str
@@ -121,7 +139,7 @@ class LayerSpec:
     """One layer: its geometry, what is stored, and which backend writes and reads it.
 
     k and v are None where the layer owns no such storage (no KV, shared, MLA's V).
-    states: in the order of `geometry.states`.
+    states: in the order of `geometry.states`. wide: rows that are stored a second time, or None.
     """
 
     geometry: LayerGeometry
@@ -130,6 +148,14 @@ class LayerSpec:
     backend: str | None
     rejected: tuple[Rejected, ...] = ()
     states: tuple[StateSpec, ...] = ()
+    wide: WideRows | None = None
+
+    @property
+    def wide_spec(self) -> LayerSpec | None:
+        """The layer as its wide rows are stored: in pages of their own, by the same backend."""
+        if self.wide is None:
+            return None
+        return replace(self, k=self.wide.k, v=self.wide.v, states=(), wide=None)
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -209,6 +235,10 @@ class KVPlan:
     def has_states(self) -> bool:
         return any(layer.states for layer in self.layers)
 
+    @property
+    def has_wide_rows(self) -> bool:
+        return any(layer.wide is not None for layer in self.layers)
+
     def states_bytes(self, max_num_seqs: int, num_slots: int = 0) -> int:
         """Bytes of all states: of each running sequence, of the scratch row, and of slots for kept ones."""
         return (max_num_seqs + 1 + num_slots) * self.bytes_per_sequence
@@ -252,5 +282,16 @@ class KVPlan:
         ]
         if states:
             facts.append(states)
+        facts += [
+            [
+                layer.geometry.index,
+                layer.wide.sink,
+                layer.wide.recent,
+                layer.wide.k.dtype.format.fingerprint,
+                layer.wide.v.dtype.format.fingerprint,
+            ]
+            for layer in self.layers
+            if layer.wide is not None
+        ]
         text = json.dumps([self.page_size, self.compute_dtype.value, facts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -10,7 +10,7 @@ from kvant.engine.llm import LLM
 from kvant.execution.runner import ModelRunner, Runner
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import SCRATCH, CacheIdentity
-from kvant.kv.request import Asked, KVRequest
+from kvant.kv.request import Asked, AskedWide, KVRequest
 from kvant.kv.spec import KVPlan
 from kvant.plan.limits import Limits
 from kvant.plan.resolution import resolve_again
@@ -18,13 +18,21 @@ from kvant.plan.resolution import resolve_again
 _STEP_TOKENS = 2048
 
 
-def plan_storing(llm: LLM, stored: FormatRequest, backend: BackendInfo | None = None) -> KVPlan:
-    """Return the plan of `llm`'s model with K and V stored as asked. backend: None for the plan's."""
+def plan_storing(
+    llm: LLM,
+    stored: FormatRequest,
+    backend: BackendInfo | None = None,
+    wide: AskedWide | None = None,
+) -> KVPlan:
+    """Return the plan of `llm`'s model with K and V stored as asked. backend: None for the plan's.
+
+    wide: rows that are stored a second time.
+    """
     asked = Asked(stored, f"--kv-cache-dtype {stored}")
     planned = llm.planned
     if backend is not None:
         planned = replace(planned, request=replace(planned.request, backend=backend))
-    return resolve_again(planned, KVRequest(explicit=(asked,)))
+    return resolve_again(planned, KVRequest(explicit=(asked,), wide=wide))
 
 
 def engine_over(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvant.errors import DoesNotFit, WayOut
-from kvant.kv.groups import most_pages, superblocks_for
+from kvant.kv.groups import superblocks_for
 from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, format_size
 from kvant.plan.facts import DeviceMemory
 from kvant.plan.plan import Plan
@@ -69,7 +69,7 @@ def _usable_bytes(plan: Plan, longest: int) -> int:
     pages = limits.max_num_seqs * -(-longest // limits.page_size)
     if layout is not None:
         piece = limits.max_num_batched_tokens
-        held = [most_pages(g.window, longest, piece, limits.page_size) for g in layout.groups]
+        held = [g.most_pages(longest, piece, limits.page_size) for g in layout.groups]
         pages = superblocks_for(
             [limits.max_num_seqs * n for n in held], [g.per_superblock for g in layout.groups]
         )

@@ -14,7 +14,16 @@ from kvant.kv.geometry import StateKind
 from kvant.kv.memory import UTILIZATION, parse_size
 from kvant.kv.names import parse_compute_dtype, parse_format, parse_one
 from kvant.kv.policy import read_policy
-from kvant.kv.request import Asked, AskedState, KVRequest, Requests, parse_rule, parse_skips
+from kvant.kv.request import (
+    Asked,
+    AskedState,
+    AskedWide,
+    KVRequest,
+    Requests,
+    parse_rule,
+    parse_skips,
+)
+from kvant.kv.wide import ask_wide
 from kvant.models.quantization import Quantization
 from kvant.plan.device import host_device
 from kvant.plan.limits import default_num_seqs
@@ -90,6 +99,29 @@ class PlanOptions:
         kind=Kind.SIZE,
         metavar="SIZE",
         unset="a state for every four of max_num_seqs",
+        panel=_KV,
+    )
+    kv_recent_tokens: int = option(
+        0,
+        "Last tokens that attention reads wide. Their rows are stored a second time where the KV cache is "
+        "narrower; 128 is a good number for 4 bits.",
+        low=0,
+        high=2**20,
+        panel=_KV,
+    )
+    kv_sink_tokens: int | None = option(
+        None,
+        "First tokens that attention reads wide, beside the last ones.",
+        low=0,
+        high=2**20,
+        unset="4 with --kv-recent-tokens",
+        panel=_KV,
+    )
+    kv_recent_dtype: str | None = option(
+        None,
+        "Format of rows that are stored wide: a name of 8 bits or more, or K/V.",
+        metavar="F|K/V",
+        unset="the model dtype",
         panel=_KV,
     )
     kv_missing_scales: str = option(
@@ -227,6 +259,9 @@ class LLMOptions(TypedDict, total=False):
     conv_state_dtype: str | None
     mamba_cache_dtype: str | None
     state_cache_memory: int | str | None
+    kv_recent_tokens: int | None
+    kv_sink_tokens: int | None
+    kv_recent_dtype: str | None
     kv_missing_scales: str | None
     kv_format_defaults: str | None
     strict: bool | None
@@ -345,6 +380,7 @@ def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
                 *_asked_states(settings, "state_dtype", StateKind.RECURRENT),
                 *_asked_states(settings, "conv_state_dtype", StateKind.CONV),
             ),
+            wide=_asked_wide(settings, options),
         )
     )
     for text, by in _items(settings, "kv_cache_dtype_skip_layers"):
@@ -358,6 +394,21 @@ def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
 def _asked(given: Given) -> Asked:
     by = given.label(given.value)
     return Asked(parse_format(str(given.value), asked_by=by), by)
+
+
+def _asked_wide(settings: Settings, options: PlanOptions) -> AskedWide | None:
+    """Rows that are stored wide, asked for by the first of these options that was given."""
+    names = ("kv_recent_tokens", "kv_sink_tokens", "kv_recent_dtype")
+    given = next((found for name in names if (found := settings.get(name)) is not None), None)
+    if given is None:
+        return None
+    stored = options.kv_recent_dtype
+    return ask_wide(
+        options.kv_sink_tokens,
+        options.kv_recent_tokens,
+        None if stored is None else parse_format(stored, asked_by=_by(settings, "kv_recent_dtype")),
+        asked_by=given.label(given.value),
+    )
 
 
 def _asked_states(settings: Settings, name: str, kind: StateKind) -> tuple[AskedState, ...]:

@@ -16,7 +16,6 @@ from kvant.kv.groups import (
     LONGEST,
     ArenaLayout,
     lay_out,
-    most_pages,
     sequences_that_fit,
     superblocks_for,
 )
@@ -109,7 +108,8 @@ class KeptLayers:
 
     layers, draft_layers: of the target, and of a drafter with pages of its own. window: tokens that they
     keep, None for all. bytes_per_token: of one rank. most_bytes: of one sequence that decodes, None without
-    a bound.
+    a bound. sink: first tokens that they keep too. is_wide: whether these are wide rows, which store tokens
+    of the layers a second time.
     """
 
     layers: tuple[int, ...]
@@ -117,6 +117,8 @@ class KeptLayers:
     window: int | None
     bytes_per_token: int
     most_bytes: int | None
+    sink: int = 0
+    is_wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ class Plan:
         if layout is None:
             return (-(-num_tokens // size) + SCRATCH_PAGES) * self.page_bytes
         piece = self.limits.max_num_batched_tokens
-        held = [most_pages(group.window, num_tokens, piece, size) for group in layout.groups]
+        held = [group.most_pages(num_tokens, piece, size) for group in layout.groups]
         count = superblocks_for(held, [group.per_superblock for group in layout.groups])
         return (count + SCRATCH_PAGES) * self.page_bytes
 
@@ -293,13 +295,15 @@ class Plan:
             return (KeptLayers(layers, drafts, None, self.page_bytes // size, None),)
         return tuple(
             KeptLayers(
-                tuple(index for role, index in group.pieces if role is Role.TARGET),
-                tuple(index for role, index in group.pieces if role is Role.DRAFT),
+                tuple(owner.layer for owner in group.pieces if owner.role is Role.TARGET),
+                tuple(owner.layer for owner in group.pieces if owner.role is Role.DRAFT),
                 group.window,
                 group.used_bytes // size,
                 None
                 if group.window is None
-                else group.page_bytes * most_pages(group.window, LONGEST, 1, size),
+                else group.page_bytes * group.most_pages(LONGEST, 1, size),
+                group.sink,
+                all(owner.is_wide for owner in group.pieces),
             )
             for group in layout.groups
         )

@@ -65,6 +65,7 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
             "window": group.window,
             "bytes_per_token": group.bytes_per_token,
             "most_bytes_per_sequence": group.most_bytes,
+            **({"sink": group.sink, "wide_rows": True} if group.is_wide else {}),
         }
         for group in plan.groups
     ]
@@ -127,6 +128,14 @@ def _layer(layer: LayerSpec) -> dict[str, Any]:
             }
             for state in layer.states
         ]
+    if layer.wide is not None:
+        body["wide"] = {
+            "sink": layer.wide.sink,
+            "recent": layer.wide.recent,
+            "k": layer.wide.k.dtype.format.name,
+            "v": layer.wide.v.dtype.format.name,
+            "because": layer.wide.k.because,
+        }
     if g.shared_with is not None:
         body["shared_with"] = g.shared_with
     return body

@@ -92,6 +92,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
         total_bytes=request.memory_bytes if memory is None else memory.total,
         kv_cache_bytes=request.kv_cache_bytes, workspaces=beside, division=division,
     )  # fmt: skip
+    _check_wide_rows(plan)
     if memory is not None:
         plan = fit(plan, memory)
     if geometry.not_runnable is not None:
@@ -120,6 +121,27 @@ def _check_ranks(request: PlanRequest, facts: ModelFacts, geometry: ModelGeometr
                 WayOut("run on one device", ("--tensor-parallel-size", "1")),
             ),
         )
+
+
+def _check_wide_rows(plan: Plan) -> None:
+    """Refuse wide rows where their pages cannot be released, and where that was never verified."""
+    asked = plan.request.requests.target.wide
+    if asked is None or not plan.target.kv.has_wide_rows:
+        return
+    if plan.draft is not None:
+        why, way = "beside a drafter's pages", WayOut("run without --speculative-config")
+    elif plan.num_ranks > 1:
+        why = "among several ranks"
+        way = WayOut("run on one device", ("--tensor-parallel-size", "1"))
+    elif plan.layout is None:
+        why, way = "beside recurrent states", WayOut("leave the option out")
+    else:
+        return
+    raise NotServable(
+        f"{asked.asked_by} is not offered for this plan",
+        why=f"wide rows are in pages that are released apart from the others; {why} they are not yet",
+        ways_out=(way,),
+    )
 
 
 def _divided(target: PlannedModel, ranks: int, *, drafts: bool) -> tuple[PlannedModel, Division]:

@@ -15,6 +15,7 @@ from kvant.kv.names import FormatRequest, known_names
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import KVPlan, Role
+from kvant.kv.wide import wide_rows
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry.compute_dtype import resolve_compute_dtype
 from kvant.models.quantization import Quantization, check_quantization
@@ -46,8 +47,9 @@ def resolve_kv(
 
     def need(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Need:
         of_rank = rank_layer(layer, request.tensor_parallel_size)  # which is what a backend serves
+        wide = wide_rows(asked, layer, geometry, k, v, compute)
         return Need(
-            of_rank, k, v, compute, request.page_size, request.device, request.batch_invariant
+            of_rank, k, v, compute, request.page_size, request.device, request.batch_invariant, wide
         )
 
     def serve(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Served:

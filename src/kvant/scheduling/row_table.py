@@ -190,6 +190,7 @@ class HeldPages:
         count = len(shared.groups)
         self.table = RowTable(max_num_seqs, self.count_for(max_model_len), count)
         self._windows = [(g, w) for g, w in enumerate(shared.windows) if w is not None]
+        self._sink_pages = [self.count_for(sink) for sink in shared.sinks]
         self._first_kept = np.zeros((count, max_num_seqs), np.int64)
 
     def count_for(self, num_tokens: int) -> int:
@@ -199,8 +200,8 @@ class HeldPages:
     def fits_alone(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens finds its pages if no other one runs."""
         needed = [
-            most_pages(window, num_tokens, self._max_piece, self._page_size)
-            for window in self.shared.windows
+            most_pages(window, num_tokens, self._max_piece, self._page_size, sink)
+            for window, sink in zip(self.shared.windows, self.shared.sinks, strict=True)
         ]
         sizes = [group.per_superblock for group in self.shared.groups]
         return superblocks_for(needed, sizes) <= self.shared.num_usable
@@ -224,7 +225,10 @@ class HeldPages:
         checked = [columns + spare] * len(found)
         for group, window in self._windows:
             fresh[group] = self.count_for(start + first_piece) - num_found
-            most = most_pages(window, sequence.num_tokens, self._max_piece, self._page_size)
+            most = most_pages(
+                window, sequence.num_tokens, self._max_piece, self._page_size,
+                self.shared.sinks[group],
+            )  # fmt: skip
             most = max(fresh[group], min(columns, most - len(joined[group])))
             checked[group] = most + spare
         if not self.shared.fit(checked, joined):
@@ -237,7 +241,8 @@ class HeldPages:
         sequence.row = row = self.table.take_row(sequence, start)
         for place, pages in enumerate(sequence.held):
             self.table.write(row, 0, pages, place)
-            self._first_kept[place, row] = num_found - len(joined[place])
+            num_behind = num_found - len(joined[place])
+            self._first_kept[place, row] = self._sink_pages[place] + num_behind
         self._count_pages(sequence)
         sequence.num_remembered_pages = num_found
         if sequence.num_cached_tokens is None:
@@ -388,10 +393,18 @@ class HeldPages:
             if window is None:
                 found.append(matched[place][:cut])
                 continue
-            first = self._first_seen(cut, window)
-            kept = [group.find(digest) for digest in hashes[first:cut]]
-            found.append([SCRATCH] * first + [page for page in kept if page is not None])
+            pages = [SCRATCH] * cut
+            for index in self._read(place, window, cut):
+                page = group.find(hashes[index])
+                assert page is not None, "a page that `_lacking` found is gone"
+                pages[index] = page
+            found.append(pages)
         return found
+
+    def _read(self, group: int, window: int, cut: int) -> list[int]:
+        """The pages of a group that tokens behind its first `cut` pages read, in order."""
+        first = self._first_seen(cut, window)
+        return [*range(min(self._sink_pages[group], first)), *range(first, cut)]
 
     def _first_seen(self, cut: int, window: int) -> int:
         """The first page that the token behind `cut` pages reads."""
@@ -400,7 +413,7 @@ class HeldPages:
     def _lacking(self, group: int, window: int, hashes: Items[bytes], cut: int) -> int:
         """One more than the last page that a prefix of `cut` pages needs and the group lacks; 0 for none."""
         allocator = self.shared.groups[group]
-        for index in range(cut - 1, self._first_seen(cut, window) - 1, -1):
+        for index in reversed(self._read(group, window, cut)):
             if allocator.find(hashes[index]) is None:
                 return index + 1
         return 0
@@ -502,7 +515,7 @@ class HeldPages:
                     faults.append(f"request {number}: its row differs from its pages")
                 window = self.shared.windows[place]
                 first = 0 if window is None else max(0, computed - window + 1) // self._page_size
-                if SCRATCH in held[first:]:
+                if SCRATCH in held[first:] or SCRATCH in held[: self._sink_pages[place]]:
                     faults.append(f"request {number}: lacks a page that its next token reads")
                 if self.count_for(computed) > len(held):
                     faults.append(f"request {number}: more tokens computed than its pages hold")

@@ -62,8 +62,9 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 # numba treats enum members of other modules as objects, but compiles plain ints as constants.
 (
     C_NEXT, C_TICKET, C_NUM_SEQS, C_TOKENS, C_CU, C_LENGTHS, C_TABLE, C_TABLE_STRIDE, C_CAUSAL, C_Q,
-    C_Q_TOKEN, C_Q_HEAD, C_Q_REAL, C_OUT, C_OUT_REAL, C_SCALE, C_SOFTCAP, C_WINDOW, C_SINKS, C_PAGE, C_STRIDE,
-    C_HEADS, C_GROUP, C_DK, C_DV, C_K_CODES, C_K_BYTES, C_K_SCALES, C_K_SCALING, C_K_OUTER,
+    C_Q_TOKEN, C_Q_HEAD, C_Q_REAL, C_OUT, C_OUT_REAL, C_SCALE, C_SOFTCAP, C_WINDOW, C_SINKS, C_FLOOR,
+    C_CEILING, C_LAG, C_STATE, C_FOLD, C_PAGE, C_STRIDE, C_HEADS, C_GROUP, C_DK, C_DV, C_K_CODES,
+    C_K_BYTES, C_K_SCALES, C_K_SCALING, C_K_OUTER,
     C_K_OUTERS, C_K_FACTOR, C_K_ROTATED, C_K_KERNEL, C_V_CODES, C_V_BYTES, C_V_SCALES, C_V_SCALING,
     C_V_OUTER, C_V_OUTERS, C_V_FACTOR, C_V_ROTATED, C_V_KERNEL, C_V_HALVES, C_E4M3, C_SCRATCH,
     C_SCRATCH_STRIDE, C_PARTS, C_COUNTERS, C_ITEMS, C_NUM_ITEMS,
@@ -72,7 +73,8 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
         Call.NEXT, Call.TICKET, Call.NUM_SEQS, Call.TOKENS, Call.CU_SEQLENS_Q, Call.SEQLENS_KV,
         Call.PAGE_TABLE, Call.PAGE_TABLE_STRIDE, Call.CAUSAL, Call.Q, Call.Q_TOKEN_STRIDE,
         Call.Q_HEAD_STRIDE, Call.Q_REAL, Call.OUT, Call.OUT_REAL, Call.SCALE, Call.SOFTCAP,
-        Call.WINDOW, Call.SINKS, Call.PAGE_SIZE, Call.PAGE_STRIDE, Call.KV_HEADS, Call.GROUP, Call.K_HEAD_DIM,
+        Call.WINDOW, Call.SINKS, Call.FLOOR, Call.CEILING, Call.LAG, Call.STATE, Call.FOLD,
+        Call.PAGE_SIZE, Call.PAGE_STRIDE, Call.KV_HEADS, Call.GROUP, Call.K_HEAD_DIM,
         Call.V_HEAD_DIM, Call.K_CODES, Call.K_ROW_BYTES, Call.K_SCALES, Call.K_SCALING, Call.K_OUTER,
         Call.K_OUTERS, Call.K_FACTOR, Call.K_ROTATED, Call.K_KERNEL, Call.V_CODES, Call.V_ROW_BYTES,
         Call.V_SCALES, Call.V_SCALING, Call.V_OUTER, Call.V_OUTERS, Call.V_FACTOR, Call.V_ROTATED,
@@ -142,14 +144,20 @@ def _split_of(key: int) -> int:
 
 
 @njit(inline="always")
-def _first_seen(position: int, window: int) -> int:
-    return 0 if window == 0 else max(0, position - window + 1)
+def _first_seen(call: int, position: int) -> int:
+    """The first key that the query at a position reads."""
+    window, floor = load_i64(call + C_WINDOW), load_i64(call + C_FLOOR)
+    return floor if window == 0 else max(floor, position - window + 1)
 
 
 @njit(inline="always")
-def _end_seen(position: int, length: int, window: int, causal: int) -> int:
-    if causal:
-        return min(length, position + 1)
+def _end_seen(call: int, position: int, length: int) -> int:
+    """The end of the keys that it reads; not behind their beginning if it reads none."""
+    window, ceiling = load_i64(call + C_WINDOW), load_i64(call + C_CEILING)
+    if ceiling:
+        length = min(length, ceiling)
+    if load_i64(call + C_CAUSAL):
+        return min(length, position + 1 - load_i64(call + C_LAG))
     return length if window == 0 else min(length, position + window)
 
 
@@ -258,6 +266,25 @@ def _clear(part: int, head_dim: int) -> None:
 
 
 @njit(error_model="numpy")
+def _blend(row: int, out: int, state: int, largest: Any, total: Any, head_dim: int) -> None:
+    """Join a finished row with the one of other keys in `out`; into `row`, and into their state."""
+    before, sums = load_f32(state), load_f32(state + 4)
+    if sums == _ZERO:
+        kept, factor, both = _ZERO, _ONE, largest
+    elif total == _ZERO:
+        kept, factor, both = _ONE, _ZERO, before
+    else:
+        both = max(before, largest)
+        kept, factor = sums * exp_of(before - both), total * exp_of(largest - both)
+    whole = kept + factor
+    for i in range(head_dim):
+        x = load_f32(out + 4 * i) * kept + load_f32(row + 4 * i) * factor
+        store_f32(row + 4 * i, x / whole)
+    store_f32(state, both)
+    store_f32(state + 4, sums if total == _ZERO else (total if sums == _ZERO else whole))
+
+
+@njit(error_model="numpy")
 def _finish(call: int, part: int, token: int, head: int, kv_head: int, row: int) -> None:
     """Divide, undo rotation, and write one output row. row: scratch, float32 [head_dim]."""
     head_dim = load_i64(call + C_DV)
@@ -272,6 +299,7 @@ def _finish(call: int, part: int, token: int, head: int, kv_head: int, row: int)
         if sink > largest:
             factor *= exp_of(largest - sink)
             total = total * exp_of(largest - sink) + _ONE
+            largest = sink
         else:
             total += exp_of(sink - largest)
     if total == _ZERO:
@@ -292,6 +320,14 @@ def _finish(call: int, part: int, token: int, head: int, kv_head: int, row: int)
     real = load_i64(call + C_OUT_REAL)
     heads = load_i64(call + C_HEADS) * load_i64(call + C_GROUP)
     start = (token * heads + head) * head_dim
+    state = load_i64(call + C_STATE)
+    if state:
+        state += 8 * (token * heads + head)
+        if load_i64(call + C_FOLD):
+            _blend(row, load_i64(call + C_OUT) + 4 * start, state, largest, total, head_dim)
+        else:
+            store_f32(state, largest)
+            store_f32(state + 4, total)
     if real == R_FLOAT16:
         out = load_i64(call + C_OUT) + 2 * start
         for i in range(head_dim):
@@ -315,7 +351,6 @@ def _aligned(address: int) -> int:
 def _run_item(call: int, item: int, scratch: int) -> None:
     dk, dv, group = load_i64(call + C_DK), load_i64(call + C_DV), load_i64(call + C_GROUP)
     heads, page = load_i64(call + C_HEADS), load_i64(call + C_PAGE)
-    window, causal = load_i64(call + C_WINDOW), load_i64(call + C_CAUSAL)
     softcap = float_of(load_i64(call + C_SOFTCAP))
     seq, q0, q1 = (
         load_i64(item + I_SEQ),
@@ -376,8 +411,8 @@ def _run_item(call: int, item: int, scratch: int) -> None:
         for i in range(all_rows):
             _clear(folded + i * part_bytes, dv)
 
-    seen_first = _first_seen(shift + q0, window)
-    seen_end = _end_seen(shift + q1 - 1, length, window, causal)
+    seen_first = _first_seen(call, shift + q0)
+    seen_end = _end_seen(call, shift + q1 - 1, length)
     for split in range(first_split, end_split):
         if not alone:
             parts = load_i64(call + C_PARTS) + part_bytes * (
@@ -449,8 +484,8 @@ def _run_item(call: int, item: int, scratch: int) -> None:
                     )  # fmt: skip
                 for r in range(rows):
                     position = shift + q0 + r // group
-                    seen = max(_first_seen(position, window) - key, 0)
-                    unseen = min(_end_seen(position, length, window, causal) - key, end - key, TILE)
+                    seen = max(_first_seen(call, position) - key, 0)
+                    unseen = min(_end_seen(call, position, length) - key, end - key, TILE)
                     scores_row = scores + 4 * TILE * r
                     part = parts + (first + r) * part_bytes
                     if seen >= unseen:
@@ -525,7 +560,7 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
     """
     lengths, offsets = load_i64(call + C_LENGTHS), load_i64(call + C_CU)
     heads, group = load_i64(call + C_HEADS), load_i64(call + C_GROUP)
-    window, causal = load_i64(call + C_WINDOW), load_i64(call + C_CAUSAL)
+    folds = load_i64(call + C_FOLD)
     dk, dv = load_i64(call + C_DK), load_i64(call + C_DV)
     per_tile = max(1, QUERY_ROWS // group)
     sequences = load_i64(call + C_NUM_SEQS)
@@ -540,7 +575,7 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
             length = load_i32(lengths + 4 * seq)
             queries = end - begin
             if queries <= 0 or length <= 0:
-                if fill:
+                if fill and not folds:
                     _zero(load_i64(call + C_OUT) + begin * row_bytes, queries * row_bytes)
                 continue
             tiles = (queries + per_tile - 1) // per_tile
@@ -548,10 +583,10 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
                 q0 = (tiles - 1 - reversed_tile) * per_tile  # long items first
                 q1 = min(queries, q0 + per_tile)
                 rows = (q1 - q0) * group
-                low = _first_seen(length - queries + q0, window)
-                high = _end_seen(length - queries + q1 - 1, length, window, causal)
+                low = _first_seen(call, length - queries + q0)
+                high = _end_seen(call, length - queries + q1 - 1, length)
                 if high <= low:
-                    if fill:
+                    if fill and not folds:
                         _zero(
                             load_i64(call + C_OUT) + (begin + q0) * row_bytes, (q1 - q0) * row_bytes
                         )
@@ -584,7 +619,8 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
             items = np.empty(count * I_SIZE // 8, np.int64)
     used = load_i32(offsets + 4 * sequences) if sequences > 0 else 0
     tokens = load_i64(call + C_TOKENS)
-    _zero(load_i64(call + C_OUT) + used * row_bytes, (tokens - used) * row_bytes)
+    if not folds:
+        _zero(load_i64(call + C_OUT) + used * row_bytes, (tokens - used) * row_bytes)
     if count == 0:
         return 0
     room = np.empty(parts * (SCALARS + 4 * dv) + _LINE, np.uint8)

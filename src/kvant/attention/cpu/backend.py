@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,20 @@ class _Side:
     @property
     def scales(self) -> Tensor | None:
         return self.planes[1] if len(self.planes) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Which keys one call reads, and with what it joins its result; see `Call`."""
+
+    floor: int = 0
+    ceiling: int = 0
+    lag: int = 0
+    state: Tensor | None = None
+    folds: bool = False
+
+
+_EVERY_KEY = _Keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +106,8 @@ class CpuBackend:
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
         """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
         assert v is not None, "refuse() excludes latents"
+        if cache.wide is not None:
+            self.write(cache.wide, k, v, step.of(cache.wide_group))
         layer = self._layer(cache)
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         threads = torch.get_num_threads()
@@ -113,11 +129,45 @@ class CpuBackend:
 
         Tokens that belong to no sequence, or to one without stored tokens, get zeros.
         """
-        g = cache.spec.geometry
-        call = self._layer(cache).call
         if q.stride(-1) != 1:
             q = q.contiguous()
-        out = torch.empty(q.shape[0], q.shape[1], g.head_dim_v, dtype=q.dtype)
+        shape = q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v
+        if cache.wide is None:
+            return self._attend_one(cache, q, step, params, q.new_empty(shape), _EVERY_KEY)
+        return self._attend_both(cache, q, step, params, torch.empty(shape)).to(q.dtype)
+
+    def _attend_both(
+        self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, out: Tensor
+    ) -> Tensor:
+        """`attend` for a layer with wide rows: a call for each form, joined in out, which is float32."""
+        assert cache.wide is not None
+        assert cache.spec.wide is not None
+        sink, recent = cache.spec.wide.sink, cache.spec.wide.recent
+        state = torch.zeros(*out.shape[:2], 2)  # nothing seen
+        bare = replace(params, sinks=None)
+        keys = _Keys(floor=sink, lag=recent, state=state)
+        self._attend_one(cache, q, step, bare, out, keys)
+        wide, keys = step.of(cache.wide_group), replace(keys, lag=0, folds=True)
+        if sink:
+            # Attention sinks are added once, where every query has keys.
+            self._attend_one(cache.wide, q, wide, params, out, replace(keys, floor=0, ceiling=sink))
+            params = bare
+        return self._attend_one(cache.wide, q, wide, replace(params, window=recent), out, keys)
+
+    def _attend_one(
+        self,
+        cache: LayerCache,
+        q: Tensor,
+        step: Step,
+        params: AttentionParams,
+        out: Tensor,
+        keys: _Keys,
+    ) -> Tensor:
+        """Attend over some keys of one form. Returns out [T, num_q_heads, head_dim_v]."""
+        call = self._layer(cache).call
+        call[Call.FLOOR // 8], call[Call.CEILING // 8] = keys.floor, keys.ceiling
+        call[Call.LAG // 8], call[Call.FOLD // 8] = keys.lag, keys.folds
+        call[Call.STATE // 8] = 0 if keys.state is None else keys.state.data_ptr()
         table = step.page_table if step.page_table.stride(-1) == 1 else step.page_table.contiguous()
         threads = torch.get_num_threads()
         stride = _attend_bytes(cache)
@@ -276,7 +326,7 @@ def _set_queries(call: Block, q: Tensor, out: Tensor) -> None:
     call[Call.Q // 8] = q.data_ptr()
     call[Call.Q_TOKEN_STRIDE // 8] = q.stride(0) * q.element_size()
     call[Call.Q_HEAD_STRIDE // 8] = q.stride(1) * q.element_size()
-    call[Call.Q_REAL // 8] = call[Call.OUT_REAL // 8] = _REAL[q.dtype]
+    call[Call.Q_REAL // 8], call[Call.OUT_REAL // 8] = _REAL[q.dtype], _REAL[out.dtype]
     call[Call.OUT // 8] = out.data_ptr()
 
 

@@ -50,4 +50,6 @@ def _refuse_package() -> str | None:
     return None
 
 
-INFO = BackendInfo("cpu", "kvant.attention.cpu.backend", refuse, batch_invariant=True)
+INFO = BackendInfo(
+    "cpu", "kvant.attention.cpu.backend", refuse, batch_invariant=True, wide_rows=True
+)

@@ -83,6 +83,14 @@ class Call(Fields):
     SOFTCAP = auto()
     WINDOW = auto()
     SINKS = auto()
+    # keys that are read: where a row has two forms, each is read by a call of its own
+    FLOOR = auto()  # the first one
+    CEILING = auto()  # their end, 0 for none
+    LAG = auto()  # latest keys of a query that are not
+    STATE = (
+        auto()
+    )  # float32 [tokens, query heads, 2], the largest score and the sum of weights; or 0
+    FOLD = auto()  # whether to join the result with what OUT and STATE have
     # the layer
     PAGE_SIZE = auto()
     PAGE_STRIDE = auto()  # bytes from a page to the next one

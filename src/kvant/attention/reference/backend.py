@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.reference.both import attend_both
+from kvant.attention.reference.rows import rows_of
 from kvant.attention.reference.scores import attend_rows
 from kvant.attention.reference.tiles import ROW_TILE, attend_tiles
 from kvant.kv.codecs import codec_for
@@ -65,6 +67,8 @@ class ReferenceBackend:
 
         v: None where only K is stored.
         """
+        if cache.wide is not None:
+            self.write(cache.wide, k, v, step.of(cache.wide_group))
         slots = step.slot_mapping
         if cache.saturation is not None:
             cache.saturation.sample((k, v), (cache.k_scale, cache.v_scale), slots)
@@ -80,17 +84,22 @@ class ReferenceBackend:
 
         Tokens that belong to no sequence, or to one without stored tokens, get zeros.
         """
+        if cache.wide is not None:
+            return attend_both(
+                cache, q, step, params,
+                torch.promote_types(self.compute, q.dtype), tiled=self.batch_invariant,
+            )  # fmt: skip
         compute = torch.promote_types(self.compute, q.dtype)
         out = q.new_zeros(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
         tile = ROW_TILE if self.batch_invariant else 1
         for group in _groups(_spans(step, params.window, cache.page_size, tile)):
             tables = [step.page_table[s.sequence, s.first_page : s.end_page] for s in group]
             pages = torch.cat(tables)
-            k = _rows(cache.k, cache.spec.k, cache.k_scale, pages, compute)
+            k = rows_of(cache.k, cache.spec.k, cache.k_scale, pages, compute)
             if cache.spec.v is None:  # a latent is the value
                 v = k[..., : cache.spec.geometry.head_dim_v]
             else:
-                v = _rows(cache.v, cache.spec.v, cache.v_scale, pages, compute)
+                v = rows_of(cache.v, cache.spec.v, cache.v_scale, pages, compute)
             base = 0  # row of the group's first page of this sequence
             for s in group:
                 start = base + s.first - s.first_page * cache.page_size
@@ -136,19 +145,6 @@ def _store(
     pages, offsets = slots // planes[0].shape[1], slots % planes[0].shape[1]
     for plane, encoded in zip(planes, codec_for(choice.dtype).encode(rows, scale), strict=True):
         plane.index_put_((pages, offsets), encoded)
-
-
-def _rows(
-    planes: Sequence[Tensor],
-    choice: Choice | None,
-    scale: Tensor | None,
-    pages: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Decoded rows of whole pages: [len(pages) * page_size, num_kv_heads, head_dim]."""
-    assert choice is not None, "a layer with a cache stores K, and V if there is one"
-    gathered = [plane.index_select(0, pages).flatten(0, 1) for plane in planes]
-    return codec_for(choice.dtype).decode(gathered, scale, dtype)
 
 
 def _spans(step: Step, window: int | None, page_size: int, tile: int) -> Iterator[_Span]:

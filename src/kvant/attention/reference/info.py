@@ -16,4 +16,10 @@ def refuse(need: Need) -> str | None:
     return reason
 
 
-INFO = BackendInfo("reference", "kvant.attention.reference.backend", refuse, batch_invariant=True)
+INFO = BackendInfo(
+    "reference",
+    "kvant.attention.reference.backend",
+    refuse,
+    batch_invariant=True,
+    wide_rows=True,
+)

@@ -19,6 +19,13 @@ def attend_rows(
     """
     window = params.window
     mask = visible(len(q), len(k), offset=offset, causal=causal, window=window, device=q.device)
+    return attend_masked(q, k, v, mask, params)
+
+
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams
+) -> Tensor:
+    """As `attend_rows`. mask: [n, m] bool, which rows each query sees; None for all."""
     if params.softcap or params.sinks is not None:
         return _explicit(q, k, v, mask, params)
     out = F.scaled_dot_product_attention(

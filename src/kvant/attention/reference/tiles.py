@@ -8,7 +8,8 @@ The softmax is the running one of arXiv:2205.14135.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,19 @@ QUERY_TILE = 16
 ROW_TILE = 256
 
 
+@dataclass(frozen=True, slots=True)
+class WideForm:
+    """The wide rows of a sequence, k [m, Hkv, Dk] and v [m, Hkv, Dv] from its first token on.
+
+    Rows that no query reads are zeros. sink, recent: as in `kvant.kv.spec.WideRows`.
+    """
+
+    k: Tensor
+    v: Tensor
+    sink: int
+    recent: int
+
+
 def attend_tiles(
     q: Tensor,
     k: Tensor,
@@ -30,10 +44,12 @@ def attend_tiles(
     position: int,
     causal: bool,
     params: AttentionParams,
+    wide: WideForm | None = None,
 ) -> Tensor:
     """q [n, Hq, Dk], k [m, Hkv, Dk], v [m, Hkv, Dv] -> [n, Hq, Dv], all in one dtype.
 
     first: position of row 0 in its sequence, a multiple of ROW_TILE. position: position of query 0.
+    wide: what queries read in place of some rows; then first is 0, and there is no window.
     """
     assert first % ROW_TILE == 0, "rows begin where a tile begins"
     n, num_q_heads, _ = q.shape
@@ -42,14 +58,36 @@ def attend_tiles(
     before = position % QUERY_TILE
     q = F.pad(q, (0, 0, 0, 0, before, -(before + n) % QUERY_TILE))
     tiles = [_tile_of_rows(k, v, start) for start in range(0, len(k), ROW_TILE)]
+    wide_tiles = []
+    if wide is not None:
+        wide_tiles = [_tile_of_rows(wide.k, wide.v, start) for start in range(0, len(k), ROW_TILE)]
     parts = []
     for begin in range(0, len(q), QUERY_TILE):
         tile = q[begin : begin + QUERY_TILE].view(QUERY_TILE, num_kv_heads, group, -1)
         tile = tile.permute(1, 2, 0, 3).reshape(num_kv_heads, group * QUERY_TILE, -1)
         offset = position - before + begin - first
         seen = min(len(k), offset + QUERY_TILE) if causal else len(k)
-        rows = tiles[: -(-seen // ROW_TILE)]
-        out = _attend_tile(tile, rows, offset, len(k), causal, params)
+        count = -(-seen // ROW_TILE)
+        masks = [
+            _seen(offset - start, len(k) - start, causal, params.window, q.device)
+            for start in range(0, count * ROW_TILE, ROW_TILE)
+        ]
+        rows = [(*one, mask) for one, mask in zip(tiles, masks, strict=False)]
+        if wide is not None:
+            forms = [
+                reads_wide(QUERY_TILE, ROW_TILE, offset - start, start, wide.sink, wide.recent)
+                for start in range(0, count * ROW_TILE, ROW_TILE)
+            ]
+            forms = [form.to(q.device) for form in forms]
+            rows = [
+                (*one, _both(~form, mask))
+                for one, mask, form in zip(tiles, masks, forms, strict=False)
+            ]
+            rows += [
+                (*one, _both(form, mask))
+                for one, mask, form in zip(wide_tiles, masks, forms, strict=False)
+            ]
+        out = _attend_tile(tile, rows, params)
         out = out.view(num_kv_heads, group, QUERY_TILE, -1).permute(2, 0, 1, 3)
         parts.append(out.flatten(1, 2))
     return torch.cat(parts)[before : before + n]
@@ -66,15 +104,12 @@ def _tile_of_rows(k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
 
 def _attend_tile(
     q: Tensor,
-    tiles: Sequence[tuple[Tensor, Tensor]],
-    offset: int,
-    length: int,
-    causal: bool,
+    tiles: Iterable[tuple[Tensor, Tensor, Tensor | None]],
     params: AttentionParams,
 ) -> Tensor:
     """One tile of queries, [Hkv, group * QUERY_TILE, Dk], over tiles of rows: [.., Dv].
 
-    offset: the first query's place among the rows. length: rows that exist; others are padding.
+    tiles: keys, values, and which rows each query sees, [QUERY_TILE, ROW_TILE] bool; None for all.
     """
     num_kv_heads, num_rows, _ = q.shape
     group = num_rows // QUERY_TILE
@@ -85,10 +120,8 @@ def _attend_tile(
         sinks = params.sinks.to(q).view(num_kv_heads, group, 1)
         most = sinks.repeat_interleave(QUERY_TILE, 1)
         total = torch.ones_like(most)
-    found = q.new_zeros(num_kv_heads, num_rows, tiles[0][1].shape[-1])
-    for index, (keys, values) in enumerate(tiles):
-        start = index * ROW_TILE
-        seen = _seen(offset - start, length - start, causal, params.window, q.device)
+    found: Tensor | float = 0.0
+    for keys, values, seen in tiles:
         scores = torch.bmm(q, keys) * params.scale
         if params.softcap:
             scores = torch.tanh(scores / params.softcap) * params.softcap
@@ -101,7 +134,22 @@ def _attend_tile(
         total = total * keep + weights.sum(-1, keepdim=True)
         found = found * keep + torch.bmm(weights, values)
         most = higher
+    assert isinstance(found, Tensor), "a query sees itself"
     return found / total
+
+
+def reads_wide(n: int, m: int, offset: int, start: int, sink: int, recent: int) -> Tensor:
+    """[n, m] bool: whether query i, at row offset + i, reads row j in its wide form.
+
+    start: position of row 0 in its sequence.
+    """
+    query = torch.arange(offset, offset + n)[:, None]
+    row = torch.arange(m)
+    return (row + start < sink) | (query - row < recent)
+
+
+def _both(a: Tensor, b: Tensor | None) -> Tensor:
+    return a if b is None else a & b
 
 
 def _seen(

@@ -49,13 +49,37 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
         if start == end:
             continue
         seen = see(cache, q[start:end], step, params, sequence, length)
-        scores = seen.scores
+        scores, v = seen.scores, seen.v
+        if cache.wide is not None:
+            scores, v = _with_wide(cache, q[start:end], step, params, sequence, length, seen)
         if params.sinks is not None:  # one more logit, with a zero value
             sinks = params.sinks.double().view(-1, 1, 1).expand(-1, end - start, 1)
             scores = torch.cat([scores, sinks], -1)
-        weights = torch.softmax(scores, -1)[..., :length]
-        out[start:end] = torch.einsum("hnm,mhd->nhd", weights, seen.v)
+        weights = torch.softmax(scores, -1)[..., : len(v)]
+        out[start:end] = torch.einsum("hnm,mhd->nhd", weights, v)
     return out
+
+
+def _with_wide(
+    cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, sequence: int, length: int,
+    narrow: Seen,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scores [num_q_heads, n, 2 m] and values [2 m, num_q_heads, head_dim_v] of both forms of m rows."""
+    assert cache.wide is not None
+    assert cache.spec.wide is not None
+    wide = see(cache.wide, q, step.of(cache.wide_group), params, sequence, length)
+    key = torch.arange(length, device=q.device)
+    query = torch.arange(length - len(q), length, device=q.device)[:, None]
+    is_wide = (key < cache.spec.wide.sink) | (query - key < cache.spec.wide.recent)
+    # A row that no query reads wide may have been released: its bytes are another sequence's.
+    unread = ~(is_wide & (key <= query)).any(0)
+    v = wide.v.masked_fill(unread[:, None, None], 0.0)
+    hidden = torch.full_like(narrow.scores, float("-inf"))
+    scores = [
+        torch.where(is_wide, hidden, narrow.scores),
+        torch.where(is_wide & ~unread, wide.scores, hidden),
+    ]
+    return torch.cat(scores, -1), torch.cat([narrow.v, v])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvant.attention.select import BACKENDS
 from kvant.attention.verify.trial import Trial, hold
 from kvant.errors import NotServable, WayOut
 from kvant.kv.geometry import LayerGeometry
-from kvant.kv.spec import KVPlan, LayerSpec, Role
+from kvant.kv.spec import KVPlan, LayerSpec, Role, WideRows
 
 _DECODE = ((1, 1), (70, 1))
 _PROMPT = ((5, 5), (60, 40))  # rows enough for kernels of many rows, however few heads share a key
@@ -26,6 +26,8 @@ _LONG = ((5, 3), (290, 270))
 
 _WINDOW = 24
 """A longer window is verified at this length, so that the trials leave it."""
+
+_SINK = 7
 
 
 def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = False) -> None:
@@ -58,6 +60,7 @@ def _needs(
         need = Need(
             _anonymous(g), stored.k.dtype, None if stored.v is None else stored.v.dtype,
             plan.compute_dtype, plan.page_size, facts, batch_invariant,
+            _near(stored.wide),
         )  # fmt: skip
         key = (need, stored.backend)
         if key not in seen:
@@ -71,6 +74,13 @@ def _anonymous(g: LayerGeometry) -> LayerGeometry:
     return replace(g, index=0, name="", shared_with=None, window=window)
 
 
+def _near(wide: WideRows | None) -> WideRows | None:
+    """The same with fewer tokens, so that the trials read both forms."""
+    if wide is None:
+        return None
+    return replace(wide, sink=min(wide.sink, _SINK), recent=min(wide.recent, _WINDOW))
+
+
 def _refusal(
     role: Role, layer: LayerSpec, need: Need, sequences: tuple[tuple[int, int], ...], wrong: str
 ) -> NotServable:
@@ -79,6 +89,8 @@ def _refusal(
     mask = "causal" if g.causal else "non-causal"
     if g.window is not None:
         mask += f" with a window of {g.window}"
+    if need.wide is not None:
+        mask += f", {need.wide}"
     ways = []
     if role is Role.DRAFT:
         ways.append(WayOut("run without --speculative-config"))

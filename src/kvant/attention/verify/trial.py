@@ -60,6 +60,8 @@ class Outcome:
 def bound_of(need: Need) -> float:
     """Return the maximum error between the stored bytes and the result."""
     stored = {need.k, need.v or need.k}
+    if need.wide is not None:
+        stored |= {need.wide.k.dtype, need.wide.v.dtype}
     bound = _BOUND[need.compute]
     if need.compute is ComputeDtype.FLOAT16 and KVDtype.BFLOAT16 in stored:
         bound = _BOUND[ComputeDtype.BFLOAT16]
@@ -70,10 +72,14 @@ def bound_of(need: Need) -> float:
 def hold(backend: AttentionBackend, trial: Trial, device: torch.device) -> Outcome:
     """Write, compare all storage byte by byte, attend, compare every number."""
     made = _Case(trial, device)
-    expected = definition.stored_planes(made.cache, made.k, made.v, made.step.slot_mapping)
+    expected = [
+        plane
+        for cache in made.caches
+        for plane in definition.stored_planes(cache, made.k, made.v, made.step.slot_mapping)
+    ]
     backend.write(made.cache, made.k, made.v, made.step)
     bound = bound_of(trial.need)
-    labels = [label for label, _ in made.cache.spec.planes]
+    labels = [label for cache in made.caches for label, _ in cache.spec.planes]
     for label, found, right in zip(labels, made.cache_planes(), expected, strict=True):
         differing = _bytes(found) != _bytes(right)
         if bool(differing.any()):
@@ -164,8 +170,13 @@ class _Case:
             sinks=self._normal(g.num_q_heads).to(device) if g.sinks else None,
         )
 
+    @property
+    def caches(self) -> list[LayerCache]:
+        """The layer's storage, and that of its wide rows."""
+        return [self.cache, *([] if self.cache.wide is None else [self.cache.wide])]
+
     def cache_planes(self) -> list[Tensor]:
-        return [*self.cache.k, *self.cache.v]
+        return [plane for cache in self.caches for plane in (*cache.k, *cache.v)]
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random).to(self._dtype)
@@ -197,11 +208,11 @@ class _Case:
             for d in (g.head_dim_k, g.head_dim_v)
         )
         where = torch.tensor(slots, dtype=torch.int64, device=self._device)
-        stored = v if self.cache.spec.v is not None else None
-        for plane, after in zip(
-            self.cache_planes(), definition.stored_planes(self.cache, k, stored, where), strict=True
-        ):
-            plane.copy_(after)
+        written = v if self.cache.spec.v is not None else None
+        for cache in self.caches:
+            stored = definition.stored_planes(cache, k, written, where)
+            for plane, after in zip((*cache.k, *cache.v), stored, strict=True):
+                plane.copy_(after)
 
 
 def _plan(need: Need) -> KVPlan:
@@ -209,7 +220,8 @@ def _plan(need: Need) -> KVPlan:
         return Choice(dtype, Source.EXPLICIT, "verification", (), Scale(ScaleState.NONE))
 
     layer = replace(need.layer, index=0, shared_with=None)
-    spec = LayerSpec(layer, choice(need.k), None if need.v is None else choice(need.v), None)
+    v = None if need.v is None else choice(need.v)
+    spec = LayerSpec(layer, choice(need.k), v, None, wide=need.wide)
     return KVPlan(Role.TARGET, "verification", need.compute, "", need.page_size, (spec,))
 
 

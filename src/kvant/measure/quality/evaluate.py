@@ -20,7 +20,7 @@ from kvant.engine.llm import LLM
 from kvant.errors import BadValue, ConfigError, WayOut
 from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
-from kvant.kv.request import Asked, KVRequest, parse_rule
+from kvant.kv.request import Asked, AskedWide, KVRequest, parse_rule
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality import generation
@@ -89,12 +89,13 @@ def choose_contenders(
     layered: FormatRequest | None,
     *,
     named: bool,
+    rows: AskedWide | None = None,
 ) -> Contenders:
     """Plans of all formats. named: the user named them, so a refusal is an error (ConfigError).
 
     BadValue if none is left.
 
-    layered None: the format with the fewest bytes.
+    layered None: the format with the fewest bytes. rows: wide rows beside each format.
     """
     wide = plan_storing(llm, baseline)
     plans: dict[str, KVPlan] = {}
@@ -104,11 +105,11 @@ def choose_contenders(
     by_name = {str(one): one for one in formats}
     for name, one in by_name.items():
         try:
-            plan = plan_storing(llm, one)
+            plan = plan_storing(llm, one, wide=rows)
             if plan.bytes_per_token >= wide.bytes_per_token and not named:
                 continue
-            k_plan = plan_storing(llm, FormatRequest(one.k, baseline.v))
-            v_plan = plan_storing(llm, FormatRequest(baseline.k, one.v))
+            k_plan = plan_storing(llm, FormatRequest(one.k, baseline.v), wide=rows)
+            v_plan = plan_storing(llm, FormatRequest(baseline.k, one.v), wide=rows)
         except ConfigError as fault:
             if named:
                 raise
@@ -125,16 +126,18 @@ def choose_contenders(
     least = min(plans, key=lambda name: plans[name].bytes_per_token)
     chosen = least if layered is None else str(layered)
     return Contenders(
-        wide, plans, k_only, v_only, chosen, tuple(_layers(llm, baseline, chosen)), refused
+        wide, plans, k_only, v_only, chosen, tuple(_layers(llm, baseline, chosen, rows)), refused
     )
 
 
-def _layers(llm: LLM, baseline: FormatRequest, name: str) -> Iterator[KVPlan]:
+def _layers(
+    llm: LLM, baseline: FormatRequest, name: str, rows: AskedWide | None
+) -> Iterator[KVPlan]:
     """The plan in which only one layer stores the format, for each layer in turn."""
     asked = Asked(baseline, f"--baseline {baseline}")
     for layer in llm.plan.layers:
         rule = parse_rule(f"{layer.geometry.index}:{name}", asked_by="kvant eval")
-        request = KVRequest(explicit=(asked,), format_defaults=False).merged(rule.target)
+        request = KVRequest(explicit=(asked,), format_defaults=False, wide=rows).merged(rule.target)
         yield resolve_again(llm.planned, request)
 
 

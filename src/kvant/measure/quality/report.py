@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvant.kv.groups import bytes_per_token_at
+from kvant.kv.spec import KVPlan
 from kvant.measure.quality import generation
 from kvant.measure.quality.compare import Compared, mean_by_position
 from kvant.measure.quality.evaluate import Evaluation, unpack
@@ -32,12 +34,12 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
         head = _statistics(longest[name], extent.contexts[-1])
         entry: dict[str, Any] = {
             **head,
-            "bytes_per_token": plan.bytes_per_token,
-            "bits_per_value": round(16 * plan.bytes_per_token / plan.bytes_per_token_16bit, 4),
+            **_bytes(plan, extent.contexts[-1]),
             "backends": sorted({s.backend for s in plan.layers if s.backend is not None}),
             "contexts": {
                 str(context): {
                     **_statistics(found[name], context),
+                    **(_bytes(plan, context) if plan.has_wide_rows else {}),
                     "by_position": mean_by_position(found[name], context),
                 }
                 for context, found in by_context.items()
@@ -62,6 +64,7 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
         "compute_dtype": who.baseline.compute_dtype.value,
         "text": {"name": text.name, "sha256": text.sha256, "tokens": len(text.token_ids)},
         "contexts": list(extent.contexts),
+        **_wide_rows(who.formats),
         "noise_floor": _brief(noise),
         "baseline_decode": _speed(longest[""]),
         "formats": formats,
@@ -79,6 +82,16 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
     return found
 
 
+def _wide_rows(plans: Mapping[str, KVPlan]) -> dict[str, Any]:
+    """Which tokens are stored wide too, if any are."""
+    layers = [layer for plan in plans.values() for layer in plan.layers]
+    rows = next((layer.wide for layer in layers if layer.wide is not None), None)
+    if rows is None:
+        return {}
+    formats = {"k": str(rows.k.dtype), "v": str(rows.v.dtype)}
+    return {"wide_rows": {"sink": rows.sink, "recent": rows.recent, **formats}}
+
+
 def pareto(formats: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Formats that no other beats in bytes without a greater mean KL divergence, by bytes."""
     best = float("inf")
@@ -90,6 +103,15 @@ def pareto(formats: Mapping[str, Mapping[str, Any]]) -> list[str]:
             best = formats[name]["kld_mean"]
             found.append(name)
     return found
+
+
+def _bytes(plan: KVPlan, context: int) -> dict[str, Any]:
+    """The size of a sequence of `context` tokens, wide rows included."""
+    each = bytes_per_token_at(plan, context)
+    return {
+        "bytes_per_token": round(each),
+        "bits_per_value": round(16 * each / plan.bytes_per_token_16bit, 4),
+    }
 
 
 def _of_context(parts: Mapping[str, Arrays], context: int) -> dict[str, list[Compared]]:

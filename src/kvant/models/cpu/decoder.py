@@ -306,6 +306,7 @@ class CpuDecoder:
         """Return the program for `rows` rows; build it if there is none."""
         is_ours = all(isinstance(backend, CpuBackend) for backend in call.backends)
         is_ours = is_ours and not call.step.others  # compiled code knows one page table
+        is_ours = is_ours and not call.pool.plan.has_wide_rows  # and one form of a row
         found = self._program
         if (
             found is None

@@ -1,0 +1,106 @@
+"""Which layers store rows a second time, wide: those of the first and of the latest tokens.
+
+The tokens near a query decide most of what narrow formats lose. Every token's row is stored in the layer's
+own formats. Rows of the first `sink` and of the last `recent` tokens are stored in wide formats too, in pages
+that are released behind that window. A query at position i reads key j wide where j < sink or i - j < recent.
+That depends on the two positions alone. So tokens depend neither on how a prompt is cut nor on cached
+prefixes, and a rejected draft leaves nothing behind: no row is ever converted.
+"""
+
+from __future__ import annotations
+
+from kvant.errors import BadValue, WayOut
+from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
+from kvant.kv.format import ScalePlace
+from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
+from kvant.kv.names import FormatRequest, Request
+from kvant.kv.request import AskedWide, KVRequest
+from kvant.kv.spec import Choice, Scale, ScaleState, Source, WideRows
+
+SINK_TOKENS = 4
+"""First tokens that are wide beside recent ones unless a request says otherwise."""
+
+
+def ask_wide(
+    sink: int | None, recent: int | None, stored: FormatRequest | None, *, asked_by: str
+) -> AskedWide | None:
+    """Read the options; None where nothing is asked. Raises BadValue for options without recent tokens.
+
+    sink, recent: tokens. stored: the format of wide rows, None for the model dtype.
+    """
+    if not recent:
+        if sink or stored is not None:
+            raise BadValue(
+                f"{asked_by}: no recent tokens are wide",
+                why="first tokens are stored wide beside the recent ones only",
+                ways_out=(WayOut("store recent tokens wide", ("--kv-recent-tokens", "128")),),
+            )
+        return None
+    model = FormatRequest(Follow.MODEL, Follow.MODEL)
+    return AskedWide(SINK_TOKENS if sink is None else sink, recent, stored or model, asked_by)
+
+
+def check_wide(request: KVRequest, geometry: ModelGeometry, compute: ComputeDtype) -> None:
+    """Raise BadValue for wide rows that no layer of the model can have, or in a narrow format."""
+    asked = request.wide
+    if asked is None:
+        return
+    for side in (asked.format.k, asked.format.v):
+        dtype = _dtype(side, compute)
+        if dtype is None or _refused(dtype):
+            raise BadValue(
+                f"{asked.asked_by}: wide rows cannot be {side}",
+                why="they have 8 bits or more, and no scale from the checkpoint",
+                ways_out=(
+                    WayOut("store the model dtype: leave --kv-recent-dtype out"),
+                    WayOut("store 8 bits", ("--kv-recent-dtype", str(KVDtype.INT8_PER_TOKEN_HEAD))),
+                ),
+            )
+    if not any(reads_all(layer, geometry) for layer in geometry.layers):
+        raise BadValue(
+            f"{asked.asked_by}: no layer of {geometry.architecture} can store wide rows",
+            why="wide rows are those of causal layers with keys and values of every token",
+            ways_out=(WayOut("leave the option out"),),
+        )
+
+
+def reads_all(layer: LayerGeometry, geometry: ModelGeometry) -> bool:
+    """Whether a layer owns keys and values, and all layers that read them are causal and without a window."""
+    readers = [one for one in geometry.layers if one.shared_with == layer.index]
+    return layer.attention is Attention.FULL and all(
+        one.causal and one.window is None for one in (layer, *readers)
+    )
+
+
+def wide_rows(
+    request: KVRequest,
+    layer: LayerGeometry,
+    geometry: ModelGeometry,
+    k: KVDtype,
+    v: KVDtype | None,
+    compute: ComputeDtype,
+) -> WideRows | None:
+    """The wide rows of a layer that stores k and v; None where it has none."""
+    asked = request.wide
+    if asked is None or v is None or not reads_all(layer, geometry):
+        return None
+    wide_k, wide_v = _dtype(asked.format.k, compute), _dtype(asked.format.v, compute)
+    assert wide_k is not None
+    assert wide_v is not None
+    if k.format.bits >= wide_k.format.bits and v.format.bits >= wide_v.format.bits:
+        return None
+    return WideRows(_choice(wide_k, asked), _choice(wide_v, asked), asked.sink, asked.recent)
+
+
+def _dtype(side: Request, compute: ComputeDtype) -> KVDtype | None:
+    if isinstance(side, KVDtype):
+        return side
+    return compute.kv_dtype if side is Follow.MODEL else None
+
+
+def _refused(dtype: KVDtype) -> bool:
+    return dtype.format.bits < 8 or dtype.format.scale_place is ScalePlace.PARAMETER
+
+
+def _choice(dtype: KVDtype, asked: AskedWide) -> Choice:
+    return Choice(dtype, Source.EXPLICIT, asked.asked_by, (), Scale(ScaleState.NONE))

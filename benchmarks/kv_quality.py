@@ -141,7 +141,8 @@ class Simulated:
         self._matrices = matrices
         self._rows: dict[int, Rows] = {}
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
+        assert v is not None, "the models compared here keep keys and values"
         index = cache.spec.geometry.index
         rows = self._rows.setdefault(index, Rows())
         matrices = self._matrices.get(index)

@@ -70,8 +70,9 @@ def verify(
 ) -> None:
     """Compare every backend and format on this device with a float64 definition.
 
-    Covers causal and full attention, with and without a window, 1, 16 and 512 queries, and six head
-    sizes. Exits with 1 if a combination fails. Refused combinations are shown with the reason.
+    Covers causal and full attention, with and without a window, 1, 16 and 512 queries, six head sizes,
+    and latents (MLA) of three. Exits with 1 if a combination fails. Refused combinations are shown with
+    the reason.
     With --weights: products of 1 to 512 rows with every weight format, in every way that an engine uses.
     """
     from kvant.attention.select import BACKENDS, parse_backend

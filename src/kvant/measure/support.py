@@ -199,8 +199,11 @@ def _of_device(run: Mapping[str, Any], *, page: bool) -> list[str]:
                 lines.append("")
         if page:
             missing = missing_rows(formats)
-            unverified = ", ".join(f"`{row.name}` at {row.head_dim}" for row in missing)
-            lines += [f"Not verified yet: {unverified}.", ""] if missing else []
+            sizes: dict[str, list[str]] = {}
+            for row in missing:
+                sizes.setdefault(row.name, []).append(str(row.head_dim))
+            unverified = "; ".join(f"`{name}` at {', '.join(at)}" for name, at in sizes.items())
+            lines += [_wrapped(f"Not verified yet: {unverified}."), ""] if missing else []
             lines.append(_wrapped(f"Recorded: {facts}."))
     return lines
 

@@ -31,8 +31,15 @@ class Choice:
         """Rows to run; formats and head sizes outside the matrix are added."""
         if not self.formats:
             return [row for row in rows() if not self.head_sizes or row.head_dim in self.head_sizes]
-        sizes = self.head_sizes or tuple(sorted({row.head_dim for row in rows()}))
-        return [Row(k, v, head_dim) for k, v in self.formats for head_dim in sizes]
+        whole = list(rows())
+        usual = sorted({row.head_dim for row in whole if row.v is not None})
+        found = [
+            Row(k, v, size) for k, v in self.formats for size in self.head_sizes or tuple(usual)
+        ]
+        latent = [row for row in whole if row.v is None and (row.k, row.k) in self.formats]
+        return found + [
+            row for row in latent if not self.head_sizes or row.head_dim in self.head_sizes
+        ]
 
 
 def device_here(facts: DeviceFacts, compute: ComputeDtype) -> Device:

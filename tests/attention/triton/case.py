@@ -14,6 +14,7 @@ from kvant.attention.base import AttentionParams, Step
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.format import Side
+from kvant.kv.geometry import Attention
 from kvant.kv.pool import KVPool, LayerCache
 from kvant.kv.spec import KVPlan, Role
 from tests.attention import driver
@@ -29,7 +30,7 @@ class Case:
     params: AttentionParams
     q: Tensor
     k: Tensor
-    v: Tensor
+    v: Tensor | None
 
     def expected(self) -> Tensor:
         """The float64 reference over the bytes that are stored now."""
@@ -81,10 +82,12 @@ def prepare(
     dtype: torch.dtype = torch.float16,
     device: str = "cpu",
     per_head_scales: bool = False,
+    latent: bool = False,
     seed: int = 0,
 ) -> Case:
     """sequences: (stored tokens, of them new). Everything before the step is stored by the reference;
-    all other storage is poison. The step's own rows are returned, not yet written.
+    all other storage is poison. The step's own rows are returned, not yet written. latent: rows of K
+    alone, whose first head_dims[1] numbers are values.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -95,6 +98,8 @@ def prepare(
         num_q_heads=heads[0], num_kv_heads=heads[1], head_dim_k=head_dims[0],
         head_dim_v=head_dims[1], window=window, sinks=sinks, softcap=softcap, causal=causal,
     )  # fmt: skip
+    if latent:
+        geometry = replace(geometry, attention=Attention.MLA)
     made = driver.plan([geometry], k, v, page_size=page_size)
     needed = [-(-length // page_size) for length, _ in sequences]
     order = (torch.randperm(sum(needed) + 3, generator=generator) + 1).tolist()
@@ -123,7 +128,8 @@ def prepare(
         rows = sum(before)
         EXACT.write(
             cache, normal(rows, heads[1], head_dims[0]).to(device),
-            normal(rows, heads[1], head_dims[1]).to(device), step_of(before, before),
+            None if latent else normal(rows, heads[1], head_dims[1]).to(device),
+            step_of(before, before),
         )  # fmt: skip
     new = [n for _, n in sequences]
     tokens = sum(new) + padding
@@ -136,7 +142,7 @@ def prepare(
         ),
         normal(tokens, heads[0], head_dims[0]).to(device),
         normal(tokens, heads[1], head_dims[0]).to(device),
-        normal(tokens, heads[1], head_dims[1]).to(device),
+        None if latent else normal(tokens, heads[1], head_dims[1]).to(device),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from kvant.attention.triton.combine import combine
 from kvant.attention.triton.cut import Cut, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.format import format_of
+from kvant.attention.triton.latent import latent_attention
 from kvant.attention.triton.launch import (
     ahead,
     pad,
@@ -28,7 +29,7 @@ from kvant.attention.triton.paged import paged_attention
 from kvant.attention.triton.prefill import attend_long
 from kvant.attention.triton.rotated_store import rotate_and_store
 from kvant.attention.triton.store import store_rows
-from kvant.attention.triton.tuning import shape_for
+from kvant.attention.triton.tuning import latent_shape, shape_for
 from kvant.attention.triton.workmap import list_items
 from kvant.kernels.triton.device import arrivals, has_ptx, is_nvidia, multiprocessors
 from kvant.kv.codecs.rotation import block_length
@@ -52,27 +53,32 @@ class TritonBackend:
         self.batch_invariant = batch_invariant
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
-        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
+        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped.
+
+        v: None for latents.
+        """
         spec = cache.spec
         assert spec.k is not None
-        assert spec.v is not None
-        assert v is not None
         heads = spec.geometry.num_kv_heads
         num_rows = k.shape[0] * heads
         if num_rows == 0:
             return
+        sides, v_planes, v_format = 2, cache.v, spec.v
+        if v is None:  # no program stores V
+            sides, v, v_planes, v_format = 1, k, cache.k, spec.k
+        assert v_format is not None
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         head_k, head_v = k.shape[-1], v.shape[-1]
         rows = 8
         counts, most_k, most_v = _counted(cache)
-        store_rows[(triton.cdiv(num_rows, rows), 2)](
+        store_rows[(triton.cdiv(num_rows, rows), sides)](
             k, k.stride(0), k.stride(1), *stores(cache.k), cache.k_outside,
-            v, v.stride(0), v.stride(1), *stores(cache.v), cache.v_scale,
+            v, v.stride(0), v.stride(1), *stores(v_planes), cache.v_scale,
             page_units(cache), step.slot_mapping, num_rows, counts, MOST_K=most_k, MOST_V=most_v,
             HEADS=heads, PAGE=cache.page_size, ROWS=rows, PTX=is_nvidia(k.device),
             K=format_of(spec.k.dtype), OUTER_K=outer(cache.k_scale),
             HEAD_K=head_k, PAD_K=triton.next_power_of_2(head_k),
-            V=format_of(spec.v.dtype), OUTER_V=outer(cache.v_scale),
+            V=format_of(v_format.dtype), OUTER_V=outer(cache.v_scale),
             HEAD_V=head_v, PAD_V=triton.next_power_of_2(head_v),
             num_warps=4,
         )  # fmt: skip
@@ -131,11 +137,15 @@ class TritonBackend:
         """Everything through the paged kernel."""
         g = cache.spec.geometry
         assert cache.spec.k is not None
-        assert cache.spec.v is not None
-        k, v = cache.spec.k.dtype, cache.spec.v.dtype
         rows = step.max_seqlen_q * (g.num_q_heads // g.num_kv_heads)
         if self.batch_invariant:
             rows = 1
+        if cache.spec.v is None:
+            shape = latent_shape(cache.spec.k.dtype, rows, full=q.dtype is torch.float32)
+            if self.batch_invariant:
+                return attend_fixed(cache, q, step, params, shape)
+            return attend(cache, q, step, params, shape)
+        k, v = cache.spec.k.dtype, cache.spec.v.dtype
         if rows >= many_rows.FEWEST and many_rows.serves(cache, q.dtype, params):
             return attend(cache, q, step, params, many_rows.shape_for(k, v), wide=True)
         full = q.dtype is torch.float32
@@ -232,8 +242,7 @@ def attend(
     """
     spec = cache.spec
     assert spec.k is not None
-    assert spec.v is not None
-    k, v = format_of(spec.k.dtype), format_of(spec.v.dtype)
+    k, v = format_of(spec.k.dtype), format_of((spec.v or spec.k).dtype)
     tokens, q_heads, head_k = q.shape
     heads, head_v = spec.geometry.num_kv_heads, spec.geometry.head_dim_v
     if tokens == 0:
@@ -247,6 +256,7 @@ def attend(
         group=q_heads // heads,
         multiprocessors=multiprocessors(q.device),
         rotated=v.rotated,
+        joins=spec.v is not None,
         wide=wide,
         fixed_seqlen_kv=step.max_seqlen_kv if fixed else None,
         window=params.window or 0,
@@ -267,6 +277,8 @@ def attend(
             cache, q, step, params, out, partial, partial_lse,
             items=cut.items, target=cut.target, least=cut.least,
         )  # fmt: skip
+    elif spec.v is None:
+        _launch_latents(cache, q, step, params, cut, out, partial, partial_lse)
     else:
         full = out_dtype is torch.float32
         _launch_items(cache, q, step, params, cut, out, partial, partial_lse, full=full)
@@ -316,6 +328,35 @@ def _launch_items(
     )  # fmt: skip
 
 
+def _launch_latents(
+    cache: LayerCache,
+    q: Tensor,
+    step: Step,
+    params: AttentionParams,
+    cut: Cut,
+    out: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+) -> None:
+    """Fill out, or partials of items, of a layer of latents."""
+    spec, shape, device = cache.spec, cut.shape, q.device
+    assert spec.k is not None
+    k, width = format_of(spec.k.dtype), spec.geometry.head_dim_k
+    latent = spec.geometry.head_dim_v
+    latent_attention[(cut.items,)](
+        q, q.stride(0), q.stride(1), *words(cache.k, k), page_units(cache), cache.k_scale,
+        out, partial, partial_lse,
+        step.cu_seqlens_q, step.seqlens_kv, _listed(step, cut, 0, tokens=False) if cut.listed else None,
+        step.page_table, step.page_table.stride(0), cut.num_seqs,
+        params.scale, cut.target, cut.least,
+        GROUP=cut.group, PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
+        K=k, LATENT=latent, ROTARY=width - latent, PAD_L=pad(latent, k), PAD_R=pad(width - latent, k),
+        OUTER=outer(cache.k_scale), FULL=q.dtype is torch.float32,
+        DIRECT=cut.direct, FIXED=cut.fixed, LISTED=cut.listed, PTX=has_ptx(device),
+        TURNED=shape.turned, num_warps=shape.warps, num_stages=shape.stages, **ahead(device),
+    )  # fmt: skip
+
+
 def _launch_combine(
     cache: LayerCache,
     step: Step,
@@ -328,9 +369,8 @@ def _launch_combine(
     search: bool,
 ) -> None:
     """Fill out from partials. search: see `workmap.tiles_per_split`."""
-    assert cache.spec.v is not None
     shape, head_v, q_heads = cut.shape, cache.spec.geometry.head_dim_v, cut.heads * cut.group
-    rotated = format_of(cache.spec.v.dtype).rotated
+    rotated = cache.spec.v is not None and format_of(cache.spec.v.dtype).rotated
     window = params.window or 0
     listed = _listed(step, cut, window, tokens=True) if cut.listed else None
     per_program = heads_joined_at_once(cut.tokens, q_heads)

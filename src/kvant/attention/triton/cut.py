@@ -83,13 +83,15 @@ def cut_step(
     group: int,
     multiprocessors: int,
     rotated: bool,
+    joins: bool = True,
     wide: bool = False,
     fixed_seqlen_kv: int | None = None,
     window: int = 0,
 ) -> Cut:
     """Return the cut of a step; names that `Cut` has too mean the same.
 
-    rotated: V is stored rotated. wide: by the kernel for many rows. fixed_seqlen_kv: the longest length
+    rotated: V is stored rotated. joins: the attention kernel can join parts.
+    wide: by the kernel for many rows. fixed_seqlen_kv: the longest length
     if items must end at fixed positions, for batch invariance; None if they may end anywhere.
     window: tokens that a query sees, 0 for all.
     """
@@ -110,7 +112,7 @@ def cut_step(
         least = shape.least if splits else NEVER_SPLIT
         items = blocks + target if splits else blocks
     rows = max_seqlen_q * group
-    few = not (wide or fixed) and 0 < rows <= MOST_JOINED and num_seqs <= MOST_SCANNED
+    few = joins and not (wide or fixed) and 0 < rows <= MOST_JOINED and num_seqs <= MOST_SCANNED
     short = num_seqs * heads >= FEWEST_JOINED or 0 < window <= LONGEST_JOINED
     join = 1 << (rows - 1).bit_length() if few and short else 0
     direct = wide or join > 0 or not rotated

@@ -23,10 +23,7 @@ def refuse(need: Need) -> str | None:
     """
     layer = need.layer
     if layer.attention is Attention.MLA or need.v is None:
-        return (
-            _refuse_device(need)
-            or "its kernels read keys and values, and this layer keeps latents (MLA)"
-        )
+        return _refuse_device(need) or _refuse_latent(need)
     if layer.num_kv_heads < 1 or layer.num_q_heads % layer.num_kv_heads:
         return f"{layer.num_q_heads} query heads do not share {layer.num_kv_heads} KV heads evenly"
     reason = need.k.format.refuse_head_dim(layer.head_dim_k) or need.v.format.refuse_head_dim(
@@ -36,11 +33,33 @@ def refuse(need: Need) -> str | None:
         return reason
     if max(layer.head_dim_k, layer.head_dim_v) > _LARGEST_HEAD:
         return f"head sizes end at {_LARGEST_HEAD}, not {max(layer.head_dim_k, layer.head_dim_v)}"
+    return _refuse_arithmetic(need) or _refuse_device(need) or _refuse_formats(need)
+
+
+def _refuse_latent(need: Need) -> str | None:
+    layer = need.layer
+    rotary = layer.head_dim_k - layer.head_dim_v
+    if (
+        layer.num_kv_heads != 1
+        or not 0 < layer.head_dim_v <= _LARGEST_HEAD
+        or not 0 < rotary <= 128
+    ):
+        return (
+            f"latents have up to {_LARGEST_HEAD} numbers, rotary keys up to 128, and both one head"
+        )
+    if layer.head_dim_v % 2 or rotary % 2:
+        return "latents and rotary keys are read in pairs of numbers"
+    if not layer.causal or layer.window is not None or layer.sinks or layer.softcap:
+        return "the kernel for latents is causal, without windows, soft caps and sinks"
+    return _refuse_arithmetic(need) or _refuse_formats(need)
+
+
+def _refuse_arithmetic(need: Need) -> str | None:
     if need.page_size < 1 or need.page_size & (need.page_size - 1):
         return f"pages are a power of two of tokens, not {need.page_size}"
     if need.compute is ComputeDtype.FLOAT64:
         return "the kernels compute in float32 at most; float64 is the reference backend's"
-    return _refuse_device(need) or _refuse_formats(need)
+    return None
 
 
 def _refuse_device(need: Need) -> str | None:

@@ -26,13 +26,13 @@ SMALL = tl.constexpr(2.0**-100)  # least reference for value scales: HEADROOM / 
 
 
 @triton.jit
-def _operand(x, FORMAT: tl.constexpr, FULL: tl.constexpr):
+def operand(x, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """x in the operand type of this format's products; float32 if FULL."""
     return x.to(tl.float32 if FULL else FORMAT.operand)
 
 
 @triton.jit
-def _elements(words, scales, FORMAT: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr):
+def elements(words, scales, FORMAT: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr):
     """Decoded elements of a tile of words, block scales multiplied in."""
     found = FORMAT.decode(words, PTX)
     parts = ()
@@ -47,7 +47,7 @@ def _elements(words, scales, FORMAT: tl.constexpr, FULL: tl.constexpr, PTX: tl.c
 
 
 @triton.jit
-def _places(at, TILE: tl.constexpr, PAGE: tl.constexpr):
+def places(at, TILE: tl.constexpr, PAGE: tl.constexpr):
     """Page table columns and offsets in the page, [TILE] each, of tokens from `at` on; at % TILE == 0."""
     n = tl.arange(0, TILE)
     if TILE % PAGE == 0:
@@ -59,8 +59,8 @@ def _places(at, TILE: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _page_ids(pages, at, end, TILE: tl.constexpr, PAGE: tl.constexpr):
-    column, _ = _places(at, TILE, PAGE)
+def page_ids(pages, at, end, TILE: tl.constexpr, PAGE: tl.constexpr):
+    column, _ = places(at, TILE, PAGE)
     return tl.load(pages + column, mask=at + tl.arange(0, TILE) < end, other=0)
 
 
@@ -109,7 +109,7 @@ def _tile(
     tile.
     """
     acc, top, den, zeros, reference, page = state
-    _, offset = _places(at, TILE, PAGE)
+    _, offset = places(at, TILE, PAGE)
     if MASKED:
         pos = at + tl.arange(0, TILE)
         there = (pos >= start) & (pos < end)
@@ -132,12 +132,12 @@ def _tile(
     )  # fmt: skip
 
     # Pages of the next tile, so that loads of keys and values never wait for a page id.
-    next_page = _page_ids(pages, at + TILE, end, TILE, PAGE)
+    next_page = page_ids(pages, at + TILE, end, TILE, PAGE)
 
     block = 0.0
     if K.per_block:
         block = _block_scales(k_scales, page, small, there, page_units, K, HEAD_K, PAD_K, PTX)
-    parts = _elements(k, block, K, FULL, PTX)
+    parts = elements(k, block, K, FULL, PTX)
     x = tl.dot(q[0], tl.trans(parts[0]), input_precision="ieee")
     for e in tl.static_range(1, len(parts)):
         x = tl.dot(q[e], tl.trans(parts[e]), x, input_precision="ieee")
@@ -187,14 +187,14 @@ def _tile(
             ratio = tl.where(new_reference > reference, ratio, 1.0)
         fade *= ratio
         reference = new_reference
-    p = _operand(p, V, FULL)
+    p = operand(p, V, FULL)
     if V.zero_point:
         zeros = zeros * fade + tl.sum(p.to(tl.float32) * zero[None, :], 1)
     elif V.bias > 0:
         zeros = zeros * fade + tl.sum(p.to(tl.float32), 1) * V.bias
     if V.per_block:
         block = _block_scales(v_scales, page, small, there, page_units, V, HEAD_V, PAD_V, PTX)
-    parts = _elements(v, block, V, FULL, PTX)
+    parts = elements(v, block, V, FULL, PTX)
     f = fade[:, None]
     sums = ()
     for e in tl.static_range(len(parts)):
@@ -209,7 +209,7 @@ def _query_part(pointer, there, words, sign, normal,
     q = tl.load(pointer[:, None] + (E * words + e)[None, :],
                 mask=there[:, None] & (E * words + e < HEAD)[None, :], other=0.0)  # fmt: skip
     q = q.to(tl.float32) * (sign * normal)[:, None]
-    return _operand(q, FORMAT, FULL)
+    return operand(q, FORMAT, FULL)
 
 
 @triton.jit
@@ -414,7 +414,7 @@ def paged_attention(
     if FIXED:
         reference = tl.full((ROWS,), SMALL, tl.float32)
     pages = page_table + seq.to(tl.int64) * max_pages
-    state = (acc, top, den, zeros, reference, _page_ids(pages, begin, end, TILE, PAGE))
+    state = (acc, top, den, zeros, reference, page_ids(pages, begin, end, TILE, PAGE))
     masked_from = begin
     # FIXED: which tiles need a mask depends on the other queries of the block, and two loops compiled
     # apart may round differently.

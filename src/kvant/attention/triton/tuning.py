@@ -66,6 +66,15 @@ def shape_for(
     return Shape(64, 64, 4, 3, 2) if native else Shape(64, 128, 4, 2, 1)
 
 
+def latent_shape(k: KVDtype, rows: int, *, full: bool) -> Shape:
+    """The shape for latents and `rows` query rows (query, head) of one sequence. full: as in `shape_for`."""
+    if full or k.format.encoding is Encoding.FLOAT32:
+        return Shape(16, 16, 4, 1, 1)
+    if rows <= 16:
+        return Shape(16, 32, 4, 2, 2)
+    return Shape(64, 32, 8, 2, 1)
+
+
 def _native_row(crowd: float, *, single: bool) -> Shape:
     """The shape for 16-bit caches and up to 16 rows. crowd, single: as in `shape_for`."""
     if crowd <= 0.1:  # parts are long: joining them is most of it

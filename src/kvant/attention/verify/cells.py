@@ -31,6 +31,7 @@ LATENTS = {288: 256, 320: 256, 576: 512}
 """Widths of stored rows of latent attention, and how many of a row's first numbers are the latent."""
 
 NUM_LATENT_HEADS = 16
+_FEWEST_LATENT_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,10 @@ def rows() -> Iterator[Row]:
         yield from (Row(k, v, head_dim) for head_dim in HEAD_SIZES)
     for k, v in _MIXED:
         yield from (Row(k, v, head_dim) for head_dim in _MIXED_HEAD_SIZES)
+    for k, v in pairs:
+        assert isinstance(k, KVDtype)
+        if k is v and k.format.bits >= _FEWEST_LATENT_BITS:
+            yield from (Row(k, None, width) for width in LATENTS)
 
 
 def need_of(

@@ -26,8 +26,8 @@ from kvant.models.invariant.linear import TiledLinear
 Plain = Callable[[Tensor, Linear], Tensor]
 """A step's product x [T, columns] -> [T, rows]."""
 
-PerHead = Callable[[Tensor, Tensor], Tensor]
-"""x [T, heads, in], weight [heads, in, out] -> [T, heads, out]."""
+PerHead = Callable[[Tensor, Tensor, Tensor], None]
+"""Products of x [T, heads, in] with weight [heads, in, out], written to out [T, heads, out]."""
 
 
 def enter(
@@ -56,14 +56,19 @@ def attend(
     per_head: PerHead,
 ) -> Tensor:
     """q [n, num_q_heads, nope + R] -> [n, num_q_heads * v], over stored rows."""
-    nope = layer.keys.shape[1]
-    absorbed = torch.cat([per_head(q[..., :nope], layer.keys), q[..., nope:]], -1)
-    return per_head(backend.attend(cache, absorbed, step, layer.params), layer.values).flatten(1)
+    nope, rank = layer.keys.shape[1:]
+    absorbed = q.new_empty(*q.shape[:2], rank + layer.rotary_width)
+    per_head(q[..., :nope], layer.keys, absorbed[..., :rank])
+    absorbed[..., rank:] = q[..., nope:]
+    found = backend.attend(cache, absorbed, step, layer.params)
+    out = q.new_empty(*q.shape[:2], layer.values.shape[2])
+    per_head(found, layer.values, out)
+    return out.flatten(1)
 
 
-def per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, heads, in], weight [heads, in, out] -> [T, heads, out], all heads in one product."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write the products of x [T, heads, in] and weight [heads, in, out] to out [T, heads, out], at once."""
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 def prove(tiled: TiledLinear, model: Model) -> None:
@@ -78,8 +83,8 @@ def prove(tiled: TiledLinear, model: Model) -> None:
 def each_head_by(multiply: Multiply) -> PerHead:
     """One product for each head, by a function whose rows may promise more than those of `per_head`."""
 
-    def apart(x: Tensor, weight: Tensor) -> Tensor:
-        parts = zip(x.unbind(1), weight.unbind(0), strict=True)
-        return torch.stack([multiply(part, one.T, None) for part, one in parts], 1)
+    def apart(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        for head, one in enumerate(weight.unbind(0)):
+            out[:, head] = multiply(x[:, head], one.T, None)
 
     return apart

@@ -14,6 +14,7 @@ from kvant.kernels.triton.device import launches_ahead
 from kvant.models.fused.kernels import TorchKernels
 from kvant.models.fused.layers import Norm, QKNorms
 from kvant.models.fused.recipe import Activation, NormKind, Pairing
+from kvant.models.fused.triton_latent import rotate_latent
 
 _NONE, _RMS, _RMS_WIDE, _RMS_ONE, _LAYER, _LAYER_ONE = (
     tl.constexpr(i) for i in (-1, 0, 1, 2, 3, 4)
@@ -108,6 +109,24 @@ class TritonKernels:
             )  # fmt: skip
         q, k, v = heads.split((num_q_heads, num_kv_heads, num_kv_heads), dim=1)
         return q, k, v
+
+    def rotate_latent(
+        self, q: Tensor, row: Tensor, norm: Norm, cos: Tensor, sin: Tensor, pairing: Pairing
+    ) -> tuple[Tensor, Tensor]:
+        if norm.kind is not NormKind.RMS or norm.weight is None:
+            return self._torch.rotate_latent(q, row, norm, cos, sin, pairing)
+        tokens, heads, head = q.shape
+        rotary, at_once = 2 * cos.shape[-1], 16
+        latent = row.shape[1] - rotary
+        if tokens:
+            rotate_latent[(tokens, triton.cdiv(heads, at_once) + 1)](
+                q, q.stride(0), row, row.stride(0), norm.weight, norm.eps, cos, sin,
+                HEADS=heads, HEAD=head, LATENT=latent, ROTARY=rotary,
+                PAD_L=triton.next_power_of_2(latent), PAD=triton.next_power_of_2(rotary // 2),
+                NEIGHBOURS=pairing is Pairing.NEIGHBOURS, AT_ONCE=at_once,
+                num_warps=4, **self._ahead,
+            )  # fmt: skip
+        return q, row
 
     def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
         if qkv.shape[0]:

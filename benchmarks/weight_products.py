@@ -50,16 +50,21 @@ Cut = Tiles | Warps | None
 def cuts(fmt: WeightFormat, rows: int, shape: tuple[int, int]) -> Iterator[Cut]:
     """Every cut that is tried: CUDA's for few rows where it serves the format, else Triton's."""
     yield None
-    narrow = fmt.code.bits == 4
-    if rows <= few_rows.MOST_ROWS and few_rows.serves(fmt, shape[1]):
-        found = [(1, 8, 1), (2, 8, 1), (2, 4, 1), (1, 4, 1)]
-        if rows <= 16:
-            found += [(1, 8, 2), (1, 4, 2), (1, 16, 1), (2, 4, 2)]
-        if narrow:
-            found += [(1, 8, 2), (2, 8, 2), (4, 4, 1)]
-        if narrow and rows <= 16:
-            found += [(1, 8, 4), (1, 4, 4), (1, 16, 2)]
-        yield from (Warps(*one) for one in dict.fromkeys(found))
+    if rows <= few_rows.MOST_ROWS and few_rows.serves(fmt, *shape):
+        if rows == 1:
+            found = [(1, 8, 4), (1, 8, 2), (1, 4, 4), (1, 4, 8), (1, 16, 2), (2, 8, 2), (2, 4, 4)]
+        else:
+            found = [
+                (1, 8, 3),
+                (2, 8, 3),
+                (2, 8, 2),
+                (2, 4, 4),
+                (4, 4, 3),
+                (4, 4, 2),
+                (4, 8, 2),
+                (2, 16, 2),
+            ]
+        yield from (Warps(*one) for one in found)
         return
     tokens = max(16, min(128, rows))
     for height, stages, warps in ((128, 3, 8), (64, 4, 4), (128, 4, 8)):
@@ -71,7 +76,7 @@ def multiply(x: Tensor, weight: NarrowWeight, cut: Cut) -> Tensor:
     if cut is None:
         return chosen(x, weight, None)
     if isinstance(cut, Warps):
-        return few_rows.multiply(x, weight, None, cut)
+        return few_rows.multiply(x, weight, None, cut, few_rows.Kind(one=len(x) == 1))
     return tiled(x, weight, None, cut)
 
 
@@ -91,18 +96,20 @@ def microseconds(run: Callable[[int], object], copies: int) -> float:
 def build_all(numbers: Sequence[int], threads: int) -> None:
     """Compile CUDA kernels in threads: nothing on disk keeps them."""
     tasks = {
-        (fmt, few_rows.token_tiles(rows), cut)
+        (fmt, shape[1], rows, cut)
         for fmt in FORMATS.values()
         for rows in numbers
-        for cut in cuts(fmt, rows, (4096, 4096))
+        for shape in SHAPES.values()
+        for cut in cuts(fmt, rows, shape)
         if isinstance(cut, Warps)
     }
 
-    def make(task: tuple[WeightFormat, int, Warps]) -> None:
+    def make(task: tuple[WeightFormat, int, int, Warps]) -> None:
         torch.zeros(1, device="cuda")  # makes the context this thread's
-        fmt, tiles, cut = task
+        fmt, columns, rows, cut = task
+        kind, tiles = few_rows.Kind(one=rows == 1), few_rows.token_tiles(rows)
         try:
-            few_rows.kernel(fmt, tiles, torch.bfloat16, cut, bias=False)
+            few_rows.kernel(fmt, columns, tiles, torch.bfloat16, cut, kind, bias=False)
         except RuntimeError as fault:
             print("cannot build", task, str(fault)[:200], flush=True)
 
@@ -233,7 +240,7 @@ def main() -> None:
     begin = time.monotonic()
     torch.manual_seed(0)
     numbers = [int(n) for n in given.rows.split(",")]
-    if few_rows.serves(FP8_CHANNEL, 4096):
+    if few_rows.serves(FP8_CHANNEL, 4096, 4096):
         build_all(numbers, given.threads)
     print(f"built after {time.monotonic() - begin:.0f} s", flush=True)
     checks = check([int(n) for n in given.checked.split(",")])

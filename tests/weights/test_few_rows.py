@@ -13,6 +13,7 @@ from kvant.weights.format import (
     FP8_CHANNEL,
     INT8_CHANNEL,
     MXFP4,
+    NVFP4,
     Scale,
     WeightFormat,
     int4_groups,
@@ -40,24 +41,28 @@ def test_programs_take_tokens_in_eights() -> None:
 
 
 def test_formats_that_the_kernel_does_not_read_are_left_to_others() -> None:
-    for fmt, columns in ((MXFP4, 128), (int4_groups(32), 128), (FP8_CHANNEL, 192)):
-        assert not few_rows.serves(fmt, columns)
+    left = ((NVFP4, 128), (int4_groups(32), 128), (FP8_CHANNEL, 96), (FP8_BLOCK, 192))
+    for fmt, columns in left:
+        assert not few_rows.reads(fmt, 128, columns, torch.bfloat16)
+    assert not few_rows.reads(FP8_CHANNEL, 120, 128, torch.bfloat16)
+    assert few_rows.reads(MXFP4, 128, 96, torch.bfloat16)
+    assert not few_rows.reads(MXFP4, 128, 96, torch.float16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.summary.replace(" ", "-"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows(fmt: WeightFormat, dtype: torch.dtype) -> None:
-    if not few_rows.serves(fmt, 640):
+    if not few_rows.serves(fmt, 144, 640):
         pytest.skip("this GPU has other kernels")
     torch.manual_seed(0)
-    weight = encode(torch.randn(150, 640, device="cuda"), fmt)
+    weight = encode(torch.randn(144, 640, device="cuda"), fmt)
     numbers = decode(weight, torch.float64)
-    bias = torch.randn(150, device="cuda").to(dtype)
+    bias = torch.randn(144, device="cuda").to(dtype)
     for tokens in (1, 8, 9, 33, 65):
         x = torch.randn(tokens, 640, device="cuda").to(dtype)
         expected = x.double() @ numbers.T
-        for cut in (Warps(1, 8, 1), Warps(2, 4, 2)):
+        for cut in (Warps(1, 8, 1), Warps(2, 4, 3), Warps(4, 4, 2)):
             found = few_rows.multiply(x, weight, None, cut).double()
             assert (found - expected).norm() < 6e-3 * expected.norm()
         found = few_rows.multiply(x, weight, bias, Warps(1, 4, 1)).double()

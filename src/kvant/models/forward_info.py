@@ -11,7 +11,7 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.weight_recipe import are_decoded, read_recipe
 from kvant.models.quantization import Activations, Quantization
-from kvant.models.stored import Stored, lists_experts, read_stored
+from kvant.models.stored import Stored, read_stored, refuse_rounding_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ForwardFacts:
             return "the checkpoint's weights are quantised already"
         if self.batch_invariant and self.quantization.rounds_activations:
             return "it rounds activations in steps of many rows alone"
-        return "experts are not rounded yet" if lists_experts(self.config) else None
+        return refuse_rounding_experts(self.config)
 
     @property
     def has_narrow(self) -> bool:

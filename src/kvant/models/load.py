@@ -6,13 +6,14 @@ this loads the weights and puts Kvant's attention under every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -29,7 +30,8 @@ from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.key_rounding import read_rounding
 from kvant.models.loaded import LoadedModel
-from kvant.models.narrow import NarrowConfig, round_loaded
+from kvant.models.narrow import NarrowConfig, make_narrow
+from kvant.models.quantization import Quantization
 from kvant.models.quantized import (
     check_nothing_quantises_kv,
     check_weights,
@@ -43,6 +45,7 @@ from kvant.models.rotary import fix_frequencies
 from kvant.models.sharding.cuts import Cuts
 from kvant.models.sharding.divide import Divided, Group, cut_scales
 from kvant.models.sharding.shard import rank_plan
+from kvant.models.stored import Stored
 
 TORCH_COMPUTE = {
     ComputeDtype.FLOAT32: torch.float32,
@@ -96,9 +99,9 @@ def load_model(
             if rounded is not None or stored is not None:
                 narrow = NarrowConfig(path, asked=rounded, stored=stored)
             if dummy_weights:
-                module = _make_weights(config, plan.compute_dtype, device, divided)
-                if rounded is not None:
-                    round_loaded(module, rounded)
+                module = _make_weights(
+                    config, plan.compute_dtype, device, divided, asked=rounded, stored=stored
+                )
                 unused: tuple[str, ...] = ()
             else:
                 module, unused = _read_weights(
@@ -225,7 +228,10 @@ def _read_weights(
     if narrow is not None:
         narrow.finish(module)
     check_finite(path, module)
-    return module, tuple(sorted(info["unexpected_keys"]))
+    unexpected: Iterable[str] = info["unexpected_keys"]
+    if narrow is not None:
+        unexpected = (name for name in unexpected if not name.startswith(narrow.read_apart))
+    return module, tuple(sorted(unexpected))
 
 
 def _make_weights(
@@ -233,14 +239,19 @@ def _make_weights(
     compute: ComputeDtype,
     device: torch.device,
     divided: Divided | None,
+    *,
+    asked: Quantization | None = None,
+    stored: Stored | None = None,
 ) -> PreTrainedModel:
     """The module with small random numbers, made on the device itself.
 
-    A divided module has its part of the numbers that the whole one would have.
+    A divided module has its part of the numbers that the whole one would have. asked, stored: which
+    matrices are narrow; one at a time is wide.
     """
     # Memory of a CPU that nothing writes to is not taken, so there the whole module has room.
     made_on = device if divided is None else torch.device("cpu")
-    with torch.device(made_on), no_init_weights():
+    is_narrow = asked is not None or stored is not None
+    with torch.device(made_on), no_init_weights(), _matrices_without_memory(is_narrow):
         made: Any = auto_class(config).from_config(
             config,
             dtype=TORCH_COMPUTE[compute],
@@ -255,13 +266,52 @@ def _make_weights(
         divided.resize(module)
         torch.nn.Module.to(module, device)
         divided.make_numbers(module, names, generator)
+    if is_narrow:
+
+        def numbers(parameter: torch.nn.Parameter) -> torch.Tensor:
+            wide = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            return wide.normal_(0.0, 0.02, generator=generator)
+
+        make_narrow(module, asked, stored, numbers)
+        _give_memory(module, device)
     for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point() or name.endswith(("_scale", "_factor")):
+            continue  # of narrow weights, which have their numbers
         if parameter.ndim > 1 and divided is None:
             parameter.data.normal_(0.0, 0.02, generator=generator)
         elif name.endswith((".bias", ".sinks")):  # made without a value
             parameter.data.zero_()
     module.train(False)
     return module
+
+
+def _give_memory(module: torch.nn.Module, device: torch.device) -> None:
+    """Put parameters that are on the meta device on this one; shared ones stay shared."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                kept = made.setdefault(id(parameter), torch.nn.Parameter(empty, False))
+                part.register_parameter(name, kept)
+
+
+@contextmanager
+def _matrices_without_memory(wanted: bool) -> Iterator[None]:
+    """While modules are made, their matrices get no memory: they are on the meta device."""
+
+    def without(module: Any, name: str, parameter: Any) -> Any:
+        if parameter is None or parameter.ndim < 2 or parameter.is_meta:
+            return parameter
+        empty = torch.empty_like(parameter, device="meta")
+        return torch.nn.Parameter(empty, parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(without) if wanted else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def _check_complete(path: Path, info: Mapping[str, Any]) -> None:

@@ -6,13 +6,12 @@ each arriving weight into other tensors. This is Kvant's, by the name "kvant". O
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
@@ -22,11 +21,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import TensorEntry, read_headers
+from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_experts, named_stack
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.stored import Stored
-from kvant.weights.codecs import encode_in_parts
+from kvant.models.stored_experts import StoredExperts, read_tensor
+from kvant.weights.codecs import encode_in_parts, encode_stack
 from kvant.weights.dialects import check_order, check_part, check_scales, parts_of, read
-from kvant.weights.format import Scheme, WeightFormat
+from kvant.weights.format import FP8_CHANNEL, FP8_TENSOR, Scheme, WeightFormat
 from kvant.weights.linear import NarrowLinear, named_tensors
 
 _METHOD = "kvant"
@@ -37,24 +38,93 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of modules that choose among experts or weigh them: they stay as they are."""
+
+
 def chosen_layers(model: PreTrainedModel, asked: Quantization) -> dict[str, WeightFormat]:
-    """The linear layers of the decoder's layers, and their formats. The head stays as it is."""
-    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
-    inside = {id(part) for part in decoder.layers.modules()}
+    """The linear layers of the decoder's layers, and their formats. Head and routers stay as they are."""
     return {
         name: format_of(asked, part.in_features)
-        for name, part in model.named_modules()
-        if type(part) is nn.Linear and id(part) in inside
+        for name, part in _inside(model)
+        if type(part) is nn.Linear and not _ROUTERS.intersection(name.split("."))
     }
 
 
-def round_loaded(model: PreTrainedModel, asked: Quantization) -> None:
-    """Replace linear layers that have their weights already, one by one."""
-    for name, fmt in chosen_layers(model, asked).items():
+def chosen_experts(
+    model: PreTrainedModel, asked: Quantization
+) -> dict[str, tuple[WeightFormat, WeightFormat]]:
+    """The modules of experts, and the formats of both of their products."""
+    found = {}
+    for name, part in _inside(model):
+        if is_experts(part):
+            first, second = (columns for _, _, columns in NarrowExperts(part, None).shapes.values())
+            found[name] = format_of(asked, first), format_of(asked, second)
+    return found
+
+
+def _inside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of the decoder's layers, by their names in the model."""
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    inside = {id(part) for part in decoder.layers.modules()}
+    for name, part in model.named_modules():
+        if id(part) in inside:
+            yield name, part
+
+
+def make_narrow(
+    model: PreTrainedModel,
+    asked: Quantization | None,
+    stored: Stored | None,
+    numbers: Callable[[nn.Parameter], Tensor],
+) -> None:
+    """Replace layers by narrow ones of made-up weights, one matrix after the other.
+
+    numbers: returns the wide numbers of a parameter, which may be on the meta device.
+    """
+    linear: dict[str, WeightFormat] = {}
+    experts: dict[str, tuple[WeightFormat, WeightFormat]] = {}
+    if asked is not None:
+        linear, experts = chosen_layers(model, asked), chosen_experts(model, asked)
+    if stored is not None:
+        linear, experts = _stored_formats(model, stored)
+    for name, fmt in linear.items():
         old = _linear(model, name)
         new = _awaiting(old, fmt, asked)
-        new.put(encode_in_parts(old.weight.data, fmt), None if old.bias is None else old.bias.data)
+        bias = None if old.bias is None else torch.zeros_like(numbers(old.bias))
+        new.put(encode_in_parts(numbers(old.weight), fmt), bias)
         model.set_submodule(name, new)
+    for name, formats in experts.items():
+        part = model.get_submodule(name)
+        made = NarrowExperts(part, None)
+        for product, fmt in zip(PRODUCTS, formats, strict=True):
+            wide = numbers(getattr(part, product))
+            made.put(product, encode_stack(wide.transpose(1, 2) if made.clamped else wide, fmt))
+        model.set_submodule(name, made)
+
+
+def _stored_formats(
+    model: PreTrainedModel, stored: Stored
+) -> tuple[dict[str, WeightFormat], dict[str, tuple[WeightFormat, WeightFormat]]]:
+    """Formats of linear layers and of modules of experts, as a checkpoint declares them."""
+    linear, experts = {}, {}
+    for name, part in model.named_modules():
+        if type(part) is nn.Linear:
+            scheme = stored.scheme(name)
+            if scheme is not None:
+                linear[name] = scheme.format
+        elif is_experts(part):
+            schemes = [
+                stored.scheme(f"{name}.0.{product}") for product in ("gate_proj", "down_proj")
+            ]
+            if schemes[0] is not None and schemes[1] is not None:
+                experts[name] = _per_row(schemes[0].format), _per_row(schemes[1].format)
+    return linear, experts
+
+
+def _per_row(fmt: WeightFormat) -> WeightFormat:
+    """The format of joined weights: a scale per matrix becomes one per output."""
+    return FP8_CHANNEL if fmt == FP8_TENSOR else fmt
 
 
 class StoredLinear(nn.Module):
@@ -98,6 +168,7 @@ class NarrowConfig(QuantizationConfigMixin):
         self.fault: BadCheckpoint | None = None
         self._path, self._asked, self._stored = path, asked, stored
         self._shapes: dict[str, torch.Size] = {}
+        self._experts: dict[str, StoredExperts] = {}
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": _METHOD}
@@ -108,8 +179,10 @@ class NarrowConfig(QuantizationConfigMixin):
             if self._asked is not None:
                 for name, fmt in chosen_layers(model, self._asked).items():
                     model.set_submodule(name, _awaiting(_linear(model, name), fmt, self._asked))
+                for name, formats in chosen_experts(model, self._asked).items():
+                    model.set_submodule(name, NarrowExperts(model.get_submodule(name), formats))
             if self._stored is not None:
-                await_stored(model, self._path, self._stored)
+                self._experts = await_stored(model, self._path, self._stored)
         except BadCheckpoint as fault:
             self.fault = fault
             raise
@@ -132,10 +205,19 @@ class NarrowConfig(QuantizationConfigMixin):
         for name, part in list(model.named_modules()):
             if isinstance(part, StoredLinear):
                 model.set_submodule(name, part.narrow(name))
+        for name, files in self._experts.items():
+            made = model.get_submodule(name)
+            assert isinstance(made, NarrowExperts)
+            files.read_into(made, model.device)
+
+    @property
+    def read_apart(self) -> tuple[str, ...]:
+        """How names of tensors begin that Kvant reads itself."""
+        return tuple(f"{name}." for name in self._experts)
 
 
-def await_stored(model: PreTrainedModel, path: Path, stored: Stored) -> None:
-    """Replace linear layers whose weights are narrow in the files of `path`.
+def await_stored(model: PreTrainedModel, path: Path, stored: Stored) -> dict[str, StoredExperts]:
+    """Replace layers whose weights are narrow in the files of `path`; return where those of experts are.
 
     BadCheckpoint, naming the tensor, for missing ones, other shapes or dtypes, scales that are no positive
     numbers, and inputs that are reordered.
@@ -143,7 +225,13 @@ def await_stored(model: PreTrainedModel, path: Path, stored: Stored) -> None:
     headers = read_headers(path) or ()
     home = {name: header.path for header in headers for name in header.tensors}
     entries = {name: entry for header in headers for name, entry in header.tensors.items()}
+    experts: dict[str, StoredExperts] = {}
     for name, part in list(model.named_modules()):
+        if is_experts(part) and stored.scheme(f"{name}.0.gate_proj") is not None:
+            made = NarrowExperts(part, None)
+            experts[name] = StoredExperts.find(name, made, stored, entries, home)
+            model.set_submodule(name, made)
+            continue
         scheme = stored.scheme(name) if type(part) is nn.Linear else None
         if scheme is None:
             continue
@@ -160,17 +248,12 @@ def await_stored(model: PreTrainedModel, path: Path, stored: Stored) -> None:
                 continue
             found[short] = entry
             if wanted.is_scale:
-                check_scales(entry.name, _tensor(home[entry.name], entry.name))
+                check_scales(entry.name, read_tensor(home[entry.name], entry.name))
             if short.endswith("g_idx"):
-                index = _tensor(home[entry.name], entry.name)
+                index = read_tensor(home[entry.name], entry.name)
                 check_order(entry.name, index, scheme.format.columns)
         model.set_submodule(name, StoredLinear(scheme, part, found))
-
-
-def _tensor(file: Path, name: str) -> Tensor:
-    with safe_open(file, "pt") as opened:
-        found: Tensor = opened.get_tensor(name)
-    return found
+    return experts
 
 
 class _Quantizer(HfQuantizer):
@@ -182,7 +265,10 @@ class _Quantizer(HfQuantizer):
         self, model: PreTrainedModel, param_name: str, **others: Any
     ) -> bool:
         owner, _, name = param_name.rpartition(".")
-        return name == "weight" and isinstance(model.get_submodule(owner), NarrowLinear)
+        part = model.get_submodule(owner)
+        if isinstance(part, NarrowExperts):
+            return name in PRODUCTS
+        return name == "weight" and isinstance(part, NarrowLinear)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         return param.element_size()
@@ -222,18 +308,27 @@ class _Round(ConversionOps):
         for key, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
             name = others.get("full_layer_name") or key
-            owner = name.rpartition(".")[0]
+            owner, _, product = name.rpartition(".")
             module = model.get_submodule(owner)
+            if isinstance(module, NarrowExperts):
+                numbers = weight.transpose(1, 2) if module.clamped else weight
+                self._check(name, numbers, module.shapes[product])
+                stack = encode_stack(numbers, module.formats[product])
+                parts = named_stack(product, stack)
+                found |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
+                continue
             assert isinstance(module, NarrowLinear)
-            expected = (module.out_features, module.in_features)
-            if tuple(weight.shape) != expected:
-                self._config.fault = BadCheckpoint(
-                    f"{name} has the shape {tuple(weight.shape)}", why=f"the model needs {expected}"
-                )
-                raise self._config.fault
+            self._check(name, weight, (module.out_features, module.in_features))
             made = encode_in_parts(weight, module.format)
             found |= {f"{owner}.{part}": tensor for part, tensor in named_tensors(made).items()}
         return found
+
+    def _check(self, name: str, weight: Tensor, expected: tuple[int, ...]) -> None:
+        if tuple(weight.shape) != expected:
+            self._config.fault = BadCheckpoint(
+                f"{name} has the shape {tuple(weight.shape)}", why=f"the model needs {expected}"
+            )
+            raise self._config.fault
 
 
 @cache
@@ -243,8 +338,9 @@ def _register() -> None:
     register_quantizer(_METHOD)(_Quantizer)
 
 
-def _awaiting(old: nn.Linear, fmt: WeightFormat, asked: Quantization) -> NarrowLinear:
-    bias, rounds = None if old.bias is None else old.bias.dtype, asked.rounds_activations
+def _awaiting(old: nn.Linear, fmt: WeightFormat, asked: Quantization | None) -> NarrowLinear:
+    bias = None if old.bias is None else old.bias.dtype
+    rounds = asked is not None and asked.rounds_activations
     return NarrowLinear(fmt, old.out_features, old.in_features, bias, rounds=rounds)
 
 

@@ -127,6 +127,8 @@ def quantized_bytes(
 
 
 def _gpu_bytes(asked: Quantization, weight: Weight, element_bytes: int, layers: str) -> int:
-    if weight.kind is not WeightKind.LINEAR or not weight.name.startswith(layers):
+    is_product = weight.kind in (WeightKind.LINEAR, WeightKind.EXPERT)
+    if not is_product or not weight.name.startswith(layers):
         return weight.numel * element_bytes
-    return format_of(asked, weight.columns).matrix_bytes(weight.rows, weight.columns)
+    fmt = format_of(asked, weight.columns)
+    return weight.copies * fmt.matrix_bytes(weight.rows, weight.columns)

@@ -86,18 +86,61 @@ def read_stored(
         return NotStored(f"products with narrow weights compute in 16 bits, not in {compute.value}")
     if isinstance(config.get("text_config"), Mapping):
         return NotStored("models with several parts are decoded while they are loaded")
-    if lists_experts(config):
-        return NotStored("experts are decoded while they are loaded")
     try:
         fields = Fields(config).inside("quantization_config")
         assert fields is not None
-        reader = _READERS.get(fields.text("quant_method") or "")
+        method = fields.text("quant_method") or ""
+        if lists_experts(config) or method == "mxfp4":
+            return _with_experts(Fields(config), fields, method)
+        reader = _READERS.get(method)
         if reader is None:
-            return NotStored(f"Kvant has no products for {shown(fields.text('quant_method'))}")
+            return NotStored(f"Kvant has no products for {shown(method)}")
         return reader(fields)
     except (BadCheckpoint, re.error) as fault:
         what = fault.what if isinstance(fault, BadCheckpoint) else str(fault)
         return NotStored(f"the quantization_config cannot be read: {what}")
+
+
+def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotStored | None:
+    """Models with experts: the names of their tensors are known, and one format serves all of a layer."""
+    family = model.text("model_type") or ""
+    if method == "mxfp4":
+        if family != "gpt_oss":
+            return NotStored(
+                f"experts of {shown(family)} in mxfp4 are decoded while they are loaded"
+            )
+        scheme = Scheme(Dialect.MXFP4_EXPERTS, MXFP4)
+        left = names_chosen(fields.words("modules_to_not_convert") or ())
+        return Stored(((names_chosen(("experts",)), scheme),), left)
+    if family not in _EXPERTS_APART:
+        return NotStored(f"experts of {shown(family)} are decoded while they are loaded")
+    reader = _READERS.get(method)
+    if reader is None:
+        return NotStored(f"Kvant has no products for {shown(method)}")
+    found = reader(fields)
+    for _, scheme in found.groups if isinstance(found, Stored) else ():
+        fmt = scheme.format
+        if fmt.global_scale:
+            return NotStored(f"experts in {fmt.name} are decoded while they are loaded")
+        width = model.integer("moe_intermediate_size", "intermediate_size")
+        if fmt.rows > 1 and (width % fmt.rows or model.integer("hidden_size") % fmt.rows):
+            return NotStored(f"experts of width {width} do not end with blocks of {fmt.rows}")
+    return found
+
+
+_EXPERTS_APART = frozenset({"dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"})
+"""Families whose checkpoints store experts.N.gate_proj, up_proj and down_proj."""
+
+_ROUNDED = _EXPERTS_APART | {"gpt_oss", "mixtral"}
+
+
+def refuse_rounding_experts(config: Mapping[str, Any]) -> str | None:
+    """Why experts cannot be rounded while they are loaded, or None; also for models without experts."""
+    text = config.get("text_config")
+    family = (text if isinstance(text, Mapping) else config).get("model_type")
+    if not lists_experts(config) or family in _ROUNDED:
+        return None
+    return f"experts of {shown(family)} are not rounded"
 
 
 def lists_experts(config: Mapping[str, Any]) -> bool:

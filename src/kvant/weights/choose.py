@@ -35,8 +35,11 @@ def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
         return x.new_empty(0, weight.rows)
     x = x.contiguous()
     processors = multiprocessors(x.device)
-    if tokens <= few_rows.MOST_ROWS and _is_proved(weight.format, weight.columns, x.dtype):
-        return few_rows.multiply(x, weight, bias, warps(weight.format, tokens))
+    if tokens <= few_rows.MOST_ROWS and few_serves(weight.format, *weight.shape, x.dtype):
+        if tokens == 1:
+            cut = warps_of_one(weight.format, weight.columns)
+            return few_rows.multiply(x, weight, bias, cut, few_rows.Kind(one=True))
+        return few_rows.multiply(x, weight, bias, warps(weight.format, tokens, *weight.shape))
     if tokens == 1:
         return one(x, weight, bias, stripe(weight.format, *weight.shape))
     if tokens <= MOST_TILED:
@@ -76,22 +79,26 @@ def multiply_alike(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tens
     return tiled(x, weight, bias, cut)
 
 
-def _is_proved(fmt: WeightFormat, columns: int, dtype: torch.dtype) -> bool:
-    """Whether `few_rows` multiplies such weights here, and was seen to do it right."""
-    return few_rows.serves(fmt, columns) and _proof(fmt, dtype) is None
+def few_serves(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether `few_rows` multiplies weights [rows, columns] here, and was seen to do it right."""
+    return few_rows.serves(fmt, rows, columns, dtype) and _proof(fmt, dtype) is None
 
 
 @cache
 def _proof(fmt: WeightFormat, dtype: torch.dtype) -> str | None:
     """None if `few_rows` agrees with float64 products of decoded bytes; else what is wrong."""
     generator = torch.Generator("cuda").manual_seed(0)
-    weight = encode(torch.randn(80, 640, device="cuda", generator=generator), fmt)
+    weight = encode(torch.randn(128, 640, device="cuda", generator=generator), fmt)
     numbers = decode(weight, torch.float64)
     wrong = None
     try:
         for tokens in (1, 9, 17, 33):
             x = torch.randn(tokens, 640, device="cuda", generator=generator).to(dtype)
-            found = few_rows.multiply(x, weight, None, warps(fmt, tokens)).to(torch.float64)
+            if tokens == 1:
+                kind, cut = few_rows.Kind(one=True), warps_of_one(fmt, 640)
+            else:
+                kind, cut = few_rows.PLAIN, warps(fmt, tokens, *weight.shape)
+            found = few_rows.multiply(x, weight, None, cut, kind).to(torch.float64)
             expected = x.to(torch.float64) @ numbers.T
             error = float((found - expected).norm() / expected.norm())
             if not error < _MOST_ERROR:
@@ -104,12 +111,28 @@ def _proof(fmt: WeightFormat, dtype: torch.dtype) -> str | None:
 
 
 @cache
-def warps(fmt: WeightFormat, tokens: int) -> Warps:
-    """The cut of `few_rows`: more rows of the weight for a warp where more tokens share them."""
-    bits = fmt.code.bits
-    if tokens <= 16:
-        return Warps(1, 64 // bits, 1)
-    return Warps(2 if tokens <= 32 else 1, 8, 8 // bits)
+def warps_of_one(fmt: WeightFormat, columns: int, weights: int = 1) -> Warps:
+    """The cut of `few_rows` for a single row: all that a warp reads is fetched at once, or four blocks.
+
+    weights: of experts whose products are summed.
+    """
+    blocks = weights * -(-columns // few_rows.BLOCK)
+    count = min(16 if weights > 1 else 8, blocks)
+    return Warps(1, count, min(4, -(-blocks // count)))
+
+
+@cache
+def warps(fmt: WeightFormat, tokens: int, rows: int, columns: int) -> Warps:
+    """The cut of `few_rows`: more rows of the weight for a warp where more tokens share them.
+
+    As many programs stay as keep most multiprocessors busy.
+    """
+    most = 1 if tokens <= 8 else 2 if tokens <= 16 or tokens > 32 else 4
+    tiles = most
+    while tiles > 1 and rows // (16 * tiles) < 120:
+        tiles //= 2
+    count = min(8 if tiles <= 2 else 4, -(-columns // few_rows.BLOCK))
+    return Warps(tiles, count, 3)
 
 
 @cache

@@ -74,6 +74,27 @@ class NarrowWeight:
         return sum(one.numel() * one.element_size() for one in self.tensors)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NarrowStack:
+    """`count` weights of one shape and format, such as those of experts: one weight behind the other.
+
+    whole: [count * rows, columns].
+    """
+
+    whole: NarrowWeight
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Weights, rows and columns of each."""
+        return self.count, self.whole.rows // self.count, self.whole.columns
+
+    def one(self, index: int) -> NarrowWeight:
+        """A view of one weight [rows, columns]."""
+        rows = self.shape[1]
+        return rows_of(self.whole, index * rows, rows)
+
+
 def pack_nibbles(codes: Tensor, run: int) -> Tensor:
     """uint8 codes 0..15 [rows, columns] to [rows, columns / 2], see the module."""
     rows, columns = codes.shape
@@ -172,6 +193,14 @@ def encode_in_parts(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
     assert not fmt.global_scale
     step = max(1, _MOST_AT_ONCE // (weight.shape[1] * fmt.rows)) * fmt.rows
     return join([encode(part, fmt) for part in torch.split(weight, step)])
+
+
+def encode_stack(weights: Tensor, fmt: WeightFormat) -> NarrowStack:
+    """Round weights [count, rows, columns], one after the other; blocks end with a weight's rows."""
+    count, rows, columns = weights.shape
+    if weights.is_contiguous() and rows % fmt.rows == 0:
+        return NarrowStack(encode_in_parts(weights.view(count * rows, columns), fmt), count)
+    return NarrowStack(join([encode_in_parts(one, fmt) for one in weights]), count)
 
 
 def _encode_asymmetric(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:

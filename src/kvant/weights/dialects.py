@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import BadCheckpoint
-from kvant.weights.codecs import NarrowWeight, pack_nibbles
+from kvant.weights.codecs import NarrowStack, NarrowWeight, pack_nibbles
 from kvant.weights.format import WHOLE, Code, Dialect, Scale, Scheme, WeightFormat
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -88,6 +88,34 @@ def parts_of(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]:
         "qweight": Part(("I32",), ((columns // 8, rows),)), "scales": group, "qzeros": zeros,
         "g_idx": Part(("I32",), ((columns,),), optional=True),
     }  # fmt: skip
+
+
+def expert_parts(scheme: Scheme, count: int, rows: int, columns: int) -> dict[str, Part]:
+    """The tensors of `count` experts' matrices [rows, columns] that a dialect stores together."""
+    assert scheme.dialect is Dialect.MXFP4_EXPERTS
+    groups = columns // scheme.format.columns
+    return {
+        "blocks": Part(("U8",), ((count, rows, groups, 16),)),
+        "scales": Part(("U8",), ((count, rows, groups),)),
+    }
+
+
+def read_experts(
+    name: str, scheme: Scheme, count: int, rows: int, columns: int, tensors: Mapping[str, Tensor]
+) -> NarrowStack:
+    """The weights of experts that `expert_parts` describes; changes no number, as `read`.
+
+    BadCheckpoint for scales that are NaN.
+    """
+    fmt, blocks, scales = scheme.format, tensors["blocks"], tensors["scales"]
+    if bool((scales == 255).any()):
+        raise BadCheckpoint(f"{name}_scales holds NaN", why="its numbers would be NaN")
+    codes = torch.empty(count * rows, columns // 2, dtype=torch.uint8, device=blocks.device)
+    for expert, packed in enumerate(blocks.view(count, rows, columns // 2)):
+        wide = torch.stack((packed & 15, packed >> 4), -1).view(rows, columns)
+        codes[expert * rows : (expert + 1) * rows] = pack_nibbles(wide, fmt.columns)
+    by_group = scales.view(count * rows, -1).t().contiguous()
+    return NarrowStack(NarrowWeight(fmt, count * rows, columns, codes, by_group), count)
 
 
 def check_part(name: str, part: Part, dtype: str | None, shape: tuple[int, ...] | None) -> None:

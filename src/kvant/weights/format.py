@@ -130,6 +130,7 @@ class Dialect(Enum):
     MODELOPT_FP8 = "modelopt FP8"
     MODELOPT_NVFP4 = "modelopt NVFP4"
     GGUF = "gguf"  # one tensor of blocks, which hold codes and scales
+    MXFP4_EXPERTS = "mxfp4"  # gpt-oss: blocks and scales of all experts of a layer
 
 
 @dataclass(frozen=True, slots=True)

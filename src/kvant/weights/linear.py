@@ -68,7 +68,7 @@ class NarrowLinear(nn.Module):
         self.rounds = rounds
         self.format, self.out_features, self.in_features = fmt, rows, columns
         packed = columns * fmt.code.bits // 8
-        scales = _scale_shape(fmt, rows, columns)
+        scales = scale_shape(fmt, rows, columns)
         self.weight = _awaited((rows, packed), torch.uint8)
         self.weight_scale = _awaited(scales, TORCH_SCALE[fmt.scale])
         self.weight_zeros = _awaited(scales, torch.uint8) if fmt.zero_points else None
@@ -151,7 +151,8 @@ def named_tensors(weight: NarrowWeight) -> dict[str, Tensor]:
     return found
 
 
-def _scale_shape(fmt: WeightFormat, rows: int, columns: int) -> tuple[int, ...]:
+def scale_shape(fmt: WeightFormat, rows: int, columns: int) -> tuple[int, ...]:
+    """The shape of the scales of a weight [rows, columns]."""
     down, along = fmt.blocks(rows, columns)
     if fmt.rows == WHOLE:
         return (1,)

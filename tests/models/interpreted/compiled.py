@@ -5,13 +5,16 @@ it compiled.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kvant.models.fused import triton_experts
 from kvant.models.fused.experts import Clamp, Experts, GateOrder
 from kvant.models.fused.few_rows import FewRows
 from kvant.models.fused.layers import Norm, QKNorms
@@ -22,6 +25,16 @@ from kvant.models.fused.triton_kernels import TritonKernels
 from kvant.models.sharding.shard import Shard
 from kvant.parallel.symmetric import MOST_ROWS, SymmetricSums
 from kvant.parallel.triton_sums import added
+from kvant.weights.codecs import TORCH_SCALE, NarrowStack, NarrowWeight
+from kvant.weights.format import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    INT8_CHANNEL,
+    MXFP4,
+    WeightFormat,
+    int4_groups,
+)
+from kvant.weights.linear import scale_shape
 from tests.engine.interpreted.compiled import H200, type_of
 
 MOST_SHARED = 232448
@@ -125,19 +138,56 @@ def _sums_of_ranks() -> None:
         sums.sum(x)
         sums.sum_add_norm(x, x, x[0], 1e-6)
         added(torch.empty(size, 3, 4096, dtype=torch.bfloat16, device="meta"))
+def _narrow(layer: Experts, formats: tuple[WeightFormat, WeightFormat]) -> Experts:
+    """The same layer with weights in these formats."""
+
+    def stack(weight: Tensor | NarrowStack, fmt: WeightFormat) -> NarrowStack:
+        count, rows, columns = weight.shape
+        scales = scale_shape(fmt, count * rows, columns)
+        codes = torch.empty(
+            count * rows, columns * fmt.code.bits // 8, dtype=torch.uint8, device="meta"
+        )
+        stored = torch.empty(scales, dtype=TORCH_SCALE[fmt.scale], device="meta")
+        zeros = None
+        if fmt.zero_points:
+            zeros = torch.empty(scales, dtype=torch.uint8, device="meta")
+        return NarrowStack(NarrowWeight(fmt, count * rows, columns, codes, stored, zeros), count)
+
+    return replace(
+        layer,
+        gate_up=(stack(layer.gate_up[0], formats[0]), layer.gate_up[1]),
+        down=(stack(layer.down[0], formats[1]), layer.down[1]),
+    )
+
+
+def _narrow_experts(made: TritonExperts, qwen: Experts, gpt_oss: Experts) -> None:
+    integers = int4_groups(64, zero_points=True)
+    for layer, formats in (
+        (qwen, (FP8_BLOCK, FP8_BLOCK)), (qwen, (INT8_CHANNEL, int4_groups(128))),
+        (gpt_oss, (MXFP4, MXFP4)), (gpt_oss, (integers, FP8_CHANNEL)),
+    ):  # fmt: skip
+        hidden, count = layer.down[0].shape[1], layer.routing.num_experts
+        narrow = _narrow(layer, formats)
+        for tokens in (1, 256, 1024, 8192):
+            x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
+            logits = torch.empty(tokens, count, dtype=torch.bfloat16, device="meta")
+            made.apply(x, logits, narrow)
 
 
 if __name__ == "__main__":
+    triton_experts._ptx = lambda x: True
     JITFunction.run = _compile  # type: ignore[method-assign,assignment]
     _between_products()
     _sums_of_ranks()
     made = TritonExperts(torch.device("cpu"))
     made._options = {"AHEAD": True, "launch_pdl": True}
     gpt_oss = Routing(32, 4, Scoring.TOP_K_THEN_SOFTMAX, rounded=True)
-    for layer in (
+    layers = (
         _layer(Routing(128, 8, rounded=True), 2048, 768, GateOrder.HALVES, None),
         _layer(gpt_oss, 2880, 2880, GateOrder.ALTERNATING, Clamp(7.0, 1.702)),
-    ):
+    )
+    _narrow_experts(made, *layers)
+    for layer in layers:
         hidden, count = layer.down[0].shape[1], layer.routing.num_experts
         for tokens in (1, 8, 1024):
             x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,15 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from kvant.models.fused.experts import Clamp, Experts, GateOrder, TorchExperts
 from kvant.models.fused.routing import Routing, Scoring, route
 from kvant.models.fused.triton_experts import Choice, FewTile, ManyTile, OneTile, TritonExperts
+from kvant.weights.codecs import decode, encode_stack
+from kvant.weights.format import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    INT8_CHANNEL,
+    MXFP4,
+    WeightFormat,
+    int4_groups,
+)
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -151,6 +162,55 @@ def test_single_rows_give_the_sum_of_their_experts(
     assert close(made.one_down(h, choice, experts, tile=OneTile(16, 16)), expected)
     added = made.one_down(h, choice, experts, residual, OneTile(16, 64))
     assert close(added, expected + residual.double())
+
+
+NARROW = [
+    FP8_CHANNEL,
+    FP8_BLOCK,
+    INT8_CHANNEL,
+    int4_groups(32),
+    int4_groups(64, zero_points=True),
+    MXFP4,
+]
+
+
+@pytest.mark.parametrize("fmt", NARROW, ids=lambda fmt: fmt.summary.replace(" ", "-"))
+@pytest.mark.parametrize("kind", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 8, 2), (17, 4, 2)])
+def test_narrow_experts_are_those_of_their_decoded_weights(
+    tokens: int,
+    count: int,
+    top_k: int,
+    kind: tuple[GateOrder, Clamp | None, bool],
+    fmt: WeightFormat,
+) -> None:
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    hidden, width = (128, 128) if fmt == FP8_BLOCK else (192, 64)
+    wide = make(count, top_k, kind, dtype)
+    stacks = [
+        encode_stack(normal(count, *shape, scale=shape[1] ** -0.5), fmt)
+        for shape in ((2 * width, hidden), (hidden, width))
+    ]
+    biases = normal(count, 2 * width, dtype=dtype), normal(count, hidden, dtype=dtype)
+    if not kind[2]:
+        biases = None, None  # type: ignore[assignment]
+    numbers = [decode(one.whole, torch.float64).view(one.shape) for one in stacks]
+    narrow, exact = (
+        replace(wide, gate_up=(weights[0], biases[0]), down=(weights[1], biases[1]))
+        for weights in (stacks, numbers)
+    )
+    x, choice = normal(tokens, hidden, dtype=dtype), choose(tokens, narrow)
+    expected, made = results(x, choice, exact), TritonExperts(DEVICE)
+    tiles = FewTile(16, rows=32), FewTile(16, rows=32)
+    assert close(made.few(x, choice, narrow, tiles), expected)
+    assert close(made.many(x, choice, narrow), expected)
+    if ON_GPU:
+        assert close(made.few(x, choice, narrow), expected)
+    summed = expected.view(tokens, top_k, -1).sum(1)
+    found = made.apply_chosen(x, choice.ids.long(), choice.weights, narrow)
+    assert close(found, summed)
+    invariant = TritonExperts(DEVICE, batch_invariant=True)
+    assert close(invariant.apply_chosen(x, choice.ids, choice.weights, narrow), summed)
 
 
 @pytest.mark.parametrize("pairs", [(1, 1), (5, 2), (200, 4)])

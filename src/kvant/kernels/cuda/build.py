@@ -32,16 +32,39 @@ class Kernel:
     shared_bytes: int
     arguments: tuple[type, ...]
 
-    def launch(self, programs: int, threads: int, values: Sequence[object]) -> None:
-        """Launch on torch's current stream. values: one for each argument; addresses as int."""
+    def launch(
+        self,
+        programs: int | tuple[int, int],
+        threads: int,
+        values: Sequence[object],
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """Launch on torch's current stream. values: one for each argument; addresses as int.
+
+        programs: across, or across and down. ahead: it may start while the kernel before it runs, for
+        which it waits itself.
+        """
         driver = import_module("cuda.bindings.driver")
         stream = torch.cuda.current_stream().cuda_stream
-        _checked(
-            driver.cuLaunchKernel(
-                self.function, programs, 1, 1, threads, 1, 1, self.shared_bytes, stream,
-                (tuple(values), self.arguments), 0,
+        across, down = programs if isinstance(programs, tuple) else (programs, 1)
+        given = (tuple(values), self.arguments)
+        if not ahead:
+            launched = driver.cuLaunchKernel(
+                self.function, across, down, 1, threads, 1, 1, self.shared_bytes, stream, given, 0
             )
-        )  # fmt: skip
+            _checked(launched)
+            return
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = across, down, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.shared_bytes, stream
+        overlap = driver.CUlaunchAttribute()
+        ids = driver.CUlaunchAttributeID
+        overlap.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [overlap], 1
+        _checked(driver.cuLaunchKernelEx(config, self.function, given, 0))
 
 
 def is_hopper() -> bool:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from kvant.models.fused.feed_forward import Apply, Dense, call_directly
 from kvant.models.fused.linear import Linear, Multiply
 from kvant.models.fused.routing import Routing, route
+from kvant.weights.codecs import NarrowStack, decode
 
 
 class GateOrder(Enum):
@@ -46,15 +47,16 @@ class Shared:
 class Experts:
     """The weights of one layer. E experts of width I in a model of width H; biases may be None.
 
-    router: [E, H], bias [E]. gate_up: [E, 2 I, H], bias [E, 2 I]. down: [E, H, I], bias [E, H].
+    router: [E, H], bias [E]. gate_up: [E, 2 I, H], bias [E, 2 I]. down: [E, H, I], bias [E, H]. Both are
+    numbers, or both are narrow.
     clamp: None for silu(gate) * up. shared: None, or what `ExpertKernels` leave to the decoder.
     correction: [E], added to scores in the choice of experts alone.
     """
 
     routing: Routing
     router: tuple[Tensor, Tensor | None]
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
+    gate_up: tuple[Tensor | NarrowStack, Tensor | None]
+    down: tuple[Tensor | NarrowStack, Tensor | None]
     order: GateOrder = GateOrder.HALVES
     clamp: Clamp | None = None
     shared: Shared | None = None
@@ -63,6 +65,10 @@ class Experts:
     @property
     def width(self) -> int:
         return self.down[0].shape[2]
+
+    @property
+    def is_narrow(self) -> bool:
+        return isinstance(self.gate_up[0], NarrowStack)
 
 
 class ExpertKernels(Protocol):
@@ -88,6 +94,9 @@ class TorchExperts:
 
     def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
         weights, ids = route(logits, experts.routing, experts.correction)
+        return self.apply_chosen(x, ids, weights, experts)
+
+    def apply_chosen(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
         top_k = experts.routing.top_k
         order = torch.argsort(ids.flatten(), stable=True)
         counts = torch.bincount(ids.flatten(), minlength=experts.routing.num_experts).tolist()
@@ -104,14 +113,19 @@ class TorchExperts:
 
     def _one_expert(self, x: Tensor, experts: Experts, expert: int) -> Tensor:
         """x: [n, H] -> [n, H]."""
-        gate_up = self._multiply(x, *_of(experts.gate_up, expert))
+        gate_up = self._multiply(x, *_of(experts.gate_up, expert, x.dtype))
         x = activate_experts(gate_up, experts, self._call)
-        return self._multiply(x, *_of(experts.down, expert))
+        return self._multiply(x, *_of(experts.down, expert, x.dtype))
 
 
-def _of(product: tuple[Tensor, Tensor | None], expert: int) -> tuple[Tensor, Tensor | None]:
+def _of(
+    product: tuple[Tensor | NarrowStack, Tensor | None], expert: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """One expert's weight as numbers, and its bias."""
     weight, bias = product
-    return weight[expert], None if bias is None else bias[expert]
+    narrow = isinstance(weight, NarrowStack)
+    numbers = decode(weight.one(expert), dtype) if narrow else weight[expert]
+    return numbers, None if bias is None else bias[expert]
 
 
 def activate_experts(gate_up: Tensor, experts: Experts, call: Apply = call_directly) -> Tensor:

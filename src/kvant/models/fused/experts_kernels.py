@@ -13,8 +13,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvant.weights.triton.kernels import PER_OUTPUT, scale_value, tile_sums
+
 GATED = tl.constexpr(0)  # out [pairs, I] = activation of gate and up of x [T, H]
 DOWN = tl.constexpr(1)  # out [pairs, H] = (product of x [pairs, I]) * weight of the pair
+
+NUMBERS = tl.constexpr(-1)  # in the place of a code: weights are numbers
 
 HALVES = tl.constexpr(0)  # rows of gate_up: all gates, then all ups
 ALTERNATING = tl.constexpr(1)  # rows of gate_up: gate 0, up 0, gate 1, ..
@@ -276,23 +280,31 @@ def one_down(
     tl.store(out + token * N + n, y, mask=inside)
 
 
-@triton.jit(do_not_specialize=("most",))
+@triton.jit(do_not_specialize=("most", "SCALE_K"))
 def few(
-    x, weight, bias, lists, counts, weights, out, limit, alpha, most,
+    x, weight, scales, zeros, bias, lists, counts, weights, out, limit, alpha, most, SCALE_N, SCALE_K,
     TOP_K: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     PAIRS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
-    BIAS: tl.constexpr, CLAMP: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    BIAS: tl.constexpr, CLAMP: tl.constexpr, PRECISION: tl.constexpr, SORTED: tl.constexpr,
+    CODE: tl.constexpr, SHARE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program (stripe of ROWS rows of a weight, expert): all pairs of the expert, PAIRS at a time.
 
-    weight: [E, N, COLUMNS]. lists: int32 [E, most]; counts: int32 [E]. GATED: ROWS // 2 gates and
-    their ups, x [T, COLUMNS]. DOWN: x [pairs, COLUMNS].
+    weight: [E, N, COLUMNS], or with a CODE the codes of a stack; scales, zeros, SCALE_N, .. ZEROS: as in
+    `kvant.weights.triton.kernels.product`. lists: int32 [E, most]; counts: int32 [E]. SORTED: lists holds
+    all pairs by expert, and counts says where an expert's end. GATED: ROWS // 2 gates and their ups,
+    x [T, COLUMNS]. DOWN: x [pairs, COLUMNS].
     """
-    dtype: tl.constexpr = weight.dtype.element_ty
+    dtype: tl.constexpr = x.dtype.element_ty
     _begin(AHEAD)
     stripe = tl.program_id(0)
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
+    begin = expert * most
+    if SORTED:
+        begin = tl.load(counts + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+        count -= begin.to(tl.int32)
     r = tl.arange(0, ROWS)
     HALF: tl.constexpr = ROWS // 2
     if KIND == GATED:
@@ -304,35 +316,45 @@ def few(
         m = stripe * ROWS + r
         n = tl.where(m < N, m, 0)
     k = tl.arange(0, DEPTH)
-    w_at = weight + (expert * N + n)[:, None] * COLUMNS + k[None, :]
     p = tl.arange(0, PAIRS)
     for first in range(0, count, PAIRS):
         there = first + p < count
-        pair = tl.load(lists + expert * most + first + p, mask=there, other=0).to(tl.int64)
+        pair = tl.load(lists + begin + first + p, mask=there, other=0).to(tl.int64)
         row = pair // TOP_K if KIND == GATED else pair
-        x_at = x + row[None, :] * COLUMNS + k[:, None]
         acc = tl.zeros((ROWS, PAIRS), tl.float32)
-        for s in tl.range(0, COLUMNS, DEPTH, num_stages=STAGES):
-            if COLUMNS % DEPTH == 0:
-                a = tl.load(w_at + s)
-                b = tl.load(x_at + s)
-            else:
-                a = tl.load(w_at + s, mask=(s + k < COLUMNS)[None, :], other=0.0)
-                b = tl.load(x_at + s, mask=(s + k < COLUMNS)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if CODE == NUMBERS:
+            w_at = weight + (expert * N + n)[:, None] * COLUMNS + k[None, :]
+            x_at = x + row[None, :] * COLUMNS + k[:, None]
+            for s in tl.range(0, COLUMNS, DEPTH, num_stages=STAGES):
+                if COLUMNS % DEPTH == 0:
+                    a = tl.load(w_at + s)
+                    b = tl.load(x_at + s)
+                else:
+                    a = tl.load(w_at + s, mask=(s + k < COLUMNS)[None, :], other=0.0)
+                    b = tl.load(x_at + s, mask=(s + k < COLUMNS)[:, None], other=0.0)
+                acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        else:
+            at = expert * N + n
+            acc = tile_sums(
+                acc, x + row[None, :] * COLUMNS, there, weight, scales, zeros, at, n >= 0, 0, COLUMNS,
+                COLUMNS, SCALE_N, SCALE_K, CODE, SHARE, SCALE, GROUP, BLOCK_ROWS, ZEROS, DEPTH, STAGES,
+                COLUMNS % DEPTH == 0, PTX, dtype,
+            )  # fmt: skip
+            if SHARE == PER_OUTPUT:
+                acc *= scale_value(tl.load(scales + at * SCALE_N), SCALE)[:, None]
         if BIAS:
             acc += tl.load(bias + expert * N + n).to(tl.float32)[:, None]
         if KIND == GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, PAIRS)), (1, 2, 0)))
             y = _activated(gate, up, limit, alpha, CLAMP, dtype)
             h = stripe * HALF + tl.arange(0, HALF)
-            at = out + pair[None, :] * width + h[:, None]
-            tl.store(at, y, mask=(h < width)[:, None] & there[None, :])
+            to = out + pair[None, :] * width + h[:, None]
+            tl.store(to, y, mask=(h < width)[:, None] & there[None, :])
         else:
             share = tl.load(weights + pair, mask=there, other=0.0)
             y = (acc * share[None, :]).to(out.dtype.element_ty)
-            at = out + pair[None, :] * N + m[:, None]
-            tl.store(at, y, mask=(m < N)[:, None] & there[None, :])
+            to = out + pair[None, :] * N + m[:, None]
+            tl.store(to, y, mask=(m < N)[:, None] & there[None, :])
 
 
 @triton.jit

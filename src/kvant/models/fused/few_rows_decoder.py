@@ -117,7 +117,7 @@ class FewRowsDecoder:
             logits, layer.routing, residual, stream.norm_weight, self._fused.model.norm.eps
         )
         assert normed is not None
-        if is_single(choice, layer):
+        if is_single(choice, layer, normed.dtype):
             h = self._experts.one_gate_up(normed, choice, layer)
             return few.weigh(self._experts.one_down(h, choice, layer, residual), norm)
         parts = self._experts.few(normed, choice, layer)

@@ -65,7 +65,7 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
     if has_experts(facts):
         if activation is not None and activation_of(activation) is not activation_of("silu"):
             return f"experts compute silu, not {activation}"
-        if facts.config.get("quantization_config") is not None:
+        if facts.config.get("quantization_config") is not None and facts.stored is None:
             return "it reads experts from checkpoints that do not quantise them"
     return None
 

@@ -21,6 +21,7 @@ from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.join import check_numbers, join, turn
 from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Model, Norm, QKNorms
 from kvant.models.fused.linear import Apart, DenseLinear, Linear, Multiply
+from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.fused.recipe import (
     Activation,
     FeedForward,
@@ -35,7 +36,7 @@ from kvant.models.fused.recipe import (
 from kvant.models.fused.routing import Routing, Scoring
 from kvant.models.geometry.parameters import QKNorm
 from kvant.models.recurrent.hook import mixer_of
-from kvant.weights.codecs import decode
+from kvant.weights.codecs import NarrowStack, decode
 from kvant.weights.linear import NarrowLinear
 
 _SCORING = {
@@ -325,12 +326,17 @@ class _Reader:
 
     def _experts(self, module: Any, layer: Any, mixture: Mixture, name: str) -> Experts:
         router, experts = _at(module, mixture.router), getattr(module, mixture.experts)
-        weights = experts.gate_up_proj, experts.down_proj
-        if any(type(weight) is not nn.Parameter or weight.ndim != 3 for weight in weights):
-            raise EngineFault(
-                f"{name} has experts in a layout that Kvant's own decoder does not read"
-            )
-        gate_up, down = (turn(w) if mixture.transposed else w for w in weights)
+        gate_up: Tensor | NarrowStack
+        down: Tensor | NarrowStack
+        if isinstance(experts, NarrowExperts):
+            gate_up, down = experts.gate_up, experts.down
+        else:
+            weights = experts.gate_up_proj, experts.down_proj
+            if any(type(weight) is not nn.Parameter or weight.ndim != 3 for weight in weights):
+                raise EngineFault(
+                    f"{name} has experts in a layout that Kvant's own decoder does not read"
+                )
+            gate_up, down = (turn(w) if mixture.transposed else w for w in weights)
         shared = None
         if mixture.shared is not None and _has(module, layer, mixture.shared):
             beside = _find(module, layer, mixture.shared)
@@ -346,7 +352,7 @@ class _Reader:
         if mixture.bias is not None:
             correction = _find(router, module, mixture.bias).detach().reshape(-1)
         return Experts(
-            self._routing(module, router, experts, mixture),
+            self._routing(module, router, gate_up.shape[0], mixture),
             (router.weight, getattr(router, "bias", None)),
             (gate_up, getattr(experts, "gate_up_proj_bias", None)),
             (down, getattr(experts, "down_proj_bias", None)),
@@ -356,7 +362,7 @@ class _Reader:
             correction=correction,
         )
 
-    def _routing(self, module: Any, router: Any, experts: Any, mixture: Mixture) -> Routing:
+    def _routing(self, module: Any, router: Any, count: int, mixture: Mixture) -> Routing:
         renormalise = mixture.renormalise
         if isinstance(renormalise, str):
             renormalise = bool(_find(router, module, renormalise))
@@ -372,7 +378,7 @@ class _Reader:
             p.top_k for p in (router, _parent(router, module), module) if hasattr(p, "top_k")
         )
         return Routing(
-            experts.gate_up_proj.shape[0], int(top_k), _SCORING[mixture.kind],
+            count, int(top_k), _SCORING[mixture.kind],
             renormalise=renormalise, rounded=mixture.rounded, wide=mixture.wide, scale=found,
             groups=counts[0], top_groups=counts[1], counted=1 if mixture.by_best else 2,
         )  # fmt: skip

@@ -5,17 +5,23 @@ No launch depends on what the router chooses, so recorded steps replay with any 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from kvant.kernels.triton.device import launches_ahead
+from kvant.kernels.triton.device import has_ptx, launches_ahead
 from kvant.models.fused import experts_kernels as kernels
 from kvant.models.fused.experts import Experts, GateOrder
 from kvant.models.fused.routing import Routing, Scoring, route
+from kvant.weights.choose import few_serves, warps_of_one
+from kvant.weights.codecs import NarrowStack
+from kvant.weights.cuda import few_rows as cuda
+from kvant.weights.cuda.few_rows import Act, Beside, Kind, Pairs
+from kvant.weights.format import WHOLE
+from kvant.weights.triton.product import layout
 
 MOST_FEW = 256
 """Tokens up to which weights are the first operand of a product: memory bounds it, not arithmetic.
@@ -72,6 +78,7 @@ class OneTile:
 
 
 _FIXED_TILE = ManyTile(64, 64)
+_FIXED_NARROW = FewTile(64)
 
 
 class TritonExperts:
@@ -86,16 +93,25 @@ class TritonExperts:
         self._options: dict[str, Any] = {"AHEAD": ahead, **({"launch_pdl": True} if ahead else {})}
 
     def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
-        tokens = x.shape[0]
-        if tokens == 0:
+        if x.shape[0] == 0:
             return torch.empty_like(x)
-        choice = self.choose(logits, experts)
+        return self._apply(x, self.choose(logits, experts), experts)
+
+    def apply_chosen(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        if x.shape[0] == 0:
+            return torch.empty_like(x)
+        choice = Choice(ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous())
+        return self._apply(x.contiguous(), choice, experts)
+
+    def _apply(self, x: Tensor, choice: Choice, experts: Experts) -> Tensor:
+        if self._invariant and experts.is_narrow:
+            return self.combine(self._sorted(x, choice, experts, _FIXED_NARROW), x)
         if self._invariant:
             return self.combine(self.many(x, choice, experts, (_FIXED_TILE, _FIXED_TILE)), x)
-        if is_single(choice, experts):
+        if is_single(choice, experts, x.dtype):
             h = self.one_gate_up(x, choice, experts)
             return self.one_down(h, choice, experts)
-        multiply = self.few if tokens <= MOST_FEW else self.many
+        multiply = self.few if x.shape[0] <= MOST_FEW else self.many
         return self.combine(multiply(x, choice, experts), x)
 
     def choose(self, logits: Tensor, experts: Experts) -> Choice:
@@ -136,6 +152,8 @@ class TritonExperts:
     ) -> Tensor:
         """x [T, H] -> [pairs, I]: every pair alone."""
         weight, bias = experts.gate_up
+        if isinstance(weight, NarrowStack):
+            return self._listless(x, choice, experts, weight, bias)
         width, columns = experts.width, weight.shape[2]
         tile = tile or OneTile(2, min(2048, triton.next_power_of_2(columns)))
         out = x.new_empty(choice.pairs, width)
@@ -158,6 +176,21 @@ class TritonExperts:
     ) -> Tensor:
         """h [pairs, I] -> weighted sums [T, H]; with residual [T, H] added to it."""
         weight, bias = experts.down
+        if isinstance(weight, NarrowStack):
+            beside = Beside(
+                ids=choice.ids,
+                shares=choice.weights,
+                residual=residual,
+                top_k=experts.routing.top_k,
+            )
+            kind = Kind(
+                one=True,
+                added=residual is not None,
+                pairs=Pairs.SUMMED,
+                top_k=experts.routing.top_k,
+            )
+            cut = warps_of_one(weight.whole.format, weight.shape[2], experts.routing.top_k)
+            return cuda.multiply(h, weight.whole, bias, cut, kind, beside, experts=weight.count)
         rows = weight.shape[1]
         tile = tile or OneTile(4, min(256, triton.next_power_of_2(experts.width)))
         tokens = choice.ids.shape[0]
@@ -170,6 +203,15 @@ class TritonExperts:
         )  # fmt: skip
         return out
 
+    def _listless(
+        self, x: Tensor, choice: Choice, experts: Experts, weight: NarrowStack, bias: Tensor | None
+    ) -> Tensor:
+        """`one_gate_up` of narrow weights that the CUDA kernel reads."""
+        beside = Beside(ids=choice.ids, top_k=experts.routing.top_k, **_clamped(experts))
+        kind = replace(_gated(experts), one=True, pairs=Pairs.ALONE)
+        cut = warps_of_one(weight.whole.format, weight.shape[2])
+        return cuda.multiply(x, weight.whole, bias, cut, kind, beside, experts=weight.count)
+
     def few(
         self,
         x: Tensor,
@@ -181,7 +223,6 @@ class TritonExperts:
 
         tiles: of gate and up, and of down.
         """
-        up, down = tiles or (_few_tile(choice, experts),) * 2
         count, most = experts.routing.num_experts, choice.ids.shape[0]
         lists = choice.ids.new_empty(count, most)
         counts = choice.ids.new_empty(count)
@@ -190,22 +231,72 @@ class TritonExperts:
             choice.ids, lists, counts, choice.pairs, most, CHUNK=chunk, **self._options,
             num_warps=1 if chunk <= 256 else 4,
         )  # fmt: skip
+        if tiles is None and most <= cuda.MOST_ROWS and _reads(experts, x.dtype):
+            return self._listed(x, choice, experts, lists, counts)
+        return self._few(
+            x, choice, experts, lists, counts, tiles or (_few_tile(choice, experts),) * 2
+        )
+
+    def _listed(
+        self, x: Tensor, choice: Choice, experts: Experts, lists: Tensor, counts: Tensor
+    ) -> Tensor:
+        """`few` of narrow weights by the CUDA kernel."""
+        beside = Beside(
+            ids=choice.ids, shares=choice.weights, lists=lists, counts=counts,
+            top_k=experts.routing.top_k, **_clamped(experts),
+        )  # fmt: skip
+        found = x
+        kinds = replace(_gated(experts), pairs=Pairs.LISTED), Kind(pairs=Pairs.LISTED, share=True)
+        for (weight, bias), kind in zip((experts.gate_up, experts.down), kinds, strict=True):
+            assert isinstance(weight, NarrowStack)
+            cut = warps_of_one(weight.whole.format, weight.shape[2])
+            found = cuda.multiply(
+                found, weight.whole, bias, cut, kind, beside, experts=weight.count
+            )
+        return found
+
+    def _few(
+        self,
+        x: Tensor,
+        choice: Choice,
+        experts: Experts,
+        lists: Tensor,
+        counts: Tensor,
+        tiles: tuple[FewTile, FewTile],
+        *,
+        is_sorted: bool = False,
+    ) -> Tensor:
+        """`few` of listed pairs; sorted: see `sort`."""
         h = x.new_empty(choice.pairs, experts.width)
         parts = x.new_empty(choice.pairs, x.shape[1])
         for kind, source, (weight, bias), out, tile in (
-            (kernels.GATED.value, x, experts.gate_up, h, up),
-            (kernels.DOWN.value, h, experts.down, parts, down),
+            (kernels.GATED.value, x, experts.gate_up, h, tiles[0]),
+            (kernels.DOWN.value, h, experts.down, parts, tiles[1]),
         ):
             n, columns = weight.shape[1:]
-            kernels.few[(triton.cdiv(n, tile.rows), count)](
-                source, weight, bias, lists, counts, choice.weights, out, *_clamp(experts), most,
-                TOP_K=experts.routing.top_k, N=n, COLUMNS=columns, ROWS=tile.rows,
-                DEPTH=min(tile.depth, max(16, triton.next_power_of_2(columns))), PAIRS=tile.pairs,
-                STAGES=tile.stages, KIND=kind, ORDER=_order(experts), BIAS=bias is not None,
-                CLAMP=experts.clamp is not None, PRECISION=_precision(x), **self._options,
-            num_warps=tile.warps,
+            depth = min(tile.depth, max(16, triton.next_power_of_2(columns)))
+            if isinstance(weight, NarrowStack):
+                depth = _narrow_depth(weight, tile.depth)
+                stored = weight.whole.codes, weight.whole.scales, weight.whole.zeros
+                where = layout(weight.whole, depth)
+                del where["FACTOR"]
+                where["PTX"] = _ptx(x)
+            else:
+                stored, where = (weight, None, None), _NUMBERS
+            kernels.few[(triton.cdiv(n, tile.rows), weight.shape[0])](
+                source, *stored, bias, lists, counts, choice.weights, out, *_clamp(experts),
+                0 if is_sorted else lists.shape[1], **where,
+                TOP_K=experts.routing.top_k, N=n, COLUMNS=columns, ROWS=tile.rows, DEPTH=depth,
+                PAIRS=tile.pairs, STAGES=tile.stages, KIND=kind, ORDER=_order(experts),
+                BIAS=bias is not None, CLAMP=experts.clamp is not None, PRECISION=_precision(x),
+                SORTED=is_sorted, **self._options, num_warps=tile.warps,
             )  # fmt: skip
         return parts
+
+    def _sorted(self, x: Tensor, choice: Choice, experts: Experts, tile: FewTile) -> Tensor:
+        """`many` of narrow weights: they stay the first operand, and are decoded once for a tile."""
+        order, ends = self.sort(choice, experts.routing)
+        return self._few(x, choice, experts, order, ends, (tile, tile), is_sorted=True)
 
     def sort(self, choice: Choice, routing: Routing) -> tuple[Tensor, Tensor]:
         """Return all pairs by expert (int32 [pairs]) and where an expert's pairs end (int32 [E])."""
@@ -237,6 +328,8 @@ class TritonExperts:
 
         tiles: of gate and up, and of down.
         """
+        if experts.is_narrow:
+            return self._sorted(x, choice, experts, _narrow_tile(choice, experts))
         up, down = tiles or _many_tiles(choice, experts)
         order, ends = self.sort(choice, experts.routing)
         count = experts.routing.num_experts
@@ -246,6 +339,7 @@ class TritonExperts:
             (kernels.GATED.value, x, experts.gate_up, h, up),
             (kernels.DOWN.value, h, experts.down, parts, down),
         ):
+            assert isinstance(weight, Tensor)
             n, columns = weight.shape[1:]
             blocks = choice.pairs // tile.pairs + min(count, choice.pairs)
             kernels.many[(blocks * triton.cdiv(out.shape[1], tile.rows),)](
@@ -296,11 +390,14 @@ class TritonExperts:
         )  # fmt: skip
 
 
-def is_single(choice: Choice, experts: Experts) -> bool:
+def is_single(choice: Choice, experts: Experts, dtype: torch.dtype) -> bool:
     """Whether each pair is multiplied alone, the fastest way while few tokens share an expert.
 
-    Measured for 128 experts of 2048 x 768 and 8 tokens on an H200: 138 us against 150.
+    Measured for 128 experts of 2048 x 768 and 8 tokens on an H200: 138 us against 150. Narrow weights have
+    a kernel for it where CUDA C++ runs.
     """
+    if experts.is_narrow:
+        return choice.ids.shape[0] <= 2 and _reads(experts, dtype)
     return choice.ids.shape[0] == 1 or 2 * choice.pairs <= experts.routing.num_experts
 
 
@@ -316,6 +413,54 @@ def _order(experts: Experts) -> int:
 def _clamp(experts: Experts) -> tuple[float, float]:
     clamp = experts.clamp
     return (0.0, 0.0) if clamp is None else (clamp.limit, clamp.alpha)
+
+
+_NUMBERS = {
+    "SCALE_N": 0, "SCALE_K": 0, "CODE": kernels.NUMBERS.value, "SHARE": 0, "SCALE": 0, "GROUP": 32,
+    "BLOCK_ROWS": 1, "ZEROS": False, "PTX": False,
+}  # fmt: skip
+"""The layout of weights that are numbers."""
+
+
+def _reads(experts: Experts, dtype: torch.dtype) -> bool:
+    """Whether the CUDA kernel reads both narrow weights of a layer."""
+    stacks = [weight for weight, _ in (experts.gate_up, experts.down)]
+    return all(
+        isinstance(one, NarrowStack)
+        and few_serves(one.whole.format, one.shape[1], one.shape[2], dtype)
+        for one in stacks
+    )
+
+
+def _gated(experts: Experts) -> Kind:
+    act = Act.SILU if experts.clamp is None else Act.CLAMPED
+    return Kind(gated=True, alternating=experts.order is GateOrder.ALTERNATING, act=act)
+
+
+def _clamped(experts: Experts) -> dict[str, Any]:
+    limit, alpha = _clamp(experts)
+    return {"limit": limit, "alpha": alpha}
+
+
+def _narrow_depth(weight: NarrowStack, most: int) -> int:
+    """Columns of a tile: as many as divide a row's, and no less than a group."""
+    fmt, columns = weight.whole.format, weight.shape[2]
+    least = 32 if fmt.columns == WHOLE else max(32, fmt.columns)
+    depth = most
+    while depth > least and columns % depth:
+        depth //= 2
+    return depth
+
+
+def _narrow_tile(choice: Choice, experts: Experts) -> FewTile:
+    """The tile for many pairs of an expert."""
+    if choice.pairs <= 48 * experts.routing.num_experts:
+        return FewTile(64, 128, stages=3, warps=8)
+    return FewTile(128, 128, stages=3, warps=8)
+
+
+def _ptx(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16) and has_ptx(x.device)
 
 
 def _precision(x: Tensor) -> str:

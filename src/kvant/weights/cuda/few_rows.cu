@@ -1,57 +1,89 @@
-// Products of few rows of 16-bit numbers with narrow weights: out = x w^T * scale + bias.
+// Products of few rows of 16-bit numbers with narrow weights: out = x w^T * scale + bias, for linear layers
+// and for experts.
 //
 // A warp takes 16 * RT rows of the weight and a part of its columns; the warps of a program share rows and
-// add their sums in a fixed order. Codes go from memory to registers in 16-byte pieces, in the layout of
-// the checkpoint, and become operands of matrix instructions there. The order of columns within an
-// instruction is free as long as both operands agree: lane (g, t) holds 16 neighbouring codes of rows g and
-// g + 8, and the same 16 columns of token g.
+// add their sums in a fixed order. Codes go to shared memory ahead of their use in 16-byte pieces, in the
+// layout of the checkpoint; each lane reads what it has fetched itself and makes operands of matrix
+// instructions of it. The order of columns within an instruction is free as long as both operands agree:
+// lane (g, t) holds 16 bytes of rows g and g + 8 from byte 16 t on, and the same columns of token g.
 //
-// Macros: CODE 0 e4m3, 1 int8, 2 int4 (two codes a byte, a group's halves); SCALES 0 per output, 1 per
-// group of 128 inputs [K / 128, N], 2 per block of 128 x 128; SCALE_TYPE 0 float, 1 half, 2 bfloat16;
-// ZEROS; BIAS; BFLOAT16, else half; NT tiles of 8 tokens; RT tiles of 16 rows; WARPS; AHEAD blocks of 128
-// columns that are loaded before they are used.
+// ONE: a single row x. It is read once into shared memory, normalised there with NORM, and multiplied by a
+// power of two so that float16 holds it exactly; its product is divided by that at the end.
+// EXPERTS: 1, program y takes all pairs of expert y (lists, counts); 2, the pair y; 3, the sum of all
+// experts of token y. GATED: rows g are gates and rows g + 8 their ups, and the results are activated.
+// ADDED: the residual is added to the rounded result.
+//
+// Macros: CODE 0 e4m3, 1 int8, 2 int4, 3 e2m1 (two codes a byte, a group's halves); SCALES 0 per output,
+// 1 per group of GROUP inputs [K / GROUP, rows], 2 per block of 128 x 128; SCALE_TYPE 0 float, 1 half,
+// 2 bfloat16, 3 a power of two; ZEROS; BIAS; BFLOAT16, else half; NT tiles of 8 tokens; RT tiles of 16 rows;
+// WARPS; STAGES blocks of 128 columns that a warp has fetched; K columns; TOP_K for EXPERTS 3; ALTERNATING order of gates and
+// ups; ACTIVATION 0 silu, 1 gelu_tanh, 2 clamped; SHARE: results are multiplied by weights of pairs; PDL:
+// the program may start while the kernel before it runs.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
+typedef long long i64;
 
-#if BFLOAT16
+#define OPERAND_BFLOAT16 (BFLOAT16 && (!ONE || CODE == 3))
+#if OPERAND_BFLOAT16
 #define KIND "bf16"
-#define BASE 0x43004300u   // 128, twice: its low mantissa bits count ones
-#define ONE 0x3f803f80u
-#define MINUS_ONE 0xbf80bf80u
-#define MINUS_EIGHT 0xc308c308u   // -(128 + 8)
-#define FLOAT8_FACTOR 0x7b807b80u  // 2^120
-#define FLOAT8_SHIFT 4
 #else
 #define KIND "f16"
-#define BASE 0x64006400u   // 1024
-#define ONE 0x3c003c00u
-#define MINUS_ONE 0xbc00bc00u
-#define MINUS_EIGHT 0xe408e408u
-#define FLOAT8_FACTOR 0x5c005c00u  // 2^8
-#define FLOAT8_SHIFT 1
 #endif
+#define NIBBLES (CODE >= 2)
+#define PIECES (NIBBLES ? 1 : 2)  // 16-byte pieces of a row's block of 128 columns
+#define BLOCKS ((K + 127) / 128)
+#define RAGGED (K % 128 != 0)
+#define SCALE_BYTES (SCALE_TYPE == 0 ? 4 : SCALE_TYPE == 3 ? 1 : 2)
+#define FINE (SCALES == 1 && GROUP < 128)  // lanes of a row hold codes of different groups
+#define PARTS (SCALES == 2 || (SCALES == 1 && !FINE) || EXPERTS == 3)  // sums of a block are scaled
+#define CODE_ROOM (RT * 2 * PIECES * 512)
+#define SCALE_ROOM (SCALES == 2 ? 16 : SCALES == 0 ? (EXPERTS == 3 ? 64 * RT : 0) \
+                    : (FINE ? 128 / GROUP : 1) * 16 * RT * SCALE_BYTES)
+#define SLOT (CODE_ROOM + SCALE_ROOM + (ZEROS ? 16 * RT : 0))
+#define RING (WARPS * STAGES * SLOT)
+#define SUMS (WARPS * 16 * RT * (ONE ? 4 : 32 * NT))
+#define THREADS (WARPS * 32)
 
-#define PIECES (CODE == 2 ? 1 : 2)  // 16-byte pieces of a row's block of 128 columns
+#ifndef ON_HOST
+#define SHARED __shared__
+#define WAIT_GROUP(n) asm volatile("cp.async.wait_group %0;" :: "n"(n) : "memory")
 
-__device__ __forceinline__ uint4 load_once(const void* at) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
+__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+// bytes 0 fills the place with zeros.
+__device__ __forceinline__ void copy16(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ uint4 load(const void* at) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
+__device__ __forceinline__ void copy8(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
+
+__device__ __forceinline__ void copy4(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                 :: "r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
     u32 d;
     asm("fma.rn." KIND "x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+// Two e4m3 codes to two numbers of 16 bits with 11-bit significands.
+__device__ __forceinline__ u32 e4m3_half2(u16 codes) {
+    u32 d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(codes));
     return d;
 }
 
@@ -62,214 +94,528 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four codes of a word, or of its low or high halves of bytes, as two pairs. zero: base + zero point, twice.
-template <int HIGH>
-__device__ __forceinline__ void decode(u32 word, u32 zero, u32& first, u32& second) {
-#if CODE == 0
-    u32 a = __byte_perm(word, 0, 0x1404), b = __byte_perm(word, 0, 0x3424);
-    a = (a & 0x80008000u) | ((a & 0x7f007f00u) >> FLOAT8_SHIFT);
-    b = (b & 0x80008000u) | ((b & 0x7f007f00u) >> FLOAT8_SHIFT);
-    first = fma2(a, FLOAT8_FACTOR, 0x80008000u);
-    second = fma2(b, FLOAT8_FACTOR, 0x80008000u);
-#elif CODE == 1
-    u32 a = __byte_perm(word, 0, 0x4140), b = __byte_perm(word, 0, 0x4342);
-    first = fma2((a & 0x00800080u) | BASE, MINUS_ONE, (a & 0x007f007fu) | BASE);
-    second = fma2((b & 0x00800080u) | BASE, MINUS_ONE, (b & 0x007f007fu) | BASE);
-#else
-    u32 half = HIGH ? word >> 4 : word;
-    u32 a = __byte_perm(half, 0, 0x4140), b = __byte_perm(half, 0, 0x4342);
-    a = (a & 0x000f000fu) | BASE;
-    b = (b & 0x000f000fu) | BASE;
-#if ZEROS
-    first = fma2(zero, MINUS_ONE, a);
-    second = fma2(zero, MINUS_ONE, b);
-#else
-    first = fma2(a, ONE, MINUS_EIGHT);
-    second = fma2(b, ONE, MINUS_EIGHT);
-#endif
-#endif
-}
-
-__device__ __forceinline__ float scale_at(const void* scales, long long at) {
-#if SCALE_TYPE == 0
-    return ((const float*)scales)[at];
-#elif SCALE_TYPE == 1
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(((const u16*)scales)[at]));
-    return f;
-#else
-    return __uint_as_float((u32)((const u16*)scales)[at] << 16);
-#endif
-}
-
-__device__ __forceinline__ float number(u16 bits) {
-#if BFLOAT16
-    return __uint_as_float((u32)bits << 16);
-#else
+__device__ __forceinline__ float from_half(u16 bits) {
     float f;
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
     return f;
-#endif
 }
 
-__device__ __forceinline__ u16 rounded(float f) {
+__device__ __forceinline__ u16 to_half(float f) {
     u16 bits;
-    asm("cvt.rn." KIND ".f32 %0, %1;" : "=h"(bits) : "f"(f));
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
     return bits;
 }
 
-struct Block {
-    uint4 codes[RT][2][PIECES];
-#if SCALES
-    float scale[RT][2];
+__device__ __forceinline__ u16 to_bfloat16(float f) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
+    return bits;
+}
 #endif
-#if ZEROS
-    u32 zero[RT][2];
-#endif
+
+__device__ __forceinline__ float from_bfloat16(u16 bits) { return __uint_as_float((u32)bits << 16); }
+
+// Numbers of the model's dtype.
+__device__ __forceinline__ float number(u16 bits) { return BFLOAT16 ? from_bfloat16(bits) : from_half(bits); }
+
+__device__ __forceinline__ u16 rounded(float f) { return BFLOAT16 ? to_bfloat16(f) : to_half(f); }
+
+__device__ __forceinline__ float nearest(float f) { return number(rounded(f)); }
+
+// Scales and zero points of one row, as products need them.
+struct Fine {
+    u32 zero;   // what a code's base and zero point are taken away with, twice
+    u32 high;   // the same for codes in high halves of bytes, where those are not shifted
+    u32 scale;  // of a group of e2m1, twice
+    u32 more;   // 0, or a second factor
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-few_rows(const u8* weight, const void* scales, const u8* zeros, const u16* x, const u16* bias, u16* out,
-         int tokens, int N, int K, int tiles, int scale_stride) {
-    extern __shared__ float sums[];  // [WARPS][8 NT][16 RT]
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int row0 = blockIdx.x / tiles * (16 * RT), token0 = blockIdx.x % tiles * (8 * NT);
-    const int blocks = K / 128;
-    const long long row_bytes = CODE == 2 ? K / 2 : K;
-    const u8* rows[RT][2];
-    int index[RT][2];
-    for (int i = 0; i < RT; i++) {
-        for (int h = 0; h < 2; h++) {
-            index[i][h] = min(row0 + 16 * i + 8 * h + g, N - 1);
-            rows[i][h] = weight + index[i][h] * row_bytes + 16 * t;
-        }
+// Words of codes to pairs of numbers: a word of 8-bit codes gives columns (0, 1) and (2, 3); a word of
+// 4-bit codes gives (0, 2) and (1, 3) of low halves (HIGH 0) or of high halves.
+template <int HIGH>
+__device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u32& second) {
+#if CODE == 0 && OPERAND_BFLOAT16
+    u32 a = __byte_perm(word, 0, 0x1404), b = __byte_perm(word, 0, 0x3424);
+    a = (a & 0x80008000u) | ((a & 0x7f007f00u) >> 4);
+    b = (b & 0x80008000u) | ((b & 0x7f007f00u) >> 4);
+    first = fma2(a, 0x7b807b80u, 0x80008000u);  // times 2^120
+    second = fma2(b, 0x7b807b80u, 0x80008000u);
+#elif CODE == 0
+    first = e4m3_half2((u16)word);
+    second = e4m3_half2((u16)(word >> 16));
+#elif CODE == 1 && OPERAND_BFLOAT16  // 128 + the low seven bits, less 128 or 256
+    u32 a = __byte_perm(word, 0, 0x4140), b = __byte_perm(word, 0, 0x4342);
+    first = fma2((a & 0x00800080u) | 0x43004300u, 0xbf80bf80u, (a & 0x007f007fu) | 0x43004300u);
+    second = fma2((b & 0x00800080u) | 0x43004300u, 0xbf80bf80u, (b & 0x007f007fu) | 0x43004300u);
+#elif CODE == 1  // 1024 + 128 + the code
+    const u32 moved = word ^ 0x80808080u;
+    first = fma2(__byte_perm(moved, 0x64646464u, 0x4140), 0x3c003c00u, 0xe480e480u);
+    second = fma2(__byte_perm(moved, 0x64646464u, 0x4342), 0x3c003c00u, 0xe480e480u);
+#elif CODE == 2 && OPERAND_BFLOAT16  // 128 + the code
+    const u32 low = HIGH ? word >> 4 : word;
+    first = fma2((low & 0x000f000fu) | 0x43004300u, 0x3f803f80u, fine.zero);
+    second = fma2(((low >> 8) & 0x000f000fu) | 0x43004300u, 0x3f803f80u, fine.zero);
+#elif CODE == 2  // 1024 + the code, or 1024 + 16 times the code
+    const u32 next = word >> 8;
+    if (HIGH) {
+        first = fma2((word & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, fine.high);
+        second = fma2((next & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, fine.high);
+    } else {
+        first = fma2((word & 0x000f000fu) | 0x64006400u, 0x3c003c00u, fine.zero);
+        second = fma2((next & 0x000f000fu) | 0x64006400u, 0x3c003c00u, fine.zero);
     }
-    const u16* token[NT];
-    for (int n = 0; n < NT; n++) {
-        const int at = token0 + 8 * n + g;
-        token[n] = at < tokens ? x + (long long)at * K + 16 * t : nullptr;
+#else  // the code's bits in their places, times a power of two for the bias and for the group
+    const u32 a = HIGH ? word << 8 : word << 12, b = HIGH ? word : word << 4;
+    first = fma2((a & 0x80008000u) | ((a >> 6) & 0x01c001c0u), fine.scale, 0x80008000u);
+    second = fma2((b & 0x80008000u) | ((b >> 6) & 0x01c001c0u), fine.scale, 0x80008000u);
+    if (fine.more) {
+        first = fma2(first, fine.more, 0x80008000u);
+        second = fma2(second, fine.more, 0x80008000u);
     }
-    float acc[RT][NT][4] = {};
+#endif
+}
 
-    auto fetch = [&](Block& to, int b) {
+__device__ __forceinline__ float scale_of(const u8* at, int index) {
+#if SCALE_TYPE == 0
+    return ((const float*)at)[index];
+#elif SCALE_TYPE == 1
+    return from_half(((const u16*)at)[index]);
+#elif SCALE_TYPE == 2
+    return from_bfloat16(((const u16*)at)[index]);
+#else
+    return exp2f((float)at[index] - 127.0f);
+#endif
+}
+
+__device__ __forceinline__ float activated(float gate, float up, float limit, float alpha) {
+    gate = nearest(gate);
+    up = nearest(up);
+#if ACTIVATION == 2
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return (up + 1.0f) * (gate / (1.0f + expf(-gate * alpha)));
+#elif ACTIVATION == 1
+    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+    return nearest(0.5f * gate * (1.0f + tanhf(inner))) * up;
+#else
+    return nearest(gate / (1.0f + expf(-gate))) * up;
+#endif
+}
+
+// weight, scales, zeros: of all experts' rows. x: [rows of x, K]. rows: of one weight, N. bias: [N] for each
+// weight. lists: [experts, most] pairs; counts: pairs of each; ids, shares: [tokens, top_k]. scale_stride:
+// between groups, or between rows of blocks. residual, out: as wide as results.
+extern "C" __global__ void __launch_bounds__(THREADS)
+few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, const u16* bias,
+         const u16* norm_weight, const u16* residual, u16* out, const int* lists, const int* counts,
+         const int* ids, const float* shares, int tokens, int N, int tiles, int scale_stride, int most,
+         int top_k, float eps, float limit, float alpha) {
+#ifdef ON_HOST
+    u8* shared = host_shared();
+#else
+    extern __shared__ __align__(16) u8 shared[];
+#endif
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int stripe = blockIdx.x / tiles, y = blockIdx.y;
+    const int width = GATED ? N / 2 : N;  // results of a row of x
+    const int first_row = stripe * (GATED ? 8 : 16) * RT;
+    u8* ring = shared + warp * (STAGES * SLOT);
+    float* sums = (float*)shared;  // when all codes were read
+
+#if PDL
+    launch_next();
+#if EXPERTS
+    wait_before();
+#endif
+#endif
+
+    int expert = 0, count = tokens;
+    if (EXPERTS == 1) {
+        expert = y;
+        count = counts[y];
+        if (count == 0) return;
+    } else if (EXPERTS == 2) {
+        expert = ids[y];
+    }
+
+    // The first of 8 neighbouring rows of a weight, for half h of tile i. Rows behind the last repeat it.
+    auto base_row = [&](int i, int h) -> int {
+        if (GATED && !ALTERNATING) return h * width + min(first_row + 8 * i, width - 8);
+        return min((GATED ? 2 * first_row : first_row) + 16 * i + 8 * h, N - 8);
+    };
+    auto lane_row = [&](int i, int h) -> int {
+        if (GATED && ALTERNATING) {
+            const int at = 2 * g + h;
+            return base_row(i, at / 8) + at % 8;
+        }
+        return base_row(i, h) + g;
+    };
+    // Where the scale of the lane's row is among the 16 of a tile.
+    auto place = [&](int h) -> int { return GATED && ALTERNATING ? 2 * g + h : 8 * h + g; };
+
+    // Where the lane's codes of a block begin: columns of low halves, and how far those of high halves are.
+    const int column = !NIBBLES ? 16 * t : 16 * t / (GROUP / 2) * GROUP + 16 * t % (GROUP / 2);
+    const int half = !NIBBLES ? 64 : GROUP / 2;
+
+#if EXPERTS == 3
+    SHARED int chosen[TOP_K];
+    SHARED float portion[TOP_K];
+    if (threadIdx.x < TOP_K) {
+        chosen[threadIdx.x] = ids[(i64)y * TOP_K + threadIdx.x];
+        portion[threadIdx.x] = shares[(i64)y * TOP_K + threadIdx.x];
+    }
+    __syncthreads();
+#endif
+    const int units = EXPERTS == 3 ? TOP_K * BLOCKS : BLOCKS;
+    auto fetch = [&](int slot, int unit) {
+        int b = unit, e = expert;
+#if EXPERTS == 3
+        b = unit % BLOCKS;
+        e = chosen[unit / BLOCKS];
+#endif
+        u8* to = ring + slot * SLOT;
+        const i64 row0 = (i64)e * N;
 #pragma unroll
         for (int i = 0; i < RT; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
+                const u8* from = weight + (row0 + lane_row(i, h)) * (i64)(NIBBLES ? K / 2 : K) + 16 * t;
 #pragma unroll
                 for (int p = 0; p < PIECES; p++) {
-                    to.codes[i][h][p] = load_once(rows[i][h] + (long long)b * (64 * PIECES) + 64 * p);
+                    const bool in = !RAGGED || b * 128 + column + 64 * p < K;
+                    const u8* at = in ? from + (i64)b * (64 * PIECES) + 64 * p : weight;
+                    copy16(to + (((i * 2 + h) * PIECES + p) * 32 + lane) * 16, at, in ? 16 : 0);
                 }
-#if SCALES == 1
-                to.scale[i][h] = scale_at(scales, (long long)b * scale_stride + index[i][h]);
-#elif SCALES == 2
-                to.scale[i][h] = scale_at(scales, (long long)(index[i][h] / 128) * scale_stride + b);
-#endif
-#if ZEROS
-                const u32 z = zeros[(long long)b * scale_stride + index[i][h]];
-                to.zero[i][h] = BASE | z | z << 16;
-#endif
             }
         }
+        u8* beside = to + CODE_ROOM;
+#if SCALES == 2
+        if (lane < 2) {
+            const i64 row = row0 + base_row(0, lane);
+            copy4(beside + 4 * lane, scales + ((row / 128) * scale_stride + b) * 4);
+        }
+#elif SCALES == 1 || EXPERTS == 3
+        constexpr int SIZE = SCALES ? SCALE_BYTES : 4, GROUPS = FINE ? 128 / GROUP : 1;
+        constexpr int HALVES = SIZE == 4 ? 2 : 1;  // copies for 8 rows
+        for (int c = lane; c < GROUPS * RT * 2 * HALVES; c += 32) {
+            const int q = c % HALVES, h = c / HALVES % 2, i = c / (2 * HALVES) % RT, k = c / (2 * HALVES * RT);
+            const i64 row = row0 + base_row(i, h) + 4 * q;
+            const bool in = !RAGGED || b * 128 + k * GROUP < K;
+            const i64 group = SCALES ? (i64)b * GROUPS + k : 0;
+            const u8* at = scales + (group * scale_stride + row) * SIZE;
+            u8* into = beside + (k * 16 * RT + i * 16 + h * 8 + 4 * q) * SIZE;
+            if (SIZE == 1) copy8(into, in ? at : scales, in ? 8 : 0);
+            else copy16(into, in ? at : scales, in ? 16 : 0);
+        }
+#endif
+#if ZEROS
+        if (lane < 2 * RT) {
+            const i64 row = row0 + base_row(lane / 2, lane % 2);
+            copy8(beside + SCALE_ROOM + 8 * lane, zeros + (i64)b * scale_stride + row, 8);
+        }
+#endif
     };
 
-    auto use = [&](const Block& from, int b) {
-#if SCALES
-        float part[RT][NT][4] = {};
+#if ONE
+    u16* staged = (u16*)(shared + (RING > SUMS ? RING : SUMS));  // [rows of x, K]
+    SHARED float reduced[2 * WARPS];  // largest magnitudes and squares of warps
 #else
-        auto& part = acc;
+    const u16* token[NT];
+#endif
+    float unscale = 1.0f;  // of a staged row
+
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+        if (warp + s * WARPS < units) fetch(s, warp + s * WARPS);
+        commit();
+    }
+#if PDL && !EXPERTS
+    wait_before();
+#endif
+
+#if ONE
+    {
+        constexpr int ROWS = EXPERTS == 3 ? TOP_K : 1;
+        constexpr int EACH = (ROWS * K / 8 + THREADS - 1) / THREADS;  // pieces of 8 numbers of a thread
+        const u16* from = x + (i64)(EXPERTS == 3 ? y * TOP_K : EXPERTS == 2 && GATED ? y / top_k : y) * K;
+        float v[EACH][8];
+        float most_found = 0, squares = 0;
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            const int at = (n * THREADS + (int)threadIdx.x) * 8;
+            uint4 raw = make_uint4(0, 0, 0, 0), by = raw;
+            if (at < ROWS * K) {
+                raw = *(const uint4*)(from + at);
+#if NORM
+                by = *(const uint4*)(norm_weight + at);
+#endif
+            }
+            const u32 words[4] = {raw.x, raw.y, raw.z, raw.w}, factors[4] = {by.x, by.y, by.z, by.w};
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float value = number((u16)(words[j / 2] >> (16 * (j % 2))));
+#if NORM
+                squares += value * value;
+                value *= number((u16)(factors[j / 2] >> (16 * (j % 2))));
+#endif
+                v[n][j] = value;
+                most_found = fmaxf(most_found, fabsf(value));
+            }
+        }
+#pragma unroll
+        for (int away = 16; away; away /= 2) {
+            most_found = fmaxf(most_found, __shfl_xor_sync(0xffffffffu, most_found, away));
+            squares += __shfl_xor_sync(0xffffffffu, squares, away);
+        }
+        if (lane == 0) {
+            reduced[warp] = most_found;
+            reduced[WARPS + warp] = squares;
+        }
+        __syncthreads();
+        most_found = squares = 0;
+        for (int w = 0; w < WARPS; w++) {
+            most_found = fmaxf(most_found, reduced[w]);
+            squares += reduced[WARPS + w];
+        }
+        float scale = 1.0f;
+#if !OPERAND_BFLOAT16
+        // The largest exponent becomes 14: 2^(14 - exponent), for exponents that leave it a normal number.
+        const int exponent = (int)(__float_as_uint(most_found) >> 23);
+        const int wanted = 254 + 14 - exponent;
+        if (exponent > 14 && exponent < 255) {
+            scale = __uint_as_float((u32)wanted << 23);
+            unscale = __uint_as_float((u32)(254 - wanted) << 23);
+        }
+#endif
+#if NORM
+        unscale *= rsqrtf(squares / K + eps);
 #endif
 #pragma unroll
-        for (int q = 0; q < 4; q++) {  // 16 columns of each lane's 64: half q % 2 of piece q / 2
-            const int c = q / 2;
-            uint4 columns[NT];
+        for (int n = 0; n < EACH; n++) {
+            const int at = (n * THREADS + (int)threadIdx.x) * 8;
+            if (at < ROWS * K) {
+                u32 made[4];
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                columns[n] = make_uint4(0, 0, 0, 0);
-                if (token[n]) columns[n] = load(token[n] + b * 128 + c * 64 + q % 2 * 8);
+                for (int j = 0; j < 4; j++) {
+                    // Pairs as codes are decoded: neighbours, or those two apart.
+                    const int one = NIBBLES ? j / 2 * 4 + j % 2 : 2 * j, two = NIBBLES ? one + 2 : one + 1;
+                    const float a = v[n][one] * scale, b = v[n][two] * scale;
+                    made[j] = OPERAND_BFLOAT16 ? to_bfloat16(a) | (u32)to_bfloat16(b) << 16
+                                               : to_half(a) | (u32)to_half(b) << 16;
+                }
+                *(uint4*)(staged + at) = make_uint4(made[0], made[1], made[2], made[3]);
             }
+        }
+        __syncthreads();
+    }
+#endif
+
+    const int token0 = ONE ? 0 : blockIdx.x % tiles * (8 * NT);
+    // With lists, a program takes all pairs of its expert in turn.
+    for (int first = token0; first < count; first += EXPERTS == 1 ? 8 * NT : 1 << 30) {
+        if (EXPERTS == 1 && first > token0) {
+            __syncthreads();  // sums were read
 #pragma unroll
-            for (int j = q % 2 * 2; j < q % 2 * 2 + 2; j++) {
-                u32 a[RT][4];
+            for (int s = 0; s < STAGES; s++) {
+                if (warp + s * WARPS < units) fetch(s, warp + s * WARPS);
+                commit();
+            }
+        }
+#if !ONE
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const int at = first + 8 * n + g;
+            token[n] = nullptr;
+            if (at < count) {
+                i64 row = at;
+                if (EXPERTS == 1) {
+                    row = lists[(i64)expert * most + at];
+                    if (GATED) row /= top_k;
+                }
+                token[n] = x + row * K + column;
+            }
+        }
+#endif
+        float acc[RT][NT][4] = {};
+
+        for (int turn = 0; warp + turn * WARPS < units; turn++) {
+            const int unit = warp + turn * WARPS, slot = turn % STAGES;
+            const int b = EXPERTS == 3 ? unit % BLOCKS : unit;
+            WAIT_GROUP(STAGES - 1);
+            __syncwarp();
+            const u8* from = ring + slot * SLOT;
+            const u8* beside = from + CODE_ROOM;
+            Fine fine[RT][2];
+#pragma unroll
+            for (int i = 0; i < RT; i++) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int at = 16 * i + place(h);
+                    u32 z = 8;
+#if ZEROS
+                    z = beside[SCALE_ROOM + at];
+#endif
+                    if (CODE == 2 && OPERAND_BFLOAT16) fine[i][h].zero = (0xc300u | z) * 0x10001u;
+                    if (CODE == 2 && !OPERAND_BFLOAT16) {
+                        fine[i][h].zero = (0xe400u | z) * 0x10001u;       // -(1024 + z)
+                        fine[i][h].high = (0xd400u | z << 4) * 0x10001u;  // -(64 + z)
+                    }
+#if FINE
+                    const u32 power = beside[16 * t / (GROUP / 2) * 16 * RT + at];
+                    fine[i][h].scale = (min(power, 128u) + 126u) * 0x00800080u;
+                    fine[i][h].more = power > 128u ? (power - 1u) * 0x00800080u : 0u;
+#endif
+                }
+            }
+#if PARTS
+            float part[RT][NT][4] = {};
+#else
+            auto& part = acc;
+#endif
+#pragma unroll
+            for (int q = 0; q < 4; q++) {  // half q % 2 of the lane's piece q / 2, which is 16 columns
+                const int c = q / 2;
+                uint4 columns[NT];
+#if ONE
+                columns[0] = make_uint4(0, 0, 0, 0);
+                const int offset = b * 128 + column + c * half + q % 2 * 8;
+                if (g == 0 && (!RAGGED || offset < K)) {
+                    const int row = EXPERTS == 3 ? unit / BLOCKS : 0;
+                    columns[0] = *(const uint4*)(staged + row * K + offset);
+                }
+#else
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    uint4 v = make_uint4(0, 0, 0, 0);
+                    const int offset = b * 128 + c * half + q % 2 * 8;
+                    if (token[n] && (!RAGGED || column + offset < K)) v = *(const uint4*)(token[n] + offset);
+#if NIBBLES
+                    v = make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                                   __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
+#endif
+                    columns[n] = v;
+                }
+#endif
+                uint4 codes[RT][2];
 #pragma unroll
                 for (int i = 0; i < RT; i++) {
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
-                        const uint4& piece = from.codes[i][h][PIECES == 2 ? c : 0];
-                        const u32 word = j == 0 ? piece.x : j == 1 ? piece.y : j == 2 ? piece.z : piece.w;
-                        u32 zero = 0;
-#if ZEROS
-                        zero = from.zero[i][h];
-#endif
-                        if (c) decode<1>(word, zero, a[i][h], a[i][h + 2]);
-                        else decode<0>(word, zero, a[i][h], a[i][h + 2]);
+                        const int piece = (i * 2 + h) * PIECES + (PIECES == 2 ? c : 0);
+                        codes[i][h] = *(const uint4*)(from + (piece * 32 + lane) * 16);
                     }
                 }
 #pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const uint4& v = columns[n];
-                    const u32 b0 = j % 2 ? v.z : v.x, b1 = j % 2 ? v.w : v.y;
+                for (int j = q % 2 * 2; j < q % 2 * 2 + 2; j++) {
+                    u32 a[RT][4];
 #pragma unroll
-                    for (int i = 0; i < RT; i++) multiply(part[i][n], a[i], b0, b1);
+                    for (int i = 0; i < RT; i++) {
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+                            const uint4& v = codes[i][h];
+                            const u32 word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
+                            if (c) decode<1>(word, fine[i][h], a[i][h], a[i][h + 2]);
+                            else decode<0>(word, fine[i][h], a[i][h], a[i][h + 2]);
+                        }
+                    }
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        const u32 b0 = j % 2 ? columns[n].z : columns[n].x;
+                        const u32 b1 = j % 2 ? columns[n].w : columns[n].y;
+#pragma unroll
+                        for (int i = 0; i < RT; i++) multiply(part[i][n], a[i], b0, b1);
+                    }
                 }
             }
+#if PARTS
+            float share = 1.0f;
+#if EXPERTS == 3
+            share = portion[unit / BLOCKS];
+#endif
+#pragma unroll
+            for (int i = 0; i < RT; i++) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float factor = share;
+#if SCALES == 2
+                    factor *= ((const float*)beside)[h];
+#elif SCALES == 1 && !FINE
+                    factor *= scale_of(beside, 16 * i + place(h));
+#elif SCALES == 0
+                    factor *= ((const float*)beside)[16 * i + place(h)];
+#endif
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        acc[i][n][2 * h] += part[i][n][2 * h] * factor;
+                        acc[i][n][2 * h + 1] += part[i][n][2 * h + 1] * factor;
+                    }
+                }
+            }
+#endif
+            __syncwarp();
+            if (unit + STAGES * WARPS < units) fetch(slot, unit + STAGES * WARPS);
+            commit();
         }
-#if SCALES
+        WAIT_GROUP(0);
+
+        // Sums of warps. Rows as lanes hold them: half h of tile i is 16 i + 8 h + g.
+        __syncthreads();
+        constexpr int COLUMNS = ONE ? 1 : 8 * NT;
 #pragma unroll
         for (int i = 0; i < RT; i++) {
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int e = 0; e < 4; e++) acc[i][n][e] += part[i][n][e] * from.scale[i][e / 2];
+                for (int e = 0; e < 4; e++) {
+                    const int at = 8 * n + 2 * t + e % 2, row = 16 * i + 8 * (e / 2) + g;
+                    if (!ONE || at == 0) sums[(warp * COLUMNS + at) * (16 * RT) + row] = acc[i][n][e];
+                }
             }
         }
-#endif
-    };
-
-    Block ahead[2][AHEAD];
+        __syncthreads();
+        const i64 row0 = (i64)expert * N;
+        auto total_of = [&](int at, int local) -> float {  // local: row of the stripe as lanes hold it
+            float total = 0;
 #pragma unroll
-    for (int u = 0; u < AHEAD; u++) {
-        if (warp + u * WARPS < blocks) fetch(ahead[0][u], warp + u * WARPS);
-    }
-    for (int first = warp; first < blocks; first += 2 * AHEAD * WARPS) {
-#pragma unroll
-        for (int turn = 0; turn < 2; turn++) {
-            const int now = first + turn * AHEAD * WARPS, next = now + AHEAD * WARPS;
-#pragma unroll
-            for (int u = 0; u < AHEAD; u++) {
-                if (next + u * WARPS < blocks) fetch(ahead[1 - turn][u], next + u * WARPS);
-            }
-#pragma unroll
-            for (int u = 0; u < AHEAD; u++) {
-                if (now + u * WARPS < blocks) use(ahead[turn][u], now + u * WARPS);
-            }
-        }
-    }
-
-#pragma unroll
-    for (int i = 0; i < RT; i++) {
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int column = 8 * n + 2 * t + e % 2, row = 16 * i + 8 * (e / 2) + g;
-                sums[(warp * 8 * NT + column) * (16 * RT) + row] = acc[i][n][e];
-            }
-        }
-    }
-    __syncthreads();
-    for (int at = threadIdx.x; at < 128 * NT * RT; at += WARPS * 32) {
-        const int row = row0 + at % (16 * RT), n = token0 + at / (16 * RT);
-        if (row >= N || n >= tokens) continue;
-        float total = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) total += sums[w * (128 * NT * RT) + at];
-#if SCALES == 0
-        total *= scale_at(scales, row);
+            for (int w = 0; w < WARPS; w++) total += sums[(w * COLUMNS + at) * (16 * RT) + local];
+            return total * unscale;
+        };
+        auto finished = [&](float total, int row) -> float {
+#if SCALES == 0 && EXPERTS != 3
+            total *= scale_of(scales + (row0 + row) * SCALE_BYTES, 0);
 #endif
 #if BIAS
-        total += number(bias[row]);
+            if (EXPERTS != 3) total += number(bias[row0 + row]);
 #endif
-        out[(long long)n * N + row] = rounded(total);
+            return total;
+        };
+        constexpr int EACH_TOKEN = (GATED ? 8 : 16) * RT;
+        for (int at = threadIdx.x; at < EACH_TOKEN * COLUMNS; at += THREADS) {
+            const int local = at % EACH_TOKEN, n = at / EACH_TOKEN, m = first_row + local;
+            if (m >= width || first + n >= count) continue;
+            float result;
+            if (GATED) {
+                const int i = local / 8, r = local % 8;
+                const float gate = finished(total_of(n, 16 * i + r), ALTERNATING ? 2 * m : m);
+                const float up = finished(total_of(n, 16 * i + 8 + r), ALTERNATING ? 2 * m + 1 : width + m);
+                result = activated(gate, up, limit, alpha);
+            } else {
+                result = finished(total_of(n, local), m);
+            }
+            i64 to = first + n;
+            if (EXPERTS == 1) to = lists[(i64)expert * most + first + n];
+            if (EXPERTS >= 2) to = y;
+#if SHARE
+            if (EXPERTS < 3) result *= shares[to];
+#endif
+#if BIAS && EXPERTS == 3
+            for (int j = 0; j < TOP_K; j++) result += number(bias[(i64)chosen[j] * N + m]) * portion[j];
+#endif
+            to = to * width + m;
+#if ADDED
+            result = nearest(result) + number(residual[to]);
+#endif
+            out[to] = rounded(result);
+        }
     }
 }

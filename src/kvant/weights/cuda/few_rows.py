@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from kvant.kernels.cuda import build
-from kvant.kernels.cuda.build import INT, POINTER, Kernel
+from kvant.kernels.cuda.build import FLOAT, INT, POINTER, Kernel
 from kvant.weights.codecs import NarrowWeight
 from kvant.weights.format import WHOLE, Code, Scale, WeightFormat
 
@@ -23,33 +25,106 @@ MOST_ROWS = 64
 BLOCK = 128
 """Columns at a time; also the groups and blocks whose scales it reads."""
 
-_CODES = {Code.E4M3: 0, Code.INT8: 1, Code.INT4: 2}
-_SCALES = {Scale.FLOAT32: 0, Scale.FLOAT16: 1, Scale.BFLOAT16: 2}
-_ARGUMENTS = (
-    POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT, INT,
-)  # fmt: skip
+_CODES = {Code.E4M3: 0, Code.INT8: 1, Code.INT4: 2, Code.E2M1: 3}
+_SCALES = {Scale.FLOAT32: 0, Scale.FLOAT16: 1, Scale.BFLOAT16: 2, Scale.E8M0: 3}
+ARGUMENTS = (*[POINTER] * 12, *[INT] * 6, *[FLOAT] * 3)
+
+
+class Pairs(Enum):
+    """Which experts' weights a program multiplies with; a pair is one token with one of its experts."""
+
+    NONE = 0  # a linear layer
+    LISTED = 1  # an expert with all its pairs
+    ALONE = 2  # the expert of one pair
+    SUMMED = 3  # all experts of one token, as the weighted sum
+
+
+class Act(Enum):
+    """Activations of gates that it computes."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Warps:
-    """How a product is cut: tiles of 16 rows of a warp, warps of a program, blocks loaded ahead."""
+    """How a product is cut: tiles of 16 rows of a warp, warps, blocks that a warp has fetched."""
 
     tiles: int
     warps: int
     ahead: int
 
 
-def serves(fmt: WeightFormat, columns: int) -> bool:
-    """Whether the kernel reads this format on this device. The answer is the same for all steps."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is computed around a product: each field is a macro of `few_rows.cu`.
+
+    one: a single row, staged. norm: it is normalised. gated: rows are gates and ups, activated by act.
+    added: to a residual. share: results of pairs are weighted. top_k: of SUMMED.
+    """
+
+    one: bool = False
+    norm: bool = False
+    gated: bool = False
+    alternating: bool = False
+    act: Act = Act.SILU
+    added: bool = False
+    pairs: Pairs = Pairs.NONE
+    top_k: int = 1
+    share: bool = False
+
+
+PLAIN = Kind()
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Tensors of a launch beside x and the weight; those of `Kind` alone are read.
+
+    norm_weight: [columns]. residual: [tokens, width]. ids: int32 and shares: float32 [tokens, top_k].
+    lists: int32 [experts, most], counts: int32 [experts]. limit, alpha: of a clamped activation.
+    """
+
+    norm_weight: Tensor | None = None
+    eps: float = 0.0
+    residual: Tensor | None = None
+    ids: Tensor | None = None
+    shares: Tensor | None = None
+    lists: Tensor | None = None
+    counts: Tensor | None = None
+    limit: float = 0.0
+    alpha: float = 0.0
+    top_k: int = 1
+
+
+NOTHING = Beside()
+
+
+def serves(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether the kernel reads weights [rows, columns] on this device. The answer is the same for all steps.
+
+    rows: of one expert, where there are several.
+    """
+    return reads(fmt, rows, columns, dtype) and _available()
+
+
+def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """The same for any Hopper GPU."""
+    if fmt.code is Code.E2M1:
+        known = fmt.scale is Scale.E8M0 and fmt.columns == 32 and dtype is torch.bfloat16
+        return known and fmt.rows == 1 and rows % 16 == 0 and columns % 32 == 0
     shared = (fmt.rows, fmt.columns)
     shares = {(1, WHOLE), (1, BLOCK), (BLOCK, BLOCK)}
     return (
-        fmt.code in _CODES
-        and fmt.scale in _SCALES
+        fmt.scale in _SCALES
+        and fmt.scale is not Scale.E8M0
         and shared in shares
+        and (shared[0] == 1 or rows % BLOCK == 0 or rows % 16 == 0)
+        and (shared != (1, WHOLE) or fmt.scale is Scale.FLOAT32)
         and not fmt.global_scale
-        and columns % BLOCK == 0
-        and _available()
+        and columns % (64 if shared == (1, WHOLE) else BLOCK) == 0
+        and rows % 16 == 0
     )
 
 
@@ -63,16 +138,47 @@ def _available() -> bool:
 
 
 def defines(
-    fmt: WeightFormat, tokens: int, dtype: torch.dtype, cut: Warps, *, bias: bool
+    fmt: WeightFormat,
+    columns: int,
+    tiles: int,
+    dtype: torch.dtype,
+    cut: Warps,
+    kind: Kind = PLAIN,
+    *,
+    bias: bool = False,
+    ahead: bool = True,
 ) -> dict[str, int | str]:
-    """Macros of `few_rows.cu`."""
-    shares = {(1, WHOLE): 0, (1, BLOCK): 1, (BLOCK, BLOCK): 2}
+    """Macros of `few_rows.cu`. tiles: of 8 tokens. ahead: the launch may overlap the one before it."""
+    scales = {(1, WHOLE): 0, (BLOCK, BLOCK): 2}.get((fmt.rows, fmt.columns), 1)
     return {
-        "CODE": _CODES[fmt.code], "SCALES": shares[fmt.rows, fmt.columns],
+        "CODE": _CODES[fmt.code], "SCALES": scales, "GROUP": fmt.columns if scales == 1 else BLOCK,
         "SCALE_TYPE": _SCALES[fmt.scale], "ZEROS": int(fmt.zero_points), "BIAS": int(bias),
-        "BFLOAT16": int(dtype is torch.bfloat16), "NT": token_tiles(tokens), "RT": cut.tiles,
-        "WARPS": cut.warps, "AHEAD": cut.ahead,
+        "BFLOAT16": int(dtype is torch.bfloat16), "NT": tiles, "RT": cut.tiles,
+        "WARPS": cut.warps, "STAGES": cut.ahead, "K": columns, "ONE": int(kind.one),
+        "NORM": int(kind.norm), "GATED": int(kind.gated), "ALTERNATING": int(kind.alternating),
+        "ACTIVATION": kind.act.value, "ADDED": int(kind.added), "EXPERTS": kind.pairs.value,
+        "TOP_K": kind.top_k, "SHARE": int(kind.share), "PDL": int(ahead),
     }  # fmt: skip
+
+
+def shared_bytes(macros: Mapping[str, int | str]) -> int:
+    """Dynamic shared memory of a program: what `few_rows.cu` computes by its macros."""
+    m = {name: int(value) for name, value in macros.items()}
+    tiles, warps = m["RT"], m["WARPS"]
+    pieces = 1 if m["CODE"] >= 2 else 2
+    size = {0: 4, 1: 2, 2: 2, 3: 1}[m["SCALE_TYPE"]]
+    if m["SCALES"] == 2:
+        scales = 16
+    elif m["SCALES"] == 0:
+        scales = 64 * tiles if m["EXPERTS"] == 3 else 0
+    else:
+        scales = max(1, BLOCK // m["GROUP"]) * 16 * tiles * size
+    slot = tiles * 2 * pieces * 512 + scales + (16 * tiles if m["ZEROS"] else 0)
+    sums = warps * 16 * tiles * (4 if m["ONE"] else 32 * m["NT"])
+    staged = 0
+    if m["ONE"]:
+        staged = 2 * m["K"] * (m["TOP_K"] if m["EXPERTS"] == 3 else 1)
+    return max(warps * m["STAGES"] * slot, sums) + staged
 
 
 def token_tiles(tokens: int) -> int:
@@ -81,25 +187,98 @@ def token_tiles(tokens: int) -> int:
 
 
 @functools.cache
-def kernel(fmt: WeightFormat, tiles: int, dtype: torch.dtype, cut: Warps, *, bias: bool) -> Kernel:
+def kernel(
+    fmt: WeightFormat,
+    columns: int,
+    tiles: int,
+    dtype: torch.dtype,
+    cut: Warps,
+    kind: Kind = PLAIN,
+    *,
+    bias: bool = False,
+) -> Kernel:
     """The compiled kernel for `tiles` tiles of 8 tokens. RuntimeError if it does not compile."""
-    macros = defines(fmt, 8 * tiles, dtype, cut, bias=bias)
-    shared = 512 * tiles * cut.tiles * cut.warps
-    return build.build(__package__, ("few_rows.cu",), "few_rows", macros, shared, _ARGUMENTS)
+    macros = defines(fmt, columns, tiles, dtype, cut, kind, bias=bias)
+    return build.build(
+        __package__, ("few_rows.cu",), "few_rows", macros, shared_bytes(macros), ARGUMENTS
+    )
 
 
-def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Warps) -> Tensor:
-    """x [T, columns], bfloat16 or float16, contiguous -> [T, rows], for a format that it `serves`."""
-    tokens, (rows, columns) = x.shape[0], weight.shape
-    out = x.new_empty(tokens, rows)
-    tiles = token_tiles(tokens)
-    built = kernel(weight.format, tiles, x.dtype, cut, bias=bias is not None)
-    beside = -(-tokens // (8 * tiles))
-    programs = beside * -(-rows // (16 * cut.tiles))
+def multiply(
+    x: Tensor,
+    weight: NarrowWeight,
+    bias: Tensor | None,
+    cut: Warps,
+    kind: Kind = PLAIN,
+    beside: Beside = NOTHING,
+    *,
+    experts: int = 1,
+) -> Tensor:
+    """x [T, columns], bfloat16 or float16, contiguous -> [T, rows], for a format that it `serves`.
+
+    With gated, half as many columns; with pairs, a row for each pair or, SUMMED, for each token. experts:
+    how many weights are stacked.
+    """
+    call = arranged(x, weight, bias, cut, kind, beside, experts=experts)
+    built = kernel(
+        weight.format, weight.columns, call.tiles, x.dtype, cut, kind, bias=bias is not None
+    )
+    built.launch(call.programs, cut.warps * 32, call.values, ahead=True)
+    return call.out
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A launch: its result, tiles of 8 tokens, programs (across, down), and arguments."""
+
+    out: Tensor
+    tiles: int
+    programs: tuple[int, int]
+    values: tuple[int | float, ...]
+
+
+def arranged(
+    x: Tensor,
+    weight: NarrowWeight,
+    bias: Tensor | None,
+    cut: Warps,
+    kind: Kind,
+    beside: Beside,
+    *,
+    experts: int = 1,
+) -> Call:
+    """The launch of `multiply`."""
+    rows = weight.rows // experts
+    width = rows // 2 if kind.gated else rows
+    tokens, down, tiles, most = x.shape[0], 1, 1, 0
+    results = tokens
+    if kind.pairs is not Pairs.NONE:
+        assert beside.ids is not None
+        pairs = beside.ids.numel()
+        results = pairs
+        if kind.pairs is Pairs.LISTED:
+            assert beside.lists is not None
+            down, most = experts, beside.lists.shape[1]
+            tiles = token_tiles(min(most, max(8, 2 * pairs // experts)))
+        elif kind.pairs is Pairs.ALONE:
+            down = pairs
+        else:
+            down = results = beside.ids.shape[0]
+    elif not kind.one:
+        tiles = token_tiles(tokens)
+    out = x.new_empty(results, width)
+    side = -(-tokens // (8 * tiles)) if kind.pairs is Pairs.NONE and not kind.one else 1
+    across = side * -(-width // ((8 if kind.gated else 16) * cut.tiles))
     stride = weight.scales.stride(0) if weight.scales.ndim > 1 else 0
-    zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
-    built.launch(programs, cut.warps * 32, (
-        weight.codes.data_ptr(), weight.scales.data_ptr(), zeros, x.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), tokens, rows, columns, beside, stride,
-    ))  # fmt: skip
-    return out
+    values = (
+        *(_address(one) for one in (
+            weight.codes, weight.scales, weight.zeros, x, bias, beside.norm_weight, beside.residual, out,
+            beside.lists, beside.counts, beside.ids, beside.shares,
+        )),
+        tokens, rows, side, stride, most, beside.top_k, beside.eps, beside.limit, beside.alpha,
+    )  # fmt: skip
+    return Call(out, tiles, (across, down), values)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -61,6 +61,97 @@ def scale_value(stored, SCALE: tl.constexpr):
         return stored.to(tl.float32)
 
 
+@triton.jit
+def tile_sums(
+    acc, x_at, there, weight, scales, zeros, n, inside, lo, hi, COLUMNS, SCALE_N, SCALE_K,
+    CODE: tl.constexpr, SHARE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, ZEROS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Add products of rows n [ROWS] of a weight with TOKENS rows of x, over columns lo to hi, to acc.
+
+    x_at: pointers [1, TOKENS] to rows of x, of which those that are `there` [TOKENS] count. The other names
+    are those of `product`. Scales of outputs, and the factor, are left to the caller.
+    """
+    s_at = scales + (n // BLOCK_ROWS) * SCALE_N
+    if ZEROS:
+        z_at = zeros + (n // BLOCK_ROWS) * SCALE_N
+    if CODE >= INT4:
+        HALF: tl.constexpr = DEPTH // 2
+        RUN: tl.constexpr = GROUP // 2
+        j = tl.arange(0, HALF)
+        k = j // RUN * (2 * RUN) + j % RUN
+        w_at = weight + n[:, None] * (COLUMNS // 2) + j[None, :]
+        for s in tl.range(lo, hi, DEPTH, num_stages=STAGES):
+            if EVEN:
+                codes = tl.load(w_at + s // 2, eviction_policy="evict_first")
+                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :], other=0.0)
+                b = tl.load(x_at + (s + RUN + k)[:, None], mask=there[None, :], other=0.0)
+            else:
+                left = j < (hi - s) // 2
+                codes = tl.load(w_at + s // 2, mask=inside[:, None] & left[None, :], other=0)
+                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :] & left[:, None], other=0.0)
+                b = tl.load(
+                    x_at + (s + RUN + k)[:, None], mask=there[None, :] & left[:, None], other=0.0
+                )
+            if SHARE == FINE:
+                GROUPS: tl.constexpr = DEPTH // GROUP
+                groups = s // GROUP + tl.arange(0, GROUPS)
+                at = groups[None, :] * SCALE_K
+                live = inside[:, None] & (groups * GROUP < hi)[None, :]
+                g = scale_value(tl.load(s_at[:, None] + at, mask=live, other=0), SCALE)
+                z = codes
+                if ZEROS:
+                    z = _spread(tl.load(z_at[:, None] + at, mask=live, other=0), RUN)
+                low, high = _halves(codes, z, dtype, CODE, ZEROS, PTX)
+                g = _spread(g, RUN)
+                low = (low.to(tl.float32) * g).to(dtype)
+                high = (high.to(tl.float32) * g).to(dtype)
+                acc = tl.dot(low, a, acc)
+                acc = tl.dot(high, b, acc)
+            else:
+                at = s // GROUP * SCALE_K
+                g = scale_value(tl.load(s_at + at, mask=inside, other=0), SCALE)
+                z = tl.load(z_at + at, mask=inside, other=0)[:, None] if ZEROS else codes
+                low, high = _halves(codes, z, dtype, CODE, ZEROS, PTX)
+                found = tl.dot(low, a)
+                found = tl.dot(high, b, found)
+                acc += found * g[:, None]
+    else:
+        k = tl.arange(0, DEPTH)
+        w_at = weight + n[:, None] * COLUMNS + k[None, :]
+        for s in tl.range(lo, hi, DEPTH, num_stages=STAGES):
+            if EVEN:
+                codes = tl.load(w_at + s, eviction_policy="evict_first")
+                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :], other=0.0)
+            else:
+                left = k < hi - s
+                codes = tl.load(w_at + s, mask=inside[:, None] & left[None, :], other=0)
+                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :] & left[:, None], other=0.0)
+            numbers = _whole(codes, dtype, CODE, PTX)
+            if SHARE == PER_OUTPUT:
+                acc = tl.dot(numbers, a, acc)
+            elif SHARE == PER_STEP:
+                g = scale_value(tl.load(s_at + s // GROUP * SCALE_K, mask=inside, other=0), SCALE)
+                acc += tl.dot(numbers, a) * g[:, None]
+            else:
+                GROUPS: tl.constexpr = DEPTH // GROUP
+                groups = s // GROUP + tl.arange(0, GROUPS)
+                live = inside[:, None] & (groups * GROUP < hi)[None, :]
+                at = groups[None, :] * SCALE_K
+                g = scale_value(tl.load(s_at[:, None] + at, mask=live, other=0), SCALE)
+                g = _spread(g, GROUP)
+                acc = tl.dot((numbers.to(tl.float32) * g).to(dtype), a, acc)
+    return acc
+
+
+@triton.jit
+def _spread(values, COUNT: tl.constexpr):
+    """Each value of [ROWS, groups] COUNT times: [ROWS, groups * COUNT]."""
+    wide = tl.broadcast_to(values[:, :, None], (values.shape[0], values.shape[1], COUNT))
+    return tl.reshape(wide, (values.shape[0], values.shape[1] * COUNT))
+
+
 @triton.jit(do_not_specialize=("tokens", "split"))
 def product(
     x, weight, scales, zeros, factor, bias, out, partial, arrived, tokens, split, N, COLUMNS, SCALE_N,
@@ -90,70 +181,12 @@ def product(
     span = (steps + split - 1) // split * DEPTH
     lo = part * span
     hi = tl.minimum(lo + span, COLUMNS)
-    NIBBLES: tl.constexpr = CODE >= INT4
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    x_at = x + t[None, :].to(tl.int64) * COLUMNS
+    acc = tile_sums(
+        tl.zeros((ROWS, TOKENS), tl.float32), x + t[None, :].to(tl.int64) * COLUMNS, there, weight, scales,
+        zeros, n.to(tl.int64), inside, lo, hi, COLUMNS, SCALE_N, SCALE_K, CODE, SHARE, SCALE, GROUP,
+        BLOCK_ROWS, ZEROS, DEPTH, STAGES, EVEN, PTX, dtype,
+    )  # fmt: skip
     s_at = scales + (n // BLOCK_ROWS) * SCALE_N
-    if ZEROS:
-        z_at = zeros + (n // BLOCK_ROWS) * SCALE_N
-    if NIBBLES:
-        HALF: tl.constexpr = DEPTH // 2
-        RUN: tl.constexpr = GROUP // 2
-        j = tl.arange(0, HALF)
-        k = j // RUN * (2 * RUN) + j % RUN
-        w_at = weight + n[:, None].to(tl.int64) * (COLUMNS // 2) + j[None, :]
-        for s in tl.range(lo, hi, DEPTH, num_stages=STAGES):
-            if EVEN:
-                codes = tl.load(w_at + s // 2, eviction_policy="evict_first")
-                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :], other=0.0)
-                b = tl.load(x_at + (s + RUN + k)[:, None], mask=there[None, :], other=0.0)
-            else:
-                left = j < (hi - s) // 2
-                codes = tl.load(w_at + s // 2, mask=inside[:, None] & left[None, :], other=0)
-                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :] & left[:, None], other=0.0)
-                b = tl.load(
-                    x_at + (s + RUN + k)[:, None], mask=there[None, :] & left[:, None], other=0.0
-                )
-            if SHARE == FINE:
-                at = ((s + k) // GROUP)[None, :] * SCALE_K
-                live = inside[:, None] & (s + k < hi)[None, :]
-                g = scale_value(tl.load(s_at[:, None] + at, mask=live, other=0), SCALE)
-                z = tl.load(z_at[:, None] + at, mask=live, other=0) if ZEROS else codes
-                low, high = _halves(codes, z, dtype, CODE, ZEROS, PTX)
-                low = (low.to(tl.float32) * g).to(dtype)
-                high = (high.to(tl.float32) * g).to(dtype)
-                acc = tl.dot(low, a, acc)
-                acc = tl.dot(high, b, acc)
-            else:
-                at = s // GROUP * SCALE_K
-                g = scale_value(tl.load(s_at + at, mask=inside, other=0), SCALE)
-                z = tl.load(z_at + at, mask=inside, other=0)[:, None] if ZEROS else codes
-                low, high = _halves(codes, z, dtype, CODE, ZEROS, PTX)
-                found = tl.dot(low, a)
-                found = tl.dot(high, b, found)
-                acc += found * g[:, None]
-    else:
-        k = tl.arange(0, DEPTH)
-        w_at = weight + n[:, None].to(tl.int64) * COLUMNS + k[None, :]
-        for s in tl.range(lo, hi, DEPTH, num_stages=STAGES):
-            if EVEN:
-                codes = tl.load(w_at + s, eviction_policy="evict_first")
-                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :], other=0.0)
-            else:
-                left = k < hi - s
-                codes = tl.load(w_at + s, mask=inside[:, None] & left[None, :], other=0)
-                a = tl.load(x_at + (s + k)[:, None], mask=there[None, :] & left[:, None], other=0.0)
-            numbers = _whole(codes, dtype, CODE, PTX)
-            if SHARE == PER_OUTPUT:
-                acc = tl.dot(numbers, a, acc)
-            elif SHARE == PER_STEP:
-                g = scale_value(tl.load(s_at + s // GROUP * SCALE_K, mask=inside, other=0), SCALE)
-                acc += tl.dot(numbers, a) * g[:, None]
-            else:
-                at = ((s + k) // GROUP)[None, :] * SCALE_K
-                live = inside[:, None] & (s + k < hi)[None, :]
-                g = scale_value(tl.load(s_at[:, None] + at, mask=live, other=0), SCALE)
-                acc = tl.dot((numbers.to(tl.float32) * g).to(dtype), a, acc)
     if not PARTS:
         _store(acc, n, inside, t, there, s_at, factor, bias, out, N, SHARE, SCALE, FACTOR, BIAS)
     else:

@@ -1,0 +1,138 @@
+"""A layer's experts with weights in a narrow format, in the place of transformers' module of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvant.models.fused.experts import Clamp, ExpertKernels, Experts, GateOrder, TorchExperts
+from kvant.models.fused.routing import Routing
+from kvant.weights.codecs import TORCH_SCALE, NarrowStack, NarrowWeight
+from kvant.weights.format import WeightFormat
+from kvant.weights.linear import scale_shape
+
+PRODUCTS = ("gate_up_proj", "down_proj")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of experts that Kvant can replace: gated by silu, in two stacks."""
+    stacks = [getattr(module, name, None) for name in PRODUCTS]
+    if not all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in stacks):
+        return False
+    activation = getattr(module, "act_fn", None)
+    return hasattr(module, "alpha") or isinstance(activation, nn.SiLU) or _is_silu(activation)
+
+
+def _is_silu(activation: Any) -> bool:
+    return type(activation).__name__ in ("SiLUActivation", "SiLU")
+
+
+class NarrowExperts(nn.Module):
+    """Experts of one layer. Its tensors come by `put`, or by a loader where formats are given.
+
+    gate_up_proj, down_proj: codes of all experts' rows; with _scale and _zeros: see `NarrowWeight`. alpha,
+    limit: of a clamped activation, whose gates and ups alternate. The names of biases are transformers'.
+    """
+
+    def __init__(self, old: nn.Module, formats: tuple[WeightFormat, WeightFormat] | None) -> None:
+        super().__init__()
+        first, second = (getattr(old, name) for name in PRODUCTS)
+        # gpt-oss stores [E, in, out], and has an activation of its own.
+        self.clamped = hasattr(old, "alpha")
+        if self.clamped:
+            self.alpha, self.limit = float(old.alpha), float(old.limit)  # type: ignore[arg-type]
+            first, second = first.transpose(1, 2), second.transpose(1, 2)
+        self.shapes = {"gate_up_proj": tuple(first.shape), "down_proj": tuple(second.shape)}
+        self.num_experts = int(first.shape[0])
+        self.formats: dict[str, WeightFormat] = {}
+        self._kernels: ExpertKernels | None = None
+        for name in PRODUCTS:
+            bias = getattr(old, f"{name}_bias", None)
+            if bias is not None:
+                self.register_parameter(f"{name}_bias", bias)
+        for name, fmt in zip(PRODUCTS, formats or (), strict=False):
+            count, rows, columns = self.shapes[name]
+            self.formats[name] = fmt
+            packed = columns * fmt.code.bits // 8
+            scales = scale_shape(fmt, count * rows, columns)
+            self._set(name, _awaited((count * rows, packed), torch.uint8))
+            self._set(f"{name}_scale", _awaited(scales, TORCH_SCALE[fmt.scale]))
+            if fmt.zero_points:
+                self._set(f"{name}_zeros", _awaited(scales, torch.uint8))
+
+    @property
+    def gate_up(self) -> NarrowStack:
+        """[E, 2 I, H]."""
+        return self._stack("gate_up_proj")
+
+    @property
+    def down(self) -> NarrowStack:
+        """[E, H, I]."""
+        return self._stack("down_proj")
+
+    def _stack(self, name: str) -> NarrowStack:
+        count, rows, columns = self.shapes[name]
+        whole = NarrowWeight(
+            self.formats[name], count * rows, columns, getattr(self, name),
+            getattr(self, f"{name}_scale"), getattr(self, f"{name}_zeros", None),
+        )  # fmt: skip
+        return NarrowStack(whole, count)
+
+    def put(self, name: str, stack: NarrowStack) -> None:
+        """Take the weights of one of `PRODUCTS`, of its shape, in any format."""
+        assert stack.shape == self.shapes[name]
+        self.formats[name] = stack.whole.format
+        for part, tensor in named_stack(name, stack).items():
+            self._set(part, nn.Parameter(tensor, requires_grad=False))
+
+    def _set(self, name: str, tensor: nn.Parameter) -> None:
+        self.register_parameter(name, tensor)
+
+    @property
+    def order(self) -> GateOrder:
+        return GateOrder.ALTERNATING if self.clamped else GateOrder.HALVES
+
+    @property
+    def clamp(self) -> Clamp | None:
+        return Clamp(self.limit, self.alpha) if self.clamped else None
+
+    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As transformers calls its experts: hidden [T, H], ids and weights [T, top_k] -> [T, H]."""
+        if self._kernels is None:
+            self._kernels = _kernels_for(hidden)
+        experts = Experts(
+            Routing(self.num_experts, ids.shape[1]),
+            (hidden.new_empty(0), None),
+            (self.gate_up, getattr(self, "gate_up_proj_bias", None)),
+            (self.down, getattr(self, "down_proj_bias", None)),
+            self.order,
+            self.clamp,
+        )
+        return self._kernels.apply_chosen(hidden, ids, weights, experts)
+
+    def extra_repr(self) -> str:
+        formats = ", ".join(fmt.summary for fmt in self.formats.values())
+        return f"{self.num_experts} experts, {formats}"
+
+
+def named_stack(name: str, stack: NarrowStack) -> dict[str, Tensor]:
+    """A stack's tensors under the names that `NarrowExperts` gives them."""
+    whole = stack.whole
+    found = {name: whole.codes, f"{name}_scale": whole.scales}
+    if whole.zeros is not None:
+        found[f"{name}_zeros"] = whole.zeros
+    return found
+
+
+def _kernels_for(x: Tensor) -> ExpertKernels:
+    if x.device.type == "cuda":
+        from kvant.models.fused.triton_experts import TritonExperts
+
+        return TritonExperts(x.device)
+    return TorchExperts()
+
+
+def _awaited(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

@@ -1,0 +1,199 @@
+"""Experts in narrow formats, rounded or as stored: the model of the decoded weights, in the planned bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.reference.backend import backend
+from kvant.errors import BadCheckpoint
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.fused.info import INFO as FUSED
+from kvant.models.fused.narrow_experts import NarrowExperts, is_experts
+from kvant.models.load import load_model
+from kvant.models.loaded import LoadedModel
+from kvant.models.modules.info import INFO as MODULES
+from kvant.models.narrow import chosen_layers
+from kvant.models.quantization import Quantization, format_of
+from kvant.models.select import choose
+from kvant.models.stored import NotStored, Stored, read_stored
+from kvant.models.weights import quantized_weight_bytes
+from kvant.weights.codecs import decode, encode, encode_stack
+from kvant.weights.format import FP8_BLOCK
+from tests.attention import driver
+from tests.models import loading, tiny
+from tests.models.tiny_narrow_experts import SIZES, build, build_mxfp4, change, wide
+
+GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
+TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "mixtral": {"intermediate_size": 96},
+    "gpt_oss": {"intermediate_size": 96},
+}
+
+
+def logits(model: LoadedModel) -> Tensor:
+    steps = driver.Driver(driver.pool(model.plan, 40), backend())
+    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
+    return model.forward(ids, call, torch.arange(len(TEXT)))
+
+
+def rounded(path: Path, quantization: Quantization) -> Tensor:
+    """Logits of transformers' model with weights that were rounded and decoded."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for name in chosen_layers(model, quantization):
+            weight = model.get_submodule(name).weight
+            weight.copy_(decode(encode(weight, format_of(quantization, weight.shape[1]))))
+        for part in model.modules():
+            for name in ("gate_up_proj", "down_proj") if is_experts(part) else ():
+                weights = getattr(part, name)
+                turned = hasattr(part, "alpha")
+                for weight in weights:
+                    matrix = weight.t() if turned else weight
+                    coded = encode(matrix, format_of(quantization, matrix.shape[1]))
+                    matrix.copy_(decode(coded))
+        found: Tensor = model(torch.tensor([TEXT])).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("quantization", [Quantization.FP8, Quantization.INT8, Quantization.INT4])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
+def test_rounded_experts_are_those_of_the_decoded_weights_in_the_planned_bytes(
+    only: ForwardInfo, family: str, quantization: Quantization, tmp_path: Path
+) -> None:
+    path = tiny.build(family, tmp_path, **FAMILIES[family])
+    geometry = tiny.geometry(family, **FAMILIES[family])
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    model = loading.load(path, plan, geometry, quantization=quantization, only=only)
+    expected, found = rounded(path, quantization), logits(model)
+    assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+    planned = quantized_weight_bytes(
+        json.loads((path / "config.json").read_text()), geometry, quantization,
+        compute=ComputeDtype.FLOAT32,
+    )  # fmt: skip
+    buffers = sum(b.numel() * b.element_size() for b in model._module.buffers())
+    assert planned.bytes == model.num_weight_bytes - buffers
+
+
+def load_stored(
+    path: Path, family: str, only: ForwardInfo = FUSED, *, dummy: bool = False
+) -> LoadedModel:
+    """On this CPU, as a GPU would load it; products decode their weights then."""
+    geometry = tiny.geometry(family, **SIZES[family])
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    config = json.loads((path / "config.json").read_text())
+    facts = ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, GPU)
+    assert facts.stored is not None
+    assert only.refuse(facts) is None
+    choice = choose(only, facts)
+    return load_model(path, plan, geometry, choice, device=torch.device("cpu"), dummy_weights=dummy)
+
+
+def _wide_logits(path: Path, family: str) -> Tensor:
+    geometry = tiny.geometry(family, **SIZES[family])
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    return logits(loading.load(path, plan, geometry, only=FUSED))
+
+
+@pytest.mark.parametrize("dialect", ["fp8 block", "ct fp8 tensor", "ct fp8 channel", "ct int4",
+                                     "ct int4 zero points", "gptq"])  # fmt: skip
+def test_stored_experts_compute_what_their_numbers_do(dialect: str, tmp_path: Path) -> None:
+    path, numbers = build(tmp_path, dialect)
+    expected = _wide_logits(wide(path, numbers, tmp_path / "wide"), "qwen3_moe")
+    for only in (MODULES, FUSED):
+        model = load_stored(path, "qwen3_moe", only)
+        found = logits(model)
+        assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+        assert not model.unused_tensors
+    held = [part for part in model._module.modules() if isinstance(part, NarrowExperts)]
+    assert len(held) == len(tiny.geometry("qwen3_moe").layers)
+
+
+@pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
+def test_mxfp4_experts_compute_what_their_numbers_do(only: ForwardInfo, tmp_path: Path) -> None:
+    path, numbers = build_mxfp4(tmp_path)
+    expected = _wide_logits(wide(path, numbers, tmp_path / "wide"), "gpt_oss")
+    model = load_stored(path, "gpt_oss", only)
+    found = logits(model)
+    assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+    for name, part in model._module.named_modules():
+        if isinstance(part, NarrowExperts):
+            exact = numbers[f"{name}.gate_up_proj"].transpose(1, 2)
+            assert torch.equal(decode(part.gate_up.one(2)), exact[2])
+
+
+def _missing(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.gate_up_proj_scales"]
+
+
+def _truncated(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.down_proj_blocks"
+    tensors[name] = tensors[name][:, :-1]
+
+
+def _nan(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.mlp.experts.gate_up_proj_scales"][0, 3, 1] = 255
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_missing, r"layers\.1\.mlp\.experts\.gate_up_proj_scales is missing"),
+        (_truncated, r"layers\.1\.mlp\.experts\.down_proj_blocks has the shape"),
+        (_nan, r"layers\.1\.mlp\.experts\.gate_up_proj_scales holds NaN"),
+    ],
+)
+def test_broken_experts_are_refused_by_the_tensors_name(
+    spoil: Any, says: str, tmp_path: Path
+) -> None:
+    path, _ = build_mxfp4(tmp_path)
+    with pytest.raises(BadCheckpoint, match=says):
+        load_stored(change(path, spoil), "gpt_oss")
+
+
+def test_a_broken_scale_of_one_expert_is_refused_by_name(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "fp8 block")
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.2.mlp.experts.3.up_proj.weight_scale_inv"].zero_()
+
+    with pytest.raises(BadCheckpoint, match=r"2\.mlp\.experts\.3\.up_proj\.weight_scale_inv"):
+        load_stored(change(path, spoil), "qwen3_moe")
+
+
+def test_dummy_experts_have_the_bytes_of_stored_ones(tmp_path: Path) -> None:
+    path, _ = build_mxfp4(tmp_path)
+    read, made = (load_stored(path, "gpt_oss", dummy=dummy) for dummy in (False, True))
+    assert read.num_weight_bytes == made.num_weight_bytes
+    assert bool(logits(made).isfinite().all())
+
+
+def test_experts_that_end_inside_a_block_are_decoded() -> None:
+    config = {
+        "model_type": "qwen3_moe", "num_experts": 4, "hidden_size": 128, "moe_intermediate_size": 96,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    found = read_stored(config, GPU)
+    assert isinstance(found, NotStored)
+    assert "blocks" in found.reason
+    config["moe_intermediate_size"] = 256
+    assert isinstance(read_stored(config, GPU), Stored)
+
+
+def test_a_stack_is_its_weights() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(3, 256, 128)
+    stack = encode_stack(weights, FP8_BLOCK)
+    for index, weight in enumerate(weights):
+        assert torch.equal(decode(stack.one(index)), decode(encode(weight, FP8_BLOCK)))

@@ -1,0 +1,96 @@
+"""Tiny models of experts whose weights are narrow, and their weights as numbers.
+
+Written from the formats' documentation, tensor by tensor, like `tests.models.tiny_narrow`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.models import tiny
+from tests.models.tiny_narrow import DIALECTS, E2M1, Tensors
+
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 96},
+}
+MXFP4_LEFT = [
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+]
+
+
+def build(directory: Path, dialect: str) -> tuple[Path, Tensors]:
+    """A Qwen3-MoE in a dialect of `tiny_narrow`; its directory, and its files' tensors as numbers."""
+    path = tiny.build("qwen3_moe", directory, **SIZES["qwen3_moe"])
+    declared, make = DIALECTS[dialect]
+    generator = torch.Generator().manual_seed(0)
+    stored: Tensors = {}
+    numbers: Tensors = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        numbers[name] = value
+        if not name.endswith("_proj.weight"):
+            stored[name] = value
+            continue
+        layer = name.removesuffix(".weight")
+        tensors, numbers[name] = make(value, generator)
+        stored |= {f"{layer}.{short}": tensor for short, tensor in tensors.items()}
+    return _save(path, stored, declared), numbers
+
+
+def build_mxfp4(directory: Path) -> tuple[Path, Tensors]:
+    """gpt-oss with experts in blocks and scales; its directory, and its files' tensors as numbers."""
+    path = tiny.build("gpt_oss", directory, **SIZES["gpt_oss"])
+    generator = torch.Generator().manual_seed(0)
+    stored: Tensors = {}
+    numbers: Tensors = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        numbers[name] = value
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = value
+            continue
+        count, columns, rows = value.shape
+        codes = torch.randint(0, 16, (count, rows, columns), generator=generator)
+        scales = torch.randint(119, 124, (count, rows, columns // 32), generator=generator)
+        packed = codes[..., ::2] | (codes[..., 1::2] << 4)
+        stored[f"{name}_blocks"] = packed.to(torch.uint8).view(count, rows, columns // 32, 16)
+        stored[f"{name}_scales"] = scales.to(torch.uint8)
+        spread = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+        numbers[name] = (torch.cat((E2M1, -E2M1))[codes] * spread).transpose(1, 2).contiguous()
+    declared = {"quant_method": "mxfp4", "modules_to_not_convert": MXFP4_LEFT}
+    return _save(path, stored, declared), numbers
+
+
+def change(path: Path, function: Callable[[dict[str, Tensor]], None]) -> Path:
+    """Change a model's tensors in its file."""
+    tensors = load_file(path / "model.safetensors")
+    function(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def wide(path: Path, numbers: Tensors, directory: Path) -> Path:
+    """The same model with its weights as numbers."""
+    directory.mkdir()
+    save_file(numbers, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _save(path: Path, stored: Tensors, declared: dict[str, Any]) -> Path:
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": declared}))
+    return path

@@ -1,0 +1,196 @@
+"""The CUDA kernel of few rows, compiled for this CPU, against float64 products of the decoded bytes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvant.weights.codecs import NarrowStack, NarrowWeight, decode, encode, encode_stack
+from kvant.weights.cuda.few_rows import NOTHING, PLAIN, Act, Beside, Kind, Pairs, Warps
+from kvant.weights.format import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    INT8_CHANNEL,
+    MXFP4,
+    WeightFormat,
+    int4_groups,
+)
+from tests.weights.host.run import multiply
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+INT4 = int4_groups(128)
+ZEROS = int4_groups(128, zero_points=True)
+BOUND = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+slow = pytest.mark.slow
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < BOUND[found.dtype], f"{float(error):.1e}"
+
+
+def exact(weight: NarrowWeight) -> Tensor:
+    return decode(weight, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "tokens", "cut"),
+    [
+        (FP8_CHANNEL, 5, Warps(1, 2, 2)),
+        pytest.param(FP8_CHANNEL, 19, Warps(2, 3, 1), marks=slow),
+        pytest.param(FP8_BLOCK, 40, Warps(4, 1, 3), marks=slow),
+        pytest.param(INT8_CHANNEL, 3, Warps(1, 4, 2), marks=slow),
+        pytest.param(INT4, 17, Warps(1, 2, 2), marks=slow),
+        (ZEROS, 9, Warps(2, 2, 1)),
+        pytest.param(MXFP4, 9, Warps(2, 1, 2), marks=slow),
+        pytest.param(MXFP4, 20, Warps(1, 2, 2), marks=slow),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
+def test_rows(
+    fmt: WeightFormat, tokens: int, cut: Warps, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    if fmt == MXFP4 and dtype is torch.float16:
+        pytest.skip("not read")
+    columns = 416 if fmt == MXFP4 else 640
+    weight = encode(torch.randn(144, columns), fmt)
+    x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(144).to(dtype)
+    found = multiply(tmp_path, x, weight, bias, cut, PLAIN, NOTHING)
+    close(found, x.double() @ exact(weight).T + bias.double())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "columns"),
+    [
+        (FP8_CHANNEL, 576), pytest.param(FP8_BLOCK, 640, marks=slow),
+        pytest.param(INT8_CHANNEL, 640, marks=slow),
+        pytest.param(INT4, 640, marks=slow), (ZEROS, 640), (MXFP4, 416),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "size", [1.0, pytest.param(1e6, marks=slow), pytest.param(1e-6, marks=slow)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
+def test_one_row_is_normalised_activated_and_added(
+    fmt: WeightFormat, columns: int, size: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Gates and ups of a normalised row, then the product that is added to the residual."""
+    if dtype is torch.float16 and (fmt == MXFP4 or size != 1.0):
+        pytest.skip("not read, or not in float16")
+    weight = encode(torch.randn(2 * 128, columns) * columns**-0.5, fmt)
+    x, norm = (torch.randn(1, columns) * size).to(dtype), torch.randn(columns).to(dtype)
+    kind = Kind(one=True, norm=True, gated=True)
+    beside = Beside(norm_weight=norm, eps=1e-12)
+    found = multiply(tmp_path, x, weight, None, Warps(2, 2, 2), kind, beside)
+    wide = x.double()
+    normed = wide * torch.rsqrt(wide.pow(2).mean() + 1e-12) * norm.double()
+    gate, up = (normed @ exact(weight).T).chunk(2, -1)
+    close(found, F.silu(gate) * up)
+
+    down = encode(torch.randn(48, columns) * columns**-0.5, fmt)
+    residual = torch.randn(1, 48).to(dtype) * size
+    kind = Kind(one=True, added=True)
+    found = multiply(tmp_path, x, down, None, Warps(1, 3, 1), kind, Beside(residual=residual))
+    close(found, wide @ exact(down).T + residual.double())
+
+
+def stack(count: int, rows: int, columns: int, fmt: WeightFormat) -> NarrowStack:
+    return encode_stack(torch.randn(count, rows, columns) * columns**-0.5, fmt)
+
+
+def of_pairs(x: Tensor, weights: NarrowStack, bias: Tensor | None, ids: Tensor) -> Tensor:
+    """Products [pairs, rows] of x [pairs, columns] with the pairs' experts."""
+    found = []
+    for row, expert in zip(x.double(), ids.flatten().tolist(), strict=True):
+        y = row @ exact(weights.one(expert)).T
+        found.append(y if bias is None else y + bias[expert].double())
+    return torch.stack(found)
+
+
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "columns", "alternating", "top_k", "tokens"),
+    [
+        (MXFP4, 416, True, 2, 1),
+        pytest.param(FP8_BLOCK, 256, False, 3, 2, marks=slow),
+        pytest.param(FP8_CHANNEL, 320, False, 2, 1, marks=slow),
+        pytest.param(ZEROS, 256, True, 2, 1, marks=slow),
+    ],
+)
+def test_single_tokens_have_the_sum_of_their_experts(
+    fmt: WeightFormat, columns: int, alternating: bool, top_k: int, tokens: int, tmp_path: Path
+) -> None:
+    count, width, dtype = 4, 128, torch.bfloat16
+    first, second = (
+        stack(count, 2 * width, columns, fmt),
+        stack(count, columns // 16 * 16, width, fmt),
+    )
+    if fmt == FP8_BLOCK:
+        second = stack(count, 256, width, fmt)
+    rows = second.shape[1]
+    biases = torch.randn(count, 2 * width).to(dtype), torch.randn(count, rows).to(dtype)
+    x, residual = torch.randn(tokens, columns).to(dtype), torch.randn(tokens, rows).to(dtype)
+    ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)]).to(torch.int32)
+    shares = torch.rand(tokens, top_k)
+    beside = Beside(ids=ids, shares=shares, top_k=top_k, limit=1.0, alpha=1.702)
+    kind = Kind(one=True, gated=True, alternating=alternating, act=Act.CLAMPED, pairs=Pairs.ALONE)
+    h = multiply(tmp_path, x, first.whole, biases[0], Warps(1, 2, 2), kind, beside, experts=count)
+    both = of_pairs(x.repeat_interleave(top_k, 0), first, biases[0], ids)
+    gate, up = (both[:, ::2], both[:, 1::2]) if alternating else both.chunk(2, -1)
+    close(h, clamped(gate, up))
+
+    kind = Kind(one=True, added=True, pairs=Pairs.SUMMED, top_k=top_k)
+    beside = Beside(ids=ids, shares=shares, top_k=top_k, residual=residual)
+    found = multiply(
+        tmp_path, h, second.whole, biases[1], Warps(1, 2, 1), kind, beside, experts=count
+    )
+    results = of_pairs(h, second, biases[1], ids).view(tokens, top_k, rows)
+    close(found, (results * shares[..., None].double()).sum(1) + residual.double())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "columns", "alternating", "tokens", "cut"),
+    [
+        (MXFP4, 352, True, 7, Warps(1, 2, 2)),
+        pytest.param(FP8_BLOCK, 256, False, 30, Warps(2, 1, 2), marks=slow),
+        pytest.param(FP8_CHANNEL, 320, False, 9, Warps(1, 2, 1), marks=slow),
+        pytest.param(ZEROS, 256, False, 9, Warps(2, 2, 1), marks=slow),
+    ],
+)
+def test_listed_pairs_are_multiplied_with_their_experts(
+    fmt: WeightFormat, columns: int, alternating: bool, tokens: int, cut: Warps, tmp_path: Path
+) -> None:
+    """One expert has no pairs, another has those of all tokens."""
+    count, top_k, width, dtype = 3, 2, 128, torch.bfloat16
+    ids = torch.tensor([[0, 2]] * tokens, dtype=torch.int32)
+    shares = torch.rand(tokens, top_k)
+    lists = torch.zeros(count, tokens, dtype=torch.int32)
+    lists[0], lists[2] = torch.arange(tokens) * 2, torch.arange(tokens) * 2 + 1
+    counts = torch.tensor([tokens, 0, tokens], dtype=torch.int32)
+    x = torch.randn(tokens, columns).to(dtype)
+    first, second = stack(count, 2 * width, columns, fmt), stack(count, 128, width, fmt)
+    beside = Beside(ids=ids, shares=shares, lists=lists, counts=counts, top_k=top_k)
+    kind = Kind(gated=True, alternating=alternating, pairs=Pairs.LISTED)
+    h = multiply(tmp_path, x, first.whole, None, cut, kind, beside, experts=count)
+    both = of_pairs(x.repeat_interleave(top_k, 0), first, None, ids)
+    gate, up = (both[:, ::2], both[:, 1::2]) if alternating else both.chunk(2, -1)
+    close(h, F.silu(gate) * up)
+
+    bias = torch.randn(count, 128).to(dtype)
+    kind = Kind(pairs=Pairs.LISTED, share=True)
+    found = multiply(tmp_path, h, second.whole, bias, cut, kind, beside, experts=count)
+    close(found, of_pairs(h, second, bias, ids) * shares.view(-1, 1).double())

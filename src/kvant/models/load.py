@@ -268,7 +268,7 @@ def _make_weights(
         divided.make_numbers(module, names, generator)
     if is_narrow:
 
-        def numbers(parameter: torch.nn.Parameter) -> torch.Tensor:
+        def numbers(parameter: torch.Tensor) -> torch.Tensor:
             wide = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             return wide.normal_(0.0, 0.02, generator=generator)
 

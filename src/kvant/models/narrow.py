@@ -76,11 +76,11 @@ def make_narrow(
     model: PreTrainedModel,
     asked: Quantization | None,
     stored: Stored | None,
-    numbers: Callable[[nn.Parameter], Tensor],
+    numbers: Callable[[Tensor], Tensor],
 ) -> None:
     """Replace layers by narrow ones of made-up weights, one matrix after the other.
 
-    numbers: returns the wide numbers of a parameter, which may be on the meta device.
+    numbers: makes wide numbers for a parameter, which may be on the meta device.
     """
     linear: dict[str, WeightFormat] = {}
     experts: dict[str, tuple[WeightFormat, WeightFormat]] = {}

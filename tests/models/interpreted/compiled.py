@@ -138,6 +138,8 @@ def _sums_of_ranks() -> None:
         sums.sum(x)
         sums.sum_add_norm(x, x, x[0], 1e-6)
         added(torch.empty(size, 3, 4096, dtype=torch.bfloat16, device="meta"))
+
+
 def _narrow(layer: Experts, formats: tuple[WeightFormat, WeightFormat]) -> Experts:
     """The same layer with weights in these formats."""
 

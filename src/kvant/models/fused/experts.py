@@ -123,9 +123,11 @@ def _of(
 ) -> tuple[Tensor, Tensor | None]:
     """One expert's weight as numbers, and its bias."""
     weight, bias = product
-    narrow = isinstance(weight, NarrowStack)
-    numbers = decode(weight.one(expert), dtype) if narrow else weight[expert]
-    return numbers, None if bias is None else bias[expert]
+    if bias is not None:
+        bias = bias[expert]
+    if isinstance(weight, NarrowStack):
+        return decode(weight.one(expert), dtype), bias
+    return weight[expert], bias
 
 
 def activate_experts(gate_up: Tensor, experts: Experts, call: Apply = call_directly) -> Tensor:

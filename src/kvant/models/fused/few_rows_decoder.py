@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +16,15 @@ from kvant.models.fused.experts import Experts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.few_rows import FewRows, Stream
 from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Norm
-from kvant.models.fused.linear import DenseLinear, Linear
+from kvant.models.fused.linear import DenseLinear, Linear, NarrowProduct
 from kvant.models.fused.recipe import Activation, NormKind
 from kvant.models.fused.triton_experts import TritonExperts, is_single
 from kvant.models.recurrent.hook import run_framed
 from kvant.models.recurrent.mixers import Framed
 from kvant.models.sharding.divide import Group
+from kvant.weights.choose import few_serves, warps_of_one
+from kvant.weights.cuda import few_rows as cuda
+from kvant.weights.cuda.few_rows import Act, Beside, Kind
 
 
 def make(
@@ -50,9 +53,13 @@ class FewRowsDecoder:
         self._few = FewRows(model.embedding.device, model.norm.eps, one=one)
         self._experts = TritonExperts(model.embedding.device)
         self._products = FewProducts(self._few, fused)
-        self._folds = folds and model.folds_norms
-        self._folds = self._folds and all(_folds(layer, one=one) for layer in model.layers)
-        self._folds = self._folds and is_own(model.head) and model.norm.eps == _eps(model.layers)
+        eps, alike = model.norm.eps, model.norm.eps == _eps(model.layers)
+        can_fold = folds and alike and model.folds_norms and is_own(model.head)
+        self._folds, self._folds_one = (
+            can_fold and all(_folds(layer, owned, one=one) for layer in model.layers)
+            for owned in (is_own, _is_own_for_one)
+        )
+        self._one = OneRow(self._few, eps, one=one)
 
     @property
     def extra_bytes(self) -> int:
@@ -71,7 +78,7 @@ class FewRowsDecoder:
         """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
         if not len(logits_index) <= len(input_ids) <= self._few.most_tokens:
             return self._fused.run(input_ids, call, logits_index, layers)
-        if self._folds:
+        if self._folds or (self._folds_one and len(input_ids) == 1):
             return self._run_folded(input_ids, call, logits_index, layers)
         return self._fused.run_by(self._products, input_ids, call, logits_index, layers)
 
@@ -79,7 +86,7 @@ class FewRowsDecoder:
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One step in which the products do what lies between them; logits in float32."""
-        few, fused, model = self._few, self._fused, self._fused.model
+        few, fused, model, one = self._few, self._fused, self._fused.model, self._one
         turns = fused.turns(call.step)
         norms = [*(weight_of(layer.attn_in) for layer in model.layers[1:]), weight_of(model.norm)]
         taps: dict[int, Tensor] = {}
@@ -91,14 +98,15 @@ class FewRowsDecoder:
                 mixed = run_framed(
                     layer.mixer, few.normed(stream, layer.mixer.entry, None), call, index
                 )
-                output: tuple[Tensor, Tensor | None] = layer.mixer.exit, None
+                exit = layer.mixer.exit
+                stream = few.added(mixed, exit, None, stream, weight_of(layer.ffn_in))
             else:
                 assert isinstance(layer, Layer), "folded layers keep keys and values"
-                qkv = few.normed(stream, *numbers(layer.qkv))
+                qkv = one.normed(stream, layer.qkv)
                 mixed = fused.attend(index, fused.enter(index, qkv, turns, call), call, call.step)
-                gates, output = gates_of(qkv, layer), numbers(layer.output)
+                gates = gates_of(qkv, layer)
                 mixed = mixed if gates is None else fused.kernels.gate_heads(mixed, gates)
-            stream = few.added(mixed, *output, stream, weight_of(layer.ffn_in))
+                stream = one.added(mixed, layer.output, stream, weight_of(layer.ffn_in))
             stream = self._feed_forward(layer.feed_forward, stream, norm)
             if index in layers:
                 taps[index] = stream.residual
@@ -110,8 +118,8 @@ class FewRowsDecoder:
         few = self._few
         if isinstance(layer, Dense):
             assert isinstance(layer.activation, Activation)
-            x = few.normed(stream, *numbers(layer.up), gate=layer.activation)
-            return few.added(x, *numbers(layer.down), stream, norm)
+            x = self._one.normed(stream, layer.up, gate=layer.activation)
+            return self._one.added(x, layer.down, stream, norm)
         logits, residual = few.normed(stream, *layer.router), stream.residual
         choice, normed = self._experts.route(
             logits, layer.routing, residual, stream.norm_weight, self._fused.model.norm.eps
@@ -123,6 +131,50 @@ class FewRowsDecoder:
         parts = self._experts.few(normed, choice, layer)
         total, weighted, squares = self._experts.combine_stream(parts, residual, norm)
         return Stream(total, norm, weighted, squares)
+
+
+class OneRow:
+    """Products between norms and sums: of numbers by `FewRows`, of narrow weights, for one row, by CUDA."""
+
+    def __init__(self, few: FewRows, eps: float, *, one: bool) -> None:
+        self._few, self._eps, self._plus = few, eps, one
+
+    def normed(self, stream: Stream, linear: Linear, gate: Activation | None = None) -> Tensor:
+        """`FewRows.normed`."""
+        if not isinstance(linear, NarrowProduct):
+            return self._few.normed(stream, *numbers(linear), gate=gate)
+        kind = Kind(
+            one=True,
+            norm=True,
+            plus=self._plus,
+            gated=gate is not None,
+            act=_ACTS[gate or Activation.SILU],
+        )
+        beside = Beside(norm_weight=stream.norm_weight, eps=self._eps)
+        return _one_row(stream.residual, linear, kind, beside)
+
+    def added(self, x: Tensor, linear: Linear, stream: Stream, norm_weight: Tensor) -> Stream:
+        """`FewRows.added`."""
+        if not isinstance(linear, NarrowProduct):
+            return self._few.added(x, *numbers(linear), stream, norm_weight)
+        kind, beside = Kind(one=True, added=True), Beside(residual=stream.residual)
+        return Stream(_one_row(x.contiguous(), linear, kind, beside), norm_weight)
+
+
+def _one_row(x: Tensor, linear: NarrowProduct, kind: Kind, beside: Beside) -> Tensor:
+    cut = warps_of_one(linear.weight.format, linear.columns)
+    return cuda.multiply(x, linear.weight, linear.bias, cut, kind, beside)
+
+
+_ACTS = {Activation.SILU: Act.SILU, Activation.GELU_TANH: Act.GELU_TANH}
+
+
+def _is_own_for_one(linear: Linear) -> bool:
+    """Whether a single row is multiplied with this weight by kernels that fold norms: numbers, or CUDA's."""
+    if isinstance(linear, NarrowProduct):
+        weight = linear.weight
+        return few_serves(weight.format, weight.rows, weight.columns, torch.bfloat16)
+    return is_own(linear)
 
 
 class FewProducts:
@@ -165,7 +217,9 @@ def weight_of(norm: Norm | None) -> Tensor:
     return norm.weight
 
 
-def _folds(layer: Layer | LatentLayer | MixerLayer, *, one: bool) -> bool:
+def _folds(
+    layer: Layer | LatentLayer | MixerLayer, is_own: Callable[[Linear], bool], *, one: bool
+) -> bool:
     """Whether kernels for few rows compute a layer whose norms can be applied behind products.
 
     one: whether the last norm multiplies with 1 + weight, as all of them must then.
@@ -180,8 +234,9 @@ def _folds(layer: Layer | LatentLayer | MixerLayer, *, one: bool) -> bool:
     elif isinstance(layer, LatentLayer) or not is_own(layer.qkv) or not is_own(layer.output):
         return False
     if isinstance(forward, Dense):
-        own = is_own(forward.up) and is_own(forward.down)
-        return own and forward.gated and isinstance(forward.activation, Activation)
+        own = is_own(forward.up) and is_own(forward.down) and forward.gated
+        known = isinstance(forward.up, DenseLinear) or forward.activation in _ACTS
+        return own and known and isinstance(forward.activation, Activation)
     routing = forward.routing
     plain = routing.is_softmax and forward.correction is None and forward.shared is None
     return plain and routing.num_experts % 2 == 0

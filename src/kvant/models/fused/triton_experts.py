@@ -275,6 +275,7 @@ class TritonExperts:
         ):
             n, columns = weight.shape[1:]
             depth = min(tile.depth, max(16, triton.next_power_of_2(columns)))
+            stored: tuple[Tensor | None, ...]
             if isinstance(weight, NarrowStack):
                 depth = _narrow_depth(weight, tile.depth)
                 stored = weight.whole.codes, weight.whole.scales, weight.whole.zeros

@@ -7,7 +7,7 @@
 // instructions of it. The order of columns within an instruction is free as long as both operands agree:
 // lane (g, t) holds 16 bytes of rows g and g + 8 from byte 16 t on, and the same columns of token g.
 //
-// ONE: a single row x. It is read once into shared memory, normalised there with NORM, and multiplied by a
+// ONE: a single row x. It is read once into shared memory, normalised there with NORM (2: by 1 + weight), and multiplied by a
 // power of two so that float16 holds it exactly; its product is divided by that at the end.
 // EXPERTS: 1, program y takes all pairs of expert y (lists, counts); 2, the pair y; 3, the sum of all
 // experts of token y. GATED: rows g are gates and rows g + 8 their ups, and the results are activated.
@@ -356,7 +356,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
                 float value = number((u16)(words[j / 2] >> (16 * (j % 2))));
 #if NORM
                 squares += value * value;
-                value *= number((u16)(factors[j / 2] >> (16 * (j % 2))));
+                value *= (NORM == 2) + number((u16)(factors[j / 2] >> (16 * (j % 2))));
 #endif
                 v[n][j] = value;
                 most_found = fmaxf(most_found, fabsf(value));

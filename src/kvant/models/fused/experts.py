@@ -81,6 +81,10 @@ class ExpertKernels(Protocol):
         """
         ...
 
+    def apply_chosen(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        """The same for chosen experts: ids, weights [T, top_k]."""
+        ...
+
 
 class TorchExperts:
     """Any device and dtype. Reads the counts of experts on the host.

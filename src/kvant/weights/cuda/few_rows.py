@@ -60,8 +60,8 @@ class Warps:
 class Kind:
     """What is computed around a product: each field is a macro of `few_rows.cu`.
 
-    one: a single row, staged. norm: it is normalised; plus: with 1 + weight. gated: rows are gates and ups, activated by act.
-    added: to a residual. share: results of pairs are weighted. top_k: of SUMMED.
+    one: a single row, staged. norm: it is normalised; plus: with 1 + weight. gated: rows are gates and
+    ups, activated by act. added: to a residual. share: results of pairs are weighted. top_k: of SUMMED.
     """
 
     one: bool = False
@@ -156,7 +156,8 @@ def defines(
         "SCALE_TYPE": _SCALES[fmt.scale], "ZEROS": int(fmt.zero_points), "BIAS": int(bias),
         "BFLOAT16": int(dtype is torch.bfloat16), "NT": tiles, "RT": cut.tiles,
         "WARPS": cut.warps, "STAGES": cut.ahead, "K": columns, "ONE": int(kind.one),
-        "NORM": int(kind.norm) + int(kind.norm and kind.plus), "GATED": int(kind.gated), "ALTERNATING": int(kind.alternating),
+        "NORM": int(kind.norm) * (2 if kind.plus else 1), "GATED": int(kind.gated),
+        "ALTERNATING": int(kind.alternating),
         "ACTIVATION": kind.act.value, "ADDED": int(kind.added), "EXPERTS": kind.pairs.value,
         "TOP_K": kind.top_k, "SHARE": int(kind.share), "PDL": int(ahead),
     }  # fmt: skip

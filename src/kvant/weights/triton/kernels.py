@@ -70,8 +70,8 @@ def tile_sums(
 ):  # fmt: skip
     """Add products of rows n [ROWS] of a weight with TOKENS rows of x, over columns lo to hi, to acc.
 
-    x_at: pointers [1, TOKENS] to rows of x, of which those that are `there` [TOKENS] count. The other names
-    are those of `product`. Scales of outputs, and the factor, are left to the caller.
+    x_at: pointers [1, TOKENS] to rows of x; `there` [TOKENS] says which of them count. The other names are
+    those of `product`. Scales of outputs, and the factor, are left to the caller.
     """
     s_at = scales + (n // BLOCK_ROWS) * SCALE_N
     if ZEROS:

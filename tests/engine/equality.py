@@ -19,7 +19,8 @@ from kvant.kv.checkpoint.rounding import FILE_NAME, SUFFIX
 from kvant.kv.dtype import KVDtype
 from kvant.kv.groups import lay_out
 from kvant.kv.names import FormatRequest, known_names
-from kvant.kv.pages import CacheIdentity
+from kvant.kv.offload.tiers import Tiers
+from kvant.kv.pages import CacheIdentity, SharedPages
 from kvant.kv.request import Asked, KVRequest
 from kvant.kv.scale_audit import ScaleAudit
 from kvant.plan.limits import Limits
@@ -70,9 +71,11 @@ class Bench:
         answering: bool = False,
         recorded: bool = False,
         windows: bool = False,
+        offload: Callable[[SharedPages, ModelRunner], Tiers] | None = None,
     ) -> Engine:
         """drafting: with the proposer that `llm` was made with. answering: with tokenizer and end.
         recorded: steps as graphs, where there can be some. windows: layers with windows release pages.
+        offload: makes the tiers behind the pages.
         """
         page_size = self.plan.page_size
         layout = lay_out(self.plan) if windows else None
@@ -100,6 +103,7 @@ class Bench:
             seed=seed,
             scale_audit=ScaleAudit(runner.pools),
             speculation=make_speculation(planned, proposer, runner),
+            offload=None if offload is None else lambda shared: offload(shared, runner),
         )
 
     def alone(

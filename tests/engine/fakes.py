@@ -18,7 +18,8 @@ from torch import Tensor
 from kvant.engine.engine import Engine
 from kvant.engine.result import Result
 from kvant.execution.batch import Batch, Drafts, Launched, build_batch, on_host
-from kvant.kv.pages import CacheIdentity
+from kvant.kv.offload.tiers import Tiers
+from kvant.kv.pages import CacheIdentity, SharedPages
 from kvant.kv.saturation import Saturated
 from kvant.plan.limits import Limits
 from kvant.scheduling import request
@@ -119,6 +120,7 @@ def make_engine(
     tokenizer: Tokenizer | None = None,
     seed: int | None = 0,
     eos_token_ids: Sequence[int] = (EOS,),
+    offload: Callable[[SharedPages, RememberingRunner], Tiers] | None = None,
 ) -> tuple[Engine, RememberingRunner]:
     """An engine around a fresh fake model. max_model_len: all the pool can hold by default."""
     runner = RememberingRunner(num_pages, page_size)
@@ -140,6 +142,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         tokenizer=tokenizer,
         seed=seed,
+        offload=None if offload is None else lambda shared: offload(shared, runner),
     )
     return engine, runner
 

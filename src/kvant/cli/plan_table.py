@@ -246,6 +246,9 @@ def _print_memory(plan: Plan, console: Console) -> None:
     if plan.request.max_model_len or plan.request.expected_length or plan.layout is not None:
         line += f", {plan.num_sequences} sequences of {plan.expected_length}"
     console.print(Text(line, style="bold"))
+    for tier in plan.tiers:
+        text = f"  then {tier.name}: {format_size(tier.num_bytes)}, {tier.tokens:,} cached tokens"
+        console.print(Text(text, style="dim"), soft_wrap=True)
 
 
 def _states_note(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvant.engine.offload import check_host_memory, make_tiers
 from kvant.engine.process import wait_without_spinning
 from kvant.engine.text import Tokenizing, open_tokenizer
 from kvant.errors import DoesNotFit, NotServable, WayOut
@@ -71,6 +72,8 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     from kvant.sampling.sampler import max_prompt_logprobs
 
     target, limits = planned.target, planned.limits
+    if planned.request.offload is not None:
+        check_host_memory(planned, planned.request.offload)
     begin("verifying kernels")
     device = torch_device(planned.request.device)
     for plan in (target, planned.draft):
@@ -126,6 +129,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
             )
         except NotServable as fault:
             warnings = (*warnings, f"{fault.what} ({fault.why})")
+    offload, file_identity = make_tiers(planned, runner, dummy_weights=config.dummy_weights)
     engine = Engine(
         runner,
         replace(
@@ -134,7 +138,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         ),
         num_pages,
         layout=planned.layout,
-        identity=cache_identity(planned),
+        identity=file_identity or cache_identity(planned),
         vocab_size=target.geometry.vocab_size,
         eos_token_ids=ends,
         tokenizer=None if tokenizing is None else tokenizing.backend,
@@ -142,6 +146,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         speculation=make_speculation(planned, proposer, runner),
         scale_audit=ScaleAudit(runner.pools),
         compile_limits=config.compile_limits,
+        offload=offload,
     )
     return BuiltEngine(engine, planned, tokenizing, notes, warnings)
 

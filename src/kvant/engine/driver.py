@@ -25,6 +25,9 @@ MOST_FAILED_STEPS = 3
 IDLE_SECONDS = 1.0
 """An engine that has been idle for this long audits its pages, and then some scales at every interval."""
 
+MOVE_SECONDS = 0.005
+"""The longest wait of an idle engine for pages on their way to another tier, by which a request is late."""
+
 PROMPT_STEP_TOKENS = 64
 """Steps with fewer tokens are mostly decoding and do not show how fast prompts are computed."""
 
@@ -75,7 +78,7 @@ class Driver(Generic[_Key]):
     @property
     def has_work(self) -> bool:
         """True if `step` has something to run or to return."""
-        return self.engine.has_work or bool(self._ended)
+        return self.engine.has_work or bool(self._ended) or self.engine.is_moving
 
     @property
     def keys(self) -> list[_Key]:
@@ -125,6 +128,8 @@ class Driver(Generic[_Key]):
                 raise
             except Exception:
                 self._survive()
+        elif self.engine.is_moving:
+            self.engine.move(MOVE_SECONDS)
         else:
             self.engine.runner.check()
             self._audit()

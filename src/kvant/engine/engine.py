@@ -15,6 +15,7 @@ import logging
 import random
 import time
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from tokenizers import Tokenizer
@@ -27,8 +28,10 @@ from kvant.errors import EngineFault
 from kvant.execution.batch import Launched
 from kvant.execution.runner import Runner
 from kvant.execution.speculation import Speculation
+from kvant.kv.events import PageLog
 from kvant.kv.groups import ArenaLayout
-from kvant.kv.pages import CacheIdentity, root_hash, shared_pages
+from kvant.kv.offload.tiers import Tiers
+from kvant.kv.pages import CacheIdentity, SharedPages, root_hash, shared_pages
 from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
 from kvant.plan.limits import Limits
@@ -41,6 +44,8 @@ from kvant.scheduling.scheduler import Schedule, Scheduler
 _COMPILE_LIMITS = CompileLimits()
 SATURATION_STEPS = 512
 """Steps between two looks at what layers could not hold, as each waits for the device."""
+WAIT_SECONDS = 0.005
+"""The longest wait for pages from other tiers between two looks at what else is to be done."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +55,8 @@ class Engine:
     num_pages: superblocks of the runner's arena, the scratch pages' included. layout: of the arena; without
     one, every superblock is a page of all layers. seed: seeds the requests that bring
     no seed, so that a run of the same requests in the same order can be repeated. scale_audit: checks the
-    runner's pool in `audit_scales`. compile_limits: for structured output.
+    runner's pool in `audit_scales`. compile_limits: for structured output. offload: makes the tiers behind
+    the engine's pages.
     """
 
     def __init__(
@@ -68,11 +74,14 @@ class Engine:
         speculation: Speculation | None = None,
         scale_audit: ScaleAudit | None = None,
         compile_limits: CompileLimits = _COMPILE_LIMITS,
+        offload: Callable[[SharedPages], Tiers] | None = None,
     ) -> None:
         self.runner = runner
         self.speculation = speculation
         self.limits = limits
-        self.scheduler = Scheduler(limits, shared_pages(num_pages, layout))
+        pages = shared_pages(num_pages, layout)
+        self.tiers = None if offload is None else offload(pages)
+        self.scheduler = Scheduler(limits, pages, self.tiers)
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         # A generation_config.json may name tokens beyond the logits, or -1.
@@ -118,6 +127,7 @@ class Engine:
             speculation=None if self.speculation is None else self.speculation.stats,
             saturated=self._saturated,
             num_compiling=len(self._forms.numbers),
+            offload=None if self.tiers is None else self.tiers.stats,
         )
 
     def submit(
@@ -186,8 +196,26 @@ class Engine:
             while self._dropped:
                 self.cancel(self._dropped.pop())
 
+    def tell(self, log: PageLog) -> None:
+        """Log from now on which pages the device and host memory hold."""
+        self.scheduler.allocator.log = log
+        if self.tiers is not None:
+            self.tiers.set_log(log)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether pages are on their way between tiers; `move` or `step` take them when they are there."""
+        return self.tiers is not None and self.tiers.is_moving
+
+    def move(self, seconds: float) -> None:
+        """Take pages that came to another tier; if none did, wait for some, at most so long."""
+        assert self.tiers is not None, "there are no tiers"
+        if self.tiers.is_moving:
+            self.tiers.wait(seconds)
+
     def _step(self) -> list[Progress]:
         progress = self._queue_compiled()
+        computed, started = self._num_computed_tokens, time.perf_counter()
         try:
             self._run_step(progress)
         except BaseException:
@@ -196,6 +224,10 @@ class Engine:
             for number in self.scheduler.abandon():
                 self.cancel(number)
             raise
+        if self.tiers is not None:
+            self.tiers.policy.note_prompts(
+                self._num_computed_tokens - computed, time.perf_counter() - started
+            )
         self._look_at_saturation()
         return progress
 
@@ -213,6 +245,8 @@ class Engine:
             assert schedule is not None
         launched_at = time.perf_counter()
         launched = self._launch(schedule) if schedule.sequences else None
+        if launched is None and self._in_flight is None and self.tiers is not None:
+            self.move(WAIT_SECONDS)  # every request waits for pages
         self._commit(progress)
         if launched is not None:
             self._in_flight = launched, launched_at
@@ -287,12 +321,17 @@ class Engine:
         emptied.
         """
         assert not self.has_work, "pages may be written"
-        return [] if self._cache_audit is None else self._cache_audit.check()
+        found = [] if self._cache_audit is None else self._cache_audit.check()
+        if found and self.tiers is not None:
+            self.tiers.forget_all()
+        return found
 
     def refit(self, identity: CacheIdentity) -> None:
         """Forget cached pages, since the runner got other weights and scales. identity: of the new ones."""
         assert not self.has_work, "pages are read"
         self.scheduler.allocator.forget_all()
+        if self.tiers is not None:
+            self.tiers.forget_all()
         self._identity = identity
         if self._cache_audit is not None:
             self._cache_audit.accept()

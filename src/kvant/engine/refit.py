@@ -71,6 +71,8 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
 def _why_not(running: Plan, found: Plan) -> str | None:
     if running.num_ranks > 1:
         return "weights that several ranks share do not change in a running engine"
+    if running.request.offload is not None and running.request.offload.disk is not None:
+        return "files of --kv-offload hold pages of the weights that the engine began with"
     if running.request.quantization is not None:
         return "weights that were rounded while they were loaded are held in another form"
     if _relevant(running.target.config) != _relevant(found.target.config):

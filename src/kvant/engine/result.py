@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from kvant.errors import RequestError
+from kvant.kv.offload.stats import OffloadStats
 from kvant.kv.saturation import Saturated
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.scheduling.request import FinishReason
@@ -61,7 +62,7 @@ class EngineStats:
 
     speculation: counts of drafts; None without a drafter. saturated: layers that received values beyond
     the range of their formats, as of the last look. num_compiling: waiting requests whose form is still
-    being compiled; num_waiting includes them.
+    being compiled; num_waiting includes them. offload: of the tiers behind the pages; None without.
     """
 
     num_running: int
@@ -75,16 +76,21 @@ class EngineStats:
     speculation: SpeculationStats | None = None
     saturated: tuple[Saturated, ...] = ()
     num_compiling: int = 0
+    offload: OffloadStats | None = None
 
 
 def as_metrics(stats: EngineStats) -> dict[str, Any]:
     """Return the numbers by name; with speculation, `spec_decode_*` too.
 
-    kv_saturated_values: counts of K and V by layer; layers without any are omitted.
+    kv_saturated_values: counts of K and V by layer; layers without any are omitted. offload: of the tiers,
+    if there are some.
     """
     found = {field.name: getattr(stats, field.name) for field in fields(stats)}
     found["kv_saturated_values"] = {
         one.layer: {"k": one.k, "v": one.v} for one in found.pop("saturated")
     }
+    offload = found.pop("offload")
+    if offload is not None:
+        found["offload"] = asdict(offload)
     speculation = found.pop("speculation")
     return found if speculation is None else {**found, **spec_decode(speculation)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvant.errors import BadValue, WayOut
 
@@ -24,6 +25,13 @@ class EventsConfig:
     topic: str = ""
 
 
+class Medium(StrEnum):
+    """The tier that holds a page, in vLLM's words. GPU is where the engine computes, on a CPU too."""
+
+    DEVICE = "GPU"
+    HOST = "CPU"
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A page can be found. parent: the hash of the page before it, None for a prompt's first page."""
@@ -31,13 +39,15 @@ class Stored:
     digest: bytes
     parent: bytes | None
     tokens: tuple[int, ...]
+    medium: Medium = Medium.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A page that was stored cannot be found any more."""
+    """A page that was stored in a tier cannot be found there any more."""
 
     digest: bytes
+    medium: Medium = Medium.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +59,36 @@ PageEvent = Stored | Removed | Cleared
 
 
 class PageLog:
-    """Events since the last `take`, in order."""
+    """Events since the last `take`, in order. medium: the tier it tells of; see `beside`."""
 
-    def __init__(self) -> None:
+    def __init__(self, medium: Medium = Medium.DEVICE) -> None:
+        self._medium = medium
         self._events: list[PageEvent] = []
         self._known: set[bytes] = set()
 
+    def beside(self, medium: Medium) -> PageLog:
+        """A log of another tier, whose events this log returns among its own."""
+        other = PageLog(medium)
+        other._events = self._events
+        return other
+
     def stored(self, digest: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
         self._known.add(digest)
-        self._events.append(Stored(digest, parent, tuple(tokens)))
+        self._events.append(Stored(digest, parent, tuple(tokens), self._medium))
 
     def removed(self, digest: bytes) -> None:
         """Pages that were not told to be stored are left out."""
         if digest in self._known:
             self._known.remove(digest)
-            self._events.append(Removed(digest))
+            self._events.append(Removed(digest, self._medium))
 
     def cleared(self) -> None:
         self._known.clear()
         self._events.append(Cleared())
 
     def take(self) -> list[PageEvent]:
-        found, self._events = self._events, []
+        found = list(self._events)
+        self._events.clear()
         return found
 
 

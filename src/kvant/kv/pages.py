@@ -140,15 +140,23 @@ class PageAllocator:
         """Pages without a holder that a later request may find by their prefix."""
         return self._num_idle
 
+    @property
+    def num_known(self) -> int:
+        """Pages that a request may find by their prefix, with a holder or without."""
+        return len(self._hash_of)
+
     def lacks(self, count: int) -> int:
         """Superblocks that `count` more pages would take."""
         return -(-max(0, count - self.num_own) // self.per_superblock)
 
-    def allocate(self, count: int, *, spare: int | None = None) -> list[int] | None:
+    def allocate(
+        self, count: int, *, spare: int | None = None, clear: bool = True
+    ) -> list[int] | None:
         """Return `count` pages with reference count 1, or None (and no change) if there are too few.
 
         All must be zeroed, see `take_pages_to_zero`. Idle pages are taken last, longest unused first.
-        spare: superblocks that may be taken, though idle pages would do; all without.
+        spare: superblocks that may be taken, though idle pages would do; all without. clear: without it
+        they need no zeroing, because the caller overwrites them whole.
         """
         lacking = self.lacks(count)
         shared = self.superblocks
@@ -175,7 +183,8 @@ class PageAllocator:
             self._ref_counts[page] = 1
             self._generations[page] += 1
         self._num_held += count
-        self._to_zero += pages
+        if clear:
+            self._to_zero += pages
         return pages
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
@@ -191,6 +200,10 @@ class PageAllocator:
     def find(self, digest: bytes) -> int | None:
         """The page with these contents."""
         return self._page_of.get(digest)
+
+    def known(self) -> list[tuple[bytes, int]]:
+        """Every findable page, and its hash."""
+        return list(self._page_of.items())
 
     def generation_of(self, page: int) -> int | None:
         """Return how often a page was handed out. While this is constant, so are its contents.
@@ -544,15 +557,18 @@ class SharedPages:
             takeable -= -(-max(0, count - own) // group.per_superblock)
         return takeable >= 0
 
-    def allocate(self, counts: Sequence[int]) -> list[list[int]] | None:
-        """Return that many pages of each group, or None (and no change) if there are too few."""
+    def allocate(self, counts: Sequence[int], *, clear: bool = True) -> list[list[int]] | None:
+        """Return that many pages of each group, or None (and no change) if there are too few.
+
+        clear: see `PageAllocator.allocate`.
+        """
         lacking = [group.lacks(count) for group, count in zip(self.groups, counts, strict=True)]
         spare = self.superblocks.num_takeable - sum(lacking)
         if spare < 0:
             return None
         found = []
         for place, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
-            pages = group.allocate(count, spare=spare)
+            pages = group.allocate(count, spare=spare, clear=clear)
             assert pages is not None
             spare = self.superblocks.num_takeable - sum(lacking[place + 1 :])
             found.append(pages)

@@ -13,6 +13,7 @@ from kvant.attention.select import parse_backend
 from kvant.kv.geometry import StateKind
 from kvant.kv.memory import UTILIZATION, parse_size
 from kvant.kv.names import parse_compute_dtype, parse_format, parse_one
+from kvant.kv.offload.config import parse_offload
 from kvant.kv.policy import read_policy
 from kvant.kv.request import (
     Asked,
@@ -122,6 +123,13 @@ class PlanOptions:
         "Format of rows that are stored wide: a name of 8 bits or more, or K/V.",
         metavar="F|K/V",
         unset="the model dtype",
+        panel=_KV,
+    )
+    kv_offload: str | None = option(
+        None,
+        "Where cached pages go that the device has no room for: host memory, then files.",
+        metavar="host:SIZE[,disk:DIR:SIZE]",
+        unset="they are computed again",
         panel=_KV,
     )
     kv_missing_scales: str = option(
@@ -262,6 +270,7 @@ class LLMOptions(TypedDict, total=False):
     kv_recent_tokens: int | None
     kv_sink_tokens: int | None
     kv_recent_dtype: str | None
+    kv_offload: str | None
     kv_missing_scales: str | None
     kv_format_defaults: str | None
     strict: bool | None
@@ -357,6 +366,9 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         state_cache_bytes=None
         if options.state_cache_memory is None
         else parse_size(options.state_cache_memory, asked_by=_by(settings, "state_cache_memory")),
+        offload=None
+        if options.kv_offload is None
+        else parse_offload(options.kv_offload, asked_by=_by(settings, "kv_offload")),
         speculative=None
         if draft is None
         else parse_speculative_config(draft, asked_by=_by(settings, "speculative_config")),

@@ -20,6 +20,7 @@ from kvant.kv.groups import (
     superblocks_for,
 )
 from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, MemoryPlan, format_size, plan_memory
+from kvant.kv.offload.config import OffloadConfig
 from kvant.kv.request import NOTHING_ASKED, Requests
 from kvant.kv.spec import KVPlan, Role
 from kvant.models.directory import as_obstacle
@@ -49,7 +50,7 @@ class PlanRequest:
     memory to use. batch_invariant: use only backends that compute
     every row independently of the rows beside it. quantization: of the target's weights, while they are
     loaded. tensor_parallel_size: devices that share the model. expected_length: tokens of a sequence, for
-    the number of sequences that fit.
+    the number of sequences that fit. offload: tiers of memory behind the pages of the prefix cache.
     """
 
     model: str
@@ -72,6 +73,7 @@ class PlanRequest:
     quantization: Quantization | None = None
     tensor_parallel_size: int = 1
     expected_length: int | None = None
+    offload: OffloadConfig | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -119,6 +121,15 @@ class KeptLayers:
     most_bytes: int | None
     sink: int = 0
     is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Memory for pages that the device has no room for. tokens: that it holds if nothing is shared."""
+
+    name: str
+    num_bytes: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +318,20 @@ class Plan:
             )
             for group in layout.groups
         )
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Tiers behind the device's pages, the fastest first."""
+        asked = self.request.offload
+        if asked is None:
+            return ()
+        each = self.target.kv.bytes_per_token + (
+            0 if self.draft is None else self.draft.kv.bytes_per_token
+        )
+        found = [("host", asked.host_bytes)]
+        if asked.disk is not None:
+            found.append((f"disk {asked.disk.path}", asked.disk.num_bytes))
+        return tuple(Tier(name, size, size // max(1, each)) for name, size in found)
 
     @property
     def expected_length(self) -> int:

@@ -51,6 +51,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "expected_length": plan.expected_length,
             "num_sequences": plan.num_sequences,
             "groups": _groups(plan),
+            "tiers": [asdict(tier) for tier in plan.tiers],
         },
         "warnings": list(plan.warnings),
     }

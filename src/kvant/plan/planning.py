@@ -78,6 +78,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     if request.speculative is not None and facts.draft is not None:
         draft, draft_facts = _plan_draft(request, request.speculative, facts.draft, geometry)
     _refuse_drafts_over_states(request, geometry)
+    _refuse_offload(request, geometry)
     limits = _limits(request, target, facts.memory)
     counts = _draft_counts(request.speculative, draft_facts, limits)
     beside = None
@@ -176,6 +177,31 @@ def _refuse_drafts_over_states(request: PlanRequest, geometry: ModelGeometry) ->
             f"--speculative-config is not offered for {request.model}",
             why="a rejected draft would have to be taken out of the states of its recurrent layers again",
             ways_out=(WayOut("run without --speculative-config"),),
+        )
+
+
+def _refuse_offload(request: PlanRequest, geometry: ModelGeometry) -> None:
+    """Refuse tiers for engines whose pages do not go there."""
+    if request.offload is None:
+        return
+    if not request.prefix_caching:
+        raise BadValue(
+            "--kv-offload cannot be had without the prefix cache",
+            why="it keeps the pages that the prefix cache has no room for",
+            ways_out=(WayOut("leave out one of --kv-offload and --no-enable-prefix-caching"),),
+        )
+    reason = None
+    if geometry.has_states:
+        reason = (
+            "a prefix continues from a state of its recurrent layers, which is not offloaded yet"
+        )
+    elif request.tensor_parallel_size > 1:
+        reason = "each of several ranks holds a part of every page, and none offloads its part yet"
+    if reason is not None:
+        raise NotServable(
+            f"--kv-offload is not offered for {request.model} as asked",
+            why=reason,
+            ways_out=(WayOut("run without --kv-offload"),),
         )
 
 

@@ -12,13 +12,15 @@ and at most `num_uncertain` too high.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvant.kv.events import PageLog
 from kvant.kv.groups import most_pages, superblocks_for
+from kvant.kv.offload.moves import Key
+from kvant.kv.offload.tiers import Offer, Tiers, Told
 from kvant.kv.pages import SCRATCH, SharedPages, page_hash
 from kvant.scheduling.request import FinishReason, Sequence
 
@@ -169,8 +171,8 @@ class HeldPages:
     """The scheduler's pages and rows: gives them out, shares equal prefixes, caches and takes back.
 
     prefix_caching: whether pages are shared by their contents. max_num_seqs: sequences that hold pages
-    at once. max_piece: tokens of a prompt in one step at most. Changes sequences: `held`, `row` and their
-    hashes.
+    at once. max_piece: tokens of a prompt in one step at most. tiers: where pages go on to be found when they
+    are evicted. Changes sequences: `held`, `row` and their hashes.
     """
 
     def __init__(
@@ -182,8 +184,10 @@ class HeldPages:
         max_model_len: int,
         max_piece: int,
         prefix_caching: bool,
+        tiers: Tiers | None = None,
     ) -> None:
         self.shared = shared
+        self.tiers = tiers
         self._page_size = page_size
         self._max_piece = max_piece
         self._prefix_caching = prefix_caching
@@ -217,22 +221,11 @@ class HeldPages:
         but there must be room for what they will hold. found: of each group, cached pages of its first
         tokens, which it shares. first_piece: tokens. spare: pages of each group that must stay free.
         """
-        num_found = len(found[0])
-        columns = self.count_for(sequence.num_tokens) - num_found
-        joined = [[page for page in pages if page != SCRATCH] for pages in found]
-        start = num_found * self._page_size
-        fresh = [columns] * len(found)
-        checked = [columns + spare] * len(found)
-        for group, window in self._windows:
-            fresh[group] = self.count_for(start + first_piece) - num_found
-            most = most_pages(
-                window, sequence.num_tokens, self._max_piece, self._page_size,
-                self.shared.sinks[group],
-            )  # fmt: skip
-            most = max(fresh[group], min(columns, most - len(joined[group])))
-            checked[group] = most + spare
-        if not self.shared.fit(checked, joined):
+        fresh, joined = self._wanted(sequence, found, first_piece, spare)
+        if fresh is None:
             return False
+        num_found = len(found[0])
+        start = num_found * self._page_size
         for allocator, pages in zip(self.shared.groups, joined, strict=True):
             allocator.join(pages)
         taken = self.shared.allocate(fresh)
@@ -248,6 +241,32 @@ class HeldPages:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = start
         return True
+
+    def has_room(
+        self, sequence: Sequence, found: list[list[int]], first_piece: int, *, spare: int
+    ) -> bool:
+        """Whether `admit` would admit it."""
+        return self._wanted(sequence, found, first_piece, spare)[0] is not None
+
+    def _wanted(
+        self, sequence: Sequence, found: list[list[int]], first_piece: int, spare: int
+    ) -> tuple[list[int] | None, list[list[int]]]:
+        """Pages of each group that `admit` allocates, None without room, and pages that it joins."""
+        num_found = len(found[0])
+        columns = self.count_for(sequence.num_tokens) - num_found
+        joined = [[page for page in pages if page != SCRATCH] for pages in found]
+        start = num_found * self._page_size
+        fresh = [columns] * len(found)
+        checked = [columns + spare] * len(found)
+        for group, window in self._windows:
+            fresh[group] = self.count_for(start + first_piece) - num_found
+            most = most_pages(
+                window, sequence.num_tokens, self._max_piece, self._page_size,
+                self.shared.sinks[group],
+            )  # fmt: skip
+            most = max(fresh[group], min(columns, most - len(joined[group])))
+            checked[group] = most + spare
+        return (fresh if self.shared.fit(checked, joined) else None), joined
 
     def extend(self, sequence: Sequence, count: int) -> bool:
         """Allocate more pages for a running sequence. False, and no change, if there are too few."""
@@ -383,11 +402,7 @@ class HeldPages:
         full = [g for g, window in enumerate(self.shared.windows) if window is None]
         matched = {g: groups[g].match(hashes) for g in full}
         cut = min((len(pages) for pages in matched.values()), default=most)
-        while cut:
-            shorter = max(self._lacking(g, window, hashes, cut) for g, window in self._windows)
-            if not shorter:
-                break
-            cut = min(cut - 1, shorter - 1)
+        cut = self._cut_by_windows(cut, hashes, self._is_found)
         found = []
         for place, (group, window) in enumerate(zip(groups, self.shared.windows, strict=True)):
             if window is None:
@@ -406,15 +421,75 @@ class HeldPages:
         first = self._first_seen(cut, window)
         return [*range(min(self._sink_pages[group], first)), *range(first, cut)]
 
+    def find_restorable(
+        self, sequence: Sequence, has: Callable[[Key], bool]
+    ) -> tuple[int, list[Key]]:
+        """Pages of the longest prefix that device and tiers hold together, and what the device lacks of it.
+
+        has: whether a tier has a page. To be called after `find_prefix`, which hashes the pages. The keys are
+        in the order of the tokens.
+        """
+        most = (sequence.num_tokens - 1) // self._page_size
+        if not self._prefix_caching or sequence.lacks_prompt_logprobs:
+            return 0, []
+        hashes = sequence.prefix_hashes[1 : most + 1]
+
+        def there(group: int, digest: bytes) -> bool:
+            return self._is_found(group, digest) or has(Key(group, digest))
+
+        windows = self.shared.windows
+        full = [g for g, window in enumerate(windows) if window is None]
+        cut = next(
+            (i for i, digest in enumerate(hashes) if not all(there(g, digest) for g in full)),
+            len(hashes),
+        )
+        cut = self._cut_by_windows(cut, hashes, there)
+        lacking = []
+        read = [
+            range(cut) if window is None else self._read(group, window, cut)
+            for group, window in enumerate(windows)
+        ]
+        for index, group in sorted((i, g) for g, places in enumerate(read) for i in places):
+            if not self._is_found(group, hashes[index]):
+                lacking.append(Key(group, hashes[index]))
+        return cut, lacking
+
+    def told_of(self, sequence: Sequence, keys: Items[Key]) -> list[Told | None]:
+        """What indexers outside may learn of pages of a sequence; None where nothing is to be told."""
+        if self.shared.log is None or sequence.request.salt:
+            return [None] * len(keys)
+        place_of = {digest: i for i, digest in enumerate(sequence.prefix_hashes)}
+        return [
+            None if key.group else self._told(sequence, place_of[key.digest] - 1) for key in keys
+        ]
+
+    def _is_found(self, group: int, digest: bytes) -> bool:
+        return self.shared.groups[group].find(digest) is not None
+
+    def _cut_by_windows(
+        self, cut: int, hashes: Items[bytes], there: Callable[[int, bytes], bool]
+    ) -> int:
+        """Pages of the longest prefix, at most `cut`, whose last pages are there in every window's group."""
+        while cut and self._windows:
+            shorter = max(
+                self._lacking(g, window, hashes, cut, there) for g, window in self._windows
+            )
+            if not shorter:
+                break
+            cut = min(cut - 1, shorter - 1)
+        return cut
+
     def _first_seen(self, cut: int, window: int) -> int:
         """The first page that the token behind `cut` pages reads."""
         return max(0, cut * self._page_size - window + 1) // self._page_size
 
-    def _lacking(self, group: int, window: int, hashes: Items[bytes], cut: int) -> int:
+    def _lacking(
+        self, group: int, window: int, hashes: Items[bytes], cut: int,
+        there: Callable[[int, bytes], bool],
+    ) -> int:  # fmt: skip
         """One more than the last page that a prefix of `cut` pages needs and the group lacks; 0 for none."""
-        allocator = self.shared.groups[group]
         for index in reversed(self._read(group, window, cut)):
-            if allocator.find(hashes[index]) is None:
+            if not there(group, hashes[index]):
                 return index + 1
         return 0
 
@@ -453,14 +528,40 @@ class HeldPages:
                 sequence.own_hashes.append(digest)
                 log = self.shared.groups[0].log  # of the group that decides what can be found
                 if is_new[0] == 0 and log is not None and not sequence.request.salt:
-                    self._tell(log, sequence, index)
+                    log.stored(digest, *self._told(sequence, index))
         sequence.num_remembered_pages = max(full, sequence.num_remembered_pages)
+        if self.tiers is not None and full:
+            self._offer(self.tiers, sequence, full)
 
-    def _tell(self, log: PageLog, sequence: Sequence, index: int) -> None:
-        """Log that a page of the sequence can be found."""
+    def _told(self, sequence: Sequence, index: int) -> Told:
+        """What indexers learn of a page of the sequence."""
         first, last = index * self._page_size, (index + 1) * self._page_size
         parent = sequence.prefix_hashes[index] if index else None
-        log.stored(sequence.prefix_hashes[index + 1], parent, sequence.token_ids[first:last])
+        return Told(parent, tuple(sequence.token_ids[first:last]))
+
+    def _offer(self, tiers: Tiers, sequence: Sequence, full: int) -> None:
+        """Let tiers have the sequence's findable pages, of windows only what it still holds."""
+        keys: list[Key] = []
+        lacking: list[tuple[Key, int, int]] = []
+        for index in range(full):
+            for place, pages in enumerate(sequence.held):
+                key = Key(place, sequence.prefix_hashes[index + 1])
+                if pages[index] == SCRATCH:
+                    continue
+                keys.append(key)
+                if not tiers.in_host(key):
+                    page = self.shared.groups[place].find(key.digest)
+                    generation = (
+                        None if page is None else self.shared.groups[place].generation_of(page)
+                    )
+                    if page is not None and generation is not None:
+                        lacking.append((key, page, generation))
+        told = self.told_of(sequence, [key for key, _, _ in lacking])
+        tiers.touch(keys)
+        tiers.offer(
+            Offer(key, page, generation, one)
+            for (key, page, generation), one in zip(lacking, told, strict=True)
+        )
 
     def forget(self, sequence: Sequence, reason: FinishReason) -> None:
         """Remove from the cache what a sequence that ended for this reason may have spoilt.
@@ -475,6 +576,9 @@ class HeldPages:
                 for group in self.shared.groups:
                     group.forget(group.match((digest,)))
             self._forget_unconfirmed(sequence)
+            if self.tiers is not None:
+                is_spoilt = reason is FinishReason.NUMERICAL_ERROR
+                self.tiers.forget(sequence.prefix_hashes[1:] if is_spoilt else sequence.own_hashes)
 
     def _forget_unconfirmed(self, sequence: Sequence) -> None:
         for group, name, _ in sequence.unconfirmed:
@@ -494,12 +598,15 @@ class HeldPages:
     def audit(self, holders: Items[Sequence]) -> list[str]:
         """Recompute pages, counts and rows of all sequences that hold some. Returns faults in words."""
         table = self.table
-        faults = self.shared.audit(
-            [
-                [[page for page in s.held[place] if page != SCRATCH] for s in holders]
-                for place in range(len(self.shared.groups))
-            ]
-        )
+        owned = [
+            [[page for page in s.held[place] if page != SCRATCH] for s in holders]
+            for place in range(len(self.shared.groups))
+        ]
+        if self.tiers is not None:
+            owned = [own + moved for own, moved in zip(owned, self.tiers.held(), strict=True)]
+        faults = self.shared.audit(owned)
+        if self.tiers is not None:
+            faults += self.tiers.audit()
         rows = [sequence.row for sequence in holders]
         if len(set(rows)) != len(rows):
             faults.append("two sequences share a row of the page table")

@@ -23,7 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvant.attention.need import LONG
-from kvant.kv.pages import SharedPages
+from kvant.kv.offload.moves import Key
+from kvant.kv.offload.tiers import Progress, Tiers
+from kvant.kv.pages import SCRATCH, SharedPages
 from kvant.plan.limits import Limits
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.row_table import HeldPages, KeptStates
@@ -119,11 +121,14 @@ class Scheduler:
     """Sequences from arrival to end; the only writer of their tokens, status and rows.
 
     The caller runs what `schedule` returns, appends the tokens it found, then calls `commit`.
+    tiers: where pages are kept that lose their place in `allocator`; a sequence whose pages come from there
+    waits in the queue meanwhile.
     """
 
-    def __init__(self, limits: Limits, allocator: SharedPages) -> None:
+    def __init__(self, limits: Limits, allocator: SharedPages, tiers: Tiers | None = None) -> None:
         self.limits = limits
         self.allocator = allocator
+        self.tiers = tiers
         self.pages = HeldPages(
             allocator,
             page_size=limits.page_size,
@@ -131,6 +136,7 @@ class Scheduler:
             max_model_len=limits.max_model_len,
             max_piece=limits.max_num_batched_tokens,
             prefix_caching=limits.prefix_caching,
+            tiers=tiers,
         )
         self.table = self.pages.table
         self.states = KeptStates(
@@ -175,6 +181,11 @@ class Scheduler:
         sequence.order = self._next_order
         self._next_order += 1
         self._waiting.append(sequence)
+        if self.tiers is not None:
+            found = self.pages.find_prefix(sequence)
+            if self.limits.prefix_caching and not sequence.lacks_prompt_logprobs:
+                hashes = sequence.prefix_hashes[len(found[0]) + 1 :]
+                self.tiers.look(sequence.number, [Key(0, digest) for digest in hashes])
 
     def schedule(self, num_draft_tokens: int = 0) -> Schedule | None:
         """Choose the next step and count it as launched.
@@ -183,6 +194,8 @@ class Scheduler:
         never take the place of a token. Returns a Schedule without sequences if nothing can run, and
         None if a step in flight must be committed first because pages are short.
         """
+        if self.tiers is not None:
+            self.tiers.poll()
         self.pages.trim(*self._ordered())
         chosen = self._decodes()
         if chosen is None:
@@ -264,6 +277,8 @@ class Scheduler:
         for every page it used: one of them may be where the error came from.
         """
         assert sequence.status is not Status.FINISHED
+        if self.tiers is not None:
+            self.tiers.end(sequence.number)
         self.pages.forget(sequence, reason)
         self.states.forget(sequence, reason)
         if sequence.status is Status.RUNNING:
@@ -351,6 +366,8 @@ class Scheduler:
             while not self.pages.reach(sequence, end):
                 if self._in_flight:
                     return None
+                if self.tiers is not None and self.tiers.give_back():
+                    continue
                 if self._preempt_youngest(preempted) is sequence:
                     break
             if sequence.status is Status.RUNNING:
@@ -378,6 +395,10 @@ class Scheduler:
                 return
             # One page per running sequence stays free: they grow, and would take these pages back.
             spare = len(self._running)
+            if self.tiers is not None and self._waits_for_pages(
+                self.tiers, sequence, found, first_piece, spare
+            ):
+                return
             if not self.pages.admit(sequence, found, first_piece, spare=spare):
                 if self._running:
                     return
@@ -389,6 +410,8 @@ class Scheduler:
             if found[0] and self.limits.state_slots:
                 slot = self.states.use(sequence, len(found[0]))
                 self._states_to_load.append((slot, sequence.row))
+            if self.tiers is not None:
+                self.tiers.end(sequence.number)
             self._waiting.popleft()
             self._running.append(sequence)
             self._order = None
@@ -396,6 +419,38 @@ class Scheduler:
             if sequence.num_tokens - start > 1:
                 computing.append(sequence)
             pieces.add(sequence, start)
+
+    def _waits_for_pages(
+        self, tiers: Tiers, sequence: Sequence, found: list[list[int]], first_piece: int, spare: int
+    ) -> bool:
+        """Whether the oldest waiting sequence waits for pages from tiers; brings them if that pays.
+
+        found: as `HeldPages.find_prefix` returned it.
+        """
+        number = sequence.number
+        progress = tiers.progress_of(number)
+        if progress in (Progress.MOVING, Progress.SETTLED):
+            return progress is Progress.MOVING
+        has = tiers.has if progress is Progress.NEW else tiers.in_host
+        cut, lacking = self.pages.find_restorable(sequence, has)
+        num_tokens = (cut - len(found[0])) * self.limits.page_size
+        if not tiers.pays(lacking, num_tokens):
+            tiers.settle(number)
+            return False
+        if tiers.fetch(number, lacking):
+            return True
+        if tiers.progress_of(number) is not progress:  # no room in host memory for what files have
+            cut, lacking = self.pages.find_restorable(sequence, tiers.in_host)
+            num_tokens = (cut - len(found[0])) * self.limits.page_size
+        if lacking and self.pages.has_room(sequence, found, first_piece, spare=spare):
+            joined = [[page for page in pages if page != SCRATCH] for pages in found]
+            told = self.pages.told_of(sequence, lacking)
+            if tiers.load(number, joined, lacking, told, num_tokens):
+                return True
+        elif lacking and self._running:
+            return True  # for room
+        tiers.settle(number)
+        return False
 
     def _unshared(self, prefilling: list[Sequence]) -> list[Sequence]:
         """Sequences whose prompts are being computed, the step in flight included."""
@@ -503,6 +558,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, preempted: list[Sequence]) -> None:
         """One more page for a sequence, taken from the youngest, which may be this one itself."""
         while not self.pages.extend(sequence, 1):
+            if self.tiers is not None and self.tiers.give_back():
+                continue
             if self._preempt_youngest(preempted) is sequence:
                 return
 

@@ -88,7 +88,7 @@ def _publisher(settings: Settings, built: BuiltEngine) -> EventPublisher | None:
     if config is None:
         return None
     log = PageLog()
-    built.engine.scheduler.allocator.log = log
+    built.engine.tell(log)
     return EventPublisher(config, log, built.kv.page_size)
 
 
@@ -158,6 +158,7 @@ def report_of(driver: Driver[int], events: list[Event[int]]) -> Report:
             stats.speculation,
             tuple((one.layer, one.k, one.v) for one in stats.saturated),
             stats.num_compiling,
+            stats.offload,
         ),
         tuple(pieces),
         tuple(failures),

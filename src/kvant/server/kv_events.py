@@ -18,13 +18,12 @@ import msgspec
 import zmq
 
 from kvant.errors import NotServable, WayOut
-from kvant.kv.events import Cleared, EventsConfig, PageEvent, PageLog, Removed, Stored
+from kvant.kv.events import Cleared, EventsConfig, Medium, PageEvent, PageLog, Removed, Stored
 
 KEPT = 10_000
 """Messages that can be asked for again."""
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_MEDIUM = "GPU"  # the tier where the engine computes, on a CPU too
 
 
 class EventPublisher:
@@ -85,11 +84,11 @@ def _bound(socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:
 def _wire(events: Sequence[PageEvent], page_size: int) -> list[dict[str, Any]]:
     """Events as maps; neighbouring pages of one prompt are told together, as are removals."""
     found: list[dict[str, Any]] = []
-    last: bytes | None = None  # the page that the event before stored
+    last: tuple[Medium, bytes] | None = None  # the page that the event before stored, and where
     for event in events:
         match event:
-            case Stored(digest, parent, tokens):
-                if last is not None and parent == last:
+            case Stored(digest, parent, tokens, medium):
+                if parent is not None and last == (medium, parent):
                     found[-1]["block_hashes"].append(_short(digest))
                     found[-1]["token_ids"] += tokens
                 else:
@@ -101,21 +100,22 @@ def _wire(events: Sequence[PageEvent], page_size: int) -> list[dict[str, Any]]:
                             "token_ids": list(tokens),
                             "block_size": page_size,
                             "lora_id": None,
-                            "medium": _MEDIUM,
+                            "medium": medium.value,
                             "lora_name": None,
                         }
                     )
-                last = digest
+                last = medium, digest
                 continue
-            case Removed(digest):
-                if found and found[-1]["type"] == "BlockRemoved":
+            case Removed(digest, medium):
+                before = found[-1] if found else {}
+                if before.get("type") == "BlockRemoved" and before["medium"] == medium.value:
                     found[-1]["block_hashes"].append(_short(digest))
                 else:
                     found.append(
                         {
                             "type": "BlockRemoved",
                             "block_hashes": [_short(digest)],
-                            "medium": _MEDIUM,
+                            "medium": medium.value,
                         }
                     )
             case Cleared():

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from kvant.kv.offload.stats import OffloadStats
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason
@@ -120,6 +121,7 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     speculation: SpeculationStats | None = None
     saturated: tuple[tuple[str, int, int], ...] = ()
     num_compiling: int = 0
+    offload: OffloadStats | None = None
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):

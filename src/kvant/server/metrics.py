@@ -27,6 +27,7 @@ from kvant.server import wire
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+    from kvant.kv.offload.stats import OffloadStats
     from kvant.server.messages import Ready, Report, Stats, Times
     from kvant.server.requests import Generation
     from kvant.server.service import Admission, Running
@@ -241,6 +242,8 @@ class _EngineGauges(Collector):
         yield saturation_metric(self._model, stats)
         if stats.speculation is not None:
             yield from draft_metrics(self._model, stats.speculation)
+        if stats.offload is not None:
+            yield from offload_metrics(self._model, stats.offload)
         yield self._gauge("kvant:engine_up", "1: ready.", float(self._supervisor.is_ready))
         if ready is not None:
             info = GaugeMetricFamily(
@@ -306,6 +309,47 @@ def saturation_metric(model: str, stats: Stats) -> Metric:
         for side, count in (("k", k), ("v", v)):
             found.add_metric((model, layer, side), count)
     return found
+
+
+_TIER_COUNTERS = (
+    ("pages_stored", "Pages that a tier took.", "stored"),
+    ("pages_restored", "Pages that came back from a tier.", "restored"),
+    ("pages_bad", "Pages that were not what was stored; computed again.", "bad"),
+    ("pages_evicted", "Pages that gave way to others.", "evicted"),
+    ("pages_dropped", "Pages that a tier could not take in time.", "dropped"),
+    ("bytes_stored", "Bytes that a tier took.", "bytes_stored"),
+    ("bytes_restored", "Bytes that came back from a tier.", "bytes_restored"),
+    ("late", "Requests that did not wait for a tier any longer.", "late"),
+)
+_TIER_GAUGES = (
+    ("pages", "Pages in a tier.", "num_pages"),
+    ("bytes", "Bytes in a tier.", "num_bytes"),
+)
+
+
+def offload_metrics(model: str, offload: OffloadStats) -> Iterable[Metric]:
+    """Counters of the tiers behind the device's pages, and what they hold."""
+    tiers = {"host": offload.host, "disk": offload.disk}
+    for name, text, field_name in _TIER_COUNTERS:
+        counter = CounterMetricFamily(f"kvant:offload_{name}", text, labels=("model_name", "tier"))
+        for tier, counts in tiers.items():
+            if counts is not None:
+                counter.add_metric((model, tier), getattr(counts, field_name))
+        yield counter
+    for name, text, field_name in _TIER_GAUGES:
+        gauge = GaugeMetricFamily(f"kvant:offload_{name}", text, labels=("model_name", "tier"))
+        for tier, counts in tiers.items():
+            if counts is not None:
+                gauge.add_metric((model, tier), getattr(counts, field_name))
+        yield gauge
+    for name, text, value in (
+        ("restores", "Requests whose pages came back.", offload.num_restores),
+        ("tokens_restored", "Tokens that were not computed again.", offload.num_restored_tokens),
+        ("restore_seconds", "Time that requests waited for copies.", offload.restore_seconds),
+    ):
+        total = CounterMetricFamily(f"kvant:offload_{name}", text, labels=("model_name",))
+        total.add_metric((model,), value)
+        yield total
 
 
 def draft_metrics(model: str, drafts: SpeculationStats) -> Iterable[Metric]:

@@ -1,0 +1,137 @@
+"""The tiers of an engine, and the identity of its pages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvant.errors import DoesNotFit, WayOut
+from kvant.kv.groups import ArenaLayout
+from kvant.kv.identity import PageIdentity, digest_of
+from kvant.kv.memory import format_size
+from kvant.kv.offload.config import OffloadConfig
+from kvant.kv.offload.page_files import PageFiles
+from kvant.kv.pages import CacheIdentity, SharedPages
+from kvant.models.contents import contents_digest
+from kvant.plan.device import free_host_bytes
+from kvant.plan.plan import Plan, PlannedModel
+
+if TYPE_CHECKING:
+    from kvant.execution.runner import ModelRunner
+    from kvant.kv.offload.tiers import Tiers
+
+_ROTARY = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+)
+
+
+def check_host_memory(planned: Plan, config: OffloadConfig) -> None:
+    """Raise DoesNotFit if the host tier is larger than the memory that is left."""
+    free = free_host_bytes()
+    if planned.request.on_cpu:
+        free -= (planned.weights_bytes or 0) + (planned.memory.kv_bytes or 0)
+    if config.host_bytes > free:
+        raise DoesNotFit(
+            f"{format_size(config.host_bytes)} of host memory are not there for evicted pages",
+            why=f"{format_size(max(0, free))} are free beside what the engine needs",
+            ways_out=(WayOut("offload to less", ("--kv-offload", f"host:{max(1, free // 2)}")),),
+        )
+
+
+def make_tiers(
+    planned: Plan, runner: ModelRunner, *, dummy_weights: bool
+) -> tuple[Callable[[SharedPages], Tiers] | None, CacheIdentity | None]:
+    """What makes the tiers that were asked for, and the identity of pages that files may hold.
+
+    Both None without tiers; the identity is None without files. Raises ConfigError if the directory
+    cannot be used or the host memory cannot be had.
+    """
+    from kvant.kv.offload.build import build_tiers
+    from kvant.kv.offload.mover import pieces_of
+
+    config = planned.request.offload
+    if config is None:
+        return None, None
+    files, identity = None, None
+    if config.disk is not None:
+        found = page_identity(planned, runner, dummy_weights=dummy_weights)
+        files = PageFiles(config.disk.path, found, config.disk.num_bytes)
+        identity = CacheIdentity("pages", None, found.digest.hex())
+    pieces = pieces_of(runner.pools)
+    return lambda shared: build_tiers(shared, pieces, config.host_bytes, files=files), identity
+
+
+def page_identity(
+    planned: Plan, runner: ModelRunner, *, dummy_weights: bool = False
+) -> PageIdentity:
+    """The identity of an engine's pages outside of its process. Reads the model's files."""
+    target, draft, request = planned.target, planned.draft, planned.request
+    layout = [target.kv.page_size, *(_layout(pool.arena.layout) for pool in runner.pools)]
+    return PageIdentity(
+        weights=_weights(target, dummy_weights),
+        weight_format="stored" if request.quantization is None else request.quantization.value,
+        formats=f"{target.kv.compute_dtype.value} {target.kv.fingerprint}",
+        scales=_scales(runner),
+        rotary=_rotary(planned),
+        layout=digest_of(layout),
+        draft="none"
+        if draft is None
+        else f"{draft.kv.fingerprint} {_weights(draft, dummy_weights)}",
+        arithmetic=_arithmetic(planned, runner) if request.batch_invariant else "",
+    )
+
+
+def _weights(model: PlannedModel, dummy_weights: bool) -> str:
+    config = {k: v for k, v in model.config.items() if k not in _NOT_THE_MODEL}
+    contents = "random" if dummy_weights else contents_digest(model.local.path)
+    return f"{contents} {digest_of(config)}"
+
+
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures")
+
+
+def _layout(layout: ArenaLayout) -> list[object]:
+    """Where each layer lies in a page of each group."""
+    return [
+        [
+            group.window,
+            group.page_bytes,
+            sorted((role.value, layer, *at) for (role, layer), at in group.offsets.items()),
+        ]
+        for group in layout.groups
+    ]
+
+
+def _rotary(planned: Plan) -> str:
+    text = planned.target.config.get("text_config", planned.target.config)
+    length = "" if planned.rotary_length is None else f" at {planned.rotary_length}"
+    return digest_of([text.get(name) for name in _ROTARY]) + length
+
+
+def _scales(runner: ModelRunner) -> str:
+    """The values of scales and matrices that are not in the pages."""
+    found = hashlib.sha256()
+    for pool in runner.pools:
+        for spec in pool.plan.layers:
+            if spec.k is None:
+                continue
+            cache = pool[spec.geometry.index]
+            for value in (cache.k_scale, cache.v_scale, cache.k_rounding):
+                found.update(b"-" if value is None else value.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+def _arithmetic(planned: Plan, runner: ModelRunner) -> str:
+    """What decides the last bit of a value."""
+    import torch
+
+    device = planned.request.device
+    name = "" if runner.device.type == "cpu" else torch.cuda.get_device_name(runner.device)
+    backends = sorted({layer.backend or "" for layer in planned.target.kv.layers})
+    parts = (device.kind.value, name, planned.forward.name, *backends, torch.__version__)
+    return " ".join(str(part) for part in parts)

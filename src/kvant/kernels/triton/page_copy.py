@@ -1,0 +1,64 @@
+"""Gather pages of an arena into rows, and scatter rows into pages: one launch for all layers.
+
+A page's pieces lie far apart in an arena of one group. A row holds them behind each other, so that it crosses
+a bus as one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+
+
+class PageGather:
+    """Pages of one group. pieces: uint8 [num_pages, n] each, n a multiple of 8; their addresses are used."""
+
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self._pieces = tuple(pieces)
+        facts, at = [], 0
+        for piece in pieces:
+            words = piece.shape[1] // 8
+            facts.append((piece.data_ptr(), words, at))
+            at += words
+        self.row_words = at
+        self._facts = torch.tensor(facts, dtype=torch.int64, device=pieces[0].device)
+        self._blocks = triton.cdiv(max(words for _, words, _ in facts), _BLOCK)
+
+    def gather(self, pages: Tensor, rows: Tensor) -> None:
+        """Copy pages [k] int64 into rows, int64 [at least k, row_words] without gaps."""
+        self._launch(pages, rows, True)
+
+    def scatter(self, rows: Tensor, pages: Tensor) -> None:
+        """Copy rows into pages, as in `gather`."""
+        self._launch(pages, rows, False)
+
+    def _launch(self, pages: Tensor, rows: Tensor, to_rows: bool) -> None:
+        grid = (len(pages), len(self._facts), self._blocks)
+        copy_pages[grid](
+            self._facts, pages, rows, self.row_words, TO_ROWS=to_rows, BLOCK=_BLOCK, num_warps=8
+        )
+
+
+@triton.jit
+def copy_pages(facts, pages, rows, row_words, TO_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, piece, BLOCK words of 8 bytes). facts: of each piece its address, the words of a page,
+    and where it begins in a row."""
+    piece = facts + 3 * tl.program_id(1)
+    start = tl.load(piece).to(tl.pointer_type(tl.int64))
+    words = tl.load(piece + 1)
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    page = tl.load(pages + row)
+    stored = start + page * words + c
+    packed = rows + row * row_words + tl.load(piece + 2) + c
+    inside = c < words
+    if TO_ROWS:
+        tl.store(packed, tl.load(stored, mask=inside), mask=inside)
+    else:
+        tl.store(stored, tl.load(packed, mask=inside), mask=inside)

@@ -1,0 +1,1 @@
+"""Tiers of memory behind the pages that a device holds: host memory, then files."""

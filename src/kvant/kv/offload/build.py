@@ -1,0 +1,55 @@
+"""Tiers from the pools of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvant.kv.offload.files import FileQueue
+from kvant.kv.offload.mover import Copier, HostRows, MemoryCopier, PageMover
+from kvant.kv.offload.moves import Bell
+from kvant.kv.offload.page_files import PageFiles
+from kvant.kv.offload.policy import BreakEven
+from kvant.kv.offload.tiers import Tiers
+from kvant.kv.pages import SharedPages
+
+
+def build_tiers(
+    shared: SharedPages,
+    pieces: Sequence[Sequence[Tensor]],
+    host_bytes: int,
+    *,
+    files: PageFiles | None = None,
+    policy: BreakEven | None = None,
+) -> Tiers:
+    """Tiers behind the pages `shared`.
+
+    pieces: of each group, the pieces of a page, see `pieces_of`. host_bytes: of host memory.
+    Raises DoesNotFit if a GPU cannot reach that much host memory.
+    """
+    per_superblock = [group.per_superblock for group in shared.groups]
+    row_bytes = [sum(piece.shape[1] for piece in of_group) for of_group in pieces]
+    superblock = max(n * size for n, size in zip(per_superblock, row_bytes, strict=True))
+    count = 1 + host_bytes // superblock  # the first one is the scratch pages', as in any arena
+    device = next(piece.device for of_group in pieces for piece in of_group)
+    on_gpu = device.type != "cpu"
+    rows = HostRows(row_bytes, count, superblock, per_superblock, pinned=on_gpu)
+    bell = Bell()
+    host = SharedPages(count, shared.windows, per_superblock)
+    mover = PageMover(rows, _copiers(pieces, rows, device), bell)
+    queue = None if files is None else FileQueue(files, bell)
+    return Tiers(shared, host, mover, bell=bell, policy=policy, files=queue)
+
+
+def _copiers(
+    pieces: Sequence[Sequence[Tensor]], rows: HostRows, device: torch.device
+) -> Callable[[], Copier]:
+    if device.type == "cpu":
+        return lambda: MemoryCopier(pieces, rows)
+    from kvant.kernels.triton.page_copy import PageGather
+    from kvant.kv.offload.gpu_copier import BusCopier
+
+    gathers = [PageGather(of_group) for of_group in pieces]
+    return lambda: BusCopier(gathers, rows, device)

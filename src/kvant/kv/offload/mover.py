@@ -1,0 +1,263 @@
+"""Copies of pages between a device's pools and host memory, by two threads: one stores, one loads.
+
+In host memory a page is one piece, of all layers of all pools that share its id: a *row*. On a CPU a copy is
+a copy of memory. On a GPU pages are gathered into a buffer of the device and cross the bus as a few large
+copies, on a stream of their own; a step that runs meanwhile does not wait for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvant.errors import DoesNotFit, WayOut
+from kvant.kv.memory import format_size
+from kvant.kv.offload.moves import Bell, Move, Moved
+from kvant.kv.offload.page_files import checksum
+from kvant.kv.pool import KVPool, zeros
+
+CHUNK_BYTES = 16 << 20
+"""Bytes that one copy over the bus moves at most, and of each buffer on a GPU; at least a page."""
+
+_HASHERS = 4
+
+
+class HostRows:
+    """The memory of a host tier: rows of every group, over the same bytes.
+
+    row_bytes: used bytes of a page of each group. num_superblocks, superblock_bytes, per_superblock: how the
+    memory is cut, as an arena is. Raises DoesNotFit if a GPU cannot reach that much memory.
+    """
+
+    def __init__(
+        self,
+        row_bytes: Sequence[int],
+        num_superblocks: int,
+        superblock_bytes: int,
+        per_superblock: Sequence[int],
+        *,
+        pinned: bool,
+    ) -> None:
+        self.row_bytes = tuple(row_bytes)
+        self.bytes = zeros((num_superblocks * superblock_bytes,), torch.uint8, torch.device("cpu"))
+        if pinned:
+            _pin(self.bytes)
+            weakref.finalize(self, _unpin, self.bytes.data_ptr())
+        self.groups = [
+            self.bytes.view(num_superblocks * count, superblock_bytes // count)[:, :size]
+            for count, size in zip(per_superblock, row_bytes, strict=True)
+        ]
+        self._all = memoryview(self.bytes.numpy().data)
+        self._strides = [superblock_bytes // count for count in per_superblock]
+
+    def row(self, group: int, page: int) -> memoryview:
+        """A page's bytes."""
+        first = page * self._strides[group]
+        return self._all[first : first + self.row_bytes[group]]
+
+
+class Copier(Protocol):
+    """Copies chunks of pages; used by one thread. `mark` was made by the engine's thread."""
+
+    def mark(self) -> object:
+        """Everything that was launched so far."""
+        ...
+
+    def begin(self, mark: object) -> None:
+        """The copies that follow come after `mark`."""
+        ...
+
+    def store(self, group: int, pages: list[int], rows: list[int]) -> Callable[[], None]:
+        """Begin to copy pages of the device into rows; the result waits until they are there."""
+        ...
+
+    def load(self, group: int, pages: list[int], rows: list[int]) -> Callable[[], None]:
+        """Begin to copy rows into pages of the device; the result waits until they are there."""
+        ...
+
+
+class MemoryCopier:
+    """On a CPU: pieces of pages lie in memory, and copies are done when they return."""
+
+    def __init__(self, pieces: Sequence[Sequence[Tensor]], rows: HostRows) -> None:
+        self._pieces, self._rows = pieces, rows
+
+    def mark(self) -> object:
+        return None
+
+    def begin(self, mark: object) -> None:
+        pass
+
+    def store(self, group: int, pages: list[int], rows: list[int]) -> Callable[[], None]:
+        index, target = torch.tensor(pages), torch.tensor(rows)
+        at = 0
+        for piece in self._pieces[group]:
+            size = piece.shape[1]
+            taken = piece.index_select(0, index)
+            self._rows.groups[group][:, at : at + size].index_copy_(0, target, taken)
+            at += size
+        return _nothing
+
+    def load(self, group: int, pages: list[int], rows: list[int]) -> Callable[[], None]:
+        index, target = torch.tensor(rows), torch.tensor(pages)
+        at = 0
+        for piece in self._pieces[group]:
+            size = piece.shape[1]
+            taken = self._rows.groups[group][:, at : at + size].index_select(0, index)
+            piece.index_copy_(0, target, taken)
+            at += size
+        return _nothing
+
+
+class PageMover:
+    """A `Mover` over the pools that share page ids.
+
+    make_copier: one for each of both threads.
+    """
+
+    def __init__(self, rows: HostRows, make_copier: Callable[[], Copier], bell: Bell) -> None:
+        self._rows, self._bell = rows, bell
+        self._storing, self._loading = make_copier(), make_copier()
+        self._stores = ThreadPoolExecutor(1, "kvant-store")
+        self._loads = ThreadPoolExecutor(1, "kvant-load")
+        self._hashers = ThreadPoolExecutor(_HASHERS, "kvant-checksum")
+        self._done: deque[Moved] = deque()
+
+    @property
+    def page_bytes(self) -> Sequence[int]:
+        return self._rows.row_bytes
+
+    def row(self, group: int, host_page: int) -> memoryview:
+        return self._rows.row(group, host_page)
+
+    def store(self, job: int, moves: Sequence[Move]) -> None:
+        mark = self._storing.mark()
+        self._stores.submit(self._guarded, self._store, job, tuple(moves), mark)
+
+    def load(self, job: int, moves: Sequence[Move]) -> None:
+        mark = self._loading.mark()
+        self._loads.submit(self._guarded, self._load, job, tuple(moves), mark)
+
+    def take(self) -> list[Moved]:
+        found = []
+        while self._done:
+            found.append(self._done.popleft())
+        return found
+
+    # -- in threads ----------------------------------------------------------------------------
+
+    def _guarded(
+        self, work: Callable[[int, tuple[Move, ...], object], Moved],
+        job: int, moves: tuple[Move, ...], mark: object,
+    ) -> None:  # fmt: skip
+        """Run a job; one that fails has moved nothing that may be used."""
+        try:
+            done = work(job, moves, mark)
+        except BaseException as fault:
+            threading.excepthook(
+                threading.ExceptHookArgs((type(fault), fault, fault.__traceback__, None))
+            )
+            done = Moved(job, (None,) * len(moves), 0, 0.0)
+        self._done.append(done)
+        self._bell.ring()
+
+    def _store(self, job: int, moves: tuple[Move, ...], mark: object) -> Moved:
+        started = time.perf_counter()
+        self._storing.begin(mark)
+        pending: list[tuple[Callable[[], None], list[int]]] = []
+        sums: list[bytes | None] = [None] * len(moves)
+
+        def finish() -> None:
+            wait, places = pending.pop(0)
+            wait()
+            for place, total in zip(places, self._sums(moves, places), strict=True):
+                sums[place] = total
+
+        for group, places in self._chunks(moves):
+            pages = [moves[place].device_page for place in places]
+            rows = [moves[place].host_page for place in places]
+            pending.append((self._storing.store(group, pages, rows), places))
+            if len(pending) > 1:  # checksums of one chunk while the next one crosses the bus
+                finish()
+        while pending:
+            finish()
+        return self._moved(job, moves, sums, started)
+
+    def _load(self, job: int, moves: tuple[Move, ...], mark: object) -> Moved:
+        started = time.perf_counter()
+        self._loading.begin(mark)
+        sums: list[bytes | None] = [None] * len(moves)
+        waits: list[Callable[[], None]] = []
+        for group, places in self._chunks(moves):
+            found = self._sums(moves, places)
+            good = [
+                place
+                for place, total in zip(places, found, strict=True)
+                if total == moves[place].checksum
+            ]
+            for place in good:
+                sums[place] = moves[place].checksum
+            if good:
+                pages = [moves[place].device_page for place in good]
+                rows = [moves[place].host_page for place in good]
+                waits.append(self._loading.load(group, pages, rows))
+        for wait in waits:
+            wait()
+        return self._moved(job, moves, sums, started)
+
+    def _chunks(self, moves: Sequence[Move]) -> list[tuple[int, list[int]]]:
+        """Places of moves of one group whose rows fit into a chunk."""
+        found: list[tuple[int, list[int]]] = []
+        for place, move in enumerate(moves):
+            most = max(1, CHUNK_BYTES // max(1, self.page_bytes[move.group]))
+            if not found or found[-1][0] != move.group or len(found[-1][1]) >= most:
+                found.append((move.group, []))
+            found[-1][1].append(place)
+        return found
+
+    def _sums(self, moves: Sequence[Move], places: Sequence[int]) -> list[bytes]:
+        rows = [self.row(moves[place].group, moves[place].host_page) for place in places]
+        if sum(map(len, rows)) < CHUNK_BYTES // 8:
+            return [checksum(row) for row in rows]
+        return list(self._hashers.map(checksum, rows))
+
+    def _moved(
+        self, job: int, moves: Sequence[Move], sums: Sequence[bytes | None], started: float
+    ) -> Moved:
+        size = sum(self.page_bytes[move.group] for move in moves)
+        return Moved(job, tuple(sums), size, time.perf_counter() - started)
+
+
+def pieces_of(pools: Sequence[KVPool]) -> list[list[Tensor]]:
+    """The pieces of a page in all pools that share page ids, by group: uint8 [num_pages, n] each."""
+    groups = range(len(pools[0].arena.layout.groups))
+    return [[piece for pool in pools for piece in pool.arena.pieces(group)] for group in groups]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _pin(memory: Tensor) -> None:
+    """Let a GPU copy from and to this memory directly."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status) != 0:
+        size = format_size(memory.numel())
+        raise DoesNotFit(
+            f"{size} of host memory cannot be locked for copies to the GPU",
+            why=f"cudaHostRegister answers {status}; the limit may be that of the container or `ulimit -l`",
+            ways_out=(WayOut("offload to less", ("--kv-offload", f"host:{memory.numel() // 2}")),),
+        )
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -1,0 +1,85 @@
+"""What tiers ask of the code that moves bytes, and what they are told. No tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Key(NamedTuple):
+    """A page's contents: of a group, by hash."""
+
+    group: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One page of a group, between the device and host memory.
+
+    checksum: of the page in host memory, to be checked before it is loaded; empty for a page to store.
+    """
+
+    group: int
+    device_page: int
+    host_page: int
+    checksum: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A finished job. checksums: of each page in host memory; None for a page that is not what it was.
+
+    num_bytes, seconds: what was copied and how long it took, waiting in the queue not counted.
+    """
+
+    job: int
+    checksums: tuple[bytes | None, ...]
+    num_bytes: int
+    seconds: float
+
+
+class Mover(Protocol):
+    """Moves pages in the background; every method returns at once.
+
+    The device's pages must keep their owner until the job is done, or the caller must notice that they
+    lost it (`PageAllocator.generation_of`). Pages in host memory must be held.
+    """
+
+    @property
+    def page_bytes(self) -> Sequence[int]:
+        """Bytes that a page of each group takes in host memory."""
+        ...
+
+    def store(self, job: int, moves: Sequence[Move]) -> None:
+        """Copy pages from the device to host memory, after everything that was launched so far."""
+        ...
+
+    def load(self, job: int, moves: Sequence[Move]) -> None:
+        """Check pages in host memory and copy the good ones to the device, also after all launches."""
+        ...
+
+    def take(self) -> list[Moved]:
+        """Jobs that finished since the last call."""
+        ...
+
+    def row(self, group: int, host_page: int) -> memoryview:
+        """The bytes of a page in host memory, to be read or written by the holder of the page."""
+        ...
+
+
+class Bell:
+    """Rung by threads that finished something; the engine's thread waits for it when it has nothing else."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def wait(self, seconds: float) -> None:
+        """Return when it was rung since the last call, at the latest after `seconds`."""
+        self._event.wait(seconds)
+        self._event.clear()

@@ -1,0 +1,63 @@
+"""When restoring pages beats computing them again."""
+
+from __future__ import annotations
+
+LEAST_TOKENS = 64
+"""Fewer tokens are computed: a step has room for them, and a restore begins with a wait for it."""
+
+LATENCY = 0.002
+"""Seconds from the request of a restore until a step can use its pages, beside the copies themselves."""
+
+_DECLARED = {"host": 4e9, "disk": 0.5e9}
+"""Bytes per second of a tier until copies were measured; low, so that a first restore is no loss."""
+
+_WEIGHT = 0.3
+"""Share of the newest measurement in the smoothed rate."""
+
+
+class BreakEven:
+    """Compares bytes over the measured rate of a tier with tokens over the measured rate of prompts.
+
+    least_tokens: fewer are never restored. latency: see LATENCY. Attention over a long context makes the
+    recomputation slower than this estimate: the rule errs on the side of computing.
+    """
+
+    def __init__(self, least_tokens: int = LEAST_TOKENS, latency: float = LATENCY) -> None:
+        self.least_tokens, self.latency = least_tokens, latency
+        self.bytes_per_second = dict(_DECLARED)
+        self.tokens_per_second = 0.0
+        self._is_measured: set[str] = set()
+
+    def note_copy(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """A copy from a tier was measured."""
+        if num_bytes and seconds > 0:
+            self.bytes_per_second[tier] = self._smoothed(
+                tier, self.bytes_per_second[tier], num_bytes / seconds
+            )
+
+    def note_prompts(self, num_tokens: int, seconds: float) -> None:
+        """A step that computed prompts was measured."""
+        if num_tokens >= self.least_tokens and seconds > 0:
+            self.tokens_per_second = self._smoothed(
+                "prompts", self.tokens_per_second, num_tokens / seconds
+            )
+
+    def pays(self, num_tokens: int, host_bytes: int, disk_bytes: int) -> bool:
+        """Whether restoring these bytes takes less time than computing the tokens whose K and V they are.
+
+        host_bytes: of all pages, which pass host memory; disk_bytes: of pages that only files have.
+        Before prompts were measured it always does.
+        """
+        if num_tokens < self.least_tokens:
+            return False
+        if not self.tokens_per_second:
+            return True
+        rates = self.bytes_per_second
+        restore = self.latency + host_bytes / rates["host"] + disk_bytes / rates["disk"]
+        return restore < num_tokens / self.tokens_per_second
+
+    def _smoothed(self, name: str, before: float, now: float) -> float:
+        if name not in self._is_measured:
+            self._is_measured.add(name)
+            return now
+        return before + _WEIGHT * (now - before)

@@ -1,0 +1,561 @@
+"""Pages that leave the device's pool and come back: what lies where, and which copies run.
+
+    remember -> offered -> copied to host memory -> written to a file
+    a request asks for them -> read into host memory -> copied to the device -> found by their prefix
+
+A page that becomes findable on the device is copied at once, so its eviction never waits for a copy.
+Nothing keeps it on the device meanwhile: if it got another owner before the copy ended, the copy is thrown
+away. Host memory is a second set of pages with the same hashes (`kvant.kv.pages`): pages that were not used
+for the longest time give way.
+
+All methods belong to the engine's thread. Copies, files and checksums are the work of other threads, whose
+results `poll` takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from kvant.kv.events import Medium, PageLog
+from kvant.kv.offload.files import FileQueue
+from kvant.kv.offload.moves import Bell, Key, Move, Moved, Mover
+from kvant.kv.offload.policy import BreakEven
+from kvant.kv.offload.stats import OffloadStats, TierCounts
+from kvant.kv.pages import SharedPages
+
+MOST_OFFERED = 1 << 16
+"""Pages that may wait to be copied; more are not stored."""
+
+READ_SECONDS = 5.0
+"""The longest time that a request waits for files; what has come by then is used."""
+
+STORE_PAGES = 256
+"""Pages of one job that stores."""
+
+_log = logging.getLogger(__name__)
+
+
+class Told(NamedTuple):
+    """What indexers outside may learn of a page: the hash before it, and its tokens."""
+
+    parent: bytes | None
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A findable page of the device. generation: `PageAllocator.generation_of` when it was offered."""
+
+    key: Key
+    page: int
+    generation: int
+    told: Told | None
+
+
+class Progress(Enum):
+    """Where a waiting request stands: its pages are looked for or on their way, or it waits no more."""
+
+    NEW = "new"
+    MOVING = "moving"
+    FETCHED = "fetched"
+    SETTLED = "settled"
+
+
+@dataclass(slots=True)
+class _Store:
+    offers: list[Offer]
+    host_pages: list[int]
+
+
+@dataclass(slots=True)
+class _Load:
+    """held: pages of the device by group that the job holds; pages that were there already come first."""
+
+    number: int
+    keys: list[Key]
+    told: list[Told | None]
+    moves: list[Move]
+    held: list[list[int]]
+    started: float
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """Pages on their way from files to host memory."""
+
+    number: int
+    left: set[Key]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that waits.
+
+    job: its load. restored: tokens that this brings. unread: pages that are being read from files, since
+    the time `reading`.
+    """
+
+    progress: Progress = Progress.NEW
+    job: int | None = None
+    restored: int = 0
+    unread: set[Key] = field(default_factory=set)
+    reading: float = 0.0
+
+
+class Tiers:
+    """Host memory and files behind the pages `shared` of a device.
+
+    host: pages of the same groups in host memory. mover: copies between both. files: behind host memory.
+    """
+
+    def __init__(
+        self,
+        shared: SharedPages,
+        host: SharedPages,
+        mover: Mover,
+        *,
+        bell: Bell,
+        policy: BreakEven | None = None,
+        files: FileQueue | None = None,
+    ) -> None:
+        self.policy = BreakEven() if policy is None else policy
+        self.files = files
+        self._shared, self._host, self._mover, self._bell = shared, host, mover, bell
+        self._sums: dict[tuple[int, int], bytes] = {}
+        self._offers: OrderedDict[Key, Offer] = OrderedDict()
+        self._storing: set[Key] = set()
+        self._stores: dict[int, _Store] = {}
+        self._loads: dict[int, _Load] = {}
+        self._fetches: dict[Key, int] = {}  # by page: its place in host memory
+        self._waiting: dict[int, _Waiting] = {}
+        self._unsaved: OrderedDict[Key, None] = OrderedDict()  # in host memory alone
+        self._writing: dict[Key, int] = {}
+        self._jobs = itertools.count()
+        self._counts = {"host": TierCounts(), "disk": TierCounts()}
+        self._num_restores = self._num_restored_tokens = 0
+        self._restore_seconds = 0.0
+        self._known_bad: set[str] = set()
+
+    # -- what is there -------------------------------------------------------------------------
+
+    def has(self, key: Key) -> bool:
+        """Whether host memory holds a page, or a file is believed to."""
+        return self._host.groups[key.group].find(key.digest) is not None or (
+            self.files is not None and self.files.has(key)
+        )
+
+    def in_host(self, key: Key) -> bool:
+        return self._host.groups[key.group].find(key.digest) is not None
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether copies run, or wait to run, whose results `poll` will take."""
+        return bool(
+            self._stores or self._loads or self._fetches or self._writing or self._offers
+            or (self._unsaved and self.files is not None and self.files.takes_writes)
+            or (self.files is not None and self.files.is_probing)
+        )  # fmt: skip
+
+    @property
+    def stats(self) -> OffloadStats:
+        host, disk = self._counts["host"], self._counts["disk"]
+        known = sum(group.num_known for group in self._host.groups)
+        file_bytes = 0 if self.files is None else self.files.num_bytes
+        return OffloadStats(
+            host=host.with_pages(known, known * max(self._mover.page_bytes, default=0)),
+            disk=None
+            if self.files is None
+            else self.files.counted(disk).with_pages(self.files.num_pages, file_bytes),
+            num_restores=self._num_restores,
+            num_restored_tokens=self._num_restored_tokens,
+            restore_seconds=self._restore_seconds,
+            host_bytes_per_second=self.policy.bytes_per_second["host"],
+            disk_bytes_per_second=self.policy.bytes_per_second["disk"],
+        )
+
+    def set_log(self, log: PageLog) -> None:
+        """Tell indexers outside what host memory holds, beside what the device does."""
+        self._host.log = log.beside(Medium.HOST)
+
+    def held(self) -> list[list[list[int]]]:
+        """The device's pages that each load holds, by group."""
+        return [[load.held[place] for load in self._loads.values()] for place in self._groups]
+
+    def audit(self) -> list[str]:
+        """Faults in words: every page of host memory has one owner."""
+        holders: list[list[list[int]]] = [[] for _ in self._groups]
+        for store in self._stores.values():
+            for offer, page in zip(store.offers, store.host_pages, strict=True):
+                holders[offer.key.group].append([page])
+        for load in self._loads.values():
+            for move in load.moves:
+                holders[move.group].append([move.host_page])
+        for key, page in (*self._fetches.items(), *self._writing.items()):
+            holders[key.group].append([page])
+        faults = [f"host memory: {fault}" for fault in self._host.audit(holders)]
+        for place, group in enumerate(self._host.groups):
+            for digest, page in group.known():
+                if (place, page) not in self._sums:
+                    faults.append(f"host memory: page {page} has no checksum")
+                del digest
+        return faults
+
+    # -- storing -------------------------------------------------------------------------------
+
+    def offer(self, offers: Iterable[Offer]) -> None:
+        """Copy findable pages of one sequence to host memory, if they are not there; first pages first."""
+        for offer in offers:
+            key = offer.key
+            if key in self._storing or key in self._offers or self.in_host(key):
+                continue
+            if len(self._offers) >= MOST_OFFERED:
+                self._counts["host"].dropped += 1
+                continue
+            self._offers[key] = offer
+        self._store_offers()
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """These pages of one sequence were used; the first ones stay longest."""
+        for place, group in enumerate(self._host.groups):
+            pages = [group.find(key.digest) for key in keys if key.group == place]
+            there = [page for page in pages if page is not None]
+            group.join(there)
+            group.release(there)
+        if self.files is not None:
+            self.files.touch(keys)
+
+    def _store_offers(self) -> None:
+        """Begin to copy offered pages, as far as host memory has room that nothing is copied to yet."""
+        most = max(1, self._host.superblocks.num_usable // 2)
+        while self._offers and self._host.superblocks.num_live < most:
+            chosen: list[Offer] = []
+            while self._offers and len(chosen) < STORE_PAGES:
+                _, offer = self._offers.popitem(last=False)
+                group = self._shared.groups[offer.key.group]
+                if group.generation_of(offer.page) == offer.generation:
+                    chosen.append(offer)
+                else:
+                    self._counts["host"].dropped += 1
+            taken = []
+            for offer in chosen:
+                page = self._take_host(offer.key.group)
+                if page is None:
+                    break
+                taken.append(page)
+            for offer in chosen[len(taken) :]:
+                self._offers[offer.key] = offer
+            del chosen[len(taken) :]
+            if not chosen:
+                return
+            job = next(self._jobs)
+            self._stores[job] = _Store(chosen, taken)
+            self._storing.update(offer.key for offer in chosen)
+            moves = [
+                Move(offer.key.group, offer.page, page)
+                for offer, page in zip(chosen, taken, strict=True)
+            ]
+            self._mover.store(job, moves)
+
+    def _take_host(self, group: int) -> int | None:
+        """A page of host memory, held; the least recently used one gives way."""
+        counts = [int(place == group) for place in self._groups]
+        before = sum(one.num_known for one in self._host.groups)
+        found = self._host.allocate(counts, clear=False)
+        if found is None:
+            return None
+        self._counts["host"].evicted += before - sum(one.num_known for one in self._host.groups)
+        return found[group][0]
+
+    def _stored(self, done: Moved) -> None:
+        store = self._stores.pop(done.job)
+        counts = self._counts["host"]
+        log = self._host.log
+        for offer, page, checksum in zip(
+            store.offers, store.host_pages, done.checksums, strict=True
+        ):
+            key = offer.key
+            self._storing.discard(key)
+            host, device = self._host.groups[key.group], self._shared.groups[key.group]
+            is_whole = device.generation_of(offer.page) == offer.generation
+            if checksum is None or not is_whole or not host.remember(page, key.digest):
+                counts.dropped += 1
+                continue
+            self._sums[key.group, page] = checksum
+            counts.stored += 1
+            counts.bytes_stored += self._mover.page_bytes[key.group]
+            if log is not None and offer.told is not None and key.group == 0:
+                log.stored(key.digest, *offer.told)
+            if self.files is not None and not self.files.has(key):
+                self._unsaved[key] = None
+        for place, group in enumerate(self._host.groups):
+            group.release(
+                [
+                    page
+                    for offer, page in zip(store.offers, store.host_pages, strict=True)
+                    if offer.key.group == place
+                ]
+            )
+
+    # -- restoring -----------------------------------------------------------------------------
+
+    def progress_of(self, number: int) -> Progress:
+        """How far a waiting request is. Files that do not answer in time are not waited for any longer."""
+        found = self._waiting.get(number)
+        if found is None:
+            return Progress.NEW
+        if found.reading and found.progress is Progress.MOVING and found.job is None:
+            late = time.monotonic() - found.reading
+            if late > READ_SECONDS:
+                self._note_late(late)
+                found.progress = Progress.FETCHED
+        return found.progress
+
+    def settle(self, number: int) -> None:
+        """The request goes on with what the device has."""
+        self._waiting.setdefault(number, _Waiting()).progress = Progress.SETTLED
+
+    def look(self, number: int, keys: Sequence[Key]) -> None:
+        """A request arrived: look for files that another process wrote, if it may want them.
+
+        keys: of the group that keeps every token, the first one that is not on the device first.
+        """
+        if self.files is None:
+            return
+        unknown = [key for key in keys if not self.has(key)]
+        if unknown and self.files.probe(number, unknown):
+            self._waiting[number] = _Waiting(Progress.MOVING, reading=time.monotonic())
+
+    def pays(self, keys: Sequence[Key], num_tokens: int) -> bool:
+        """Whether bringing these pages is faster than computing the tokens."""
+        sizes = self._mover.page_bytes
+        of_files = sum(sizes[key.group] for key in keys if not self.in_host(key))
+        return bool(keys) and self.policy.pays(
+            num_tokens, sum(sizes[key.group] for key in keys), of_files
+        )
+
+    def fetch(self, number: int, keys: Sequence[Key]) -> bool:
+        """Begin to read pages that only files have. False if there are none, or no room for them."""
+        lacking = [key for key in keys if not self.in_host(key)]
+        waiting = self._waiting.setdefault(number, _Waiting())
+        if not lacking or self.files is None or waiting.progress is Progress.FETCHED:
+            return False
+        reads: list[tuple[Key, memoryview]] = []
+        for key in lacking:
+            if key in self._fetches:
+                waiting.unread.add(key)
+                continue
+            page = self._take_host(key.group)
+            if page is None:
+                break
+            self._fetches[key] = page
+            waiting.unread.add(key)
+            reads.append((key, self._mover.row(key.group, page)))
+        self.files.read(reads)
+        waiting.reading = time.monotonic()
+        waiting.progress = Progress.MOVING if waiting.unread else Progress.FETCHED
+        return bool(waiting.unread)
+
+    def load(
+        self,
+        number: int,
+        joined: Sequence[Sequence[int]],
+        keys: Sequence[Key],
+        told: Sequence[Told | None],
+        num_tokens: int,
+    ) -> bool:
+        """Begin to copy pages from host memory to the device. False, and no change, without room.
+
+        joined: of each group, pages of the device that must stay meanwhile. keys: what to bring, the first
+        pages first; all in host memory. told: of each. num_tokens: whose K and V they are.
+        """
+        counts = [sum(key.group == place for key in keys) for place in self._groups]
+        if not self._shared.fit(counts, joined):
+            return False
+        for group, pages in zip(self._shared.groups, joined, strict=True):
+            group.join(pages)
+        taken = self._shared.allocate(counts, clear=False)
+        assert taken is not None
+        fresh = [iter(pages) for pages in taken]
+        moves = []
+        for key in keys:
+            host = self._host.groups[key.group]
+            page = host.find(key.digest)
+            assert page is not None, "only pages in host memory are loaded"
+            host.join([page])
+            moves.append(Move(key.group, next(fresh[key.group]), page, self._sums[key.group, page]))
+        job = next(self._jobs)
+        held = [[*old, *new] for old, new in zip(joined, taken, strict=True)]
+        self._loads[job] = _Load(number, list(keys), list(told), moves, held, time.monotonic())
+        waiting = self._waiting.setdefault(number, _Waiting())
+        waiting.progress, waiting.job, waiting.restored = Progress.MOVING, job, num_tokens
+        self._mover.load(job, moves)
+        return True
+
+    def _loaded(self, done: Moved) -> None:
+        load = self._loads.pop(done.job)
+        counts = self._counts["host"]
+        self.policy.note_copy("host", done.num_bytes, done.seconds)
+        is_whole = True
+        for key, move, told, checksum in zip(
+            load.keys, load.moves, load.told, done.checksums, strict=True
+        ):
+            host, device = self._host.groups[key.group], self._shared.groups[key.group]
+            if checksum is None:
+                self._note_bad("host", "a page in host memory is not what was stored")
+                is_whole = False
+                if host.find(key.digest) == move.host_page:
+                    host.forget([move.host_page])
+                continue
+            if host.find(key.digest) != move.host_page:
+                is_whole = False  # forgotten meanwhile
+                continue
+            counts.restored += 1
+            counts.bytes_restored += self._mover.page_bytes[key.group]
+            log = device.log
+            if device.remember(move.device_page, key.digest) and told is not None and log:
+                log.stored(key.digest, *told)
+        for place, group in enumerate(self._host.groups):
+            group.release([move.host_page for move in load.moves if move.group == place])
+        for group, pages in zip(self._shared.groups, load.held, strict=True):
+            group.release(pages)
+        waiting = self._waiting.get(load.number)
+        if waiting is None or waiting.job != done.job:
+            return
+        waiting.progress = Progress.SETTLED
+        self._num_restores += 1
+        self._restore_seconds += time.monotonic() - load.started
+        if is_whole:
+            self._num_restored_tokens += waiting.restored
+
+    def give_back(self) -> bool:
+        """End all loads, since running requests need their pages. False if there were none.
+
+        Waits for the copies that run, which takes milliseconds.
+        """
+        if not self._loads:
+            return False
+        numbers = [load.number for load in self._loads.values()]
+        while self._loads:
+            self._bell.wait(0.01)
+            self._take_moved()
+        for number in numbers:
+            self.settle(number)
+        return True
+
+    def end(self, number: int) -> None:
+        """A request runs, or ended: it waits for nothing. Loads for it are over when this returns."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is None or waiting.job is None:
+            return
+        while waiting.job in self._loads:
+            self._bell.wait(0.01)
+            self._take_moved()
+
+    # -- forgetting ----------------------------------------------------------------------------
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Drop pages whose contents are not trusted."""
+        for digest in digests:
+            for place, group in enumerate(self._host.groups):
+                key = Key(place, digest)
+                self._offers.pop(key, None)
+                self._unsaved.pop(key, None)
+                group.forget(group.match((digest,)))
+                if self.files is not None:
+                    self.files.forget(key)
+
+    def forget_all(self) -> None:
+        """Drop all pages of host memory, and the files that this process wrote."""
+        self._offers.clear()
+        self._unsaved.clear()
+        self._host.forget_all()
+        if self.files is not None:
+            self.files.forget_own()
+
+    # -- results of other threads --------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take what other threads finished, and begin what waits for it."""
+        self._take_moved()
+        if self._offers:
+            self._store_offers()
+        if self.files is not None:
+            self._poll_files(self.files)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something is finished, at most so long, then `poll`."""
+        self._bell.wait(seconds)
+        self.poll()
+
+    def _take_moved(self) -> None:
+        for done in self._mover.take():
+            if done.job in self._stores:
+                self._stored(done)
+            else:
+                self._loaded(done)
+
+    def _poll_files(self, files: FileQueue) -> None:
+        for key, checksum, seconds in files.take_read():
+            page = self._fetches.pop(key)
+            host = self._host.groups[key.group]
+            if checksum is not None and host.remember(page, key.digest):
+                self._sums[key.group, page] = checksum
+                size = self._mover.page_bytes[key.group]
+                self._counts["disk"].restored += 1
+                self._counts["disk"].bytes_restored += size
+                self.policy.note_copy("disk", size, seconds)
+            host.release([page])
+            for waiting in self._waiting.values():
+                if key in waiting.unread:
+                    waiting.unread.discard(key)
+                    if not waiting.unread and waiting.job is None:
+                        waiting.progress = Progress.FETCHED
+        for number in files.take_probed():
+            found = self._waiting.get(number)
+            if found is not None and found.progress is Progress.MOVING and found.job is None:
+                found.progress, found.reading = Progress.NEW, 0.0
+        for key, is_written in files.take_written():
+            self._host.groups[key.group].release([self._writing.pop(key)])
+            if is_written:
+                self._counts["disk"].stored += 1
+                self._counts["disk"].bytes_stored += self._mover.page_bytes[key.group]
+            else:
+                self._counts["disk"].dropped += 1
+        while self._unsaved and files.takes_writes:
+            key, _ = self._unsaved.popitem(last=False)
+            self._write(files, key)
+
+    def _write(self, files: FileQueue, key: Key) -> None:
+        host = self._host.groups[key.group]
+        page = host.find(key.digest)
+        if page is None:
+            self._counts["disk"].dropped += 1  # it left host memory before the files took it
+            return
+        host.join([page])
+        self._writing[key] = page
+        files.write(key, self._mover.row(key.group, page), self._sums[key.group, page])
+
+    def _note_late(self, seconds: float) -> None:
+        self._counts["disk"].late += 1
+        if "late" not in self._known_bad:
+            self._known_bad.add("late")
+            _log.warning(
+                "page files did not answer within %.1f s: a request goes on without", seconds
+            )
+
+    def _note_bad(self, tier: str, what: str) -> None:
+        self._counts[tier].bad += 1
+        if tier not in self._known_bad:
+            self._known_bad.add(tier)
+            _log.error("%s: it is computed again; later ones are only counted", what)
+
+    @property
+    def _groups(self) -> range:
+        return range(len(self._shared.groups))

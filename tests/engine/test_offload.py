@@ -1,0 +1,336 @@
+"""Pages leave the device's pool and come back, and no token changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvant import LLM
+from kvant.engine.engine import Engine
+from kvant.kv.events import Medium, PageLog, Removed, Stored
+from kvant.kv.groups import lay_out
+from kvant.kv.identity import PageIdentity
+from kvant.kv.names import parse_format
+from kvant.kv.offload.build import build_tiers
+from kvant.kv.offload.mover import pieces_of
+from kvant.kv.offload.page_files import PageFiles
+from kvant.kv.offload.policy import BreakEven
+from kvant.kv.offload.tiers import Tiers
+from kvant.kv.pages import SharedPages
+from kvant.sampling.sampling_params import SamplingParams
+from tests.engine.equality import FORMATS, Bench, llama_for_every_format
+from tests.engine.fakes import RememberingRunner, answer, finish, make_engine
+from tests.models import tiny
+
+PAGE = 4
+NUM_TOKENS = 6
+IDENTITY = PageIdentity("w", "stored", "f", "s", "r", "l", "none", "")
+
+
+def prompt(number: int, length: int = 40) -> list[int]:
+    return [(7 * number + 5 * j * j + j) % 90 + 4 for j in range(length)]
+
+
+def policy() -> BreakEven:
+    """Restores from one page on: what these models compute takes no time."""
+    return BreakEven(PAGE, latency=-1e9)
+
+
+def offloading(
+    num_pages: int = 32,
+    host_pages: int = 400,
+    directory: Path | None = None,
+    budget: int = 1 << 30,
+    **options: object,
+) -> tuple[Engine, RememberingRunner]:
+    """A fake model with tiers."""
+
+    def tiers(shared: SharedPages, runner: RememberingRunner) -> Tiers:
+        pieces = [[runner.stored.view(torch.uint8).view(num_pages, -1)]]
+        files = None if directory is None else PageFiles(directory, IDENTITY, budget)
+        return build_tiers(shared, pieces, host_pages * 8 * PAGE, files=files, policy=policy())
+
+    return make_engine(num_pages=num_pages, page_size=PAGE, offload=tiers, **options)  # type: ignore[arg-type]
+
+
+def settle(engine: Engine) -> None:
+    """Until no page is on its way."""
+    end = time.monotonic() + 20
+    while engine.is_moving:
+        engine.move(0.01)
+        assert time.monotonic() < end
+    engine.audit()
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    salt: str = "",
+    num_tokens: int = NUM_TOKENS,
+) -> list[tuple[int, ...]]:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    numbers = [engine.submit(p, params, salt=salt) for p in prompts]
+    results = finish(engine, engine.audit)
+    settle(engine)
+    return [results[n].token_ids for n in numbers]
+
+
+def counts(engine: Engine) -> tuple[int, int]:
+    """Restores, and tokens whose K and V came back."""
+    stats = engine.stats.offload
+    assert stats is not None
+    return stats.num_restores, stats.num_restored_tokens
+
+
+def test_evicted_pages_come_back_and_only_last_pages_are_computed() -> None:
+    engine, runner = offloading()
+    prompts = [prompt(i) for i in range(8)]
+    expected = [tuple(answer(p, NUM_TOKENS)) for p in prompts]
+    for p, tokens in zip(prompts, expected, strict=True):
+        assert run(engine, [p]) == [tokens]
+    before = runner.num_run_tokens
+    for p, tokens in zip(prompts, expected, strict=True):
+        assert run(engine, [p]) == [tokens]
+    assert runner.num_run_tokens - before <= len(prompts) * (PAGE + NUM_TOKENS)
+    assert counts(engine)[0] > 0
+
+
+def test_without_room_in_host_memory_pages_are_computed_again() -> None:
+    engine, _ = offloading(host_pages=4)
+    for _ in range(2):
+        for i in range(8):
+            assert run(engine, [prompt(i)]) == [tuple(answer(prompt(i), NUM_TOKENS))]
+    stats = engine.stats.offload
+    assert stats is not None
+    assert stats.host.num_pages <= 4
+    assert stats.host.evicted > 0
+
+
+def test_under_pressure_of_many_requests_no_token_changes() -> None:
+    engine, _ = offloading(num_pages=24, max_model_len=60)
+    prompts = [prompt(i % 5, 20 + 3 * (i % 4)) for i in range(40)]
+    for _ in range(3):
+        assert run(engine, prompts) == [tuple(answer(p, NUM_TOKENS)) for p in prompts]
+    assert counts(engine)[0] > 0
+
+
+def test_salted_pages_are_found_by_their_salt_alone() -> None:
+    engine, runner = offloading()
+    for salt in ("a", "b"):
+        for i in range(8):
+            run(engine, [prompt(i)], salt=salt)
+    restored = counts(engine)[1]
+    run(engine, [prompt(0)], salt="c")
+    assert counts(engine)[1] == restored
+    before = runner.num_run_tokens
+    assert run(engine, [prompt(0)], salt="a") == [tuple(answer(prompt(0), NUM_TOKENS))]
+    assert runner.num_run_tokens - before <= PAGE + NUM_TOKENS
+    assert counts(engine)[1] > restored
+
+
+def test_a_request_that_is_cancelled_while_its_pages_come_back_leaves_nothing() -> None:
+    engine, _ = offloading()
+    for i in range(8):
+        run(engine, [prompt(i)])
+    number = engine.submit(prompt(0), SamplingParams(temperature=0, max_tokens=4))
+    engine.step()
+    engine.cancel(number)
+    assert engine.stats.num_held_pages == 0
+    engine.audit()
+    assert run(engine, [prompt(0)]) == [tuple(answer(prompt(0), NUM_TOKENS))]
+
+
+def test_pages_that_are_not_what_was_stored_are_computed_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, runner = offloading()
+    for i in range(8):
+        run(engine, [prompt(i)])
+    assert engine.tiers is not None
+    host, mover = engine.tiers._host, engine.tiers._mover
+    for _, page in host.groups[0].known():
+        mover.row(0, page)[5] ^= 1
+    for i in range(8):
+        assert run(engine, [prompt(i)]) == [tuple(answer(prompt(i), NUM_TOKENS))]
+    stats = engine.stats.offload
+    assert stats is not None
+    assert stats.host.bad > 0
+    assert stats.num_restored_tokens == 0
+    assert len([r for r in caplog.records if "computed again" in r.message]) == 1
+    del runner
+
+
+def test_numerical_errors_and_faults_of_memory_empty_the_tiers() -> None:
+    engine, runner = offloading()
+    for i in range(8):
+        run(engine, [prompt(i)])
+    runner.poison = lambda context: context[:3] == prompt(0)[:3]
+    run(engine, [prompt(0)])
+    runner.poison = lambda context: False
+    restored = counts(engine)[1]
+    assert run(engine, [prompt(0)]) == [tuple(answer(prompt(0), NUM_TOKENS))]
+    assert counts(engine)[1] == restored, "what a NaN may have come from"
+    assert engine.tiers is not None
+    engine.tiers.forget_all()
+    settle(engine)
+    stats = engine.stats.offload
+    assert stats is not None
+    assert stats.host.num_pages == 0
+
+
+def test_indexers_learn_what_host_memory_holds() -> None:
+    engine, _ = offloading(host_pages=30)
+    log = PageLog()
+    engine.tell(log)
+    for i in range(8):
+        run(engine, [prompt(i)])
+    run(engine, [prompt(9)], salt="secret")
+    run(engine, [prompt(0)])
+    events = log.take()
+    assert engine.tiers is not None
+    for medium, shared in (
+        (Medium.DEVICE, engine.scheduler.allocator),
+        (Medium.HOST, engine.tiers._host),
+    ):
+        held: set[bytes] = set()
+        for event in events:
+            if isinstance(event, Stored) and event.medium is medium:
+                assert event.digest not in held
+                held.add(event.digest)
+            elif isinstance(event, Removed) and event.medium is medium:
+                held.remove(event.digest)
+        found = {digest for digest, _ in shared.groups[0].known()}
+        assert held <= found
+        assert len(found - held) in ((40 + NUM_TOKENS - 1) // PAGE, 0), "salted pages are not told"
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def test_files_survive_the_engine(tmp_path: Path) -> None:
+    first, _ = offloading(directory=tmp_path)
+    for i in range(8):
+        run(first, [prompt(i)])
+    del first
+    engine, runner = offloading(directory=tmp_path)
+    before = runner.num_run_tokens
+    for i in range(8):
+        assert run(engine, [prompt(i)]) == [tuple(answer(prompt(i), NUM_TOKENS))]
+    assert runner.num_run_tokens - before <= 8 * (PAGE + NUM_TOKENS)
+    stats = engine.stats.offload
+    assert stats is not None
+    assert stats.disk is not None
+    assert stats.disk.restored == 8 * ((40 - 1) // PAGE)
+
+
+def test_an_engine_reads_what_another_one_writes_meanwhile(tmp_path: Path) -> None:
+    """Prefill in one engine, decode in another: the files of a directory are all they share."""
+    prefill, _ = offloading(directory=tmp_path)
+    decode, runner = offloading(directory=tmp_path)
+    settle(decode)
+    assert run(prefill, [prompt(0)], num_tokens=1) == [tuple(answer(prompt(0), 1))]
+    assert run(decode, [prompt(0)]) == [tuple(answer(prompt(0), NUM_TOKENS))]
+    assert runner.num_run_tokens <= PAGE + NUM_TOKENS
+
+
+@pytest.mark.parametrize("fault", ["cut", "flipped", "foreign", "gone", "empty"])
+def test_files_that_are_not_what_was_stored_are_computed_again(tmp_path: Path, fault: str) -> None:
+    first, _ = offloading(directory=tmp_path)
+    run(first, [prompt(0)])
+    engine, runner = offloading(directory=tmp_path)
+    settle(engine)
+    files = sorted(path for path in tmp_path.rglob("*.0"))
+    assert files
+    for path in files:
+        data = bytearray(path.read_bytes())
+        if fault == "cut":
+            path.write_bytes(data[:-3])
+        elif fault == "flipped":
+            data[-3] ^= 4
+            path.write_bytes(data)
+        elif fault == "foreign":
+            data[20] ^= 4  # of the identity
+            path.write_bytes(data)
+        elif fault == "empty":
+            path.write_bytes(b"")
+        else:
+            path.unlink()
+    assert run(engine, [prompt(0)]) == [tuple(answer(prompt(0), NUM_TOKENS))]
+    assert runner.num_run_tokens >= 40, "everything was computed"
+    stats = engine.stats.offload
+    assert stats is not None
+    assert stats.disk is not None
+    assert stats.disk.bad == (0 if fault == "gone" else len(files[: (40 - 1) // PAGE]))
+
+
+# -- real models -------------------------------------------------------------------------------
+
+PROMPTS = [
+    [(11 * i + 5 * j * j + j) % 125 + 3 for j in range(17 + (13 * i) % 37)] for i in range(7)
+]
+
+
+@cache
+def bench_of(build: Callable[[], Path], **options: object) -> Bench:
+    given = {"dtype": "float32", "page_size": PAGE, "kv_cache_memory": "4MiB", "max_model_len": 128}
+    return Bench(LLM(build(), **{**given, **options}))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def with_tiers(bench: Bench, **options: object) -> Engine:
+    def tiers(shared: SharedPages, runner: object) -> Tiers:
+        return build_tiers(shared, pieces_of(runner.pools), 1 << 19, policy=policy())  # type: ignore[attr-defined]
+
+    return bench.engine(caching=True, offload=tiers, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def invariant(where: Path) -> LLM:
+    path = llama_for_every_format(where / "llama")
+    return LLM(
+        path, dtype="float32", page_size=PAGE, kv_cache_memory="4MiB", max_model_len=128,
+        batch_invariant=True, attention_backend="reference",
+    )  # fmt: skip
+
+
+FAST = ("fp8_per_token_head", "int4_per_token_head", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS]
+)
+def test_restored_tokens_are_those_of_a_cold_run_in_every_format(invariant: LLM, name: str) -> None:
+    bench = Bench(invariant, parse_format(name, asked_by="test"))
+    expected = bench.alone(PROMPTS, NUM_TOKENS)
+    engine = with_tiers(bench, num_pages=26, max_model_len=96)
+    for _ in range(2):
+        for p, tokens in zip(PROMPTS, expected, strict=True):
+            assert run(engine, [p]) == [tokens]
+    assert counts(engine)[0] > 0
+    assert run(engine, PROMPTS * 2) == expected * 2
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_windows_need_their_last_pages_alone(where: Path, family: str) -> None:
+    path = tiny.build(family, where / family)
+    bench = bench_of(lambda: path, dtype="float64")
+    assert len(lay_out(bench.plan).groups) > 1
+    expected = bench.alone(PROMPTS, NUM_TOKENS)
+    engine = with_tiers(bench, num_pages=34, max_model_len=60, windows=True)
+    for _ in range(2):
+        for p, tokens in zip(PROMPTS, expected, strict=True):
+            assert run(engine, [p]) == [tokens]
+    restores, restored = counts(engine)
+    assert restores > 0
+    assert restored > 0
+    assert run(engine, PROMPTS * 2) == expected * 2

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvant.attention.need import LONG
-from kvant.kv.offload.moves import Key
 from kvant.kv.offload.tiers import Progress, Tiers
 from kvant.kv.pages import SCRATCH, SharedPages
 from kvant.plan.limits import Limits
@@ -184,8 +183,7 @@ class Scheduler:
         if self.tiers is not None:
             found = self.pages.find_prefix(sequence)
             if self.limits.prefix_caching and not sequence.lacks_prompt_logprobs:
-                hashes = sequence.prefix_hashes[len(found[0]) + 1 :]
-                self.tiers.look(sequence.number, [Key(0, digest) for digest in hashes])
+                self.tiers.look(sequence.number, sequence.prefix_hashes[len(found[0]) + 1 :])
 
     def schedule(self, num_draft_tokens: int = 0) -> Schedule | None:
         """Choose the next step and count it as launched.

@@ -46,7 +46,7 @@ def test_what_a_gpu_draws_with_compiles(tmp_path: Path) -> None:
         "_gather_pages": 1,
         "_write_pages": 1,
     }
-    assert compiled(tmp_path) == {**expected, "clear_pages": 1}
+    assert compiled(tmp_path) == {**expected, "clear_pages": 1, "copy_pages": 2}
 
 
 @pytest.mark.parametrize(

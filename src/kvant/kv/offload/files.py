@@ -85,11 +85,13 @@ class FileQueue:
 
     # -- requests of the engine's thread -------------------------------------------------------
 
-    def probe(self, number: int, keys: Sequence[Key]) -> bool:
-        """Look for the files of the first of these pages, up to one that is not there."""
+    def probe(self, number: int, digests: Sequence[bytes], windows: Sequence[int | None]) -> None:
+        """Look for the files of a sequence's pages, in order, up to one that a group without window lacks.
+
+        windows: tokens that each group keeps, None for all.
+        """
         self._num_probes += 1
-        self._readers.submit(self._guarded, lambda: self._probe(number, keys))
-        return True
+        self._readers.submit(self._guarded, lambda: self._probe(number, digests, windows))
 
     def read(self, reads: Iterable[tuple[Key, memoryview]]) -> None:
         """Read pages into rows of host memory, each of which is checked."""
@@ -138,13 +140,20 @@ class FileQueue:
 
     # -- in threads ----------------------------------------------------------------------------
 
-    def _probe(self, number: int, keys: Sequence[Key]) -> None:
-        for key in keys:
-            if not os.path.exists(self._files.path(*key)):
-                break
-            self._known.add(key)
-        self._probed.append(number)
-        self._bell.ring()
+    def _probe(self, number: int, digests: Sequence[bytes], windows: Sequence[int | None]) -> None:
+        try:
+            for digest in digests:
+                is_lost = False
+                for group, window in enumerate(windows):
+                    if os.path.exists(self._files.path(group, digest)):
+                        self._known.add(Key(group, digest))
+                    else:
+                        is_lost |= window is None
+                if is_lost:
+                    break
+        finally:
+            self._probed.append(number)
+            self._bell.ring()
 
     def _read_one(self, key: Key, row: memoryview) -> None:
         total = None

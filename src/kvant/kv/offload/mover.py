@@ -238,8 +238,9 @@ class PageMover:
 
 def pieces_of(pools: Sequence[KVPool]) -> list[list[Tensor]]:
     """The pieces of a page in all pools that share page ids, by group: uint8 [num_pages, n] each."""
-    groups = range(len(pools[0].arena.layout.groups))
-    return [[piece for pool in pools for piece in pool.arena.pieces(group)] for group in groups]
+    arenas = list({id(pool.arena): pool.arena for pool in pools}.values())
+    groups = range(len(arenas[0].layout.groups))
+    return [[piece for arena in arenas for piece in arena.pieces(group)] for group in groups]
 
 
 def _nothing() -> None:

@@ -321,15 +321,20 @@ class Tiers:
         """The request goes on with what the device has."""
         self._waiting.setdefault(number, _Waiting()).progress = Progress.SETTLED
 
-    def look(self, number: int, keys: Sequence[Key]) -> None:
+    def look(self, number: int, digests: Sequence[bytes]) -> None:
         """A request arrived: look for files that another process wrote, if it may want them.
 
-        keys: of the group that keeps every token, the first one that is not on the device first.
+        digests: of its pages, from the first one on that is not on the device.
         """
         if self.files is None:
             return
-        unknown = [key for key in keys if not self.has(key)]
-        if unknown and self.files.probe(number, unknown):
+        unknown = [
+            digest
+            for digest in digests
+            if not all(self.has(Key(place, digest)) for place in self._groups)
+        ]
+        if unknown:
+            self.files.probe(number, unknown, self._shared.windows)
             self._waiting[number] = _Waiting(Progress.MOVING, reading=time.monotonic())
 
     def pays(self, keys: Sequence[Key], num_tokens: int) -> bool:

@@ -101,6 +101,7 @@ def _layout(layout: ArenaLayout) -> list[object]:
         [
             group.window,
             group.page_bytes,
+            group.sink,
             sorted((role.value, layer, *at) for (role, layer), at in group.offsets.items()),
         ]
         for group in layout.groups

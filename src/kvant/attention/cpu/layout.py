@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from kvant.kernels.cpu.fields import Fields
+from kvant.kernels.cpu.fields import LINE, Fields
 
 
 class Tile(Fields):
@@ -51,22 +51,9 @@ class Call(Fields):
     # distributed while running, each on its own cache line
     NEXT = auto()
     TEAM = auto()  # of threads, where this runs inside of one: see `kvant.models.cpu.team`
-    _2 = auto()
-    _3 = auto()
-    _4 = auto()
-    _5 = auto()
-    _6 = auto()
-    _7 = auto()
-    TICKET = auto()
-    _9 = auto()
-    _10 = auto()
-    _11 = auto()
-    _12 = auto()
-    _13 = auto()
-    _14 = auto()
-    _15 = auto()
+    TICKET = LINE
     # the step
-    NUM_SEQS = auto()
+    NUM_SEQS = 2 * LINE
     TOKENS = auto()
     CU_SEQLENS_Q = auto()
     SEQLENS_KV = auto()

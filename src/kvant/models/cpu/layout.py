@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from kvant.kernels.cpu.fields import Fields
+from kvant.kernels.cpu.fields import LINE, Fields
 
 
 class Task(Fields):
@@ -155,22 +155,8 @@ class Team(Fields):
     """Threads that run one forward together; fields that are waited for have cache lines of their own."""
 
     JOBS = auto()  # given out so far
-    _1 = auto()
-    _2 = auto()
-    _3 = auto()
-    _4 = auto()
-    _5 = auto()
-    _6 = auto()
-    _7 = auto()
-    DONE = auto()  # jobs that others than the leader have done
-    _9 = auto()
-    _10 = auto()
-    _11 = auto()
-    _12 = auto()
-    _13 = auto()
-    _14 = auto()
-    _15 = auto()
-    TICKET = auto()  # the first thread to come leads
+    DONE = LINE  # jobs that others than the leader have done
+    TICKET = 2 * LINE  # the first thread to come leads
     FUNCTION = auto()  # the job: void(data, _); 0 to end
     DATA = auto()
     OTHERS = auto()  # threads beside the leader

@@ -22,9 +22,9 @@ QUANTISED = (KVDtype.FP8_E4M3, KVDtype.INT8_PER_TOKEN_HEAD, KVDtype.NVFP4)
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
-    many_rows._available.cache_clear()
+    build.available.cache_clear()
     yield
-    many_rows._available.cache_clear()
+    build.available.cache_clear()
     build.unavailable.cache_clear()
 
 

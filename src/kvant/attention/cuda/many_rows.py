@@ -8,7 +8,6 @@ the speed of its bytes.
 from __future__ import annotations
 
 import functools
-import logging
 from importlib.resources import files
 
 import torch
@@ -21,8 +20,6 @@ from kvant.kernels.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Granularity, Rotation
 from kvant.kv.pool import LayerCache
-
-logger = logging.getLogger(__name__)
 
 HEAD = 128
 ROWS = 64
@@ -60,17 +57,8 @@ def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bo
         and dtype in (torch.float16, torch.bfloat16)
         and {cache.spec.k.dtype, cache.spec.v.dtype} <= SERVED
         and cache.page_size >= 8
-        and _available()
+        and build.available("steps of many queries run in the general kernel")
     )
-
-
-@functools.cache
-def _available() -> bool:
-    reason = build.unavailable()
-    if reason is not None:
-        level = logging.WARNING if build.is_hopper() else logging.INFO
-        logger.log(level, "steps of many queries run in the general kernel: %s", reason)
-    return reason is None
 
 
 def _format_source(dtype: KVDtype) -> str:

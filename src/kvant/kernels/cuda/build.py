@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,6 +16,8 @@ from importlib.resources import files
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _PROBE = b'extern "C" __global__ void probe() {}'
 _HOPPER = "sm_90a"
@@ -83,6 +86,16 @@ def unavailable() -> str | None:
     except (ImportError, RuntimeError) as error:
         return f"NVRTC does not work here: {error}"
     return None
+
+
+@functools.cache
+def available(otherwise: str) -> bool:
+    """True if CUDA C++ can be compiled. If not, log once why; otherwise: what is done instead."""
+    reason = unavailable()
+    if reason is not None:
+        level = logging.WARNING if is_hopper() else logging.INFO
+        logger.log(level, "%s: %s", otherwise, reason)
+    return reason is None
 
 
 def build(

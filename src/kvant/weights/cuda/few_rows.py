@@ -6,7 +6,6 @@ It reads weights at nearly the speed of their bytes. Triton's kernels take over 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,8 +17,6 @@ from kvant.kernels.cuda import build
 from kvant.kernels.cuda.build import FLOAT, INT, POINTER, Kernel
 from kvant.weights.codecs import NarrowWeight
 from kvant.weights.format import WHOLE, Code, Scale, WeightFormat
-
-logger = logging.getLogger(__name__)
 
 MOST_ROWS = 64
 BLOCK = 128
@@ -107,7 +104,9 @@ def serves(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype = torc
 
     rows: of one expert, where there are several.
     """
-    return reads(fmt, rows, columns, dtype) and _available()
+    return reads(fmt, rows, columns, dtype) and build.available(
+        "products with narrow weights run in the general kernels"
+    )
 
 
 def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> bool:
@@ -127,15 +126,6 @@ def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> boo
         and columns % (64 if shared == (1, WHOLE) else BLOCK) == 0
         and rows % 16 == 0
     )
-
-
-@functools.cache
-def _available() -> bool:
-    reason = build.unavailable()
-    if reason is not None:
-        level = logging.WARNING if build.is_hopper() else logging.INFO
-        logger.log(level, "products with narrow weights run in the general kernels: %s", reason)
-    return reason is None
 
 
 def defines(

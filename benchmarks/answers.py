@@ -21,7 +21,7 @@ from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.kv.spec import KVPlan
 from kvant.measure.fidelity import passage
-from kvant.measure.own_engine import engine_over, plan_storing
+from kvant.measure.own_engine import engine_over, plan_storing, runner_of
 from kvant.sampling.sampling_params import SamplingParams
 
 NUM_PROMPTS = 32
@@ -102,8 +102,7 @@ def prompts_of(llm: LLM) -> list[tuple[list[int], int]]:
 
 def answer(llm: LLM, stored: FormatRequest, ways: Sequence[Way]) -> Iterator[Answers]:
     """The same prompts in each way, with the KV cache in `stored`."""
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     plan, prompts = plan_storing(llm, stored), prompts_of(llm)
     engines: dict[bool, Engine] = {}
     for way in ways:
@@ -151,8 +150,7 @@ def compare(one: Answers, other: Answers) -> Agreement:
 
 
 def _engine(llm: LLM, plan: KVPlan, *, recorded: bool) -> Engine:
-    inner = llm.engine.runner
-    assert isinstance(inner, ModelRunner)
+    inner = runner_of(llm)
     num_pages = 1 + NUM_PROMPTS * -(-_LONGEST // plan.page_size)
     runner = ModelRunner(inner.model, num_pages, plan)
     if recorded:

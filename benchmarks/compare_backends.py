@@ -35,14 +35,13 @@ from kvant.attention.reference.backend import ReferenceBackend
 from kvant.attention.select import parse_backend
 from kvant.attention.triton_fp8.info import SERVED
 from kvant.attention.verify import rounded
-from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest, parse_format
 from kvant.kv.pool import LayerCache
 from kvant.kv.spec import KVPlan
 from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.fidelity import divergences
-from kvant.measure.own_engine import plan_storing
+from kvant.measure.own_engine import plan_storing, runner_of
 from kvant.measure.teacher_forced import text_logits
 
 BASELINE = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
@@ -139,8 +138,7 @@ def measure(
     defined: bool = False,
 ) -> list[Row]:
     """The baseline's row, then one for each format and backend; what cannot be served is an error first."""
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     plans = [
         plan_storing(
             llm,

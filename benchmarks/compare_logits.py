@@ -24,10 +24,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from kvant import LLM
-from kvant.execution.runner import ModelRunner
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked, KVRequest
 from kvant.measure.facts import command_line, measurement_facts
+from kvant.measure.own_engine import runner_of
 from kvant.measure.teacher_forced import text_logits
 from kvant.plan.resolution import resolve_again
 
@@ -110,8 +110,7 @@ def by_kvant(path: Path, ids: list[int], formats: list[str], device: str, chunk:
         max_model_len=max(1024, len(ids)),
         max_num_seqs=4,
     )
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     for name in ["model", *formats]:
         asked = KVRequest(explicit=(Asked(parse_format(name, asked_by="--format"), "--format"),))
         plan = resolve_again(llm.planned, asked)

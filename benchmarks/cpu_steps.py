@@ -17,9 +17,9 @@ from benchmarks.engine_timing import Case, Timing, time_engine
 from benchmarks.json_lines import read_texts
 from benchmarks.peers.filled import engine_with
 from kvant.engine.llm import LLM
-from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
+from kvant.measure.own_engine import runner_of
 from kvant.measure.teacher_forced import text_logits
 from kvant.models.demo import DEMO_NAME
 from kvant.models.quantization import Quantization
@@ -90,8 +90,7 @@ def measure_quality(
     texts = [(f"{question}\n", answer) for question, answer in read]
     for quantization in weights:
         llm = _open(quantization)
-        runner = llm.engine.runner
-        assert isinstance(runner, ModelRunner)
+        runner = runner_of(llm)
         total, tokens = 0.0, 0
         for question, answer in texts:
             before = len(llm.encode(question))

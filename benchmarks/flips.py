@@ -17,7 +17,7 @@ from kvant.engine.llm import LLM
 from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.kv.spec import KVPlan
-from kvant.measure.own_engine import engine_over, plan_storing
+from kvant.measure.own_engine import engine_over, plan_storing, runner_of
 from kvant.measure.teacher_forced import text_logits
 from kvant.sampling.sampling_params import SamplingParams
 
@@ -55,7 +55,7 @@ class Speed:
 def count_flips(llm: LLM, format: FormatRequest, token_ids: Sequence[int]) -> Flips:
     """Reads the text twice, with the KV cache in `format`."""
     plan = plan_storing(llm, format)
-    model = _runner(llm).model
+    model = runner_of(llm).model
     one, eight = (text_logits(model, plan, token_ids, chunk=rows) for rows in (1, ROWS))
     return Flips(
         str(format),
@@ -70,7 +70,7 @@ def count_flips(llm: LLM, format: FormatRequest, token_ids: Sequence[int]) -> Fl
 def decode_speed(llm: LLM, format: FormatRequest, batch: int, num_tokens: int) -> Speed:
     """The engine's own loop, greedy, `batch` requests side by side."""
     plan = plan_storing(llm, format)
-    model = _runner(llm).model
+    model = runner_of(llm).model
     length = _PROMPT + _WARM_UP + num_tokens + 1
     max_model_len = -(-length // plan.page_size) * plan.page_size
     num_pages = 1 + batch * max_model_len // plan.page_size
@@ -99,12 +99,6 @@ def decode_speed(llm: LLM, format: FormatRequest, batch: int, num_tokens: int) -
     return Speed(
         str(format), _backend(plan), model.batch_invariant, batch, batch * num_tokens / seconds
     )
-
-
-def _runner(llm: LLM) -> ModelRunner:
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
-    return runner
 
 
 def _backend(plan: KVPlan) -> str:

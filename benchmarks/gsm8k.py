@@ -29,7 +29,7 @@ from kvant.kv.names import FormatRequest, parse_format, whole_formats
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
 from kvant.measure.facts import command_line, measurement_facts
-from kvant.measure.own_engine import engine_over, plan_storing
+from kvant.measure.own_engine import engine_over, plan_storing, runner_of
 from kvant.models.loaded import LoadedModel
 from kvant.sampling.sampling_params import SamplingParams
 
@@ -149,8 +149,7 @@ def judge(
 
     answer_tokens: length of a greedy answer to each question; 0 skips answers.
     """
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     texts = []
     for problem in problems:
         question = llm.encode(problem.prompt)
@@ -182,8 +181,7 @@ def judge(
 
 def _num_right(llm: LLM, plan: KVPlan, problems: Sequence[Problem], answer_tokens: int) -> int:
     """Greedy answers of the model that `llm` has loaded, through pages of this plan, all side by side."""
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     prompts = [llm.encode(problem.prompt) for problem in problems]
     longest = max(map(len, prompts)) + answer_tokens + 1
     num_pages = 1 + len(prompts) * -(-longest // plan.page_size)

@@ -27,7 +27,6 @@ from kvant.attention.base import AttentionParams, Step
 from kvant.cli.output import OutFile, write_json
 from kvant.engine.llm import LLM
 from kvant.errors import UnknownName
-from kvant.execution.runner import ModelRunner
 from kvant.kv.codecs import codec_for
 from kvant.kv.codecs.rotation import block_length, rotate, unrotate
 from kvant.kv.dtype import KVDtype
@@ -36,6 +35,7 @@ from kvant.kv.spec import KVPlan
 from kvant.measure.calibration.feedback import feedback_matrices
 from kvant.measure.calibration.seen import SeeingBackend, Seen, nothing_seen
 from kvant.measure.facts import command_line, measurement_facts
+from kvant.measure.own_engine import runner_of
 from kvant.measure.quality.kl_statistics import Baseline, Distances, join, statistics_of
 from kvant.measure.quality.texts import evaluated, read_text, windows
 from kvant.measure.teacher_forced import TextReader
@@ -230,8 +230,7 @@ def kv_quality(
     llm = LLM(
         model, dtype="float32", kv_cache_dtype="model", kv_cache_memory="32MiB", max_model_len=256
     )
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     loaded, plan = runner.model, llm.plan
     longest = llm.planned.target.geometry.max_model_len or LESSON_CONTEXT
     read = read_text(text, llm)

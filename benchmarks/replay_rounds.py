@@ -17,10 +17,10 @@ from benchmarks.long_context import fill, remember
 from benchmarks.replayed import REPLAY
 from kvant.engine.llm import LLM
 from kvant.errors import DoesNotFit, WayOut
-from kvant.execution.runner import ModelRunner
 from kvant.kv.names import parse_format
 from kvant.kv.pool import KVPool
 from kvant.kv.request import Asked
+from kvant.measure.own_engine import runner_of
 from kvant.measure.throughput import free_memory
 from kvant.plan.config import EngineConfig
 from kvant.plan.speculative_config import SpeculativeConfig
@@ -184,8 +184,7 @@ def _step_until(llm: LLM, counts: dict[int, int], least: int) -> None:
 
 
 def _pools(llm: LLM) -> list[KVPool]:
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     return runner.pools
 
 

@@ -20,7 +20,7 @@ from kvant.execution.runner import ModelRunner
 from kvant.kv.names import parse_format
 from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, KVRequest, parse_rule
-from kvant.measure.own_engine import engine_over
+from kvant.measure.own_engine import engine_over, runner_of
 from kvant.measure.throughput import free_memory
 from kvant.plan.resolution import resolve_again
 
@@ -81,8 +81,7 @@ def steady_decode(
 
 
 def _engine(llm: LLM, asked: KVRequest, batch: int, tokens: int) -> tuple[Engine, ModelRunner]:
-    inner = llm.engine.runner
-    assert isinstance(inner, ModelRunner)
+    inner = runner_of(llm)
     plan = resolve_again(llm.planned, asked)
     pages = -(-(tokens + _MARGIN_TOKENS) // plan.page_size)
     num_pages = SCRATCH + 1 + batch * pages

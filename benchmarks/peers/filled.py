@@ -18,7 +18,7 @@ from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import SCRATCH
 from kvant.kv.saturation import Saturated
-from kvant.measure.own_engine import engine_over, plan_storing
+from kvant.measure.own_engine import engine_over, plan_storing, runner_of
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
@@ -77,8 +77,7 @@ def engine_with(
     llm: LLM, stored: FormatRequest, *, batch: int, context: int, filled: bool
 ) -> Engine:
     """An engine over the model of `llm` that stores K and V as asked; no prefix cache."""
-    inner = llm.engine.runner
-    assert isinstance(inner, ModelRunner)
+    inner = runner_of(llm)
     plan = plan_storing(llm, stored)
     pages = -(-(context + _MARGIN_TOKENS) // plan.page_size)
     num_pages = SCRATCH + 1 + batch * pages

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvant.engine.llm import LLM
-from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.measure.fidelity import Fidelity, compare
-from kvant.measure.own_engine import plan_storing
+from kvant.measure.own_engine import plan_storing, runner_of
 from kvant.measure.teacher_forced import text_logits
 
 
@@ -27,8 +26,7 @@ def measure_formats(
     llm: LLM, baseline: FormatRequest, formats: Sequence[FormatRequest], token_ids: Sequence[int]
 ) -> list[FormatRow]:
     """Measure every format on the model of `llm` over one text's tokens, with one pass per format."""
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     truth = text_logits(runner.model, plan_storing(llm, baseline), token_ids)
     rows = []
     for wanted in formats:

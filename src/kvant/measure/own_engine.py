@@ -35,6 +35,13 @@ def plan_storing(
     return resolve_again(planned, KVRequest(explicit=(asked,), wide=wide))
 
 
+def runner_of(llm: LLM) -> ModelRunner:
+    """The runner of a model in this process."""
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    return runner
+
+
 def engine_over(
     llm: LLM,
     runner: Runner,
@@ -74,8 +81,7 @@ def engine_storing(llm: LLM, plan: KVPlan, *, num_seqs: int, max_model_len: int)
 
     max_model_len: tokens of each sequence; rounded up to whole pages. No prefix cache.
     """
-    inner = llm.engine.runner
-    assert isinstance(inner, ModelRunner)
+    inner = runner_of(llm)
     pages = -(-max_model_len // plan.page_size)
     num_pages = SCRATCH + 1 + num_seqs * pages
     return engine_over(

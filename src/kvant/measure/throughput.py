@@ -157,14 +157,13 @@ def step_bytes(llm: LLM, num_sequences: int, length: int) -> int:
     kept = sum(
         group.bytes_per_token * min(length, group.window or length) for group in llm.planned.groups
     )
-    from kvant.execution.runner import ModelRunner
+    from kvant.measure.own_engine import runner_of
 
     whole, rank = llm.plan, llm.planned.rank_kv
     kept = (
         kept * rank.bytes_per_token // max(1, whole.bytes_per_token) + 2 * rank.bytes_per_sequence
     )
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     return runner.model.weight_bytes_of_step(num_sequences) + num_sequences * kept
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from kvant.attention.backends import load_backends
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, WayOut
-from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Side
 from kvant.kv.names import FormatRequest, parse_format
@@ -31,10 +30,9 @@ from kvant.measure.calibration.seen import (
     nothing_seen,
     pack,
 )
-from kvant.measure.own_engine import plan_storing
-from kvant.measure.quality import evaluate
-from kvant.measure.quality.compare import Outside, Told, compare_windows, contender_tokens
-from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, run_parts, unpack
+from kvant.measure.own_engine import plan_storing, runner_of
+from kvant.measure.quality.compare import Outside, Told
+from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, comparison, run_parts, unpack
 from kvant.measure.quality.kept import Arrays, Kept
 from kvant.measure.quality.kl_statistics import join, statistics_of
 from kvant.measure.quality.texts import Text, windows
@@ -110,8 +108,7 @@ class Calibrator:
     """llm: the model; its plan stores the model dtype. lesson: the text."""
 
     def __init__(self, llm: LLM, lesson: Lesson, fmt: KVDtype, kept: Kept) -> None:
-        runner = llm.engine.runner
-        assert isinstance(runner, ModelRunner)
+        runner = runner_of(llm)
         self._llm = llm
         self._model: LoadedModel = runner.model
         self._lesson = lesson
@@ -198,15 +195,10 @@ class Calibrator:
         scales: Mapping[str, Outside],
         told: Callable[[int, int], None],
     ) -> list[Compared]:
-        parts = []
-        for number, batch in enumerate(torch.split(self._lesson.held_out, MOST_WINDOWS)):
-            parts.append(
-                Part(
-                    f"compared-{number}",
-                    contender_tokens(len(plans), batch, 0),
-                    partial(self._compare_batch, plans, scales, batch),
-                )
-            )
+        parts = [
+            comparison(self._llm, self._wide, f"compared-{number}", plans, batch, scales=scales)
+            for number, batch in enumerate(torch.split(self._lesson.held_out, MOST_WINDOWS))
+        ]
         arrays = run_parts(parts, self._kept, told)
         batches = [unpack(one) for one in arrays.values()]
         found = []
@@ -216,26 +208,6 @@ class Calibrator:
                 Compared(name, whole.kld_mean, whole.kld_mean_error, whole.kld_p99, whole.same_top)
             )
         return found
-
-    def _compare_batch(
-        self,
-        plans: Mapping[str, KVPlan],
-        scales: Mapping[str, Outside],
-        batch: Tensor,
-        told: Told,
-    ) -> Arrays:
-        return evaluate.pack(
-            compare_windows(
-                self._model,
-                self._wide,
-                plans,
-                batch,
-                vocab_size=self._llm.engine.vocab_size,
-                decode=0,
-                told=told,
-                scales=scales,
-            )
-        )
 
 
 def with_feedback(plain: KVPlan) -> KVPlan:

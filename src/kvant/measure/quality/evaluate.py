@@ -18,13 +18,12 @@ from torch import Tensor
 
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, ConfigError, WayOut
-from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest
 from kvant.kv.request import Asked, AskedWide, KVRequest, parse_rule
 from kvant.kv.spec import KVPlan
-from kvant.measure.own_engine import plan_storing
+from kvant.measure.own_engine import plan_storing, runner_of
 from kvant.measure.quality import generation
-from kvant.measure.quality.compare import Compared, Told, compare_windows, contender_tokens
+from kvant.measure.quality.compare import Compared, Outside, Told, compare_windows, contender_tokens
 from kvant.measure.quality.kept import Arrays, Kept, model_files
 from kvant.measure.quality.kl_statistics import Distances
 from kvant.measure.quality.texts import Text, windows
@@ -152,9 +151,7 @@ class Evaluation:
 
     @property
     def model(self) -> LoadedModel:
-        runner = self.llm.engine.runner
-        assert isinstance(runner, ModelRunner)
-        return runner.model
+        return runner_of(self.llm).model
 
     def inputs(self) -> dict[str, object]:
         """Everything that the figures depend on but the machine's speed."""
@@ -210,19 +207,7 @@ class Evaluation:
     def _comparison(
         self, name: str, plans: Mapping[str, KVPlan], batch: Tensor, decode: int
     ) -> Part:
-        def run(told: Told) -> Arrays:
-            found = compare_windows(
-                self.model,
-                self.contenders.baseline,
-                plans,
-                batch,
-                vocab_size=self.llm.engine.vocab_size,
-                decode=decode,
-                told=told,
-            )
-            return pack(found)
-
-        return Part(name, contender_tokens(len(plans), batch, decode), run)
+        return comparison(self.llm, self.contenders.baseline, name, plans, batch, decode=decode)
 
     def _answers(self, plans: Mapping[str, KVPlan], told: Told) -> Arrays:
         extent = self.extent
@@ -241,6 +226,34 @@ class Evaluation:
             found[name] = np.array(generation.found_needles(self.llm, plan, wanted))
             told(len(wanted) * length)
         return found
+
+
+def comparison(
+    llm: LLM,
+    baseline: KVPlan,
+    name: str,
+    plans: Mapping[str, KVPlan],
+    batch: Tensor,
+    *,
+    decode: int = 0,
+    scales: Mapping[str, Outside] | None = None,
+) -> Part:
+    """The part that compares plans with `baseline` over windows; arguments as in `compare_windows`."""
+
+    def run(told: Told) -> Arrays:
+        found = compare_windows(
+            runner_of(llm).model,
+            baseline,
+            plans,
+            batch,
+            vocab_size=llm.engine.vocab_size,
+            decode=decode,
+            told=told,
+            scales=scales,
+        )
+        return pack(found)
+
+    return Part(name, contender_tokens(len(plans), batch, decode), run)
 
 
 def run_parts(

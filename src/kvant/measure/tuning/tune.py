@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, ConfigError, WayOut
-from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import Attention
@@ -30,10 +28,8 @@ from kvant.kv.names import FormatRequest, whole_formats
 from kvant.kv.request import Asked, KVRequest, rules_for
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import plan_storing
-from kvant.measure.quality import evaluate
-from kvant.measure.quality.compare import Told, compare_windows, contender_tokens
-from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, run_parts, unpack
-from kvant.measure.quality.kept import Arrays, Kept
+from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, comparison, run_parts, unpack
+from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.kl_statistics import Statistics, join, statistics_of
 from kvant.measure.quality.texts import Text, windows
 from kvant.measure.tuning.search import (
@@ -46,7 +42,6 @@ from kvant.measure.tuning.search import (
     not_beaten,
     smallest_under,
 )
-from kvant.models.loaded import LoadedModel
 from kvant.plan.resolution import resolve_again
 
 ROUNDS = 4
@@ -117,12 +112,6 @@ class Tuner:
     formats: Sequence[KVDtype]
     kept: Kept
     told: Told2
-
-    @property
-    def model(self) -> LoadedModel:
-        runner = self.llm.engine.runner
-        assert isinstance(runner, ModelRunner)
-        return runner.model
 
     @property
     def wide(self) -> KVPlan:
@@ -277,24 +266,10 @@ class Tuner:
         return {keys[name]: sum(values) / len(values) for name, values in kl.items()}
 
     def _comparisons(self, what: str, plans: Mapping[str, KVPlan], ids: Tensor) -> list[Part]:
-        parts = []
-        for number, batch in enumerate(torch.split(ids, MOST_WINDOWS)):
-            tokens = contender_tokens(len(plans), batch, 0)
-            parts.append(Part(f"{what}-{number}", tokens, partial(self._compare, plans, batch)))
-        return parts
-
-    def _compare(self, plans: Mapping[str, KVPlan], batch: Tensor, told: Told) -> Arrays:
-        return evaluate.pack(
-            compare_windows(
-                self.model,
-                self.wide,
-                plans,
-                batch,
-                vocab_size=self.llm.engine.vocab_size,
-                decode=0,
-                told=told,
-            )
-        )
+        return [
+            comparison(self.llm, self.wide, f"{what}-{number}", plans, batch)
+            for number, batch in enumerate(torch.split(ids, MOST_WINDOWS))
+        ]
 
     # -- verifying -----------------------------------------------------------------------------
 

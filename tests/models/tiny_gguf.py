@@ -19,7 +19,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("Ġ t", "h e", "Ġt he", "a n", "Ġ a", "1 2")
 QUANTIZED = gguf.GGMLQuantizationType.Q8_0
 
-Values = dict[str, npt.NDArray[np.float32]]
+Values = dict[str, npt.NDArray[Any]]
 
 
 def byte_letters() -> list[str]:
@@ -103,7 +103,10 @@ def write_gguf(
     arch: str = "llama",
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
-    """Write a file; matrices are quantised to Q8_0 where `types` does not say otherwise."""
+    """Write a file; matrices are quantised to Q8_0 where `types` does not say otherwise.
+
+    values of uint8 are blocks of the type that `types` says.
+    """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in (metadata(arch) if said is None else said).items():
         _adder(writer, value)(key, value)
@@ -111,6 +114,8 @@ def write_gguf(
         chosen = (types or {}).get(name, QUANTIZED if array.ndim == 2 else None)
         if chosen is None or chosen is gguf.GGMLQuantizationType.F32:
             writer.add_tensor(name, array)
+        elif array.dtype == np.uint8:
+            writer.add_tensor(name, array, raw_dtype=chosen)
         else:
             writer.add_tensor(name, quantize(array, chosen), raw_dtype=chosen)
     writer.write_header_to_file()

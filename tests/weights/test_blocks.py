@@ -11,7 +11,7 @@ from gguf.quants import dequantize, quantize
 
 from kvant.errors import BadCheckpoint
 from kvant.weights.blocks import check_blocks, read_blocks
-from kvant.weights.codecs import decode, join, rows_of
+from kvant.weights.codecs import decode, encode, join, rows_of
 from kvant.weights.format import BLOCK_TYPES, BlockType
 
 KINDS = list(BLOCK_TYPES.values())
@@ -66,6 +66,20 @@ def test_a_scale_that_is_no_number_is_refused_by_name(kind: BlockType, bad: floa
         given[2, place : place + 2] = np.array([bad], np.float16).view(np.uint8)
         with pytest.raises(BadCheckpoint, match=f"w holds {kind.name} blocks"):
             check_blocks("w", kind, torch.from_numpy(given))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_rounding_errs_by_about_half_a_step(kind: BlockType) -> None:
+    numbers = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
+    numbers[3] = 0
+    made = encode(numbers, kind.format)
+    error = (decode(made) - numbers).view(-1, 32).abs().amax(-1)
+    largest = numbers.view(-1, 32).abs().amax(-1)
+    steps = {8: 127, 6: 31, 4: 7}[kind.format.code.bits]
+    assert (
+        error <= largest / steps * 0.55 + (0.05 * largest if kind.format.superblock else 0)
+    ).all()
+    assert made.num_bytes == kind.format.matrix_bytes(8, 512)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])

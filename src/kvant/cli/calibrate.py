@@ -51,17 +51,24 @@ def calibrate(
     from kvant.engine.process import wait_without_spinning
 
     wait_without_spinning()  # before torch is imported
+    from kvant.kv.checkpoint.json_file import read_json_object
     from kvant.kv.dtype import KVDtype
     from kvant.measure.calibration.calibrate import Calibrator, divide_text, report
-    from kvant.measure.calibration.write import check_writable, write_checkpoint
+    from kvant.measure.calibration.write import CONFIG_NAME, check_writable, write_checkpoint
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.quality.kept import model_files
     from kvant.measure.quality.texts import read_text
+    from kvant.models.locate import locate
+    from kvant.models.stored import read_blocks
 
     llm = measured_llm(model, dtype, device)
     target = llm.planned.target
+    source, config = target.local.path, target.config
     if save is not None:
-        check_writable(save, target.config, target.checkpoint, target.local.path)
+        if read_blocks(config) is not None:  # other readers want numbers
+            source = locate(model).path
+            config = read_json_object(source / CONFIG_NAME)
+        check_writable(save, config, target.checkpoint, source)
     lesson = divide_text(read_text(text, llm), llm, context, tokens)
     inputs = {
         "calibrate": 2,
@@ -78,9 +85,7 @@ def calibrate(
         **measurement_facts(command_line("kvant"), ("torch", "transformers", "numpy")),
     }
     if save is not None:
-        write_checkpoint(
-            target.local.path, save, target.config, target.geometry, found.winner, found.matrices
-        )
+        write_checkpoint(source, save, config, target.geometry, found.winner, found.matrices)
         body["saved"] = str(save)
     write_result(body, output, out, lambda: _print(found, body))
     kept.forget()

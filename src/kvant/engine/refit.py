@@ -54,11 +54,13 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
         kv_cache_bytes=planned.kv_cache_bytes,
     )
     target = found.target
+    # Where the forward holds the weights in its own form, the other model's forward takes its place.
+    own = found.forward if found.forward.rounds_itself and found.forward.stored else None
     loaded = load_model(
         target.local.path,
         target.kv,
         target.geometry,
-        ForwardChoice(MODULES),  # keeps the parameters' layout; it never runs
+        own or ForwardChoice(MODULES),  # the latter keeps the parameters' layout; it never runs
         device=torch.device("cpu"),  # a GPU has no room for a second model beside the pages
         rotary_length=found.rotary_length,
     )

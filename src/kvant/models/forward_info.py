@@ -11,7 +11,7 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.weight_recipe import are_decoded, read_recipe
 from kvant.models.quantization import Activations, Quantization
-from kvant.models.stored import Stored, read_stored, refuse_rounding_experts
+from kvant.models.stored import Stored, read_blocks, read_stored, refuse_rounding_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class ForwardFacts:
     @property
     def stored(self) -> Stored | None:
         """How narrow weights of the checkpoint run as they are stored; None where they do not."""
+        if self.quantization is not None and read_blocks(self.config) is not None:
+            return None  # decoded, and rounded anew
         found = read_stored(self.config, self.device, self.compute)
         return found if isinstance(found, Stored) else None
 

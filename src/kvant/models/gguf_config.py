@@ -100,16 +100,19 @@ class TensorPlace:
     """The place of one GGUF tensor after import.
 
     name, shape: in the transformers checkpoint. rotary_heads: number of heads whose rows change
-    from rotary pairs to halves, 0 for none.
+    from rotary pairs to halves, 0 for none. stored_bytes: of blocks that are kept, None for float32.
     """
 
     name: str
     shape: tuple[int, ...]
     rotary_heads: int = 0
+    stored_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes after import, in float32."""
+        """Bytes after import."""
+        if self.stored_bytes is not None:
+            return self.stored_bytes
         return math.prod(self.shape) * FLOAT32_BYTES
 
 

@@ -25,10 +25,12 @@ from kvant.models import gguf_config, gguf_header, import_cache
 from kvant.models.gguf_config import ImportedConfig, TensorPlace
 from kvant.models.gguf_header import GGUFHeader, GGUFTensor, malformed
 from kvant.models.local import Progress
+from kvant.weights.format import BLOCK_TYPES
 
 # Part of every cache key: raise it when the conversion of the same file changes.
 CONVERTER_VERSION = 1
 
+_NUMBERS = ("F64", "F32", "F16", "BF16")
 _SHARD_BYTES = 1 << 30
 _HASHED_WHOLE = 256 << 20
 _OTHER_FILES_BYTES = 32 << 20  # tokenizer and JSON, generously
@@ -50,10 +52,14 @@ def import_gguf(
     path: Path,
     *,
     weights: bool = True,
+    blocks: bool = False,
     progress: Progress | None = None,
     attribution: Attribution | None = None,
 ) -> Path:
     """The directory in transformers' format that `path` was, or now is, converted to.
+
+    blocks: matrices of `BLOCK_TYPES` keep their bytes, as uint8 [rows, bytes of a row], with rows in
+    transformers' order; config.json names each matrix's type under `gguf_types`. Only Kvant reads that.
 
     weights=False writes only what a plan needs (config.json, generation_config.json and an index
     with the exact bytes of the weights after import) and imports neither torch nor transformers.
@@ -65,6 +71,8 @@ def import_gguf(
     name = f"{path.stem}-{_fingerprint(path)}"
     if attribution.sampling:
         name += "".join(f"-{key}-{value:g}" for key, value in attribution.sampling)
+    if blocks:
+        name += "-blocks"
     whole, plan_only = directory / name, directory / f"{name}.plan"
     if import_cache.is_complete(whole):
         return whole
@@ -72,10 +80,26 @@ def import_gguf(
     imported = gguf_config.read_config(header, _rope_freqs(header))
     generation = {**dict(attribution.sampling), **imported.generation}
     imported = replace(imported, generation=generation)
+    if blocks:
+        imported = _keeping_blocks(header, imported)
     if not weights:
         return _make_plan_only(plan_only, header, imported)
     _make_whole(whole, header, imported, progress, attribution)
     return whole
+
+
+def _keeping_blocks(header: GGUFHeader, imported: ImportedConfig) -> ImportedConfig:
+    """The import where matrices keep their blocks; config.json names the types of all that have some."""
+    places, types = dict(imported.places), {}
+    for name, place in imported.places.items():
+        tensor = header.tensors[name]
+        if len(place.shape) != 2 or tensor.type.name in _NUMBERS:
+            continue
+        types[place.name.removesuffix(".weight")] = tensor.type.name
+        kind = BLOCK_TYPES.get(tensor.type.name)
+        if kind is not None:
+            places[name] = replace(place, stored_bytes=tensor.nbytes)
+    return replace(imported, places=places, config={**imported.config, "gguf_types": types})
 
 
 def _make_plan_only(final: Path, header: GGUFHeader, imported: ImportedConfig) -> Path:
@@ -193,7 +217,7 @@ def _write_weights(
         _write_index(directory, imported, shards)
     done = 0
     for file, names in shards.items():
-        tensors: dict[str, npt.NDArray[np.float32]] = {}
+        tensors: dict[str, npt.NDArray[Any]] = {}
         for place, values in _converted(header, imported.places, names):
             tensors[place.name] = values
             done += values.nbytes
@@ -206,11 +230,15 @@ def _write_weights(
 
 def _converted(
     header: GGUFHeader, places: Mapping[str, TensorPlace], names: list[str]
-) -> Iterator[tuple[TensorPlace, npt.NDArray[np.float32]]]:
+) -> Iterator[tuple[TensorPlace, npt.NDArray[Any]]]:
+    """float32 [*shape], or blocks uint8 [rows, bytes of a row]."""
     data = np.memmap(header.path, mode="r", dtype=np.uint8)
     for name in names:
         tensor, place = header.tensors[name], places[name]
-        values = _dequantized(header, data, tensor)
+        if place.stored_bytes is None:
+            values: npt.NDArray[Any] = _dequantized(header, data, tensor)
+        else:
+            values = _blocks(header, data, tensor)
         if place.rotary_heads:
             values = _rotary_halves(values, place.rotary_heads)
         yield place, np.ascontiguousarray(values)
@@ -235,8 +263,28 @@ def _dequantized(
     return values.reshape(tensor.shape)
 
 
-def _rotary_halves(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Rows of Q or K from llama.cpp's order to transformers'.
+def _blocks(
+    header: GGUFHeader, data: npt.NDArray[np.uint8], tensor: GGUFTensor
+) -> npt.NDArray[np.uint8]:
+    """A matrix's blocks [rows, bytes of a row]. BadCheckpoint for scales that are not finite."""
+    # Imported here: a plan needs no torch.
+    import torch
+
+    from kvant.weights.blocks import check_blocks
+
+    raw = np.array(data[tensor.start : tensor.start + tensor.nbytes])
+    rows = raw.reshape(tensor.shape[0], -1)
+    try:
+        check_blocks(
+            f"tensor {tensor.name!r}", BLOCK_TYPES[tensor.type.name], torch.from_numpy(rows)
+        )
+    except BadCheckpoint as fault:
+        raise malformed(header.path, f"{fault.what}: {fault.why}") from None
+    return rows
+
+
+def _rotary_halves(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """Rows of Q or K from llama.cpp's order to transformers'; rows may be bytes.
 
     values: [num_heads * head_dim, hidden]. Within a head llama.cpp has the rows (0, h, 1, h+1, ..),
     h being head_dim / 2, so that the two numbers that are rotated together are neighbours;
@@ -268,7 +316,7 @@ def _notice(header: GGUFHeader, attribution: Attribution) -> str:
 
     return (
         f"{attribution.notice}"
-        f"Converted by Kvant from {header.path.name} to float32.\n"
+        f"Converted by Kvant from {header.path.name}.\n"
         f"The file names itself: {said('name')}\n"
         f"Organisation: {said('organization')}\n"
         f"Licence: {said('license')}\n"

@@ -45,7 +45,7 @@ from kvant.models.rotary import fix_frequencies
 from kvant.models.sharding.cuts import Cuts
 from kvant.models.sharding.divide import Divided, Group, cut_scales
 from kvant.models.sharding.shard import rank_plan
-from kvant.models.stored import Stored
+from kvant.models.stored import Stored, read_blocks
 
 TORCH_COMPUTE = {
     ComputeDtype.FLOAT32: torch.float32,
@@ -96,8 +96,12 @@ def load_model(
         with quiet_compressed_tensors(is_compressed(config)):
             rounded = None if forward.rounds_itself else forward.quantization
             narrow = None
+            blocks = read_blocks({"gguf_types": getattr(config, "gguf_types", None)})
             if rounded is not None or stored is not None:
                 narrow = NarrowConfig(path, asked=rounded, stored=stored)
+            elif blocks is not None:
+                widened = TORCH_COMPUTE[plan.compute_dtype]
+                narrow = NarrowConfig(path, stored=blocks, widened=widened)
             if dummy_weights:
                 module = _make_weights(
                     config, plan.compute_dtype, device, divided, asked=rounded, stored=stored

@@ -25,13 +25,15 @@ def locate(
     *,
     revision: str | None = None,
     weights: bool = True,
+    blocks: bool = False,
     progress: Progress | None = None,
 ) -> LocalModel:
     """Find the model called `name`, fetching or converting it if it is not here yet.
 
     revision: hub models only. weights: whether the model is to be loaded; without, only what a plan
     reads is fetched or converted, and a model that Kvant can plan but would not load (pickled
-    weights, remote code) is found, with the reason among its obstacles.
+    weights, remote code) is found, with the reason among its obstacles. blocks: matrices of a GGUF file keep
+    their blocks, see `import_gguf`; such a directory is for Kvant's loader alone.
 
     Raises ModelNotFound, BadCheckpoint or another ConfigError, and leaves no partial files.
     """
@@ -48,12 +50,12 @@ def locate(
             ways_out=[WayOut("leave --revision out")],
         )
     if name == DEMO_NAME or path is None:
-        return _demo(weights, progress)
+        return _demo(weights, blocks, progress)
     if shipped is not None:
         return LocalModel(shipped, name, None, ModelSource.SHIPPED)
     if path.is_dir():
-        return _directory(path, name, weights, progress)
-    return _file(path, name, weights, progress)
+        return _directory(path, name, weights, blocks, progress)
+    return _file(path, name, weights, blocks, progress)
 
 
 def _existing(name: str) -> Path | None:
@@ -71,31 +73,36 @@ def _existing(name: str) -> Path | None:
         ) from error
 
 
-def _demo(weights: bool, progress: Progress | None) -> LocalModel:
+def _demo(weights: bool, blocks: bool, progress: Progress | None) -> LocalModel:
     # Imported here, as in _gguf: numpy and gguf are not needed for other models.
     from kvant.models.gguf_import import Attribution, import_gguf
 
     path = import_gguf(
         demo_gguf(),
         weights=weights,
+        blocks=blocks,
         progress=progress,
         attribution=Attribution(NOTICE, demo_license(), SAMPLING),
     )
     return LocalModel(path, DEMO_NAME, None, ModelSource.DEMO)
 
 
-def _gguf(path: Path, name: str, weights: bool, progress: Progress | None) -> LocalModel:
+def _gguf(
+    path: Path, name: str, weights: bool, blocks: bool, progress: Progress | None
+) -> LocalModel:
     from kvant.models.gguf_import import import_gguf
 
-    converted = import_gguf(path, weights=weights, progress=progress)
+    converted = import_gguf(path, weights=weights, blocks=blocks, progress=progress)
     return LocalModel(converted, name, None, ModelSource.GGUF)
 
 
-def _directory(path: Path, name: str, weights: bool, progress: Progress | None) -> LocalModel:
+def _directory(
+    path: Path, name: str, weights: bool, blocks: bool, progress: Progress | None
+) -> LocalModel:
     ggufs = directory.gguf_files(path)
     if ggufs and not any(path.glob("*.safetensors")):
         if len(ggufs) == 1:
-            return _gguf(ggufs[0], name, weights, progress)
+            return _gguf(ggufs[0], name, weights, blocks, progress)
         if not (path / directory.CONFIG_NAME).is_file():
             raise ModelNotFound(
                 f"{path} holds {len(ggufs)} .gguf files",
@@ -109,9 +116,11 @@ def _directory(path: Path, name: str, weights: bool, progress: Progress | None) 
     return LocalModel(path, name, None, ModelSource.DIRECTORY, obstacles=obstacles)
 
 
-def _file(path: Path, name: str, weights: bool, progress: Progress | None) -> LocalModel:
+def _file(
+    path: Path, name: str, weights: bool, blocks: bool, progress: Progress | None
+) -> LocalModel:
     if path.suffix.lower() == ".gguf":
-        return _gguf(path, name, weights, progress)
+        return _gguf(path, name, weights, blocks, progress)
     raise ModelNotFound(
         f"{name} is a file, and no .gguf file",
         ways_out=[WayOut(f"name the directory it is in: {path.parent}")],

@@ -25,10 +25,10 @@ from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_expert
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.stored import Stored
 from kvant.models.stored_experts import StoredExperts, read_tensor
-from kvant.weights.codecs import encode_in_parts, encode_stack
+from kvant.weights.codecs import decode, encode_in_parts, encode_stack
 from kvant.weights.dialects import check_order, check_part, check_scales, parts_of, read
-from kvant.weights.format import FP8_CHANNEL, FP8_TENSOR, Scheme, WeightFormat
-from kvant.weights.linear import NarrowLinear, named_tensors
+from kvant.weights.format import FP8_CHANNEL, FP8_TENSOR, Dialect, Scheme, WeightFormat
+from kvant.weights.linear import NarrowEmbedding, NarrowLinear, named_tensors
 
 _METHOD = "kvant"
 _DTYPES = {
@@ -153,20 +153,35 @@ class StoredLinear(nn.Module):
         return new
 
 
+class StoredEmbedding(StoredLinear):
+    """The same for an embedding [rows, columns], whose tensor a tied head shares."""
+
+    def __init__(
+        self, scheme: Scheme, old: nn.Embedding, entries: Mapping[str, TensorEntry]
+    ) -> None:
+        like = nn.Linear(old.embedding_dim, old.num_embeddings, bias=False, device="meta")
+        super().__init__(scheme, like, entries)
+
+
 class NarrowConfig(QuantizationConfigMixin):
     """The argument `quantization_config` with which `from_pretrained` makes or keeps narrow weights.
 
-    asked: round what arrives. stored: keep what the files in `path` store, as it says. fault: what is wrong
-    with a weight; transformers reports another exception in its place.
+    asked: round what arrives. stored: keep what the files in `path` store, as it says; widened: decode it to
+    this dtype. fault: what is wrong with a weight; transformers reports another exception in its place.
     """
 
     def __init__(
-        self, path: Path, *, asked: Quantization | None = None, stored: Stored | None = None
+        self,
+        path: Path,
+        *,
+        asked: Quantization | None = None,
+        stored: Stored | None = None,
+        widened: torch.dtype | None = None,
     ) -> None:
         _register()
         self.quant_method = _METHOD  # type: ignore[assignment]
         self.fault: BadCheckpoint | None = None
-        self._path, self._asked, self._stored = path, asked, stored
+        self._path, self._asked, self._stored, self._widened = path, asked, stored, widened
         self._shapes: dict[str, torch.Size] = {}
         self._experts: dict[str, StoredExperts] = {}
 
@@ -187,6 +202,11 @@ class NarrowConfig(QuantizationConfigMixin):
             self.fault = fault
             raise
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if isinstance(model.get_input_embeddings(), StoredEmbedding) and type(head) is nn.Linear:
+            # A tied one will have the embedding's bytes.
+            name = next(name for name, part in model.named_modules() if part is head)
+            self._shapes.pop(f"{name}.weight", None)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Check what was loaded, and make the model an ordinary one.
@@ -202,9 +222,19 @@ class NarrowConfig(QuantizationConfigMixin):
                     f"{self._path}: {name} has the shape {tuple(tensor.shape)}",
                     why=f"the model needs {tuple(expected)}",
                 )
+        table: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        tied = isinstance(table, StoredEmbedding) and head.weight is table.weight
         for name, part in list(model.named_modules()):
-            if isinstance(part, StoredLinear):
-                model.set_submodule(name, part.narrow(name))
+            if not isinstance(part, StoredLinear):
+                continue
+            narrow = part.narrow(name)
+            new: nn.Module = narrow
+            if self._widened is not None:
+                new = _widened(narrow, self._widened)
+            if part is table:
+                new = self._as_embedding(model, new, head if tied else None)
+            model.set_submodule(name, new)
         for name, files in self._experts.items():
             made = model.get_submodule(name)
             assert isinstance(made, NarrowExperts)
@@ -214,6 +244,18 @@ class NarrowConfig(QuantizationConfigMixin):
     def read_apart(self) -> tuple[str, ...]:
         """How names of tensors begin that Kvant reads itself."""
         return tuple(f"{name}." for name in self._experts)
+
+    def _as_embedding(self, model: PreTrainedModel, table: nn.Module, head: Any) -> nn.Module:
+        """The embedding for a table as a linear layer; a tied head becomes that layer."""
+        if head is not None:
+            name = next(name for name, part in model.named_modules() if part is head)
+            model.set_submodule(name, table)
+        if isinstance(table, NarrowLinear):
+            return NarrowEmbedding(table, model.dtype)
+        assert isinstance(table, nn.Linear)
+        made = nn.Embedding(table.out_features, table.in_features, device="meta")
+        made.weight = table.weight
+        return made
 
 
 def await_stored(model: PreTrainedModel, path: Path, stored: Stored) -> dict[str, StoredExperts]:
@@ -232,15 +274,15 @@ def await_stored(model: PreTrainedModel, path: Path, stored: Stored) -> dict[str
             experts[name] = StoredExperts.find(name, made, stored, entries, home)
             model.set_submodule(name, made)
             continue
-        scheme = stored.scheme(name) if type(part) is nn.Linear else None
-        if scheme is None:
+        scheme = stored.scheme(name) if type(part) in (nn.Linear, nn.Embedding) else None
+        if scheme is None or (type(part) is nn.Embedding and scheme.dialect is not Dialect.GGUF):
             continue
-        assert isinstance(part, nn.Linear)
-        refusal = scheme.format.refuse(part.out_features, part.in_features)
+        rows, columns = _shape(part)
+        refusal = scheme.format.refuse(rows, columns)
         if refusal is not None:
             raise BadCheckpoint(f"{path}: {name} cannot be stored as declared", why=refusal)
         found: dict[str, TensorEntry] = {}
-        for short, wanted in parts_of(scheme, part.out_features, part.in_features).items():
+        for short, wanted in parts_of(scheme, rows, columns).items():
             entry = entries.get(f"{name}.{short}")
             shape = None if entry is None else tuple(entry.shape)
             check_part(f"{name}.{short}", wanted, None if entry is None else entry.dtype, shape)
@@ -252,8 +294,29 @@ def await_stored(model: PreTrainedModel, path: Path, stored: Stored) -> dict[str
             if short.endswith("g_idx"):
                 index = read_tensor(home[entry.name], entry.name)
                 check_order(entry.name, index, scheme.format.columns)
-        model.set_submodule(name, StoredLinear(scheme, part, found))
+        if isinstance(part, nn.Embedding):
+            model.set_submodule(name, StoredEmbedding(scheme, part, found))
+        else:
+            assert isinstance(part, nn.Linear)
+            model.set_submodule(name, StoredLinear(scheme, part, found))
     return experts
+
+
+def _shape(part: nn.Module) -> tuple[int, int]:
+    """Rows and columns of a linear layer's or an embedding's weight."""
+    if isinstance(part, nn.Embedding):
+        return part.num_embeddings, part.embedding_dim
+    assert isinstance(part, nn.Linear)
+    return part.out_features, part.in_features
+
+
+def _widened(narrow: NarrowLinear, dtype: torch.dtype) -> nn.Linear:
+    """The layer with its numbers as they are decoded."""
+    made = nn.Linear(narrow.in_features, narrow.out_features, bias=False, device="meta")
+    made.weight = nn.Parameter(decode(narrow.narrow, dtype), requires_grad=False)
+    if narrow.bias is not None:
+        made.bias = nn.Parameter(narrow.bias, requires_grad=False)
+    return made
 
 
 class _Quantizer(HfQuantizer):

@@ -37,13 +37,15 @@ def choose(
     info: ForwardInfo, facts: ForwardFacts, *, refused: tuple[Refused, ...] = ()
 ) -> ForwardChoice:
     """The choice of one forward, which must not refuse these facts."""
+    # On a CPU one forward multiplies narrow weights; for others they are decoded while they are loaded.
+    keeps = not facts.on_cpu or info.rounds_itself
     return ForwardChoice(
         info,
         refused,
         info.extra_bytes(facts),
         facts.quantization,
         facts.batch_invariant,
-        facts.stored,
+        facts.stored if keeps else None,
     )
 
 

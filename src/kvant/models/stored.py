@@ -18,6 +18,7 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.fields import Fields, shown
 from kvant.models.geometry.weight_recipe import names_chosen
 from kvant.weights.format import (
+    BLOCK_TYPES,
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
@@ -40,16 +41,19 @@ class Stored:
     """Schemes of a checkpoint's layers: the first group whose names match decides; None keeps numbers.
 
     activations: what the checkpoint declares about activations, "" for nothing. Products compute with
-    16-bit activations in any case.
+    16-bit activations in any case. words: the formats by their own names, where they have some.
     """
 
     groups: tuple[tuple[Callable[[str], bool] | None, Scheme], ...]
     left_alone: Callable[[str], bool]
     activations: str = ""
+    words: str = ""
 
     @property
     def summary(self) -> str:
         """The formats in words, and what is declared about activations and not done."""
+        if self.words:
+            return self.words
         formats = ", ".join(dict.fromkeys(scheme.format.summary for _, scheme in self.groups))
         text = f"linear layers run as they are stored: {formats}"
         if self.activations:
@@ -77,6 +81,13 @@ def read_stored(
 
     compute: the dtype that the model computes in; None if it is not known yet, for 16 bits.
     """
+    blocks = read_blocks(config)
+    if blocks is not None:
+        if device.kind is not DeviceKind.CPU:
+            return NotStored("GGUF's blocks run as they are stored on CPUs")
+        if compute not in (None, ComputeDtype.FLOAT32):
+            return NotStored("products with GGUF's blocks compute in float32 on a CPU")
+        return blocks
     declared = config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return None
@@ -141,6 +152,27 @@ def refuse_rounding_experts(config: Mapping[str, Any]) -> str | None:
     if not lists_experts(config) or family in _ROUNDED:
         return None
     return f"experts of {shown(family)} are not rounded"
+
+
+def read_blocks(config: Mapping[str, Any]) -> Stored | None:
+    """Matrices of a GGUF import that have their blocks (`gguf_types` in config.json); None for no such."""
+    types = config.get("gguf_types")
+    if not isinstance(types, Mapping):
+        return None
+    names: dict[str, set[str]] = {}
+    for name, kind in types.items():
+        names.setdefault(str(kind), set()).add(str(name))
+    kept = {kind: found for kind, found in names.items() if kind in BLOCK_TYPES}
+    groups = tuple(
+        (found.__contains__, Scheme(Dialect.GGUF, BLOCK_TYPES[kind].format))
+        for kind, found in kept.items()
+    )
+    shown = ", ".join(f"{kind} ({len(found)} matrices)" for kind, found in kept.items())
+    wide = [f"{kind} ({len(found)})" for kind, found in names.items() if kind not in kept]
+    words = f"weights run as they are stored: {shown or 'none'}"
+    if wide:
+        words += f"; imported as float32: {', '.join(wide)}"
+    return Stored(groups, lambda _: False, words=words)
 
 
 def lists_experts(config: Mapping[str, Any]) -> bool:

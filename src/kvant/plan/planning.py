@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from kvant.attention.need import LONG_STRIDE
 from kvant.errors import BadValue, NotServable, WayOut
+from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import KVRequest
 from kvant.kv.spec import Role
@@ -294,12 +296,31 @@ def _in_words(stored: Stored | NotStored | None, facts: ModelFacts) -> str | Non
     return None if stored is None else stored.summary
 
 
+def _stored(
+    request: PlanRequest, config: Mapping[str, Any], geometry: ModelGeometry, compute: ComputeDtype
+) -> Stored | NotStored | None:
+    """`read_stored`, and what the forward that runs the model does with it on a CPU."""
+    found = read_stored(config, request.device, compute)
+    if not isinstance(found, Stored) or not request.on_cpu:
+        return found
+    if request.quantization is not None:
+        return NotStored(f"--quantization {request.quantization.value} rounds the numbers")
+    facts = ForwardFacts(
+        config, geometry, compute, request.device, batch_invariant=request.batch_invariant
+    )
+    forward = select_forward(facts)
+    if forward.stored is None:
+        why = next((one.reason for one in forward.refused if one.forward == "compiled"), "")
+        return NotStored(f"the compiled forward does not run this model: {why}")
+    return found
+
+
 def _plan_model(
     request: PlanRequest, asked: KVRequest, facts: ModelFacts, geometry: ModelGeometry, role: Role
 ) -> PlannedModel:
     config, quantization = facts.config, request.quantization
     kv = resolve_kv(request, asked, facts.checkpoint, facts.local.name, geometry, role)
-    stored = read_stored(config, request.device, kv.compute_dtype)
+    stored = _stored(request, config, geometry, kv.compute_dtype)
     if quantization is None or role is Role.DRAFT:
         weights = weight_bytes_of(
             facts.weights, config, geometry,

@@ -44,7 +44,8 @@ def read_facts(
     ) -> ModelFacts:
         if weights and before is not None and before.refusal is not None:
             raise before.refusal  # before a download
-        local = locate(name, revision=revision, weights=weights, progress=progress)
+        blocks = is_target and keeps_blocks(request)
+        local = locate(name, revision=revision, weights=weights, blocks=blocks, progress=progress)
         if before is not None and before.local == local and before.weights.by_dtype is not None:
             return before
         found = _read_model(local, request.device, is_target=is_target)
@@ -70,6 +71,11 @@ def read_facts(
         draft,
         device_memory(request.device, request.tensor_parallel_size) if memory else None,
     )
+
+
+def keeps_blocks(request: PlanRequest) -> bool:
+    """Whether matrices of a GGUF file are imported as they are stored; elsewhere they become float32."""
+    return request.on_cpu and request.tensor_parallel_size == 1
 
 
 def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> ModelFacts:

@@ -143,7 +143,7 @@ def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
         raise ValueError(refusal)
     wide = weight.to(torch.float32)
     if fmt.superblock:
-        raise ValueError(f"{fmt.name} with superblocks is read from files, not made")
+        return _encode_superblocks(wide, fmt)
     if fmt.offsets:
         return _encode_offsets(wide, fmt)
     if fmt.zero_points:
@@ -231,6 +231,47 @@ def _encode_offsets(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
         fmt, rows, columns, pack_nibbles(codes, fmt.columns), scale.t().contiguous(),
         offsets=offset.t().contiguous(),
     )  # fmt: skip
+
+
+def _encode_superblocks(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
+    """Groups as without superblocks, with scales and offsets on the grids that superblocks give them."""
+    rows, columns = wide.shape
+    groups = wide.view(rows, -1, fmt.columns)
+    low = groups.amin(-1).clamp(max=0.0)
+    if fmt.offsets:
+        scale, most = (groups.amax(-1).clamp(min=0.0) - low) / 15, 63.0
+    else:
+        scale, most = groups.abs().amax(-1) / fmt.code.largest, 127.0
+
+    def on_grid(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values [rows, groups] as integers up to `most`, factors, and what they then are."""
+        blocks = values.view(rows, -1, fmt.superblock // fmt.columns)
+        factor = (blocks.amax(-1) / most).to(torch.float16)
+        divisor = torch.where(factor > 0, factor, torch.ones_like(factor)).float()[..., None]
+        integers = torch.round(blocks / divisor).clamp_(0, most)
+        there = (integers * factor.float()[..., None]).view(rows, -1, 1)
+        return integers.view(rows, -1).t().contiguous(), factor.t().contiguous(), there
+
+    stored, factor, step = on_grid(scale)
+    offsets, factors, shifted = None, factor[None], groups
+    if fmt.offsets:
+        found, offset_factor, below = on_grid(-low)
+        offsets, factors = found.to(torch.uint8), torch.stack((factor, offset_factor))
+        shifted = groups + below
+    codes = torch.round(shifted / torch.where(step > 0, step, torch.ones_like(step)))
+    if fmt.code is Code.INT6:
+        packed = pack_six((codes.clamp_(-32, 31) + 32).to(torch.uint8).view(rows, columns))
+    else:
+        packed = pack_nibbles(codes.clamp_(0, 15).to(torch.uint8).view(rows, columns), fmt.columns)
+    return NarrowWeight(
+        fmt,
+        rows,
+        columns,
+        packed,
+        stored.to(TORCH_SCALE[fmt.scale]),
+        offsets=offsets,
+        factors=factors,
+    )
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:

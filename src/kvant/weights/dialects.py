@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvant.errors import BadCheckpoint
+from kvant.weights.blocks import read_blocks
 from kvant.weights.codecs import NarrowStack, NarrowWeight, pack_nibbles
-from kvant.weights.format import WHOLE, Code, Dialect, Scale, Scheme, WeightFormat
+from kvant.weights.format import WHOLE, Code, Dialect, Scale, Scheme, WeightFormat, block_type
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of each of eight neighbouring outputs."""
@@ -51,6 +52,8 @@ def parts_of(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]:
     scale = Part(_FLOATS, shared, is_scale=True)
     one = Part(_FLOATS, whole, is_scale=True)
     codes = Part(("F8_E4M3",), ((rows, columns),))
+    if dialect is Dialect.GGUF:
+        return {"weight": Part(("U8",), ((rows, block_type(fmt).row_bytes(columns)),))}
     if dialect is Dialect.FP8:
         return {"weight": codes, "weight_scale_inv": scale}
     if dialect in (Dialect.FLOAT_QUANTIZED, Dialect.MODELOPT_FP8):
@@ -163,6 +166,8 @@ def read(
     is the dialect's own dequantisation. BadCheckpoint for 8-bit floats that are NaN.
     """
     fmt, dialect = scheme.format, scheme.dialect
+    if dialect is Dialect.GGUF:
+        return read_blocks(block_type(fmt), tensors["weight"], columns)
     if dialect in (Dialect.FP8, Dialect.FLOAT_QUANTIZED, Dialect.MODELOPT_FP8):
         codes = tensors["weight"].view(torch.uint8)
         if bool(((codes & 0x7F) == 0x7F).any()):

@@ -191,3 +191,8 @@ BLOCK_TYPES = {
     )
 }
 """GGUF's types whose weights can stay as they are stored, by ggml's names."""
+
+
+def block_type(fmt: WeightFormat) -> BlockType:
+    """GGUF's type of this format."""
+    return next(one for one in BLOCK_TYPES.values() if one.format == fmt)

@@ -104,7 +104,7 @@ def has_feature(context: Any, name: str) -> bool:
 def dot_fours(context: Any, b: Any, sums: Any, codes: Any, x: Any, bits: int) -> Any:
     """sums (WORDS) + the sum of four products a lane: codes (FOURS, unsigned, of `bits`) times x.
 
-    x: a word of four signed bytes -127..127, the same for all lanes. Integers are exact.
+    x: a word of four signed bytes, the same for all lanes. Integers are exact.
     """
     x = splat(b, x)
     if has_feature(context, "avx512vnni"):

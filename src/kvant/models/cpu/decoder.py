@@ -138,7 +138,7 @@ def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDec
     if reason is not None:
         raise EngineFault(f"the plan runs {type(module).__name__} as compiled code, but {reason}")
     made = CpuDecoder(fused, module, choice)
-    if choice.quantization is not None or choice.stored is not None:
+    if made.took_weights:
         _drop_products(module)
     if isinstance(made.embedding, PackedWeight):
         module.set_input_embeddings(PackedEmbedding(made.embedding))
@@ -179,8 +179,9 @@ class CpuDecoder:
     """The compiled forward.
 
     Products read the module's weights themselves where they are numbers and stay so; else the weights
-    in tiles, rounded as choice.quantization says, or as they are stored. embedding: [vocab_size,
-    hidden_size] float32, or narrow; a tied head is the same object.
+    in tiles, rounded as choice.quantization says, or as they are stored; took_weights says that the module
+    is to drop its own. embedding: [vocab_size, hidden_size] float32, or narrow; a tied head is the same
+    object.
     """
 
     def __init__(
@@ -198,6 +199,7 @@ class CpuDecoder:
         )
         (self._head,) = _linears(model.head, head, digits)
         self.embedding: Tensor | PackedWeight = model.embedding
+        self.took_weights = choice.quantization is not None or choice.stored is not None
         table: Any = module.get_input_embeddings()
         if isinstance(table, NarrowEmbedding):
             tied = isinstance(model.head, NarrowProduct) and _are_one(model.head, table)
@@ -213,8 +215,14 @@ class CpuDecoder:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of packed weights, which the module does not hold."""
-        found = sum(linear.num_bytes for linear in self._linears if linear.rounds)
+        """Bytes of weights that the module does not hold."""
+        found = 0
+        table = self.embedding.data_ptr() if isinstance(self.embedding, Tensor) else None
+        for linear in self._linears:
+            # Numbers of a tied head are the embedding, which the module keeps.
+            is_table = linear.weight.codes.data_ptr() == table
+            if linear.rounds or (self.took_weights and not is_table):
+                found += linear.num_bytes
         if isinstance(self.embedding, PackedWeight) and self.embedding is not self._head.weight:
             found += self.embedding.num_bytes
         return found

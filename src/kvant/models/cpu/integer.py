@@ -181,7 +181,7 @@ def _multiply(
                 for r in range(n):
                     value = b.sitofp(sums[r][0], FLOATS)
                     for digit in sums[r][1:]:
-                        value = fma(b, value, every(FLOATS, 128.0), b.sitofp(digit, FLOATS))
+                        value = fma(b, value, every(FLOATS, 256.0), b.sitofp(digit, FLOATS))
                     x_scale = broadcast(behind[r])
                     if offset is not None:
                         new[r] = fma(b, broadcast(b.add(behind[r], i64(4))), offset, new[r])

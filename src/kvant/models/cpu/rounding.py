@@ -1,8 +1,8 @@
 """Activations as integers, for products that add integers: blocks of 32 inputs share a scale.
 
-A number is x = d (16384 h + 128 m + l) with three signed digits of 7 bits: within 2^-22 of the block's
-largest magnitude, as near as float32 sums are. With one digit, x = d h with h in -127..127: that is
-rounding to 8 bits, which has to be asked for.
+A number is x = d (65536 h + 256 m + l) with three signed digits: within 2^-22 of the block's largest
+magnitude, as near as float32 is. With one digit, x = d h with h in -127..127: that is rounding to 8 bits,
+which has to be asked for.
 
 A row is a sequence of blocks: the digits, 32 bytes each, the highest first; float32 d and the sum of the
 rounded numbers; for each digit int32 sums, with the other sign, of all 32, of the first and of the last 16.
@@ -39,7 +39,7 @@ from kvant.models.cpu.layout import Round
 EXACT, EIGHT_BITS = 3, 1
 """Digits of an activation: as exact as float32, or 8 bits."""
 
-_LARGEST = {EXACT: 127.0 * 2**14, EIGHT_BITS: 127.0}
+_LARGEST = {EXACT: 127.0 * 2**16, EIGHT_BITS: 127.0}
 _SMALLEST = 1e-30  # of a block's largest magnitude: below, its numbers are zero
 _ROWS_AT_ONCE = 4
 R_NEXT, R_ROWS, R_X, R_X_STRIDE, R_OUT, R_OUT_STRIDE, R_COLUMNS = (
@@ -83,12 +83,11 @@ def _round(typing: Any, digits: Any, x: Any, out: Any) -> Any:
             rest = b.fptosi(scaled, WORDS)
             both = call(b, "llvm.vector.reduce.add.v16i32", I32, rest)
             total = b.fadd(total, b.fmul(b.sitofp(both, F32), scale))
-            for digit in range(count):
-                shift = 7 * (count - 1 - digit)
+            for digit in reversed(range(count)):
                 value = rest
-                if shift:
-                    value = b.ashr(b.add(rest, words(1 << (shift - 1))), words(shift))
-                    rest = b.sub(rest, b.shl(value, words(shift)))
+                if digit:  # what the next higher ones take is what the lowest 8 bits leave
+                    value = b.ashr(b.shl(rest, words(24)), words(24))
+                    rest = b.ashr(b.sub(rest, value), words(8))
                 place = b.add(out, i64(GROUP * digit + 16 * half))
                 store(b, b.trunc(value, BYTES), place)
                 totals[digit].append(b.neg(call(b, "llvm.vector.reduce.add.v16i32", I32, value)))

@@ -125,9 +125,9 @@ class LatentLayer:
 class Model:
     """All layers, and what comes before and behind them.
 
-    embedding: [vocab_size, hidden_size]. embed_scale: factor on embeddings. parallel: attention and
-    feed-forward of a layer read the same sum. logits: times logits_scale, then capped at logits_cap
-    (0 for none).
+    embedding: [vocab_size, hidden_size], without rows where it is narrow. embed_scale: factor on
+    embeddings. parallel: attention and feed-forward of a layer read the same sum. logits: times
+    logits_scale, then capped at logits_cap (0 for none).
     """
 
     layers: tuple[Layer | LatentLayer | MixerLayer, ...]

@@ -20,7 +20,7 @@ from kvant.models.fused.experts import Clamp, Experts, GateOrder, Shared
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.join import check_numbers, join, turn
 from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Model, Norm, QKNorms
-from kvant.models.fused.linear import Apart, DenseLinear, Linear, Multiply
+from kvant.models.fused.linear import Apart, Linear, Multiply
 from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.fused.recipe import (
     Activation,
@@ -72,19 +72,18 @@ def read_model(
         for index, layer in enumerate(decoder.layers)
     )
     head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
-    check_numbers([head], type(module).__name__)
+    table = _at(decoder, recipe.embedding)
     scale = 1.0
     if recipe.embed_scale is not None:
-        embedding = _at(decoder, recipe.embedding)
         found: Any = _at(decoder, recipe.embed_scale)
         # Tensors are rounded to the embedding's dtype before they multiply.
-        scale = float(found.to(embedding.weight.dtype) if isinstance(found, Tensor) else found)
+        scale = float(found.to(table.weight.dtype) if isinstance(found, Tensor) else found)
     made = Model(
         layers=layers,
-        embedding=_at(decoder, recipe.embedding).weight,
+        embedding=table.weight,
         embed_scale=scale,
         norm=reader.norm(_at(decoder, recipe.last_norm), recipe.norm),
-        head=DenseLinear(head.weight, head.bias, multiply),
+        head=join([head], multiply, type(module).__name__),
         parallel=_flag(recipe.block.parallel, config),
         logits_scale=_logits_scale(recipe, config),
         logits_cap=float(_config(config, recipe.logits_cap) or 0.0),

@@ -81,14 +81,15 @@ def read_recipe(config: Mapping[str, Any]) -> Recipe | NoRecipe | None:
 def are_decoded(config: Mapping[str, Any], device: DeviceFacts) -> bool:
     """True if the checkpoint's codes are decoded to the compute dtype at load.
 
-    compressed-tensors' always are (`quantized.decode_weights`). transformers decodes fp8 on devices
-    without fp8 products, and mxfp4 without its separate kernel package.
+    compressed-tensors' always are (`quantized.decode_weights`), and GGUF's blocks. transformers decodes
+    fp8 on devices without fp8 products, and mxfp4 without its separate kernel package.
     """
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
     on_cpu = device.kind is DeviceKind.CPU
     return (
-        method == "compressed-tensors"
+        isinstance(config.get("gguf_types"), Mapping)
+        or method == "compressed-tensors"
         or (method == "fp8" and (on_cpu or device.arch in _WITHOUT_FP8))
         or (method == "mxfp4" and (on_cpu or importlib.util.find_spec("kernels") is None))
     )

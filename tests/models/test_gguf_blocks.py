@@ -1,0 +1,170 @@
+"""GGUF checkpoints on a CPU keep their blocks: the dequantised model's numbers, in the file's bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvant import LLM
+from kvant.errors import BadCheckpoint
+from kvant.execution.runner import ModelRunner
+from kvant.measure.teacher_forced import text_logits
+from kvant.models.gguf_import import import_gguf
+from kvant.models.loaded import LoadedModel
+from kvant.weights.blocks import read_blocks
+from kvant.weights.codecs import decode
+from kvant.weights.format import BLOCK_TYPES
+from tests.models import tiny_gguf
+from tests.models.tiny_gguf import metadata, tensors, write_gguf
+from tests.weights.test_blocks import blocks
+
+Type = gguf.GGMLQuantizationType
+TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
+BOUND = 3e-5
+LARGE = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "ffn_gate": "Q4_K", "ffn_up": "Q4_K",
+         "ffn_down": "Q6_K", "token_embd": "Q6_K", "attn_output": "Q4_1"}  # fmt: skip
+SMALL = {
+    "attn_q": "Q4_1",
+    "attn_k": "Q8_0",
+    "attn_v": "Q4_0",
+    "ffn_up": "Q5_0",
+    "token_embd": "Q4_0",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVANT_CACHE", str(tmp_path / "cache"))
+
+
+def write(path: Path, arch: str, chosen: dict[str, str], *, tied: bool = True) -> Path:
+    """A small file whose matrices have the types in `chosen`, by a part of their names."""
+    values, types = tensors(arch), {}
+    if not tied:
+        values["output.weight"] = values["token_embd.weight"][::-1].copy()
+    for name, array in values.items():
+        kind = next((kind for part, kind in chosen.items() if part in name), None)
+        if array.ndim != 2 or kind is None:
+            continue
+        types[name] = Type[kind]
+        if kind in ("Q4_K", "Q6_K"):
+            made = blocks(BLOCK_TYPES[kind], *array.shape).copy()
+            at = made.reshape(len(made), -1, BLOCK_TYPES[kind].num_bytes)
+            places = (208,) if kind == "Q6_K" else (0, 2)
+            for place in places:  # numbers of about 1, as the others
+                scales = at[..., place : place + 2].copy().view(np.float16) / 500
+                at[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
+            values[name] = made
+    return write_gguf(path, metadata(arch), values, arch, types)
+
+
+def model_of(llm: LLM) -> LoadedModel:
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    return runner.model
+
+
+def logits(llm: LLM) -> Tensor:
+    return text_logits(model_of(llm), llm.plan, TEXT)
+
+
+def open_(path: Path, **options: Any) -> LLM:
+    return LLM(
+        path, max_model_len=64, max_num_seqs=2, device="cpu", **{"dtype": "float32", **options}
+    )
+
+
+def transformers_logits(path: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(import_gguf(path), dtype=dtype)
+    with torch.no_grad():
+        found: Tensor = model(torch.tensor([TEXT])).logits[0]
+    return found.float()
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_model_is_the_dequantised_one_in_the_files_bytes(
+    arch: str, tied: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.gguf", arch, SMALL, tied=tied)
+    llm, expected = open_(path), transformers_logits(path)
+    model = model_of(llm)
+    assert model.choice.name == "compiled"
+    assert model.choice.stored is not None
+    assert (logits(llm) - expected).abs().max() < BOUND * expected.abs().max()
+    planned = llm.planned.weights_bytes or 0
+    # Padded tiles, and a bias of zeros for every product.
+    assert planned <= model.num_weight_bytes < 1.3 * planned
+
+
+def test_superblocks_of_mixed_types_are_the_dequantised_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_gguf, "HIDDEN", 256)
+    monkeypatch.setattr(tiny_gguf, "INNER", 512)
+    monkeypatch.setattr(tiny_gguf, "HEAD_DIM", 64)
+    path = write(tmp_path / "m.gguf", "llama", LARGE)
+    llm, expected = open_(path), transformers_logits(path)
+    assert model_of(llm).choice.name == "compiled"
+    assert (logits(llm) - expected).abs().max() < BOUND * expected.abs().max()
+    said = str(llm.planned.target.narrow)
+    assert "Q4_K (8 matrices)" in said
+    assert "Q6_K (5 matrices)" in said
+
+
+def test_the_plan_names_types_that_are_kept_and_that_are_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", SMALL)
+    said = str(open_(path).planned.target.narrow)
+    assert "Q4_1 (2 matrices)" in said
+    assert "imported as float32: Q5_0 (2)" in said
+
+
+def test_kept_blocks_are_the_files_numbers_in_transformers_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", SMALL)
+    kept, wide = import_gguf(path, blocks=True), import_gguf(path)
+    types = json.loads((kept / "config.json").read_text())["gguf_types"]
+    narrow, numbers = (load_file(where / "model.safetensors") for where in (kept, wide))
+    assert narrow.keys() == numbers.keys()
+    for name, tensor in narrow.items():
+        kind = BLOCK_TYPES.get(types.get(name.removesuffix(".weight")))
+        if kind is not None:
+            assert tensor.dtype is torch.uint8
+            tensor = decode(read_blocks(kind, tensor, numbers[name].shape[1]))
+        assert torch.equal(tensor, numbers[name]), name
+
+
+def test_another_dtype_decodes_the_blocks_while_they_are_loaded(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", SMALL)
+    llm, expected = open_(path, dtype="bfloat16"), transformers_logits(path, torch.bfloat16)
+    assert model_of(llm).choice.stored is None
+    assert "decoded while they are loaded" in str(llm.planned.target.narrow)
+    assert (logits(llm) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_rounding_by_name_rounds_the_numbers_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", SMALL)
+    rounded, same = (open_(where, quantization="int8") for where in (path, import_gguf(path)))
+    assert torch.equal(logits(rounded), logits(same))
+    assert model_of(rounded).choice.stored is None
+
+
+def test_a_scale_that_is_no_number_is_refused_by_name_before_loading(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", SMALL)
+    (tensor,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.attn_q.weight")
+    data = bytearray(path.read_bytes())
+    data[tensor.data_offset : tensor.data_offset + 2] = np.array([np.nan], np.float16).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(BadCheckpoint, match=r"m\.gguf") as caught:
+        open_(path)
+    assert "blk.1.attn_q.weight" in caught.value.why
+    assert "scale" in caught.value.why
+    assert not list((tmp_path / "cache" / "gguf").glob("[!.]*[!n]"))  # nothing but a plan's files

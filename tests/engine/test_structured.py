@@ -342,6 +342,15 @@ def test_compiling_takes_no_longer_than_its_time_and_the_next_one_compiles() -> 
     assert not compiler.start(StructuredOutputs(regex="c")).result(30).is_complete
 
 
+def test_a_tokenizer_that_llguidance_cannot_read_refuses_forms_and_nothing_else() -> None:
+    tokenizer = characters()
+    tokenizer.decoder = decoders.Fuse()
+    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS])
+    assert "cannot read this model's tokenizer" in compiler.prepare()
+    with pytest.raises(RequestError, match="cannot be used: llguidance cannot read"):
+        compiler.start(StructuredOutputs(regex="b")).result(30)
+
+
 def test_a_process_that_does_not_start_is_not_taken_for_a_form_that_is_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -243,7 +243,9 @@ class Forms:
     def prepare(self) -> None:
         """Prepare the tokenizer now instead of with the first such request."""
         if self.can_be_asked:
-            self._compiling().prepare()
+            why = self._compiling().prepare()
+            if why:
+                _log.warning("requests for structured outputs are refused: %s", why)
 
     def start(self, sequence: Sequence) -> None:
         """Start to compile the grammar of a sequence's request."""

@@ -113,6 +113,7 @@ class GrammarCompiler:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvant-grammar")
         self._workers: list[_Worker] = []  # one, or none
         self._matching: LLTokenizer | None = None
+        self._unreadable = ""
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._cached_bytes = 0
         weakref.finalize(self, _end, self._pool, self._workers)
@@ -121,17 +122,23 @@ class GrammarCompiler:
         """Returns a future of the form's grammar. It raises RequestError, which names the client's field."""
         return self._pool.submit(self._compile, form)
 
-    def prepare(self) -> LLTokenizer:
-        """Read the tokenizer now; otherwise the first grammar does, and delays other threads."""
-        if self._matching is None:
+    def prepare(self) -> str:
+        """Read the tokenizer now; otherwise the first grammar does, and delays other threads.
+
+        Returns why llguidance cannot read it, and then every form is refused; "" if it can.
+        """
+        if self._matching is None and not self._unreadable:
             # A tokenizer may have tokens beyond the logits (Gemma 3's image token): they are never drawn.
             largest = max(self._tokenizer.get_vocab().values(), default=0)
-            self._matching = LLTokenizer(
-                self._tokenizer.to_str(),
-                n_vocab=max(self._vocab_size, largest + 1),
-                eos_token=self._eos,
-            )
-        return self._matching
+            try:
+                self._matching = LLTokenizer(
+                    self._tokenizer.to_str(),
+                    n_vocab=max(self._vocab_size, largest + 1),
+                    eos_token=self._eos,
+                )
+            except ValueError as fault:
+                self._unreadable = f"llguidance cannot read this model's tokenizer: {fault}"
+        return self._unreadable
 
     def _compile(self, form: StructuredOutputs) -> Grammar:
         matcher = self._compiled.get(form)
@@ -156,7 +163,10 @@ class GrammarCompiler:
             self._workers.clear()
         if checked.fault:
             raise _refused(form, checked.fault)
-        matcher = LLMatcher(self.prepare(), checked.grammar, limits=parser_limits(), log_level=0)
+        if why := self.prepare():
+            raise _refused(form, why)
+        assert self._matching is not None
+        matcher = LLMatcher(self._matching, checked.grammar, limits=parser_limits(), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():

@@ -11,9 +11,7 @@ from kvant.kv.groups import ArenaLayout
 from kvant.kv.identity import PageIdentity, digest_of
 from kvant.kv.memory import format_size
 from kvant.kv.offload.config import OffloadConfig
-from kvant.kv.offload.page_files import PageFiles
 from kvant.kv.pages import CacheIdentity, SharedPages
-from kvant.models.contents import contents_digest
 from kvant.plan.device import free_host_bytes
 from kvant.plan.plan import Plan, PlannedModel
 
@@ -51,12 +49,13 @@ def make_tiers(
     Both None without tiers; the identity is None without files. Raises ConfigError if the directory
     cannot be used or the host memory cannot be had.
     """
-    from kvant.kv.offload.build import build_tiers
-    from kvant.kv.offload.mover import pieces_of
-
     config = planned.request.offload
     if config is None:
         return None, None
+    from kvant.kv.offload.build import build_tiers
+    from kvant.kv.offload.mover import pieces_of
+    from kvant.kv.offload.page_files import PageFiles
+
     files, identity = None, None
     if config.disk is not None:
         found = page_identity(planned, runner, dummy_weights=dummy_weights)
@@ -88,6 +87,8 @@ def page_identity(
 
 def _weights(model: PlannedModel, dummy_weights: bool) -> str:
     config = {k: v for k, v in model.config.items() if k not in _NOT_THE_MODEL}
+    from kvant.models.contents import contents_digest
+
     contents = "random" if dummy_weights else contents_digest(model.local.path)
     return f"{contents} {digest_of(config)}"
 

@@ -21,14 +21,16 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvant.kv.events import Medium, PageLog
-from kvant.kv.offload.files import FileQueue
 from kvant.kv.offload.moves import Bell, Key, Move, Moved, Mover
 from kvant.kv.offload.policy import BreakEven
 from kvant.kv.offload.stats import OffloadStats, TierCounts
 from kvant.kv.pages import SharedPages
+
+if TYPE_CHECKING:  # it needs a library that only engines with tiers need
+    from kvant.kv.offload.files import FileQueue
 
 MOST_OFFERED = 1 << 16
 """Pages that may wait to be copied; more are not stored."""

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from kvant import LLM, SamplingParams
 from kvant.errors import BadValue, NotServable
 from kvant.execution.runner import ModelRunner
+from kvant.kv import groups
 from kvant.kv.dtype import KVDtype
 from kvant.models.quiet import quiet_transformers
 from kvant.plan import planning
@@ -69,11 +70,9 @@ def test_answers_are_transformers(models: dict[str, Path], name: str) -> None:
     cut = opened(models[name], max_num_seqs=3, max_num_batched_tokens=41)
     assert texts(cut) == expected
     # A pool for one long sequence: others lose their pages and start over from a state of zeros.
-    page = cut.plan.page_bytes
-    tight = opened(
-        models[name], max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200,
-        kv_cache_memory=16 * page,
-    )  # fmt: skip
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 200, "page_size": 4}
+    least = opened(models[name], **given).planned.bytes_for(200)
+    tight = opened(models[name], **given, kv_cache_memory=least)
     assert texts(tight) == expected
     assert tight.engine.stats.num_preemptions > 0
 
@@ -107,8 +106,12 @@ def test_a_bfloat16_state_is_stored_and_counted(models: dict[str, Path]) -> None
         runner = llm.engine.runner
         assert isinstance(runner, ModelRunner)
         assert runner.states is not None
-        assert runner.states.num_bytes == llm.planned.states_bytes
-        assert llm.planned.states_bytes == (2 + 1 + 1) * llm.plan.bytes_per_sequence
+        layout = runner.pool.arena.layout
+        assert layout == llm.planned.layout
+        assert layout.of_states is not None
+        assert layout.of_states.used_bytes == llm.plan.bytes_per_sequence
+        assert layout.waste <= groups.MOST_WASTE
+        assert runner.pool.num_bytes == llm.planned.memory.kv_bytes
     spec = narrow.plan.layers[0].states[1]
     assert spec.choice.dtype is KVDtype.BFLOAT16
     assert spec.choice.because == "state_dtype='bf16'"
@@ -197,11 +200,10 @@ def test_hits_in_a_full_pool(models: dict[str, Path], monkeypatch: pytest.Monkey
     params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True) for _ in prompts]
     cold = opened(path, enable_prefix_caching=False, max_num_seqs=6)
     expected = [list(result.token_ids) for result in cold.generate(prompts, params)]
-    llm = opened(
-        path, max_num_seqs=6, max_num_batched_tokens=48, max_model_len=240,
-        kv_cache_memory=18 * cold.plan.page_bytes,
-        state_cache_memory=3 * cold.plan.bytes_per_sequence,
-    )  # fmt: skip
+    given = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 240, "page_size": 4}
+    given["state_cache_memory"] = 3 * cold.plan.bytes_per_sequence
+    planned = opened(path, **given).planned
+    llm = opened(path, **given, kv_cache_memory=planned.bytes_for(240) + 2 * planned.page_bytes)
     for _ in range(2):
         assert [list(result.token_ids) for result in llm.generate(prompts, params)] == expected
         llm.engine.audit()

@@ -216,13 +216,11 @@ def _print_memory(plan: Plan, console: Console) -> None:
         ("workspaces", memory.workspace_bytes, "yellow"),
         ("left alone", memory.reserve_bytes, "bright_black"),
         ("drafter", memory.draft_bytes, "magenta"),
-        ("states", memory.states_bytes, "cyan"),
-        ("KV", memory.kv_bytes, "green"),
+        ("KV and states" if plan.target.kv.has_states else "KV", memory.kv_bytes, "green"),
     ]
     notes = {
         "weights": _weights_note(plan),
         "workspaces": _workspaces_note(plan),
-        "states": _states_note(plan),
     }
     shown = [(name, size, style) for name, size, style in parts if size]
     whole = memory.total_bytes if plan.kv_cache_bytes is None else None
@@ -243,6 +241,8 @@ def _print_memory(plan: Plan, console: Console) -> None:
         line = f"room for one sequence of {capacity:,} tokens"
         for group in plan.groups:
             console.print(Text(f"  {_group_line(group)}", style="dim"), soft_wrap=True)
+    if plan.target.kv.has_states:
+        console.print(Text(f"  {_states_line(plan)}", style="dim"), soft_wrap=True)
     if plan.request.max_model_len or plan.request.expected_length or plan.layout is not None:
         line += f", {plan.num_sequences} sequences of {plan.expected_length}"
     console.print(Text(line, style="bold"))
@@ -251,15 +251,13 @@ def _print_memory(plan: Plan, console: Console) -> None:
         console.print(Text(text, style="dim"), soft_wrap=True)
 
 
-def _states_note(plan: Plan) -> str:
-    """How many sequences run at once, and how many states are kept for later ones."""
-    limits = plan.limits
-    text = f"{limits.max_num_seqs} sequences"
+def _states_line(plan: Plan) -> str:
+    """What states take, and how many are kept for later sequences."""
+    limits, each = plan.limits, plan.target.kv.bytes_per_sequence
+    text = f"states, {each:,} bytes per sequence: one for each that runs"
     if limits.state_slots:
-        text += (
-            f", {limits.state_slots} kept every {limits.state_stride} tokens and where prompts end"
-        )
-    return f" ({text})"
+        text += f"; up to {limits.state_slots} kept, every {limits.state_stride} tokens and where prompts end"
+    return text
 
 
 def _group_line(group: KeptLayers) -> str:

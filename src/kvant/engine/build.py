@@ -113,7 +113,6 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
                 model,
                 num_pages,
                 max_num_seqs=limits.max_num_seqs,
-                state_slots=limits.state_slots,
                 layout=planned.layout,
             )
             if team is None

@@ -24,7 +24,7 @@ from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
 from kvant.kv.state_pool import StatePool
 from kvant.models.loaded import LoadedModel, widened
-from kvant.scheduling.row_table import RowTable, rows_and_slots
+from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.base import Ask, DeviceProposer, Proposer
 
@@ -63,7 +63,7 @@ class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only.
 
     num_pages: superblocks of its arena. layout: of the arena; without one, a superblock is a page of all
-    layers. max_num_seqs: rows of the states of a model that keeps some. state_slots: rows for kept ones.
+    layers, and states have an arena of their own. max_num_seqs: rows of the row table.
     """
 
     def __init__(
@@ -73,16 +73,17 @@ class ModelRunner:
         plan: KVPlan | None = None,
         *,
         max_num_seqs: int = 1,
-        state_slots: int = 0,
         layout: ArenaLayout | None = None,
     ) -> None:
         self.model = model
         stored = model.plan if plan is None else plan
+        arena = None if layout is None else Arena(layout, num_pages, model.device)
+        self.pool = KVPool(
+            stored, arena or num_pages, device=model.device, scales=model.scales_for(stored)
+        )
         self.states: StatePool | None = None
         if stored.has_states:
-            self.states = StatePool(stored, max_num_seqs, model.device, state_slots)
-        pages = num_pages if layout is None else Arena(layout, num_pages, model.device)
-        self.pool = KVPool(stored, pages, device=model.device, scales=model.scales_for(stored))
+            self.states = StatePool(stored, max_num_seqs, model.device, arena)
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
         self._graphs: StepGraphs | None = None
         self._proposer: Proposer | None = None
@@ -91,9 +92,9 @@ class ModelRunner:
         if self.device.type != "cpu":
             from kvant.kernels.triton.zero import PageEraser
 
-            arena = self.pool.arena
-            groups = range(len(arena.layout.groups))
-            self._clear = PageEraser([arena.pieces(group) for group in groups]).clear
+            erased = self.pool.arena
+            groups = range(len(erased.layout.of_tokens))
+            self._clear = PageEraser([erased.pieces(group) for group in groups]).clear
 
     @property
     def device(self) -> torch.device:
@@ -131,11 +132,15 @@ class ModelRunner:
         return self._graphs is not None
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
-        if self.states is not None and schedule.states_to_load:
-            self.states.load(*rows_and_slots(schedule.states_to_load))
+        if self.states is None:
+            return self._launch(schedule, table, drafts)
+        self.states.place(
+            [row for row, _ in schedule.states_to_place],
+            [page for _, page in schedule.states_to_place],
+        )
+        self.states.copy(schedule.states_to_load)
         launched = self._launch(schedule, table, drafts)
-        if self.states is not None and schedule.states_to_keep:
-            self.states.keep(*rows_and_slots(schedule.states_to_keep))
+        self.states.copy(schedule.states_to_keep)
         return launched
 
     def _launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None) -> Launched:
@@ -231,7 +236,7 @@ class ModelRunner:
             if self.model.batch_invariant or self.states is not None
             else max_num_batched_tokens,
             page_size=self.model.plan.page_size,
-            num_groups=len(self.pool.arena.layout.groups),
+            num_groups=len(self.pool.arena.layout.of_tokens),
             max_model_len=max_model_len,
             device=self.device,
             recorder=recorder,

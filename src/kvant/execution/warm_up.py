@@ -36,7 +36,7 @@ def warm_up(
 
     def run(lengths: tuple[int, ...]) -> Tensor:
         step = _nowhere(lengths, model.plan.page_size, model.device, max_num_seqs)
-        others = len(pool.arena.layout.groups) - 1
+        others = len(pool.arena.layout.of_tokens) - 1
         step = through(step, [(step.page_table, step.slot_mapping)] * others)
         ids = torch.zeros_like(step.positions)
         return forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))

@@ -2,7 +2,8 @@
 
 Layers form groups by what they keep: every token, or the last W tokens. A page of a group holds `page_size`
 tokens of all its layers, codes and scales. Wide rows of a layer (`spec.WideRows`) keep the last tokens and
-some first ones, in a group beside the one of the layer.
+some first ones, in a group beside the one of the layer. States of recurrent layers are one group more, the
+last one: a page holds all states of one sequence.
 
 The arena is cut into superblocks of equal size. A superblock holds pages of one group while any of them is
 used, so groups share memory without a fixed ratio. It is a whole multiple of each group's page: page `p` of
@@ -26,8 +27,14 @@ from kvant.kv.spec import KVPlan, LayerSpec, Role
 ALIGNMENT = 16
 """Bytes that every page and every plane in it begins at a multiple of."""
 
+STATES_ALIGNMENT = 64
+"""Bytes that every page begins at a multiple of beside states, whose kernels load whole lines."""
+
 MOST_WASTE = 0.03
 """Share of a superblock that may be padding."""
+
+STATES = 0
+"""`PageGroup.window` of states: a sequence has one page of them."""
 
 LONGEST = 1 << 30
 """More tokens than any sequence has."""
@@ -59,8 +66,10 @@ class _Kept(NamedTuple):
 class PageGroup:
     """Layers whose pages are allocated and released together.
 
-    window: tokens that they keep; None for all. pieces: where each layer's bytes begin and end in a page.
-    offsets: by layer, where each of its planes begins in a page, in the order of `LayerSpec.planes`.
+    window: tokens that they keep; None for all, STATES for states. pieces: where each layer's bytes begin
+    and end in a page.
+    offsets: by layer, where each of its planes begins in a page, in the order of `LayerSpec.planes`, or of
+    its states' planes.
     used_bytes: of a page, without padding at its end. page_bytes: with it. per_superblock: pages of a
     superblock. sink: first tokens that they keep beside the window.
     """
@@ -80,15 +89,28 @@ class PageGroup:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """How an arena is cut. groups: at least one, first the one that keeps every token, if there is one."""
+    """How an arena is cut.
+
+    groups: at least one; first the one that keeps every token, if there is one; that of states last.
+    """
 
     page_size: int
     superblock_bytes: int
     groups: tuple[PageGroup, ...]
 
+    @property
+    def of_tokens(self) -> tuple[PageGroup, ...]:
+        """The groups whose pages hold tokens."""
+        return tuple(group for group in self.groups if group.window != STATES)
+
+    @property
+    def of_states(self) -> PageGroup | None:
+        """The group of states, if there is one."""
+        return next((group for group in self.groups if group.window == STATES), None)
+
     def group_of(self, owner: Owner) -> int:
-        """The group of a layer that owns storage."""
-        return next(i for i, group in enumerate(self.groups) if owner in group.offsets)
+        """The group of a layer that owns storage for tokens."""
+        return next(i for i, group in enumerate(self.of_tokens) if owner in group.offsets)
 
     def holds(self, role: Role) -> bool:
         """Whether it has pages of this model's layers."""
@@ -109,6 +131,8 @@ def most_pages(
     piece: tokens that one step adds at most. They and the window of the first of them may begin within a
     page and end within another one. sink: first tokens that are kept too.
     """
+    if window == STATES:
+        return min(1, num_tokens)
     pages = -(-num_tokens // page_size)
     if window is None:
         return pages
@@ -178,12 +202,14 @@ def lay_out(
     *,
     windows: bool = True,
     longest: int | None = None,
+    states: bool = False,
 ) -> ArenaLayout:
     """Lay out the pages of a plan, and of a drafter that shares them.
 
     windows: put layers with windows, and wide rows, into groups of their own; else there is one group. The
     drafter's layers join the groups of their windows: its queries stand where the target's next ones do.
-    longest: tokens of a sequence; a window that is not shorter keeps all.
+    longest: tokens of a sequence; a window that is not shorter keeps all. states: lay out the target's
+    states, too.
     """
     members: dict[_Kept, list[tuple[Owner, LayerSpec]]] = {}
     for plan in (target,) if draft is None else (target, draft):
@@ -199,9 +225,14 @@ def lay_out(
                 wide = _Kept(spec.wide.recent, spec.wide.sink) if windows else _Kept(None)
                 assert spec.wide_spec is not None
                 members.setdefault(wide, []).append((owner._replace(is_wide=True), spec.wide_spec))
-    kept = sorted(members, key=lambda one: one.order) or [_Kept(None)]
+    kept = sorted(members, key=lambda one: one.order)
+    kept = kept or ([] if states else [_Kept(None)])
     made = [_page(target.page_size, members.get(one, ())) for one in kept]
-    size, counts = _cut(tuple(used for _, _, used in made))
+    if states:
+        kept.append(_Kept(STATES))
+        made.append(_page_of_states(target))
+    alignment = STATES_ALIGNMENT if states else ALIGNMENT
+    size, counts = _cut(tuple(used for _, _, used in made), alignment)
     return ArenaLayout(
         target.page_size,
         size,
@@ -258,8 +289,26 @@ def _page(
     return pieces, found, at
 
 
+def _page_of_states(
+    plan: KVPlan,
+) -> tuple[dict[Owner, tuple[int, int]], dict[Owner, tuple[int, ...]], int]:
+    """As `_page`, for the states of one sequence."""
+    pieces: dict[Owner, tuple[int, int]] = {}
+    found: dict[Owner, tuple[int, ...]] = {}
+    at = 0
+    for spec in plan.layers:
+        if spec.states:
+            first, starts = at, []
+            for plane in (plane for state in spec.states for plane in state.plane_bytes):
+                starts.append(at)
+                at += -(-plane // ALIGNMENT) * ALIGNMENT
+            owner = Owner(plan.role, spec.geometry.index)
+            pieces[owner], found[owner] = (first, at), tuple(starts)
+    return pieces, found, at
+
+
 @cache
-def _cut(used: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+def _cut(used: tuple[int, ...], alignment: int = ALIGNMENT) -> tuple[int, tuple[int, ...]]:
     """The smallest superblock with at most MOST_WASTE of padding in any group, and pages of each in it.
 
     used: bytes of a page of each group. If no such size is found, the one with the least padding.
@@ -272,7 +321,7 @@ def _cut(used: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     for away, most in itertools.product((2, 16), range(1, _MOST_PAGES + 1)):
         near = [_counts_near(most * largest, one, away) for one in used]
         for counts in itertools.product(*near):
-            unit = ALIGNMENT * math.lcm(*counts)
+            unit = alignment * math.lcm(*counts)
             least = max(n * one for n, one in zip(counts, used, strict=True))
             size = -(-least // unit) * unit
             waste = 1 - min(n * one for n, one in zip(counts, used, strict=True)) / size

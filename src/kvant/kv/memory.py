@@ -27,9 +27,9 @@ class MemoryPlan:
 
     reserve_bytes: memory left free. workspace_bytes: what steps need beside weights and pages,
     if that is counted. draft_bytes: everything the drafter takes, its weights and its share of the pages.
-    states_bytes: what running sequences keep beside pages. kv_bytes: the target's pages. num_pages counts the
-    scratch page; capacity_tokens does not. With groups of pages, num_pages are superblocks, kv_bytes counts
-    the drafter's pages, draft_bytes does not, and capacity_tokens is the longest sequence that fits alone.
+    kv_bytes: the target's pages, and those of states. num_pages counts the scratch page; capacity_tokens does
+    not. With groups of pages, num_pages are superblocks, kv_bytes counts the drafter's pages and draft_bytes
+    does not, and capacity_tokens is the longest sequence that fits alone.
     missing_bytes: bytes that are missing for one page, 0 if it fits.
     """
 
@@ -42,14 +42,13 @@ class MemoryPlan:
     num_pages: int | None
     capacity_tokens: int | None
     missing_bytes: int = 0
-    states_bytes: int = 0
 
     @property
     def beyond_bytes(self) -> int:
         """Bytes by which the sum exceeds the device's memory; 0 if that or the weights are unknown."""
         if self.total_bytes is None or self.weights_bytes is None:
             return 0
-        beside = self.workspace_bytes + self.draft_bytes + self.states_bytes
+        beside = self.workspace_bytes + self.draft_bytes
         return max(0, self.weights_bytes + beside + (self.kv_bytes or 0) - self.total_bytes)
 
 
@@ -61,7 +60,6 @@ def plan_memory(
     draft: KVPlan | None = None,
     draft_weights_bytes: int = 0,
     workspace_bytes: int = 0,
-    states_bytes: int = 0,
     utilization: float = UTILIZATION,
     kv_cache_bytes: int | None = None,
     layout: ArenaLayout | None = None,
@@ -78,7 +76,6 @@ def plan_memory(
     if budget is None and total_bytes is not None and weights_bytes is not None:
         assert reserve is not None
         budget = total_bytes - weights_bytes - reserve - workspace_bytes - draft_weights_bytes
-        budget -= states_bytes
     draft_page = 0 if draft is None else draft.page_bytes
     if budget is None:
         return MemoryPlan(
@@ -90,7 +87,6 @@ def plan_memory(
             None,
             None,
             None,
-            states_bytes=states_bytes,
         )
     page, fewest = target.page_bytes + draft_page, SCRATCH_PAGES + 1
     if layout is not None:
@@ -110,7 +106,6 @@ def plan_memory(
         num_pages=pages,
         capacity_tokens=capacity,
         missing_bytes=max(0, needed - budget),
-        states_bytes=states_bytes,
     )
 
 

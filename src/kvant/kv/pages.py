@@ -24,7 +24,7 @@ from functools import cache
 from struct import Struct
 
 from kvant.kv.events import PageLog
-from kvant.kv.groups import ArenaLayout
+from kvant.kv.groups import STATES, ArenaLayout
 
 SCRATCH = 0
 """Same page as `kvant.kv.pool.SCRATCH_PAGE`, which cannot be imported here (it brings torch)."""
@@ -494,9 +494,12 @@ def shared_pages(num_superblocks: int, layout: ArenaLayout | None) -> SharedPage
 class SharedPages:
     """The pages of all groups of an arena.
 
-    num_superblocks: the first one, of the scratch pages, counted. windows: tokens that each group keeps,
-    None for all. per_superblock: pages of a superblock, of each group. sinks: first tokens that each group
-    keeps beside its window, none by default. One group of whole superblocks without these.
+    num_superblocks: the first one, of the scratch pages, counted. windows: as in `PageGroup`, of each group.
+    per_superblock: pages of a superblock, of each group. sinks: first tokens that each group keeps beside its
+    window, none by default. One group of whole superblocks without these.
+
+    groups, windows, sinks: of pages for tokens. states: of pages for states, None without them. Where counts
+    or pages of each group are given, those of states come last, and may be left out.
     """
 
     def __init__(
@@ -507,9 +510,12 @@ class SharedPages:
         sinks: Sequence[int] | None = None,
     ) -> None:
         self.superblocks = Superblocks(num_superblocks)
-        self.windows = tuple(windows)
-        self.sinks = (0,) * len(self.windows) if sinks is None else tuple(sinks)
-        self.groups = tuple(PageAllocator(self.superblocks, n) for n in per_superblock)
+        made = [PageAllocator(self.superblocks, n) for n in per_superblock]
+        self._all = tuple(made)
+        self.states = made.pop() if windows[-1] == STATES else None
+        self.groups = tuple(made)
+        self.windows = tuple(windows[: len(made)])
+        self.sinks = (0,) * len(made) if sinks is None else tuple(sinks[: len(made)])
 
     @property
     def log(self) -> PageLog | None:
@@ -545,10 +551,10 @@ class SharedPages:
 
         joined: pages of each group.
         """
-        if len(self.groups) == 1 and not joined:
+        if len(counts) == 1 and not joined:
             return self.groups[0].lacks(counts[0]) <= self.superblocks.num_takeable
         takeable = self.superblocks.num_takeable
-        for place, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
+        for place, (group, count) in enumerate(zip(self._all, counts, strict=False)):
             own = group.num_own
             if joined:
                 fewer, woken = group.if_joined(joined[place])
@@ -562,12 +568,12 @@ class SharedPages:
 
         clear: see `PageAllocator.allocate`.
         """
-        lacking = [group.lacks(count) for group, count in zip(self.groups, counts, strict=True)]
+        lacking = [group.lacks(count) for group, count in zip(self._all, counts, strict=False)]
         spare = self.superblocks.num_takeable - sum(lacking)
         if spare < 0:
             return None
         found = []
-        for place, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
+        for place, (group, count) in enumerate(zip(self._all, counts, strict=False)):
             pages = group.allocate(count, spare=spare, clear=clear)
             assert pages is not None
             spare = self.superblocks.num_takeable - sum(lacking[place + 1 :])
@@ -576,11 +582,13 @@ class SharedPages:
 
     def forget_all(self) -> None:
         """Empty the prefix cache."""
-        for group in self.groups:
+        for group in self._all:
             group.forget_all()
 
     def take_pages_to_zero(self) -> list[list[int]]:
-        """Return each group's pages that were handed out since the last call. See `Arena.zero`."""
+        """Return pages of tokens of each group that were handed out since the last call. See `Arena.zero`."""
+        if self.states is not None:
+            self.states.take_pages_to_zero()  # nothing reads them before they are written
         return [group.take_pages_to_zero() for group in self.groups]
 
     def audit(self, holders: Sequence[Sequence[Sequence[int]]]) -> list[str]:
@@ -589,13 +597,13 @@ class SharedPages:
         holders: of each group, the pages of every sequence that holds any.
         """
         faults = [
-            fault if len(self.groups) == 1 else f"group {place}: {fault}"
-            for place, group in enumerate(self.groups)
+            fault if len(self._all) == 1 else f"group {place}: {fault}"
+            for place, group in enumerate(self._all)
             for fault in group.audit(holders[place])
         ]
         owners: Counter[int] = Counter(self.superblocks.free)
         owners.update(list(self.superblocks.resting))
-        for place, group in enumerate(self.groups):
+        for place, group in enumerate(self._all):
             owners.update(
                 {page // group.per_superblock for pages in holders[place] for page in pages}
             )

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kvant.errors import EngineFault
 from kvant.kv.codecs import TORCH_ELEMENT
-from kvant.kv.format import Side
+from kvant.kv.format import Plane, Side
 from kvant.kv.groups import ArenaLayout, Owner, lay_out
 from kvant.kv.saturation import Saturated, largest_stored
 from kvant.kv.saturation_counter import SaturationCounter
-from kvant.kv.spec import KVPlan, LayerSpec, ScaleState
+from kvant.kv.spec import KVPlan, LayerSpec, Role, ScaleState
 
 SCRATCH_PAGE = 0
 """Page for writes of padding and warm-up; never handed out, never read by a request."""
@@ -75,6 +75,11 @@ class Arena:
         self.device = device
         self.bytes = zeros((num_superblocks * layout.superblock_bytes,), torch.uint8, device)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether pages of several groups lie in it, each of them in one piece."""
+        return len(self.layout.groups) > 1
+
     def num_pages(self, group: int) -> int:
         """Page ids of a group, all of the arena's bytes as its pages."""
         return self.num_superblocks * self.layout.groups[group].per_superblock
@@ -82,7 +87,7 @@ class Arena:
     def pieces(self, group: int) -> list[Tensor]:
         """All of a group's pages as bytes: uint8 [num_pages, n] views, one for each piece of a page."""
         held, count = self.layout.groups[group], self.num_pages(group)
-        if len(self.layout.groups) > 1:
+        if self.is_shared:
             return [self.bytes.view(count, held.page_bytes)]
         return [
             self.bytes[first * count : end * count].view(count, end - first)
@@ -94,25 +99,54 @@ class Arena:
         place = self.layout.group_of(owner)
         group, heads = self.layout.groups[place], spec.geometry.num_kv_heads
         count, stride, moved = self.num_pages(place), group.page_bytes, 0
-        if len(self.layout.groups) == 1:
+        if not self.is_shared:
             first, end = group.pieces[owner]
             stride, moved = end - first, first * (count - 1)
-        found = []
-        for (_, plane), offset in zip(spec.planes, group.offsets[owner], strict=True):
-            typed = self.bytes.view(TORCH_ELEMENT[plane.element])
-            size = typed.element_size()
-            shape = (count, self.layout.page_size, heads, plane.width)
-            strides = (stride // size, heads * plane.width, plane.width, 1)
-            at = int(typed.storage_offset()) + (moved + offset) // size
-            found.append(typed.as_strided(shape, strides, at))
-        return found
+        shape = self.layout.page_size, heads
+        return [
+            self._plane(plane, (count, *shape, plane.width), stride, moved + offset)
+            for (_, plane), offset in zip(spec.planes, group.offsets[owner], strict=True)
+        ]
+
+    def state_planes(self, spec: LayerSpec, role: Role) -> list[list[Tensor]]:
+        """The planes of each of a layer's states, views [num_pages, *shape[:-1], width].
+
+        Pages of states lie in one piece, which begins at a multiple of `page_bytes`.
+        """
+        place = len(self.layout.groups) - 1
+        group, count = self.layout.groups[place], self.num_pages(place)
+        offsets = iter(group.offsets[Owner(role, spec.geometry.index)])
+        return [
+            [
+                self._plane(
+                    plane,
+                    (count, *state.geometry.shape[:-1], plane.width),
+                    group.page_bytes,
+                    next(offsets),
+                )
+                for plane in state.planes
+            ]
+            for state in spec.states
+        ]
+
+    def _plane(self, plane: Plane, shape: tuple[int, ...], stride: int, offset: int) -> Tensor:
+        """A view of the bytes from `offset` on, whose first dimension is `stride` bytes apart."""
+        typed = self.bytes.view(TORCH_ELEMENT[plane.element])
+        size = typed.element_size()
+        strides = [1]
+        for length in reversed(shape[2:]):
+            strides.insert(0, strides[0] * length)
+        at = int(typed.storage_offset()) + offset // size
+        return typed.as_strided(shape, (stride // size, *strides), at)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """Clear pages of each group before they get a new owner.
 
         A recycled page may hold NaN bytes of its last owner, and masked attention multiplies them by 0.
         """
-        for group, some in enumerate(pages):
+        for group, some in enumerate(
+            pages
+        ):  # not those of states, which nothing reads before it writes them
             if some:
                 index = torch.as_tensor(some, device=self.device, dtype=torch.int64)
                 for piece in self.pieces(group):

@@ -28,7 +28,7 @@ class ScaleAudit:
 
     def __init__(self, pools: Sequence[KVPool]) -> None:
         self._groups: list[list[tuple[Tensor, Encoding]]] = [
-            [] for _ in pools[0].arena.layout.groups
+            [] for _ in pools[0].arena.layout.of_tokens
         ]
         self._outside: list[tuple[str, Tensor, Tensor]] = []
         for pool, spec in [(one, spec) for one in pools for spec in one.plan.layers]:

@@ -130,8 +130,13 @@ class StateSpec:
         return self.choice.dtype.format.planes(self.geometry.shape[-1])
 
     @property
+    def plane_bytes(self) -> tuple[int, ...]:
+        """Bytes of each plane for one sequence."""
+        return tuple(self.geometry.num_rows * plane.row_bytes for plane in self.planes)
+
+    @property
     def bytes_per_sequence(self) -> int:
-        return self.geometry.num_rows * sum(plane.row_bytes for plane in self.planes)
+        return sum(self.plane_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +243,6 @@ class KVPlan:
     @property
     def has_wide_rows(self) -> bool:
         return any(layer.wide is not None for layer in self.layers)
-
-    def states_bytes(self, max_num_seqs: int, num_slots: int = 0) -> int:
-        """Bytes of all states: of each running sequence, of the scratch row, and of slots for kept ones."""
-        return (max_num_seqs + 1 + num_slots) * self.bytes_per_sequence
 
     @property
     def page_bytes(self) -> int:

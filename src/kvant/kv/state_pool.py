@@ -1,20 +1,21 @@
-"""The storage of states: one row per running sequence, and a scratch row behind them.
+"""The storage of states: pages of an arena, of which each running sequence has one, and rows that name them.
 
-A row is the sequence's row of the scheduler's row table. Nothing clears a row: a sequence whose first token
-runs starts from zeros and never reads its row (`kvant.models.recurrent`).
+A step knows its sequences by their rows in the scheduler's row table. Nothing clears a page: a sequence whose
+first token runs starts from zeros and never reads its page (`kvant.models.recurrent`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvant.kv.codecs import TORCH_ELEMENT
+from kvant.kernels.transfer import to_device
 from kvant.kv.geometry import StateKind
-from kvant.kv.pool import zeros
+from kvant.kv.groups import STATES, ArenaLayout, lay_out
+from kvant.kv.pool import SCRATCH_PAGE, Arena
 from kvant.kv.spec import KVPlan, StateSpec
 
 
@@ -22,7 +23,7 @@ from kvant.kv.spec import KVPlan, StateSpec
 class StateCache:
     """One state of one layer.
 
-    planes: [num_rows + 1, *shape[:-1], width] each, in the order of the format.
+    planes: [num_pages, *shape[:-1], width] each, in the order of the format. Pages may have any stride.
     """
 
     spec: StateSpec
@@ -30,57 +31,57 @@ class StateCache:
 
     @property
     def numbers(self) -> Tensor:
-        """The stored numbers [num_rows + 1, *shape] of a format without codes; to be read and written."""
+        """The stored numbers [num_pages, *shape] of a format without codes; to be read and written."""
         assert self.spec.choice.dtype.format.is_native
         return self.planes[0]
 
 
 class StatePool:
-    """States of all layers of a plan for `num_rows` sequences; row `scratch_row` is of padding.
+    """States of all layers of a plan, in an arena whose layout has a group of them.
 
-    num_slots: rows behind that one, for states that are kept.
+    num_rows: rows of the row table; the row behind them is of padding. Without an arena, the pool has one of
+    its own, in which every row has a page from the start.
+    pages: [num_rows + 1] int64, the page of each row; the scratch page of a row without one, and of padding.
     """
 
     def __init__(
-        self, plan: KVPlan, num_rows: int, device: torch.device, num_slots: int = 0
+        self, plan: KVPlan, num_rows: int, device: torch.device, arena: Arena | None = None
     ) -> None:
         self.plan = plan
-        self.scratch_row = num_rows
+        self.pages = torch.full((num_rows + 1,), SCRATCH_PAGE, dtype=torch.int64, device=device)
+        if arena is None:
+            arena = Arena(_alone(plan), num_rows + 1, device)
+            self.pages[:num_rows] = torch.arange(1, num_rows + 1, device=device)
+        place = len(arena.layout.groups) - 1
+        group = arena.layout.groups[place]
+        assert group.window == STATES
+        self._whole = arena.bytes.view(arena.num_pages(place), group.page_bytes)
         self._states = {
-            (layer.geometry.index, state.geometry.kind): _allocate(
-                state, num_rows + 1 + num_slots, device
-            )
+            (layer.geometry.index, state.geometry.kind): StateCache(state, tuple(planes))
             for layer in plan.layers
-            for state in layer.states
+            if layer.states
+            for state, planes in zip(
+                layer.states, arena.state_planes(layer, plan.role), strict=True
+            )
         }
 
     def get(self, layer: int, kind: StateKind) -> StateCache:
         return self._states[layer, kind]
 
-    def load(self, slots: Sequence[int], rows: Sequence[int]) -> None:
-        """Copy kept states into rows."""
-        self._copy([self.scratch_row + 1 + slot for slot in slots], rows)
+    def place(self, rows: Sequence[int], pages: Sequence[int]) -> None:
+        """Give rows their pages, from the next step on."""
+        if rows:
+            moved = to_device(torch.tensor([rows, pages]), self.pages.device)
+            self.pages.index_copy_(0, moved[0], moved[1])
 
-    def keep(self, rows: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy the states of rows into slots."""
-        self._copy(rows, [self.scratch_row + 1 + slot for slot in slots])
-
-    def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        for state in self._states.values():
-            for plane in state.planes:
-                for source, target in zip(sources, targets, strict=True):
-                    plane[target].copy_(plane[source])
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes actually allocated."""
-        planes = [plane for state in self._states.values() for plane in state.planes]
-        return sum(plane.numel() * plane.element_size() for plane in planes)
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (from, to), one after the other."""
+        for source, target in copies:
+            self._whole[target].copy_(self._whole[source])
 
 
-def _allocate(state: StateSpec, num_rows: int, device: torch.device) -> StateCache:
-    shape = (num_rows, *state.geometry.shape[:-1])
-    return StateCache(
-        state,
-        tuple(zeros((*shape, p.width), TORCH_ELEMENT[p.element], device) for p in state.planes),
-    )
+def _alone(plan: KVPlan) -> ArenaLayout:
+    """An arena of states alone."""
+    layout = lay_out(plan, windows=False, states=True)
+    states = layout.groups[-1]
+    return ArenaLayout(layout.page_size, states.page_bytes, (replace(states, per_superblock=1),))

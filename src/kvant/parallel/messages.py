@@ -18,7 +18,7 @@ from kvant.plan.settings import Settings
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Become one rank of an engine. fingerprint: `plan_fingerprint` of rank 0's plan.
 
-    max_num_seqs, state_slots: rows of states. gpu: the device's index, None on a CPU. directory: where ranks
+    max_num_seqs: rows of the row table. gpu: the device's index, None on a CPU. directory: where ranks
     meet. num_threads: torch's on a CPU.
     """
 
@@ -27,7 +27,6 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     fingerprint: str
     num_pages: int
     max_num_seqs: int
-    state_slots: int
     gpu: int | None
     directory: str
     num_threads: int

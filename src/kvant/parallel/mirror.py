@@ -82,6 +82,7 @@ class SentStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     whole: Whole | None
     changes: list[tuple[int, int, Items[int]]]
     new: Rows
+    states_to_place: list[tuple[int, int]]
     states_to_load: list[tuple[int, int]]
     states_to_keep: list[tuple[int, int]]
 
@@ -128,7 +129,7 @@ class Sender:
                 Numbers.of(new), Numbers.of(table.sampling[new]), Numbers.of(table.seeds[new]),
                 Numbers.of(table.num_prompt[new]),
             ),
-            schedule.states_to_load, schedule.states_to_keep,
+            schedule.states_to_place, schedule.states_to_load, schedule.states_to_keep,
         )  # fmt: skip
 
 
@@ -171,7 +172,7 @@ class Receiver:
             sent.counts.array, sent.samples.array, sent.num_prefills,
             None if sent.limits is None else sent.limits.array, is_pending,
             None if sent.max_drafts is None else sent.max_drafts.array, sent.num_drafts,
-            sent.needs_host, [], [], sent.states_to_load, sent.states_to_keep,
+            sent.needs_host, [], [], sent.states_to_place, sent.states_to_load, sent.states_to_keep,
         )  # fmt: skip
 
 

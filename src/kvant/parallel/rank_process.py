@@ -92,9 +92,8 @@ def _serve(link: Connection[bytes, bytes]) -> None:
     assert isinstance(read_to_rank(link.recv_bytes()), Connect), "ranks meet before they run"
     group.connect(Path(start.directory), model.hidden_size, model.dtype)
     runner = ModelRunner(
-        model, start.num_pages,
-        max_num_seqs=start.max_num_seqs, state_slots=start.state_slots, layout=plan.layout,
-    )  # fmt: skip
+        model, start.num_pages, max_num_seqs=start.max_num_seqs, layout=plan.layout
+    )
     proposer = None
     if plan.draft is not None:
         proposer = load_proposer(plan, runner, dummy_weights=config.dummy_weights)

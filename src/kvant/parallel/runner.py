@@ -31,12 +31,9 @@ class RankedRunner(ModelRunner):
         group: RankGroup,
         *,
         max_num_seqs: int,
-        state_slots: int,
         layout: ArenaLayout | None,
     ) -> None:
-        super().__init__(
-            model, num_pages, max_num_seqs=max_num_seqs, state_slots=state_slots, layout=layout
-        )
+        super().__init__(model, num_pages, max_num_seqs=max_num_seqs, layout=layout)
         self.ranks = ranks
         self._group = group
         self._sender = Sender()

@@ -34,9 +34,8 @@ class Team:
             [
                 Start(
                     config.settings, Shard(rank, size), plan_fingerprint(planned), num_pages,
-                    self._limits.max_num_seqs, self._limits.state_slots,
-                    None if gpu is None else gpu + rank, str(self._ranks.directory),
-                    torch.get_num_threads(),
+                    self._limits.max_num_seqs, None if gpu is None else gpu + rank,
+                    str(self._ranks.directory), torch.get_num_threads(),
                 )
                 for rank in range(1, size)
             ]
@@ -49,8 +48,7 @@ class Team:
         self.group.connect(self._ranks.directory, model.hidden_size, model.dtype)
         return RankedRunner(
             model, self._num_pages, self._ranks, self.group,
-            max_num_seqs=self._limits.max_num_seqs, state_slots=self._limits.state_slots,
-            layout=self._layout,
+            max_num_seqs=self._limits.max_num_seqs, layout=self._layout,
         )  # fmt: skip
 
 

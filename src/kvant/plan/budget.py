@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvant.errors import DoesNotFit, WayOut
-from kvant.kv.groups import superblocks_for
+from kvant.kv.groups import STATES, superblocks_for
 from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, format_size
 from kvant.plan.facts import DeviceMemory
 from kvant.plan.plan import Plan
@@ -39,7 +39,7 @@ def choose_kv_bytes(plan: Plan, memory: DeviceMemory) -> int:
     Raises DoesNotFit if weights and pages exceed the memory.
     """
     weights = plan.weights_bytes or 0
-    beside = plan.states_bytes + (0 if plan.workspaces is None else plan.workspaces.total)
+    beside = 0 if plan.workspaces is None else plan.workspaces.total
     asked = plan.request.kv_cache_bytes
     if asked is not None:
         if weights + asked > memory.free - beside:
@@ -64,15 +64,17 @@ def choose_kv_bytes(plan: Plan, memory: DeviceMemory) -> int:
 
 
 def _usable_bytes(plan: Plan, longest: int) -> int:
-    """Bytes that max_num_seqs sequences of the greatest length fill."""
+    """Bytes that max_num_seqs sequences of the greatest length fill, with the states that are kept."""
     limits, layout = plan.limits, plan.layout
     pages = limits.max_num_seqs * -(-longest // limits.page_size)
     if layout is not None:
         piece = limits.max_num_batched_tokens
         held = [g.most_pages(longest, piece, limits.page_size) for g in layout.groups]
-        pages = superblocks_for(
-            [limits.max_num_seqs * n for n in held], [g.per_superblock for g in layout.groups]
-        )
+        most = [
+            limits.max_num_seqs * n + (limits.state_slots if group.window == STATES else 0)
+            for n, group in zip(held, layout.groups, strict=True)
+        ]
+        pages = superblocks_for(most, [g.per_superblock for g in layout.groups])
     return (pages + SCRATCH_PAGES) * plan.page_bytes
 
 
@@ -131,18 +133,13 @@ def _no_room(
         # Half, as the rest of the machine wants some, and free memory varies from start to start.
         less = str(max(least, left // 2))
         ways.append(WayOut("give the pages less", ("--kv-cache-memory", less)))
-    elif plan.states_bytes:
-        fewer = max(1, plan.limits.max_num_seqs // 2)
-        ways.append(WayOut("run fewer sequences at once", ("--max-num-seqs", str(fewer))))
     elif plan.workspaces is not None:
         ways.append(WayOut("take smaller steps: --max-num-batched-tokens, --max-num-seqs"))
     ways.append(WayOut("use a smaller or quantised model, or free some memory"))
-    states = f", states {format_size(plan.states_bytes)}" if plan.states_bytes else ""
     return DoesNotFit(
         f"{plan.target.local.name} does not fit on this device",
         why=f"weights {format_size(weights)} and KV cache {format_size(kv)} are more than the "
         f"{format_size(max(0, free))} that are "
-        + ("free" if plan.workspaces is None else "left beside workspaces")
-        + states,
+        + ("free" if plan.workspaces is None else "left beside workspaces"),
         ways_out=ways,
     )

@@ -96,7 +96,7 @@ class PlanOptions:
     )
     state_cache_memory: str | None = option(
         None,
-        "Memory for states of recurrent layers that the prefix cache continues from.",
+        "Most of the pages' memory for states of recurrent layers that the prefix cache continues from.",
         kind=Kind.SIZE,
         metavar="SIZE",
         unset="a state for every four of max_num_seqs",

@@ -191,16 +191,20 @@ class Plan:
     def layout(self) -> ArenaLayout | None:
         """How each rank's arena is cut for groups of pages; None where every page holds all layers.
 
-        Every layer keeps every token beside recurrent layers, whose kept states decide where a cached prefix
-        may end.
+        Beside recurrent layers, whose kept states decide where a cached prefix may end, every layer keeps
+        every token.
         """
         return self._layout_of(self.target.kv)
 
     def _layout_of(self, kv: KVPlan) -> ArenaLayout | None:
-        if kv.has_states:
-            return None
-        draft = None if self.draft is None else self.draft.kv
-        layout = lay_out(rank_plan(kv, self.num_ranks), draft, longest=self.longest)
+        draft, states = None if self.draft is None else self.draft.kv, kv.has_states
+        layout = lay_out(
+            rank_plan(kv, self.num_ranks),
+            draft,
+            windows=not states,
+            longest=self.longest,
+            states=states,
+        )
         return None if layout.groups[0].window is None and len(layout.groups) == 1 else layout
 
     @property
@@ -223,11 +227,6 @@ class Plan:
         held = [group.most_pages(num_tokens, piece, size) for group in layout.groups]
         count = superblocks_for(held, [group.per_superblock for group in layout.groups])
         return (count + SCRATCH_PAGES) * self.page_bytes
-
-    @property
-    def states_bytes(self) -> int:
-        """States of all running sequences, of the scratch row, and kept ones."""
-        return self.target.kv.states_bytes(self.limits.max_num_seqs, self.limits.state_slots)
 
     @property
     def longest(self) -> int | None:
@@ -284,7 +283,6 @@ class Plan:
             draft=None if self.draft is None else self.draft.kv,
             draft_weights_bytes=(self.draft.weights.bytes or 0) if self.draft else 0,
             workspace_bytes=0 if self.workspaces is None else self.workspaces.total,
-            states_bytes=self.states_bytes,
             utilization=self.request.utilization,
             kv_cache_bytes=self.kv_cache_bytes,
             layout=self._layout_of(kv),
@@ -293,7 +291,7 @@ class Plan:
 
     @property
     def groups(self) -> tuple[KeptLayers, ...]:
-        """Layers by what they keep, where their pages are released apart; else all of them."""
+        """Layers by the tokens that they keep, where their pages are released apart; else all of them."""
         kv, layout, size = self.rank_kv, self.layout, self.limits.page_size
         if layout is None:
             of_draft = () if self.draft is None else self.draft.kv.layers
@@ -316,7 +314,7 @@ class Plan:
                 group.sink,
                 all(owner.is_wide for owner in group.pieces),
             )
-            for group in layout.groups
+            for group in layout.of_tokens
         )
 
     @property

@@ -45,7 +45,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "workspaces": None if plan.workspaces is None else asdict(plan.workspaces),
             "workspace_bytes": memory.workspace_bytes,
             "draft_bytes": memory.draft_bytes,
-            "states_bytes": memory.states_bytes,
             "kv_bytes": memory.kv_bytes,
             "capacity_tokens": memory.capacity_tokens,
             "expected_length": plan.expected_length,

@@ -33,7 +33,7 @@ from kvant.models.weights import (
     weight_bytes_of,
 )
 from kvant.plan.budget import fit
-from kvant.plan.facts import DeviceMemory, Facts, ModelFacts
+from kvant.plan.facts import Facts, ModelFacts
 from kvant.plan.graph_sizes import draft_counts
 from kvant.plan.limits import Limits, default_num_batched_tokens, default_num_seqs
 from kvant.plan.plan import Plan, PlannedModel, PlanRequest
@@ -42,10 +42,6 @@ from kvant.plan.speculative_config import SpeculativeConfig
 from kvant.plan.workspaces import workspaces
 from kvant.speculative.dflash.files import read_network
 from kvant.speculative.methods import METHODS
-
-_STATES_SHARE = 0.4
-"""Share of the memory beside weights that states may take unless --max-num-seqs says how many there are."""
-
 
 _STATE_STRIDES = {True: 512, False: 2048}
 """Tokens between states that are kept, on a CPU and on a GPU: prompts are cut there."""
@@ -81,7 +77,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
         draft, draft_facts = _plan_draft(request, request.speculative, facts.draft, geometry)
     _refuse_drafts_over_states(request, geometry)
     _refuse_offload(request, geometry)
-    limits = _limits(request, target, facts.memory)
+    limits = _limits(request, target)
     counts = _draft_counts(request.speculative, draft_facts, limits)
     beside = None
     if not request.on_cpu:
@@ -207,10 +203,10 @@ def _refuse_offload(request: PlanRequest, geometry: ModelGeometry) -> None:
         )
 
 
-def _limits(request: PlanRequest, target: PlannedModel, memory: DeviceMemory | None) -> Limits:
+def _limits(request: PlanRequest, target: PlannedModel) -> Limits:
     """As asked, else the device's defaults."""
     geometry = target.geometry
-    seqs = request.max_num_seqs or _num_seqs(request, target, memory)
+    seqs = request.max_num_seqs or default_num_seqs(request.device)
     slots = _state_slots(request, target, seqs)
     tokens = request.max_num_batched_tokens or default_num_batched_tokens(request.device, seqs)
     return Limits(
@@ -233,16 +229,6 @@ def _state_slots(request: PlanRequest, target: PlannedModel, max_num_seqs: int) 
     if request.state_cache_bytes is not None:
         return request.state_cache_bytes // each
     return -(-max_num_seqs // 4)
-
-
-def _num_seqs(request: PlanRequest, target: PlannedModel, memory: DeviceMemory | None) -> int:
-    """The device's default, or fewer where their states would take most of the memory."""
-    usual, each = default_num_seqs(request.device), target.kv.bytes_per_sequence
-    total = request.memory_bytes if memory is None else memory.total
-    if not each or total is None or target.weights.bytes is None:
-        return usual
-    room = total * request.utilization - target.weights.bytes
-    return min(usual, max(1, int(room * _STATES_SHARE) // each - 1))
 
 
 def _draft_counts(

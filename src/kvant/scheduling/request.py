@@ -50,7 +50,8 @@ class Sequence:
     """A request's state. Only the scheduler writes `token_ids` and `status`.
 
     token_ids: prompt and answer as far as they are known. held: of each group of pages, page ids, oldest
-    token first; the scratch page stands for pages that it needs no more. num_cached_tokens: prompt tokens
+    token first; the scratch page stands for pages that it needs no more. state_page: that of its states, -1
+    without one. num_cached_tokens: prompt tokens
     that came from the prefix cache when it first ran.
     prefix_hashes: the root hash, then one hash per full page known so far. num_remembered_pages: first
     pages that were offered to the prefix cache or came from there. own_hashes: hashes of pages that
@@ -68,6 +69,7 @@ class Sequence:
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     held: list[list[int]] = field(default_factory=list)
+    state_page: int = -1
     own_hashes: list[bytes] = field(default_factory=list)
     unconfirmed: list[tuple[int, bytes, bytes]] = field(default_factory=list)
     num_remembered_pages: int = 0

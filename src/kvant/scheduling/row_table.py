@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvant.kv.groups import most_pages, superblocks_for
 from kvant.kv.offload.moves import Key
 from kvant.kv.offload.tiers import Offer, Tiers, Told
-from kvant.kv.pages import SCRATCH, SharedPages, page_hash
+from kvant.kv.pages import SCRATCH, PageAllocator, SharedPages, page_hash
 from kvant.scheduling.request import FinishReason, Sequence
 
 LEAST_TOKENS = 128
@@ -208,28 +208,43 @@ class HeldPages:
             for window, sink in zip(self.shared.windows, self.shared.sinks, strict=True)
         ]
         sizes = [group.per_superblock for group in self.shared.groups]
+        if self.shared.states is not None:
+            needed, sizes = [*needed, 1], [*sizes, self.shared.states.per_superblock]
         return superblocks_for(needed, sizes) <= self.shared.num_usable
 
     # -- allocation ----------------------------------------------------------------------------
 
     def admit(
-        self, sequence: Sequence, found: list[list[int]], first_piece: int, *, spare: int
+        self,
+        sequence: Sequence,
+        found: list[list[int]],
+        first_piece: int,
+        *,
+        spare: int,
+        state: int | None = None,
     ) -> bool:
         """Give a sequence a row, and pages. False, and no change, without room.
 
         The groups that keep every token get pages for every known token, the others for the first piece;
         but there must be room for what they will hold. found: of each group, cached pages of its first
-        tokens, which it shares. first_piece: tokens. spare: pages of each group that must stay free.
+        tokens, which it shares. first_piece: tokens. spare: pages of each group that must stay free. state:
+        the page of a kept state, which is not taken from the cache meanwhile.
         """
-        fresh, joined = self._wanted(sequence, found, first_piece, spare)
+        fresh, joined = self._wanted(sequence, found, first_piece, spare, state)
         if fresh is None:
             return False
         num_found = len(found[0])
         start = num_found * self._page_size
-        for allocator, pages in zip(self.shared.groups, joined, strict=True):
+        states = self.shared.states
+        for allocator, pages in zip(self.shared.groups, joined, strict=False):
             allocator.join(pages)
+        if states is not None:
+            states.join(joined[-1])
         taken = self.shared.allocate(fresh)
         assert taken is not None
+        if states is not None:
+            states.release(joined[-1])
+            (sequence.state_page,) = taken.pop()
         sequence.held = [old + new for old, new in zip(found, taken, strict=True)]
         sequence.row = row = self.table.take_row(sequence, start)
         for place, pages in enumerate(sequence.held):
@@ -249,7 +264,12 @@ class HeldPages:
         return self._wanted(sequence, found, first_piece, spare)[0] is not None
 
     def _wanted(
-        self, sequence: Sequence, found: list[list[int]], first_piece: int, spare: int
+        self,
+        sequence: Sequence,
+        found: list[list[int]],
+        first_piece: int,
+        spare: int,
+        state: int | None = None,
     ) -> tuple[list[int] | None, list[list[int]]]:
         """Pages of each group that `admit` allocates, None without room, and pages that it joins."""
         num_found = len(found[0])
@@ -266,6 +286,9 @@ class HeldPages:
             )  # fmt: skip
             most = max(fresh[group], min(columns, most - len(joined[group])))
             checked[group] = most + spare
+        if self.shared.states is not None:
+            fresh, checked = [*fresh, 1], [*checked, 1]
+            joined = [*joined, [] if state is None else [state]]
         return (fresh if self.shared.fit(checked, joined) else None), joined
 
     def extend(self, sequence: Sequence, count: int) -> bool:
@@ -377,8 +400,10 @@ class HeldPages:
             group.release([page for page in pages if page != SCRATCH])
             self._first_kept[place, row] = 0
         self.table.free_row(row)
+        if self.shared.states is not None:
+            self.shared.states.release((sequence.state_page,))
         sequence.held = []
-        sequence.row = -1
+        sequence.row = sequence.state_page = -1
         sequence.num_remembered_pages = 0
 
     # -- the prefix cache ----------------------------------------------------------------------
@@ -604,6 +629,8 @@ class HeldPages:
         ]
         if self.tiers is not None:
             owned = [own + moved for own, moved in zip(owned, self.tiers.held(), strict=True)]
+        if self.shared.states is not None:
+            owned.append([[s.state_page] for s in holders])
         faults = self.shared.audit(owned)
         if self.tiers is not None:
             faults += self.tiers.audit()
@@ -646,79 +673,118 @@ def _num_common(a: list[bytes], b: list[bytes]) -> int:
 
 
 class KeptStates:
-    """States of recurrent layers that are kept for prompts with equal beginnings: slots and hashes.
+    """States of recurrent layers that are kept for prompts with equal beginnings.
 
-    num_slots states; with no slots nothing is kept or cut. stride: tokens, a multiple of page_size.
+    pages: of states; a kept one is idle there under the hash of the tokens that it stands behind, so others
+    may take it. None for a model without states. most: states that are kept at once; with 0 nothing is kept
+    or cut. stride: tokens, a multiple of page_size.
 
     A sequence continues from cached pages only where a state was kept that its beginning leaves behind.
     States are kept at multiples of the stride and where a prompt's last whole page ends; prompts are cut
-    there. A slot holds one state of every layer; the slot that was used least recently is taken next.
+    there. Beyond `most`, the state that was used least recently is forgotten.
     """
 
-    def __init__(self, num_slots: int, *, stride: int, page_size: int) -> None:
-        assert not num_slots or stride % page_size == 0
-        self._stride, self._page_size = stride, page_size
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._is_on = num_slots > 0
-        # Slot and number of the sequence that kept it, by the hash of its pages; oldest use first.
-        self._slots: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+    def __init__(
+        self, pages: PageAllocator | None, most: int, *, stride: int, page_size: int
+    ) -> None:
+        assert not most or stride % page_size == 0
+        self._stride, self._page_size, self._most = stride, page_size, most
+        self._pages = pages if most else None
+        # The number of the sequence that kept it, by the hash of its pages; oldest use first. Pages that
+        # others have taken since stay here until they are looked at.
+        self._kept: OrderedDict[bytes, int] = OrderedDict()
 
     @property
     def num_kept(self) -> int:
-        return len(self._slots)
+        return sum(self._find(digest) is not None for digest in self._kept)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether states are kept at all."""
+        return self._pages is not None
 
     def reach(self, sequence: Sequence, found: list[int]) -> list[int]:
         """The first of its cached pages, up to the last place whose state is kept."""
-        if not self._is_on:
+        if not self.is_on:
             return found
         hashes = sequence.prefix_hashes
-        count = next((n for n in range(len(found), 0, -1) if hashes[n] in self._slots), 0)
+        count = next((n for n in range(len(found), 0, -1) if self._find(hashes[n]) is not None), 0)
         return found[:count]
 
-    def use(self, sequence: Sequence, num_pages: int) -> int:
-        """The slot of the state behind a sequence's first pages, which `reach` found."""
+    def use(self, sequence: Sequence, num_pages: int) -> int | None:
+        """The page of the state behind a sequence's first pages, which `reach` found; None for none."""
+        if not num_pages or not self.is_on:
+            return None
         digest = sequence.prefix_hashes[num_pages]
-        self._slots.move_to_end(digest)
-        return self._slots[digest][0]
+        self._kept.move_to_end(digest)
+        page = self._find(digest)
+        assert page is not None
+        return page
 
     def room(self, sequence: Sequence, start: int, count: int) -> int:
         """Tokens of a piece from `start`, at most `count`: up to the next place whose state is kept."""
-        if not self._is_on:
+        if not self.is_on:
             return count
         places = [start - start % self._stride + self._stride, self._end(sequence)]
         return min([count, *(place - start for place in places if place > start)])
 
     def keep(self, sequence: Sequence, end: int) -> int | None:
-        """A slot for the state that a piece up to `end` leaves behind; None where none is to be kept."""
-        if not self._is_on or (end % self._stride and end != self._end(sequence)):
+        """A page for the state that a piece up to `end` leaves behind; None where none is to be kept.
+
+        Others may take it from the next step on, as any idle page.
+        """
+        if self._pages is None or (end % self._stride and end != self._end(sequence)):
             return None
         place = end // self._page_size
         if not 0 < place < len(sequence.prefix_hashes):
             return None  # it is not hashed, as its contents are not shared
         digest = sequence.prefix_hashes[place]
-        if digest in self._slots:
-            self._slots.move_to_end(digest)
+        if self._find(digest) is not None:
+            self._kept.move_to_end(digest)
             return None
-        slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1][0]
-        self._slots[digest] = slot, sequence.number
-        return slot
+        for old in [old for old in self._kept if self._find(old) is None]:
+            del self._kept[old]
+        while len(self._kept) >= self._most:
+            self._forget(next(iter(self._kept)))
+        taken = self._pages.allocate(1)
+        if taken is None:
+            return None  # running sequences hold all memory
+        self._pages.remember(taken[0], digest)
+        self._pages.release(taken)
+        self._kept[digest] = sequence.number
+        return taken[0]
 
     def forget(self, sequence: Sequence, reason: FinishReason) -> None:
         """Drop what a sequence that ended for this reason may have spoilt, as `HeldPages.forget` does."""
         if reason is FinishReason.NUMERICAL_ERROR:
-            spoilt = [digest for digest in sequence.prefix_hashes if digest in self._slots]
+            spoilt = [digest for digest in sequence.prefix_hashes if digest in self._kept]
         elif reason is FinishReason.CANCELLED:
             number = sequence.number
-            spoilt = [digest for digest, (_, by) in self._slots.items() if by == number]
+            spoilt = [digest for digest, by in self._kept.items() if by == number]
         else:
             return
         for digest in spoilt:
-            self._free.append(self._slots.pop(digest)[0])
+            self._forget(digest)
 
-    def audit(self, num_slots: int) -> list[str]:
-        """Faults in words: every slot is free or kept once."""
-        slots = [*self._free, *(slot for slot, _ in self._slots.values())]
-        return [] if sorted(slots) == list(range(num_slots)) else ["slots of states were lost"]
+    def audit(self) -> list[str]:
+        """Faults in words: no more states than allowed, and each is findable by its hash alone."""
+        if self._pages is None:
+            return []
+        known = self._pages.num_idle
+        faults = (
+            [] if known == self.num_kept else [f"{known} states kept, {self.num_kept} findable"]
+        )
+        return faults + ([f"{known} states are kept"] if known > self._most else [])
+
+    def _find(self, digest: bytes) -> int | None:
+        return None if self._pages is None else self._pages.find(digest)
+
+    def _forget(self, digest: bytes) -> None:
+        page = self._find(digest)
+        if page is not None:
+            assert self._pages is not None
+            self._pages.forget((page,))
+        del self._kept[digest]
 
     def _end(self, sequence: Sequence) -> int:
         """Where the last whole page before a prompt's last token ends; 0 for a prompt that is short."""
@@ -726,8 +792,3 @@ class KeptStates:
         if count < LEAST_TOKENS:
             return 0
         return (count - 1) // self._page_size * self._page_size
-
-
-def rows_and_slots(copies: Items[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Both sides of (from, to) copies."""
-    return [a for a, _ in copies], [b for _, b in copies]

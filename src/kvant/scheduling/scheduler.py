@@ -45,8 +45,9 @@ class Schedule:
     room for, or None. num_drafts: the largest of them, as it was asked for.
     needs_host: whether the host must compute something between this step's logits and its tokens.
     pages_to_zero: of each group, cleared before the step. preempted: sequences that lost their pages for it.
-    states_to_load: (slot, row) of kept states that sequences begin with, copied before the step.
-    states_to_keep: (row, slot) of states that the step leaves behind, copied after it.
+    states_to_place: (row, page) of states of sequences that were admitted.
+    states_to_load, states_to_keep: (page, page), from and to: kept states that sequences begin with, copied
+    before the step, and states that it leaves behind, copied after it.
     """
 
     sequences: list[Sequence]
@@ -63,6 +64,7 @@ class Schedule:
     needs_host: bool
     pages_to_zero: list[list[int]]
     preempted: list[Sequence]
+    states_to_place: list[tuple[int, int]] = field(default_factory=list)
     states_to_load: list[tuple[int, int]] = field(default_factory=list)
     states_to_keep: list[tuple[int, int]] = field(default_factory=list)
 
@@ -139,8 +141,12 @@ class Scheduler:
         )
         self.table = self.pages.table
         self.states = KeptStates(
-            limits.state_slots, stride=limits.state_stride, page_size=limits.page_size
+            allocator.states,
+            limits.state_slots,
+            stride=limits.state_stride,
+            page_size=limits.page_size,
         )
+        self._states_to_place: list[tuple[int, int]] = []
         self._states_to_load: list[tuple[int, int]] = []
         self._waiting: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
@@ -294,7 +300,7 @@ class Scheduler:
         """Recompute pages, counts and rows. Returns what does not add up, in words."""
         faults = self.pages.audit(self._running)
         faults += [f"request {s.number} waits with pages" for s in self._waiting if s.pages]
-        faults += self.states.audit(self.limits.state_slots)
+        faults += self.states.audit()
         order = [sequence.order for sequence in (*self._running, *self._waiting)]
         if order != sorted(order):
             faults.append("a younger request stands before an older one")
@@ -380,7 +386,7 @@ class Scheduler:
             if sequence.lacks_prompt_logprobs and not pieces.logprobs_left:
                 return
             found = self.pages.find_prefix(sequence)
-            if self.limits.state_slots:
+            if self.states.is_on:
                 # Behind a shorter beginning, windows would need other pages: such models have one group.
                 found = [self.states.reach(sequence, found[0])]
             if computing is None:  # prompts of answering sequences can be found already
@@ -393,21 +399,23 @@ class Scheduler:
                 return
             # One page per running sequence stays free: they grow, and would take these pages back.
             spare = len(self._running)
+            state = self.states.use(sequence, len(found[0]))
             if self.tiers is not None and self._waits_for_pages(
                 self.tiers, sequence, found, first_piece, spare
             ):
                 return
-            if not self.pages.admit(sequence, found, first_piece, spare=spare):
+            if not self.pages.admit(sequence, found, first_piece, spare=spare, state=state):
                 if self._running:
                     return
                 # Cached pages may lie scattered over more superblocks than new ones would take.
-                found, start = [[] for _ in found], 0
+                found, start, state = [[] for _ in found], 0, None
                 first_piece = pieces.room_for(sequence, start)
                 alone = self.pages.admit(sequence, found, first_piece, spare=0)
                 assert alone, "a request that fits found no pages"
-            if found[0] and self.limits.state_slots:
-                slot = self.states.use(sequence, len(found[0]))
-                self._states_to_load.append((slot, sequence.row))
+            if self.allocator.states is not None:
+                self._states_to_place.append((sequence.row, sequence.state_page))
+            if state is not None:
+                self._states_to_load.append((state, sequence.state_page))
             if self.tiers is not None:
                 self.tiers.end(sequence.number)
             self._waiting.popleft()
@@ -525,22 +533,23 @@ class Scheduler:
             needs_host=needs_host,
             pages_to_zero=self.allocator.take_pages_to_zero(),
             preempted=preempted,
+            states_to_place=self._states_to_place,
             states_to_load=self._states_to_load,
             states_to_keep=self._keep(chosen),
         )
-        self._states_to_load = []
+        self._states_to_place, self._states_to_load = [], []
         if sequences:
             self._in_flight.append(schedule)
             table.launched(rows, counts, samples, max_drafts)
         return schedule
 
     def _keep(self, pieces: Items[tuple[Sequence, int, int]]) -> list[tuple[int, int]]:
-        """(row, slot) of the states to keep that these pieces leave behind."""
+        """Copies of the states to keep that these pieces leave behind."""
         found = []
         for sequence, start, count in pieces:
-            slot = self.states.keep(sequence, start + count)
-            if slot is not None:
-                found.append((sequence.row, slot))
+            page = self.states.keep(sequence, start + count)
+            if page is not None:
+                found.append((sequence.state_page, page))
         return found
 
     def _limits(self, rows: NDArray[np.int64], uncertain: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -39,7 +39,7 @@ class Chunks:
 class Packed:
     """n sequences in T tokens.
 
-    step: the step. rows: [n] int64, rows of the states. starts: [n] int32, tokens that a sequence's state
+    step: the step. rows: [n] int64, pages of the states. starts: [n] int32, tokens that a sequence's state
     holds already; not positive for one whose first token runs, and for padding. cu_seqlens: [n + 1] int32.
     lengths: tokens of each sequence on the host; None if each has one, as in recorded decodes.
     """
@@ -51,15 +51,22 @@ class Packed:
     lengths: tuple[int, ...] | None
 
     @staticmethod
-    def of(step: Step) -> Packed:
-        """The step's sequences. EngineFault for a step without rows."""
+    def of(step: Step, pages: Tensor | None = None) -> Packed:
+        """The step's sequences. EngineFault for a step without rows.
+
+        pages: of the states of each row (`StatePool.pages`); without them, a row is its page.
+        """
         if step.rows is None:
             raise EngineFault("a step without rows of states reached a recurrent layer")
         starts = step.lists.get("state starts")
         if starts is None:
             counts = step.cu_seqlens_q[1:] - step.cu_seqlens_q[:-1]
             starts = step.lists["state starts"] = step.seqlens_kv - counts
-        return Packed(step, step.rows, starts, step.cu_seqlens_q, step.lengths)
+        rows = step.rows
+        if pages is not None:
+            found = step.lists.get("state pages")
+            rows = step.lists["state pages"] = pages[rows] if found is None else found
+        return Packed(step, rows, starts, step.cu_seqlens_q, step.lengths)
 
     @property
     def owners(self) -> Tensor:

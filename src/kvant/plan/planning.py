@@ -132,7 +132,7 @@ def _check_wide_rows(plan: Plan) -> None:
     elif plan.num_ranks > 1:
         why = "among several ranks"
         way = WayOut("run on one device", ("--tensor-parallel-size", "1"))
-    elif plan.layout is None:
+    elif plan.target.kv.has_states:
         why, way = "beside recurrent states", WayOut("leave the option out")
     else:
         return

@@ -190,9 +190,12 @@ DIALECTS: dict[str, tuple[dict[str, Any], Layer]] = {
 """quantization_config and layers, by dialect."""
 
 
-def build(directory: Path, dialect: str) -> tuple[Path, Tensors]:
-    """Save a Llama in this dialect; return its directory, and its whole state as numbers."""
-    path = tiny.build("llama", directory)
+def build(directory: Path, dialect: str, **changes: Any) -> tuple[Path, Tensors]:
+    """Save a Llama in this dialect; return its directory, and its whole state as numbers.
+
+    changes: of its configuration.
+    """
+    path = tiny.build("llama", directory, **changes)
     declared, make = DIALECTS[dialect]
     generator = torch.Generator().manual_seed(0)
     stored: Tensors = {}

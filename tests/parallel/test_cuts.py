@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvant.models.sharding.cuts import RULES, Cuts, Rule
+from kvant.models.sharding.cuts import RULES, Cut, Cuts, Rule
 from kvant.models.sharding.divide import RankFiles, cut_of
+from kvant.models.sharding.narrow import cut_part
 from kvant.models.sharding.shard import Shard
+from kvant.weights.format import FP8_BLOCK, Dialect, Scheme
 from tests.models import tiny
 
 FAMILIES = [name for name in tiny.FAMILIES if tiny.FAMILIES[name].config and name in RULES]
@@ -68,7 +70,7 @@ def test_a_rank_reads_its_part_of_the_files(tmp_path: Path) -> None:
     path = tiny.build("llama", tmp_path)
     sizes = []
     for rank in range(2):
-        with RankFiles(path, Cuts(tiny.geometry("llama"), Shard(rank, 2)), tied=False) as files:
+        with RankFiles(path, Cuts(tiny.geometry("llama"), Shard(rank, 2)).of) as files:
             parts = {name: part[...] for name, part in files.tensors.items()}
             assert {n: list(p.shape) for n, p in parts.items()} == {
                 name: part.get_shape() for name, part in files.tensors.items()
@@ -84,3 +86,24 @@ def test_a_rank_reads_its_part_of_the_files(tmp_path: Path) -> None:
     )
     assert said["num_hidden_layers"] == 4
     assert sizes == [whole // 2, whole // 2]
+
+
+def test_scales_of_blocks_are_cut_with_their_blocks() -> None:
+    scheme = Scheme(Dialect.FP8, FP8_BLOCK)
+    whole = 512, 384
+    rows = Cut(Rule.OUTPUTS, -2, ((256, 512),), 512)
+    found = cut_part(scheme, "weight_scale_inv", (4, 3), whole, rows)
+    assert found is not None
+    assert (found.dim, found.ranges, found.width) == (-2, ((2, 4),), 4)
+    columns = Cut(Rule.INPUTS, -1, ((0, 128), (256, 384)), 384)
+    found = cut_part(scheme, "weight_scale_inv", (4, 3), whole, columns)
+    assert found is not None
+    assert (found.dim, found.ranges) == (-1, ((0, 1), (2, 3)))
+    small = Cut(Rule.OUTPUTS, -2, ((64, 128),), 128)  # within one block
+    found = cut_part(scheme, "weight_scale_inv", (1, 3), (128, 384), small)
+    assert found is not None
+    assert found.ranges == ((0, 1),)
+    within = Cut(Rule.OUTPUTS, -2, ((64, 128),), 256)
+    found = cut_part(scheme, "weight_scale_inv", (2, 3), (256, 384), within)
+    assert found is not None
+    assert found.ranges == ((0, 1),)

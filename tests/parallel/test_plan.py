@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import ConfigError, NotServable
 from kvant.plan.config import config_of
 from kvant.plan.plan import Plan
@@ -89,10 +91,85 @@ def test_what_ranks_cannot_share_is_refused(
         plan(path, 2, **options)
 
 
-def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
-    path = tiny.build("llama", tmp_path)
+def narrow(path: Path, declared: dict[str, Any]) -> Path:
+    """Declare that the weights of a config are narrow."""
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(NotServable, match="weights quantised by fp8 are not divided"):
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": declared}))
+    return path
+
+
+def on_gpu(path: Path, size: int, **options: Any) -> Plan:
+    """Of ranks on an H100."""
+    options = {"tensor_parallel_size": size, "device": "cpu", "dtype": "bfloat16", **options}
+    asked = config_of(path, options).plan
+    request = replace(asked, device=DeviceFacts(DeviceKind.CUDA, "sm_90"), memory_bytes=80 << 30)
+    return make_plan(request, read_facts(request))
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("declared", [AWQ, FP8], ids=["awq", "fp8"])
+def test_bytes_of_a_rank_with_narrow_weights(qwen3_8b: Path, declared: dict[str, Any]) -> None:
+    narrow(qwen3_8b, declared)
+    one, two, four = (on_gpu(qwen3_8b, size) for size in (1, 2, 4))
+    hidden, vocab, layers = 4096, 151936, 36
+    kept = 2 * ((1 + 2 * layers) * hidden + layers * 2 * 128 + vocab * hidden)
+    assert one.weights_bytes is not None
+    divided = one.weights_bytes - kept
+    for plan_of_rank, size in ((two, 2), (four, 4)):
+        assert plan_of_rank.weights_bytes == pytest.approx(kept + divided / size, rel=1e-6)
+    assert two.forward.stored is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "declared", "says"),
+    [
+        ({}, {**AWQ, "group_size": 64}, None),
+        ({"intermediate_size": 12288 + 128}, AWQ, "groups of 128 inputs of .*down_proj"),
+        ({"intermediate_size": 12288 + 128}, FP8, "groups of 128 outputs of .*_proj"),
+        ({"head_dim": 64}, FP8, None),
+        ({"head_dim": 64, "num_key_value_heads": 2}, FP8, None),  # each head within one block
+        ({"head_dim": 96, "num_key_value_heads": 2}, FP8, "groups of 128 outputs of .*k_proj"),
+    ],
+)
+def test_groups_that_ranks_would_cut_are_refused_by_name(
+    qwen3_8b: Path, changes: dict[str, Any], declared: dict[str, Any], says: str | None
+) -> None:
+    config = json.loads((qwen3_8b / "config.json").read_text())
+    (qwen3_8b / "config.json").write_text(json.dumps({**config, **changes}))
+    narrow(qwen3_8b, declared)
+    if says is None:
+        assert on_gpu(qwen3_8b, 2).division is not None
+        return
+    with pytest.raises(NotServable, match=says) as refused:
+        on_gpu(qwen3_8b, 2)
+    for way in refused.value.ways_out:
+        on_gpu(qwen3_8b, int(way.arguments[1]))
+
+
+def test_weights_that_are_rounded_while_they_are_loaded_are_divided(qwen3_8b: Path) -> None:
+    for asked in ("fp8", "int8", "int4", "fp8_dynamic"):
+        one, two = (on_gpu(qwen3_8b, size, quantization=asked) for size in (1, 2))
+        assert one.weights_bytes is not None
+        assert two.weights_bytes is not None
+        assert two.weights_bytes < 0.65 * one.weights_bytes  # the embedding is replicated
+
+
+def test_narrow_weights_that_would_be_decoded_are_refused(tmp_path: Path) -> None:
+    path = narrow(tiny.build("llama", tmp_path), FP8)
+    with pytest.raises(NotServable, match="where they run as they are stored"):
         plan(path, 2)
+
+
+def test_narrow_experts_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3-30b-a3b.json").read_text())
+    assert on_gpu(tmp_path, 2).division is not None
+    for change in ({}, {"quantization": "fp8"}):
+        if not change:
+            narrow(tmp_path, FP8)
+        else:
+            (tmp_path / "config.json").write_text((CONFIGS / "qwen3-30b-a3b.json").read_text())
+        with pytest.raises(NotServable, match="experts"):
+            on_gpu(tmp_path, 2, **change)

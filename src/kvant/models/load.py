@@ -82,7 +82,7 @@ def load_model(
     divided: Divided | None = None
     if group is not None:
         cuts = Cuts(geometry, group.shard)
-        divided = Divided(cuts, group)
+        divided = Divided(cuts, group, forward.stored)
         plan = rank_plan(plan, group.shard.size)
     register()
     with quiet_transformers(), _room_for(path, device):
@@ -98,7 +98,8 @@ def load_model(
             narrow = None
             blocks = read_blocks({"gguf_types": getattr(config, "gguf_types", None)})
             if rounded is not None or stored is not None:
-                narrow = NarrowConfig(path, asked=rounded, stored=stored)
+                whole = {} if divided is None else divided.cut
+                narrow = NarrowConfig(path, asked=rounded, stored=stored, cut=whole)
             elif blocks is not None:
                 widened = TORCH_COMPUTE[plan.compute_dtype]
                 narrow = NarrowConfig(path, stored=blocks, widened=widened)

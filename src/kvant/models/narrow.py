@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvant.errors import BadCheckpoint
-from kvant.kv.checkpoint.safetensors_header import TensorEntry, read_headers
+from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_experts, named_stack
 from kvant.models.quantization import Quantization, format_of
+from kvant.models.sharding.cuts import Cut
+from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.models.stored_experts import StoredExperts, read_tensor
 from kvant.weights.codecs import decode, encode_in_parts, encode_stack
@@ -130,14 +133,17 @@ def _per_row(fmt: WeightFormat) -> WeightFormat:
 class StoredLinear(nn.Module):
     """Stands for a linear layer while its tensors arrive as the checkpoint stores them.
 
-    Its parameters have the names behind the layer's. entries: of the file, by those names.
+    Its parameters have the names behind the layer's. tensors: dtypes in safetensors' words, and shapes, by
+    those names.
     """
 
-    def __init__(self, scheme: Scheme, old: nn.Linear, entries: Mapping[str, TensorEntry]) -> None:
+    def __init__(
+        self, scheme: Scheme, old: nn.Linear, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    ) -> None:
         super().__init__()
         self.scheme, self.out_features, self.in_features = scheme, old.out_features, old.in_features
-        for name, entry in entries.items():
-            empty = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
+        for name, (dtype, shape) in tensors.items():
+            empty = torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.bias = None
         if old.bias is not None:
@@ -157,17 +163,21 @@ class StoredEmbedding(StoredLinear):
     """The same for an embedding [rows, columns], whose tensor a tied head shares."""
 
     def __init__(
-        self, scheme: Scheme, old: nn.Embedding, entries: Mapping[str, TensorEntry]
+        self,
+        scheme: Scheme,
+        old: nn.Embedding,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     ) -> None:
         like = nn.Linear(old.embedding_dim, old.num_embeddings, bias=False, device="meta")
-        super().__init__(scheme, like, entries)
+        super().__init__(scheme, like, tensors)
 
 
 class NarrowConfig(QuantizationConfigMixin):
     """The argument `quantization_config` with which `from_pretrained` makes or keeps narrow weights.
 
     asked: round what arrives. stored: keep what the files in `path` store, as it says; widened: decode it to
-    this dtype. fault: what is wrong with a weight; transformers reports another exception in its place.
+    this dtype. cut: parameters of which this rank holds a part, with their whole shapes (`Divided.cut`).
+    fault: what is wrong with a weight; transformers reports another exception in its place.
     """
 
     def __init__(
@@ -177,11 +187,13 @@ class NarrowConfig(QuantizationConfigMixin):
         asked: Quantization | None = None,
         stored: Stored | None = None,
         widened: torch.dtype | None = None,
+        cut: Mapping[str, tuple[Cut, tuple[int, ...]]] = MappingProxyType({}),
     ) -> None:
         _register()
         self.quant_method = _METHOD  # type: ignore[assignment]
         self.fault: BadCheckpoint | None = None
         self._path, self._asked, self._stored, self._widened = path, asked, stored, widened
+        self._cut = cut
         self._shapes: dict[str, torch.Size] = {}
         self._experts: dict[str, StoredExperts] = {}
 
@@ -197,7 +209,7 @@ class NarrowConfig(QuantizationConfigMixin):
                 for name, formats in chosen_experts(model, self._asked).items():
                     model.set_submodule(name, NarrowExperts(model.get_submodule(name), formats))
             if self._stored is not None:
-                self._experts = await_stored(model, self._path, self._stored)
+                self._experts = await_stored(model, self._path, self._stored, self._cut)
         except BadCheckpoint as fault:
             self.fault = fault
             raise
@@ -258,8 +270,15 @@ class NarrowConfig(QuantizationConfigMixin):
         return made
 
 
-def await_stored(model: PreTrainedModel, path: Path, stored: Stored) -> dict[str, StoredExperts]:
+def await_stored(
+    model: PreTrainedModel,
+    path: Path,
+    stored: Stored,
+    cut: Mapping[str, tuple[Cut, tuple[int, ...]]] = MappingProxyType({}),
+) -> dict[str, StoredExperts]:
     """Replace layers whose weights are narrow in the files of `path`; return where those of experts are.
+
+    cut: as in `NarrowConfig`.
 
     BadCheckpoint, naming the tensor, for missing ones, other shapes or dtypes, scales that are no positive
     numbers, and inputs that are reordered.
@@ -281,14 +300,16 @@ def await_stored(model: PreTrainedModel, path: Path, stored: Stored) -> dict[str
         refusal = scheme.format.refuse(rows, columns)
         if refusal is not None:
             raise BadCheckpoint(f"{path}: {name} cannot be stored as declared", why=refusal)
-        found: dict[str, TensorEntry] = {}
-        for short, wanted in parts_of(scheme, rows, columns).items():
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        of, whole = cut.get(f"{name}.weight", (None, (rows, columns)))
+        for short, wanted in parts_of(scheme, whole[0], whole[1]).items():
             entry = entries.get(f"{name}.{short}")
             shape = None if entry is None else tuple(entry.shape)
             check_part(f"{name}.{short}", wanted, None if entry is None else entry.dtype, shape)
             if entry is None:
                 continue
-            found[short] = entry
+            assert shape is not None
+            found[short] = entry.dtype, _held(scheme, short, shape, (whole[0], whole[1]), of)
             if wanted.is_scale:
                 check_scales(entry.name, read_tensor(home[entry.name], entry.name))
             if short.endswith("g_idx"):
@@ -317,6 +338,17 @@ def _widened(narrow: NarrowLinear, dtype: torch.dtype) -> nn.Linear:
     if narrow.bias is not None:
         made.bias = nn.Parameter(narrow.bias, requires_grad=False)
     return made
+
+
+def _held(
+    scheme: Scheme, short: str, shape: tuple[int, ...], whole: tuple[int, int], of: Cut | None
+) -> tuple[int, ...]:
+    """The shape of what this rank reads of a layer's tensor [*shape]."""
+    part = None if of is None else cut_part(scheme, short, shape, whole, of)
+    if part is None:
+        return shape
+    dim = len(shape) + part.dim
+    return (*shape[:dim], part.length, *shape[dim + 1 :])
 
 
 class _Quantizer(HfQuantizer):

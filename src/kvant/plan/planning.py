@@ -18,17 +18,9 @@ from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
 from kvant.models.quantization import check_quantization
 from kvant.models.select import select_forward
 from kvant.models.shape import ShapeSource
-from kvant.models.sharding.divided import (
-    Division,
-    check_division,
-    rank_weight_bytes,
-    replicated,
-)
 from kvant.models.sharding.shard import rank_geometry
 from kvant.models.stored import NotStored, Stored, read_stored
 from kvant.models.weights import (
-    ELEMENT_BYTES,
-    list_weights,
     quantized_weight_bytes,
     weight_bytes_of,
 )
@@ -37,11 +29,11 @@ from kvant.plan.facts import Facts, ModelFacts
 from kvant.plan.graph_sizes import draft_counts
 from kvant.plan.limits import Limits, default_num_batched_tokens, default_num_seqs
 from kvant.plan.plan import Plan, PlannedModel, PlanRequest
+from kvant.plan.ranks import check_ranks, divide
 from kvant.plan.resolution import resolve_kv
 from kvant.plan.speculative_config import SpeculativeConfig
 from kvant.plan.workspaces import workspaces
 from kvant.speculative.dflash.files import read_network
-from kvant.speculative.methods import METHODS
 
 _STATE_STRIDES = {True: 512, False: 2048}
 """Tokens between states that are kept, on a CPU and on a GPU: prompts are cut there."""
@@ -60,11 +52,11 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     geometry, rotary = fix_rotary(facts.target.config, geometry, request.max_model_len)
     ranks = request.tensor_parallel_size
     if ranks > 1:
-        _check_ranks(request, facts.target, geometry)
+        check_ranks(request, facts.target.config, geometry)
     target = _plan_model(request, request.requests.target, facts.target, geometry, Role.TARGET)
     division = None
     if ranks > 1:
-        target, division = _divided(target, ranks, drafts=facts.draft is not None)
+        target, division = divide(request, target, drafts=facts.draft is not None)
     forward = select_forward(
         ForwardFacts(
             target.config, geometry, target.kv.compute_dtype, request.device,
@@ -102,26 +94,6 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     return plan
 
 
-def _check_ranks(request: PlanRequest, facts: ModelFacts, geometry: ModelGeometry) -> None:
-    """Refuse what ranks cannot share."""
-    quantized = None if request.quantization is None else request.quantization.value
-    declared = facts.config.get("quantization_config")
-    if isinstance(declared, Mapping):
-        quantized = str(declared.get("quant_method", "an unnamed method"))
-    check_division(facts.config, geometry, request.tensor_parallel_size, quantized=quantized)
-    asked = request.speculative
-    if asked is not None and asked.method not in METHODS:
-        raise NotServable(
-            f"--tensor-parallel-size {request.tensor_parallel_size} cannot be had with the "
-            f"method {asked.method.name}",
-            why="other ranks would have to run it too, which only Kvant's own methods do",
-            ways_out=(
-                WayOut("draft with ngram or dflash"),
-                WayOut("run on one device", ("--tensor-parallel-size", "1")),
-            ),
-        )
-
-
 def _check_wide_rows(plan: Plan) -> None:
     """Refuse wide rows where their pages cannot be released, and where that was never verified."""
     asked = plan.request.requests.target.wide
@@ -141,22 +113,6 @@ def _check_wide_rows(plan: Plan) -> None:
         why=f"wide rows are in pages that are released apart from the others; {why} they are not yet",
         ways_out=(way,),
     )
-
-
-def _divided(target: PlannedModel, ranks: int, *, drafts: bool) -> tuple[PlannedModel, Division]:
-    """The target with the bytes of one rank's weights, and how ranks share it. drafts: beside a drafter."""
-    geometry, whole = target.geometry, target.weights
-    listed = list_weights(target.config, geometry)
-    tied = all(weight.name != "lm_head" for weight in listed)
-    if whole.bytes is not None:
-        element = ELEMENT_BYTES[target.kv.compute_dtype]
-        of_rank = rank_weight_bytes(whole.bytes, listed, geometry, ranks, element)
-        weights = replace(whole, bytes=of_rank, reason=f"{whole.reason}; of one of {ranks} ranks")
-        target = replace(target, weights=weights)
-    kept = replicated(geometry, ranks, tied=tied)
-    if drafts:
-        kept = (*kept, "the drafter, with its KV cache")
-    return target, Division(ranks, whole.bytes, kept)
 
 
 def _check_length(request: PlanRequest, geometry: ModelGeometry) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,7 +20,10 @@ from kvant.kv.checkpoint.safetensors_header import find_weight_files
 from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
 from kvant.models.sharding.cuts import SUMMED, Cut, Cuts, Rule
+from kvant.models.sharding.narrow import CutOf, cut_part
 from kvant.models.sharding.shard import Shard
+from kvant.models.stored import Stored
+from kvant.weights.linear import NarrowLinear
 
 
 class Group(Protocol):
@@ -76,14 +80,14 @@ def gather_logits(group: Group, logits: Tensor, vocab_size: int) -> Tensor:
 
 
 class Divided:
-    """A module while it becomes one rank's part. is_tied: the head's weight is the embedding's.
+    """A module while it becomes one rank's part. stored: how narrow weights of the files run.
 
     `resize` gives parameters their size, before values are loaded; `finish` divides what could not be
     loaded in parts and hangs the sums in, after that.
     """
 
-    def __init__(self, cuts: Cuts, group: Group) -> None:
-        self._cuts, self._group = cuts, group
+    def __init__(self, cuts: Cuts, group: Group, stored: Stored | None = None) -> None:
+        self._cuts, self._group, self._stored = cuts, group, stored
         self.cut: dict[str, tuple[Cut, tuple[int, ...]]] = {}
         """What `resize` cut: paths of parameters, their cuts and whole shapes."""
 
@@ -125,7 +129,17 @@ class Divided:
         Part.__name__, Part.__qualname__, Part.__module__ = (
             kind.__name__, kind.__qualname__, kind.__module__,
         )  # fmt: skip
-        with RankFiles(directory, self._cuts, tied=_ties(options["config"])) as files:
+        tied = _ties(options["config"])
+
+        def cut_of_file(name: str, shape: tuple[int, ...]) -> Cut | None:
+            layer, _, short = name.rpartition(".")
+            scheme = None if self._stored is None else self._stored.scheme(layer)
+            if scheme is not None and short != "bias" and (of := self.cut.get(f"{layer}.weight")):
+                return cut_part(scheme, short, shape, (of[1][0], of[1][1]), of[0])
+            cut = self._cuts.of(name, shape)
+            return None if cut is not None and cut.rule is Rule.VOCABULARY and tied else cut
+
+        with RankFiles(directory, cut_of_file) as files:
             found = Part.from_pretrained(None, state_dict=files.tensors, **options)
         module = found[0]
         module.__class__ = kind
@@ -157,7 +171,7 @@ class Divided:
             rule = self._cuts.rule_of(path)
             if rule is Rule.EXPERT_ONCE and not shard.is_first:
                 parameter.data.zero_()
-            if rule in SUMMED and isinstance(owner, nn.Linear):
+            if rule in SUMMED and isinstance(owner, (nn.Linear, NarrowLinear)):
                 owner.register_forward_hook(lambda _module, _inputs, out: group.sum(out))
             if rule in (Rule.HEADS_OF_A_NORM, Rule.KV_HEADS_OF_A_NORM):
                 at, _, last = path.removesuffix(".weight").rpartition(".")
@@ -237,17 +251,13 @@ def _ties(config: Any) -> bool:
 class RankFiles:
     """A model's safetensors files, of which this rank reads its parts: name -> lazy tensor."""
 
-    def __init__(self, directory: Path, cuts: Cuts, *, tied: bool) -> None:
+    def __init__(self, directory: Path, cut_of_file: CutOf) -> None:
         self._open = ExitStack()
         self.tensors: dict[str, _Part] = {}
         for file in find_weight_files(directory).paths:
             opened = self._open.enter_context(safe_open(file, framework="pt"))
             for name in opened.keys():  # noqa: SIM118  # it cannot be iterated over
-                source = opened.get_slice(name)
-                cut = cuts.of(name, source.get_shape())
-                if cut is not None and cut.rule is Rule.VOCABULARY and tied:
-                    cut = None
-                self.tensors[name] = _Part(source, cut)
+                self.tensors[name] = _Part(name, opened.get_slice(name), cut_of_file)
 
     def __enter__(self) -> RankFiles:
         return self
@@ -262,20 +272,29 @@ class RankFiles:
 
 
 class _Part:
-    """A tensor of a file, or the ranges of it that a rank holds. `part[...]` reads."""
+    """A tensor of a file, or the ranges of it that a rank holds. `part[...]` reads.
 
-    def __init__(self, source: Any, cut: Cut | None) -> None:
-        self._source, self._cut = source, cut
+    What a rank holds is asked when it reads, as the module says how large a narrow layer is.
+    """
+
+    def __init__(self, name: str, source: Any, cut_of_file: CutOf) -> None:
+        self._source = source
+        self._ask = partial(cut_of_file, name)
+
+    @cached_property
+    def _cut(self) -> Cut | None:
+        return self._ask(tuple(self._source.get_shape()))
 
     def __getitem__(self, key: object) -> Tensor:
         assert key is Ellipsis, "transformers reads whole tensors"
-        if self._cut is None:
+        cut = self._cut
+        if cut is None:
             found: Tensor = self._source[...]
             return found
-        before = len(self._source.get_shape()) + self._cut.dim
+        before = len(self._source.get_shape()) + cut.dim
         at = (slice(None),) * before
-        parts = [self._source[(*at, slice(start, end))] for start, end in self._cut.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self._cut.dim)
+        parts = [self._source[(*at, slice(start, end))] for start, end in cut.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
 
     def get_shape(self) -> list[int]:
         shape: list[int] = list(self._source.get_shape())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvant.errors import NotServable, WayOut
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.parameters import Weight, WeightKind
-from kvant.models.sharding.cuts import RULES, Cuts
+from kvant.models.sharding.cuts import RULES, Cut, Cuts
 from kvant.models.sharding.shard import Shard
+from kvant.weights.format import WeightFormat
 
 _FLAG = "--tensor-parallel-size"
 _SIZES = (8, 4, 2)
@@ -29,17 +30,29 @@ class Division:
     replicated: tuple[str, ...]
 
 
+FormatOf = Callable[[Weight, int, int], WeightFormat | None]
+"""A weight, and the outputs and inputs that a rank holds -> its narrow format; None for numbers."""
+
+
 def check_division(
-    config: Mapping[str, Any], geometry: ModelGeometry, size: int, *, quantized: str | None
+    config: Mapping[str, Any],
+    geometry: ModelGeometry,
+    size: int,
+    narrow: tuple[Iterable[Weight], FormatOf] | None = None,
 ) -> None:
-    """Raise NotServable if `size` ranks cannot share this model. quantized: how its weights are rounded."""
-    reason = _reason(config, geometry, size, quantized)
+    """Raise NotServable if `size` ranks cannot share this model. narrow: its weights, and their formats."""
+
+    def reason_for(size: int) -> str | None:
+        found = _reason(config, geometry, size)
+        if found is None and narrow is not None:
+            found = _refuse_narrow(*narrow, geometry, size)
+        return found
+
+    reason = reason_for(size)
     if reason is None:
         return
     ways = []
-    if smaller := [
-        s for s in _SIZES if s < size and _reason(config, geometry, s, quantized) is None
-    ]:
+    if smaller := [s for s in _SIZES if s < size and reason_for(s) is None]:
         ways.append(WayOut("take fewer ranks", (_FLAG, str(smaller[0]))))
     raise NotServable(
         f"{_FLAG} {size} cannot be had for {geometry.architecture}",
@@ -48,13 +61,9 @@ def check_division(
     )
 
 
-def _reason(
-    config: Mapping[str, Any], geometry: ModelGeometry, size: int, quantized: str | None
-) -> str | None:
+def _reason(config: Mapping[str, Any], geometry: ModelGeometry, size: int) -> str | None:
     if geometry.model_type not in RULES:
         return f"Kvant divides {', '.join(RULES)}, not {geometry.model_type}"
-    if quantized is not None:
-        return f"weights quantised by {quantized} are not divided"
     for layer in geometry.layers:
         q, kv = layer.num_q_heads, layer.num_kv_heads
         if q % size:
@@ -68,23 +77,70 @@ def _reason(
     return None
 
 
-def rank_weight_bytes(
-    whole: int, weights: Iterable[Weight], geometry: ModelGeometry, size: int, element_bytes: int
-) -> int:
-    """Bytes of the largest rank's weights. whole: bytes of the undivided model, of numbers.
+def _refuse_narrow(
+    weights: Iterable[Weight], format_of: FormatOf, geometry: ModelGeometry, size: int
+) -> str | None:
+    """Why narrow weights cannot be cut where ranks cut them; None if they can."""
+    every = [Cuts(geometry, Shard(rank, size)) for rank in range(size)]
+    for weight in weights:
+        for cuts in every:
+            cut = _cut_of(weight, cuts)
+            if cut is None:
+                continue
+            along = cut.dim % 2
+            held = weight.columns if along == 0 else cut.length
+            rows = cut.length if along == 0 else weight.rows
+            fmt = format_of(weight, rows, held)
+            if fmt is None:
+                continue
+            if weight.kind is WeightKind.EXPERT:
+                return (
+                    f"narrow weights of experts are not divided yet: {weight.name} ({fmt.summary})"
+                )
+            shared = fmt.rows if along == 0 else fmt.columns
+            # Codes of 4 bits lie in words of eight outputs or inputs, those of 8 bits in words of four.
+            unit = max(shared, 32 // fmt.code.bits)
+            ends = [end for one in cut.ranges for end in one]
+            if any(end % unit for end in ends) and not _within(cut, unit, shared):
+                what = "inputs" if along else "outputs"
+                return f"ranks would cut groups of {unit} {what} of {weight.name} ({fmt.summary})"
+            refusal = fmt.refuse(rows, held)
+            if refusal is not None:
+                return f"a rank's part of {weight.name} has no products: {refusal}"
+    return None
 
-    weights: the model's, as `kvant.models.weights` lists them.
+
+def _within(cut: Cut, unit: int, shared: int) -> bool:
+    """Whether every range lies within one block that shares a scale, in a format of whole bytes."""
+    return shared == unit and all(start // unit == (end - 1) // unit for start, end in cut.ranges)
+
+
+def _cut_of(weight: Weight, cuts: Cuts) -> Cut | None:
+    """What a rank holds of a listed weight."""
+    is_matrix = weight.kind is not WeightKind.OTHER
+    shape = (weight.rows, weight.columns) if is_matrix else (weight.columns,)
+    name = weight.name
+    if is_matrix or not name.endswith(".bias"):
+        name += ".weight"
+    return cuts.of(name, shape)
+
+
+def rank_weight_bytes(
+    whole: int,
+    weights: Iterable[Weight],
+    geometry: ModelGeometry,
+    size: int,
+    bytes_of: Callable[[Weight], int],
+) -> int:
+    """Bytes of the largest rank's weights. whole: bytes of the undivided model.
+
+    weights: the model's, as `kvant.models.weights` lists them. bytes_of: what each takes in memory.
     """
     cuts = Cuts(geometry, Shard(0, size))
     for weight in weights:
-        is_matrix = weight.kind is not WeightKind.OTHER
-        shape = (weight.rows, weight.columns) if is_matrix else (weight.columns,)
-        name = weight.name
-        if is_matrix or not name.endswith(".bias"):
-            name += ".weight"
-        cut = cuts.of(name, shape)
+        cut = _cut_of(weight, cuts)
         if cut is not None:
-            whole -= int(weight.numel * (1 - cut.share)) * element_bytes
+            whole -= int(bytes_of(weight) * (1 - cut.share))
     return whole
 
 

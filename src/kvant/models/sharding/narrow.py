@@ -1,0 +1,40 @@
+"""Dividing weights that a checkpoint stores in narrow formats: their codes, scales and zero points.
+
+A tensor of a layer is divided where the layer's weight is. One entry of it may stand for several outputs or
+inputs: packed codes, or a scale that a block shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvant.models.sharding.cuts import Cut
+from kvant.weights.dialects import parts_of
+from kvant.weights.format import Scheme
+
+CutOf = Callable[[str, tuple[int, ...]], Cut | None]
+"""A tensor's name and whole shape -> what a rank holds of it; None for all."""
+
+
+def cut_part(
+    scheme: Scheme, short: str, shape: tuple[int, ...], whole: tuple[int, int], cut: Cut
+) -> Cut | None:
+    """What a rank holds of one tensor [*shape] of a layer; None for all of it.
+
+    short: the name behind the layer's. whole: the layer's outputs and inputs. cut: of its weight [2 dims].
+    """
+    along = cut.dim % 2
+    doubled = tuple(2 * size if place == along else size for place, size in enumerate(whole))
+    known = parts_of(scheme, *whole).get(short)
+    if known is None or shape not in known.shapes:
+        return None  # which loading refuses by name
+    grown = parts_of(scheme, *doubled)[short].shapes[known.shapes.index(shape)]
+    dims = [place for place, size in enumerate(shape) if grown[place] != size]
+    if not dims:
+        return None
+    (dim,) = dims
+    count, width = shape[dim], whole[along]
+    block = scheme.format.rows if along == 0 else scheme.format.columns
+    unit = width // count if width % count == 0 else block
+    ranges = tuple((start // unit, -(-end // unit)) for start, end in cut.ranges)
+    return Cut(cut.rule, dim - len(shape), ranges, count)

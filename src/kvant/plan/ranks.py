@@ -1,0 +1,116 @@
+"""What ranks share of a planned model: refusals, and the bytes of one rank's weights. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvant.errors import NotServable, WayOut
+from kvant.kv.geometry import ModelGeometry
+from kvant.models.geometry.families import find_family
+from kvant.models.geometry.parameters import Weight, WeightKind
+from kvant.models.geometry.weight_recipe import Recipe, read_recipe
+from kvant.models.quantization import format_of
+from kvant.models.sharding.divided import (
+    Division,
+    FormatOf,
+    check_division,
+    rank_weight_bytes,
+    replicated,
+)
+from kvant.models.stored import NotStored, read_blocks, read_stored
+from kvant.models.weights import ELEMENT_BYTES, list_weights
+from kvant.plan.plan import PlannedModel, PlanRequest
+from kvant.speculative.methods import METHODS
+from kvant.weights.format import WeightFormat
+
+_MATRICES = (WeightKind.LINEAR, WeightKind.EXPERT)
+
+
+def check_ranks(request: PlanRequest, config: Mapping[str, Any], geometry: ModelGeometry) -> None:
+    """Raise NotServable for what ranks cannot share, formats of weights aside. config: the target's."""
+    check_division(config, geometry, request.tensor_parallel_size)
+    asked = request.speculative
+    if asked is not None and asked.method not in METHODS:
+        raise NotServable(
+            f"--tensor-parallel-size {request.tensor_parallel_size} cannot be had with the "
+            f"method {asked.method.name}",
+            why="other ranks would have to run it too, which only Kvant's own methods do",
+            ways_out=(
+                WayOut("draft with ngram or dflash"),
+                WayOut("run on one device", ("--tensor-parallel-size", "1")),
+            ),
+        )
+
+
+def divide(
+    request: PlanRequest, target: PlannedModel, *, drafts: bool
+) -> tuple[PlannedModel, Division]:
+    """The target with the bytes of one rank's weights, and how ranks share it. drafts: beside a drafter.
+
+    NotServable for narrow weights that ranks cannot divide.
+    """
+    geometry, whole, ranks = target.geometry, target.weights, request.tensor_parallel_size
+    listed = list_weights(target.config, geometry)
+    tied = all(weight.name != "lm_head" for weight in listed)
+    narrow = _narrow_formats(request, target)
+    if narrow is not None:
+        check_division(target.config, geometry, ranks, (listed, narrow))
+    if whole.bytes is not None:
+        element = ELEMENT_BYTES[target.kv.compute_dtype]
+
+        recipe = None if request.quantization is not None else read_recipe(target.config)
+
+        def bytes_of(weight: Weight) -> int:
+            """As `whole` counts it."""
+            found = None
+            if isinstance(recipe, Recipe):
+                found = recipe.stored_bytes(weight)
+            elif narrow is not None and (fmt := narrow(weight, weight.rows, weight.columns)):
+                found = fmt.matrix_bytes(weight.rows, weight.columns)
+            return weight.numel * element if found is None else found
+
+        of_rank = rank_weight_bytes(whole.bytes, listed, geometry, ranks, bytes_of)
+        weights = replace(whole, bytes=of_rank, reason=f"{whole.reason}; of one of {ranks} ranks")
+        target = replace(target, weights=weights)
+    kept = replicated(geometry, ranks, tied=tied)
+    if drafts:
+        kept = (*kept, "the drafter, with its KV cache")
+    return target, Division(ranks, whole.bytes, kept)
+
+
+def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | None:
+    """The format of each weight that is narrow in memory; None for a model of numbers.
+
+    NotServable for narrow weights that do not run as they are stored.
+    """
+    asked = request.quantization
+    if asked is not None:
+        prefix = f"{find_family(target.config).prefix}."
+
+        def rounded(weight: Weight, _rows: int, columns: int) -> WeightFormat | None:
+            is_chosen = weight.kind in _MATRICES and weight.name.startswith(prefix)
+            return format_of(asked, columns) if is_chosen else None
+
+        return rounded
+    stored = read_stored(target.config, request.device, target.kv.compute_dtype)
+    if read_blocks(target.config) is not None:
+        stored = NotStored("the blocks of GGUF files are not divided yet")
+    elif stored is not None and request.on_cpu:
+        stored = NotStored("on a CPU the compiled forward reads them, which runs one rank")
+    if isinstance(stored, NotStored):
+        raise NotServable(
+            f"--tensor-parallel-size {request.tensor_parallel_size} cannot be had for the narrow weights "
+            f"of {target.local.name}",
+            why=f"ranks divide them where they run as they are stored: {stored.reason}",
+            ways_out=(WayOut("run on one device", ("--tensor-parallel-size", "1")),),
+        )
+    if stored is None:
+        return None
+
+    def kept(weight: Weight, _rows: int, _columns: int) -> WeightFormat | None:
+        scheme = stored.scheme(weight.name) if weight.kind in _MATRICES else None
+        return None if scheme is None else scheme.format
+
+    return kept

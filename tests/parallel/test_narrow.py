@@ -1,0 +1,103 @@
+"""Ranks hold their parts of weights that a checkpoint stores in narrow formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.reference.backend import backend
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.fused.info import INFO as FUSED
+from kvant.models.load import load_model
+from kvant.models.loaded import LoadedModel
+from kvant.models.modules.info import INFO as MODULES
+from kvant.models.quantization import Quantization
+from kvant.models.select import choose
+from kvant.weights.codecs import decode
+from kvant.weights.linear import NarrowLinear
+from tests.attention import driver
+from tests.models import tiny
+from tests.models.tiny_narrow import DIALECTS, build
+from tests.parallel.together import ThreadGroup, by_all
+
+GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
+TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
+
+
+def load(
+    path: Path,
+    only: ForwardInfo,
+    group: ThreadGroup | None = None,
+    quantization: Quantization | None = None,
+) -> LoadedModel:
+    """On this CPU, as a GPU would load it."""
+    geometry = tiny.geometry("llama")
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    config = json.loads((path / "config.json").read_text())
+    size = 1 if group is None else group.shard.size
+    facts = ForwardFacts(
+        config, geometry, ComputeDtype.BFLOAT16, GPU, num_ranks=size, quantization=quantization
+    )
+    assert facts.has_narrow
+    return load_model(
+        path, plan, geometry, choose(only, facts), device=torch.device("cpu"), group=group
+    )
+
+
+def logits(model: LoadedModel) -> Tensor:
+    steps = driver.Driver(driver.pool(model.plan, 40), backend())
+    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
+    return model.forward(ids, call, torch.arange(len(TEXT)))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_ranks_compute_what_one_device_does(dialect: str, tmp_path: Path) -> None:
+    path, numbers = build(tmp_path, dialect, intermediate_size=128)
+    only = MODULES if dialect in ("awq", "ct int8") else FUSED
+    expected = logits(load(path, only))
+
+    def rank(group: ThreadGroup) -> tuple[LoadedModel, Tensor]:
+        model = load(path, only, group)
+        return model, logits(model)
+
+    ranks = by_all(2, rank)
+    for number, (model, found) in enumerate(ranks):
+        assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+        narrow = {n: p for n, p in model._module.named_modules() if isinstance(p, NarrowLinear)}
+        assert len(narrow) == 7 * 4
+        for name, part in narrow.items():
+            whole = numbers[f"{name}.weight"]
+            dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
+            assert torch.equal(decode(part.narrow), whole.chunk(2, dim)[number]), name
+
+
+@pytest.mark.parametrize("asked", [Quantization.FP8, Quantization.INT8, Quantization.INT4])
+def test_each_rank_rounds_its_part_while_it_is_loaded(asked: Quantization, tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path, intermediate_size=128)
+
+    def rank(group: ThreadGroup) -> tuple[LoadedModel, Tensor]:
+        model = load(path, FUSED, group, asked)
+        return model, logits(model)
+
+    ranks = by_all(2, rank)
+    numbers = load_file(path / "model.safetensors")
+    parts = [dict(model._module.named_modules()) for model, _ in ranks]
+    for name, part in parts[0].items():
+        if isinstance(part, NarrowLinear):
+            dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
+            found = torch.cat([decode(modules[name].narrow) for modules in parts], dim)
+            assert (found - numbers[f"{name}.weight"]).abs().max() < 0.1
+            numbers[f"{name}.weight"] = found
+    wide = LlamaForCausalLM(tiny.config_of("llama", intermediate_size=128))
+    wide.load_state_dict(numbers)
+    expected = wide.train(False)(torch.tensor([TEXT])).logits[0].detach()
+    for _, found in ranks:
+        assert (found - expected).abs().max() < 3e-5 * expected.abs().max()

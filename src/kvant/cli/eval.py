@@ -99,6 +99,15 @@ def evaluate(
         bool,
         typer.Option("--quick", help="Less text: some minutes on two cores for a small model."),
     ] = False,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-config",
+            metavar="JSON",
+            help="Drafter, as of kvant serve: how many of its drafts each format accepts.",
+            show_default=False,
+        ),
+    ] = None,
     long_reasoning: Annotated[
         Path | None,
         typer.Option(
@@ -184,6 +193,7 @@ def evaluate(
     from kvant.measure.quality.page import page as render
     from kvant.measure.quality.report import report
     from kvant.measure.quality.texts import check_length, read_text
+    from kvant.plan.speculative_config import parse_speculative_config
 
     named = [parse_format(name, asked_by="--kv-format") for name in formats or ()]
     wide = parse_format(baseline, asked_by="--baseline")
@@ -198,6 +208,8 @@ def evaluate(
         else parse_format(recent_format, asked_by="--kv-recent-dtype"),
         asked_by=f"--kv-recent-tokens {recent}",
     )
+    if speculative_config is not None:
+        parse_speculative_config(speculative_config)
     llm = measured_llm(model, dtype, device, attention_backend=attention_backend)
     packages = ("torch", "transformers", "numpy")
     if long_reasoning is not None:
@@ -224,7 +236,7 @@ def evaluate(
     chosen = choose_contenders(
         llm, wide, named or whole_formats(), layered, named=bool(named), rows=rows
     )
-    evaluation = Evaluation(llm, chosen, read, extent)
+    evaluation = Evaluation(llm, chosen, read, extent, speculative_config, baseline)
     kept = kept_parts("eval", evaluation.inputs(), restart=restart)
     with progress(kept) as told:
         parts = run_parts(evaluation.parts(), kept, told)
@@ -299,6 +311,12 @@ def _print(found: dict[str, Any]) -> None:
         for name, one in formats.items()
     }
     _table(console, ("decode KL", "K alone", "V alone", "same text", "tokens/s"), paths)
+    if "baseline_acceptance_length" in found:
+        lengths = {
+            found["baseline"]: [f"{found['baseline_acceptance_length']:.2f}"],
+            **{name: [f"{one['acceptance_length']:.2f}"] for name, one in formats.items()},
+        }
+        _table(console, ["tokens a step with drafts"], lengths)
     if "baseline_needles" in found:
         needles = {
             name: [f"{n['found']} of {n['of']}" for n in one.values()]

@@ -22,6 +22,7 @@ from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import LEAST_POSITIONS, check_length, read_text, windows
 from kvant.measure.teacher_forced import text_logits
 from kvant.models.loaded import LoadedModel
+from kvant.sampling.sampling_params import SamplingParams
 from tests.engine import tiny_chat
 
 WIDE = parse_format("float32", asked_by="test")
@@ -243,3 +244,24 @@ def test_a_needle_lies_in_a_prompt_of_the_length_that_was_asked(llm: LLM, text: 
         shown = tokenizing.backend.decode(needle.prompt)
         assert f"The secret number is {needle.number}." in shown
     assert generation.found_needles(llm, plan_storing(llm, WIDE), wanted) == 0, "a random model"
+
+
+def test_a_drafters_acceptance_is_measured_in_each_format(llm: LLM, text: Path) -> None:
+    contenders = choose_contenders(llm, WIDE, [NARROW], None, named=True)
+    extent = evaluate.Extent((64,), 128, 0, 0, 0, 2, 12, ())
+    drafter = '{"method":"ngram","num_speculative_tokens":3}'
+    evaluation = evaluate.Evaluation(
+        llm, contenders, read_text(text, llm), extent, drafter, "float32"
+    )
+    (part, *_) = evaluation.parts()
+    assert part.name == "acceptance"
+    found = part.run(lambda _: None)
+    assert set(found) == {"", "int4_per_token_head"}
+    assert all(1 <= float(length) <= 4 for length in found.values()), found
+    prompts = generation.prompts_of(evaluation.text.token_ids, 2)
+    alone = LLM(
+        llm.model_path, dtype="float32", kv_cache_dtype="float32", kv_cache_memory="4MiB",
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    )  # fmt: skip
+    alone.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert float(found[""]) == alone.metrics()["spec_decode_mean_acceptance_length"]

@@ -142,12 +142,16 @@ def _layers(
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What is measured, and on what."""
+    """What is measured, and on what. drafter: `--speculative-config`, to measure how much of its drafts is
+    accepted; None without. baseline_name: the format's name, as a user gives it.
+    """
 
     llm: LLM
     contenders: Contenders
     text: Text
     extent: Extent
+    drafter: str | None = None
+    baseline_name: str = "model"
 
     @property
     def model(self) -> LoadedModel:
@@ -171,12 +175,17 @@ class Evaluation:
             "layered": who.layered,
             "text": self.text.sha256,
             "extent": asdict(self.extent),
+            "drafter": self.drafter,
         }
 
     def parts(self) -> list[Part]:
-        """Everything that is to be measured, the most telling first."""
+        """Everything that is to be measured; first what may be refused, then the most telling."""
         who, extent = self.contenders, self.extent
+        plans = {"": who.baseline, **who.formats}
         found = []
+        if self.drafter is not None and extent.answers:
+            tokens = extent.answers * extent.answer_tokens * len(plans)
+            found.append(Part("acceptance", tokens, partial(self._acceptance, plans)))
         for context in extent.contexts:
             texts = windows(self.text, self.llm, context, extent.tokens)
             batches = torch.split(texts, MOST_WINDOWS)
@@ -194,7 +203,6 @@ class Evaluation:
             batch = windows(self.text, self.llm, extent.layer_tokens, 0)[:1]
             layers = {str(i): plan for i, plan in enumerate(who.layers)}
             found.append(self._comparison("layers", layers, batch, 0))
-        plans = {"": who.baseline, **who.formats}
         if extent.answers:
             each = generation.PROMPT_TOKENS + _DECODE_COST * extent.answer_tokens
             tokens = extent.answers * each * len(plans)
@@ -217,6 +225,19 @@ class Evaluation:
             answers = generation.answers_of(self.llm, plan, prompts, extent.answer_tokens)
             found[name] = np.array(answers)
             told(len(prompts) * (generation.PROMPT_TOKENS + _DECODE_COST * extent.answer_tokens))
+        return found
+
+    def _acceptance(self, plans: Mapping[str, KVPlan], told: Told) -> Arrays:
+        extent = self.extent
+        prompts = generation.prompts_of(self.text.token_ids, extent.answers)
+        assert self.drafter is not None
+        found = {}
+        for name in plans:
+            length = generation.acceptance_length(
+                self.llm, name or self.baseline_name, self.drafter, prompts, extent.answer_tokens
+            )
+            found[name] = np.array(length)
+            told(len(prompts) * extent.answer_tokens)
         return found
 
     def _needles(self, plans: Mapping[str, KVPlan], length: int, told: Told) -> Arrays:

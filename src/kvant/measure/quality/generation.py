@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,31 @@ def prompts_of(token_ids: Sequence[int], count: int) -> list[list[int]]:
     """Pieces of PROMPT_TOKENS tokens from the whole length of a text."""
     stride = max(1, (len(token_ids) - PROMPT_TOKENS) // max(1, count))
     return [list(token_ids[i * stride : i * stride + PROMPT_TOKENS]) for i in range(count)]
+
+
+def acceptance_length(
+    llm: LLM, stored: str, drafter: str, prompts: Sequence[Sequence[int]], tokens: int
+) -> float:
+    """Tokens of a step, the target's own one included, in greedy answers that `drafter` drafts for.
+
+    stored: name of the target's KV format. drafter: as `--speculative-config`. Loads the model again, beside
+    the one of `llm`. ConfigError if the format and the drafter do not go together.
+    """
+    longest = max(len(prompt) for prompt in prompts) + tokens
+    drafting = LLM(
+        llm.model_path,
+        dtype=str(llm.plan.compute_dtype.value),
+        device=str(llm.planned.request.device.kind.value),
+        kv_cache_dtype=stored,
+        kv_cache_memory=len(prompts) * (longest + 64) * (llm.plan.bytes_per_token_16bit * 4),
+        max_model_len=longest,
+        max_num_seqs=len(prompts),
+        speculative_config=json.loads(drafter),
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    drafting.generate([list(prompt) for prompt in prompts], params)
+    found = float(drafting.metrics()["spec_decode_mean_acceptance_length"])
+    return max(1.0, found)  # 0 where nothing was drafted: each step gave the target's own token
 
 
 @dataclass(frozen=True, slots=True)

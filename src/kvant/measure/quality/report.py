@@ -52,6 +52,8 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
         if answers is not None:
             same = generation.agreement(answers[""].tolist(), answers[name].tolist())
             entry["generation"] = asdict(same)
+        if "acceptance" in parts:
+            entry["acceptance_length"] = float(parts["acceptance"][name])
         if extent.needle_contexts:
             entry["needles"] = _needles(parts, name, extent.needle_contexts)
         formats[name] = entry
@@ -71,6 +73,8 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
         "pareto": pareto(formats),
         "refused": dict(who.refused),
     }
+    if "acceptance" in parts:
+        found["baseline_acceptance_length"] = float(parts["acceptance"][""])
     if extent.needle_contexts:
         found["baseline_needles"] = _needles(parts, "", extent.needle_contexts)
     if "layers" in parts:

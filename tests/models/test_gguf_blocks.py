@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvant import LLM
-from kvant.errors import BadCheckpoint
+from kvant.errors import BadCheckpoint, NotServable
 from kvant.execution.runner import ModelRunner
 from kvant.measure.teacher_forced import text_logits
 from kvant.models.gguf_import import import_gguf
 from kvant.models.loaded import LoadedModel
+from kvant.models.quantization import Activations
+from kvant.plan.plan_json import plan_json
 from kvant.weights.blocks import read_blocks
 from kvant.weights.codecs import decode
 from kvant.weights.format import BLOCK_TYPES
@@ -168,3 +170,28 @@ def test_a_scale_that_is_no_number_is_refused_by_name_before_loading(tmp_path: P
     assert "blk.1.attn_q.weight" in caught.value.why
     assert "scale" in caught.value.why
     assert not list((tmp_path / "cache" / "gguf").glob("[!.]*[!n]"))  # nothing but a plan's files
+
+
+def test_rounded_activations_are_asked_for_by_name_and_shown(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", SMALL)
+    exact, rounded = open_(path), open_(path, weight_activations="int8")
+    assert rounded.planned.forward.activations is Activations.INT8
+    assert exact.planned.forward.activations is None
+    found, expected = logits(rounded), logits(exact)
+    error = float((found - expected).norm() / expected.norm())
+    assert 1e-4 < error < 0.2
+    assert plan_json(rounded.planned)["weight_activations"] == "int8"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({}, "weights are numbers"), ({"quantization": "int8", "dtype": "bfloat16"}, "float32")],
+)
+def test_rounded_activations_without_a_product_that_rounds_are_refused(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = import_gguf(write(tmp_path / "m.gguf", "llama", SMALL))  # numbers
+    with pytest.raises(NotServable, match=says) as refused:
+        open_(path, weight_activations="int8", **options)
+    assert refused.value.ways_out
+    open_(path, weight_activations="int8", quantization="int8")

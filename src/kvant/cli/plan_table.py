@@ -71,8 +71,11 @@ def _print_forward(plan: Plan, console: Console) -> None:
 
 
 def _weights(plan: Plan) -> str:
-    asked = plan.request.quantization
-    return "" if asked is None else f"weights quantised to {asked.value}, "
+    asked, activations = plan.request.quantization, plan.request.activations
+    said = "" if asked is None else f"weights quantised to {asked.value}, "
+    if activations is not None:
+        said += f"activations rounded to {activations.value} in products, "
+    return said
 
 
 def print_layers(model: PlannedModel, console: Console) -> None:

@@ -222,6 +222,8 @@ def cache_identity(planned: Plan) -> CacheIdentity:
     parts = [target.kv.fingerprint, target.kv.compute_dtype.value]
     if planned.request.quantization is not None:
         parts.append(planned.request.quantization.value)
+    if planned.request.activations is not None:
+        parts.append(f"{planned.request.activations.value} activations")
     asked = planned.request.backend
     if asked is not None and asked.rounds_long:
         parts.append(asked.name)

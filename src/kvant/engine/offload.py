@@ -13,7 +13,7 @@ from kvant.kv.memory import format_size
 from kvant.kv.offload.config import OffloadConfig
 from kvant.kv.pages import CacheIdentity, SharedPages
 from kvant.plan.device import free_host_bytes
-from kvant.plan.plan import Plan, PlannedModel
+from kvant.plan.plan import Plan, PlannedModel, PlanRequest
 
 if TYPE_CHECKING:
     from kvant.execution.runner import ModelRunner
@@ -73,7 +73,7 @@ def page_identity(
     layout = [target.kv.page_size, *(_layout(pool.arena.layout) for pool in runner.pools)]
     return PageIdentity(
         weights=_weights(target, dummy_weights),
-        weight_format="stored" if request.quantization is None else request.quantization.value,
+        weight_format=_weight_format(request),
         formats=f"{target.kv.compute_dtype.value} {target.kv.fingerprint}",
         scales=_scales(runner),
         rotary=_rotary(planned),
@@ -83,6 +83,14 @@ def page_identity(
         else f"{draft.kv.fingerprint} {_weights(draft, dummy_weights)}",
         arithmetic=_arithmetic(planned, runner) if request.batch_invariant else "",
     )
+
+
+def _weight_format(request: PlanRequest) -> str:
+    """How weights are rounded, and what they multiply."""
+    found = "stored" if request.quantization is None else request.quantization.value
+    if request.activations is not None:
+        found += f", {request.activations.value} activations"
+    return found
 
 
 def _weights(model: PlannedModel, dummy_weights: bool) -> str:

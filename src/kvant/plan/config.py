@@ -25,7 +25,7 @@ from kvant.kv.request import (
     parse_skips,
 )
 from kvant.kv.wide import ask_wide
-from kvant.models.quantization import Quantization
+from kvant.models.quantization import Activations, Quantization
 from kvant.plan.device import host_device
 from kvant.plan.limits import default_num_seqs
 from kvant.plan.options import Kind, option, options_of
@@ -179,6 +179,12 @@ class PlanOptions:
         choices=tuple(q.value for q in Quantization),
         unset="as stored",
     )
+    weight_activations: str | None = option(
+        None,
+        "Round what narrow weights multiply, by blocks of 32: faster, less exact. CPUs only.",
+        choices=tuple(a.value for a in Activations),
+        unset="not rounded",
+    )
     speculative_config: str | None = option(
         None,
         'Drafter: {"method":"dflash","model":..,"num_speculative_tokens":..,"kv_cache_dtype":..}.',
@@ -280,6 +286,7 @@ class LLMOptions(TypedDict, total=False):
     attention_backend: str | None
     batch_invariant: bool | None
     quantization: str | None
+    weight_activations: str | None
     speculative_config: str | Mapping[str, Any] | None
     max_model_len: int | None
     expected_length: int | None
@@ -375,6 +382,9 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         memory_utilization=options.gpu_memory_utilization,
         batch_invariant=options.batch_invariant,
         quantization=None if options.quantization is None else Quantization(options.quantization),
+        activations=None
+        if options.weight_activations is None
+        else Activations(options.weight_activations),
         tensor_parallel_size=options.tensor_parallel_size,
     )
 

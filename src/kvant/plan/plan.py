@@ -27,7 +27,7 @@ from kvant.models.directory import as_obstacle
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.geometry import DraftFacts, MovingRotary
 from kvant.models.local import LocalModel
-from kvant.models.quantization import Quantization
+from kvant.models.quantization import Activations, Quantization
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.divided import Division
 from kvant.models.sharding.shard import rank_plan
@@ -47,10 +47,11 @@ class PlanRequest:
     max_model_len, max_num_seqs, max_num_batched_tokens, prefix_caching: see `Limits`.
     memory_bytes: memory of a device to plan for that need not be here. kv_cache_bytes: of all pages.
     state_cache_bytes: of states that are kept for the prefix cache. memory_utilization: share of a GPU's
-    memory to use. batch_invariant: use only backends that compute
-    every row independently of the rows beside it. quantization: of the target's weights, while they are
-    loaded. tensor_parallel_size: devices that share the model. expected_length: tokens of a sequence, for
-    the number of sequences that fit. offload: tiers of memory behind the pages of the prefix cache.
+    memory to use. batch_invariant: use only backends that compute every row independently of the rows
+    beside it. quantization: of the target's weights, while they are loaded. activations: how products with
+    narrow weights round them. tensor_parallel_size: devices that share the model. expected_length: tokens of
+    a sequence, for the number of sequences that fit. offload: tiers of memory behind the pages of the prefix
+    cache.
     """
 
     model: str
@@ -71,6 +72,7 @@ class PlanRequest:
     speculative: SpeculativeConfig | None = None
     batch_invariant: bool = False
     quantization: Quantization | None = None
+    activations: Activations | None = None
     tensor_parallel_size: int = 1
     expected_length: int | None = None
     offload: OffloadConfig | None = None

@@ -23,6 +23,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "dtype_because": plan.target.kv.compute_because,
         "page_size": plan.target.kv.page_size,
         "batch_invariant": plan.request.batch_invariant,
+        "weight_activations": None
+        if plan.request.activations is None
+        else plan.request.activations.value,
         "quantization": None
         if plan.request.quantization is None
         else plan.request.quantization.value,

@@ -16,7 +16,7 @@ from kvant.kv.spec import Role
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
 from kvant.models.quantization import check_quantization
-from kvant.models.select import select_forward
+from kvant.models.select import check_activations, select_forward
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.shard import rank_geometry
 from kvant.models.stored import NotStored, Stored, read_stored
@@ -63,6 +63,9 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
             request.quantization, request.batch_invariant, ranks,
         )
     )  # fmt: skip
+    if request.activations is not None:
+        check_activations(request.activations, request.device, forward)
+        forward = replace(forward, activations=request.activations)
     draft: PlannedModel | None = None
     draft_facts: DraftFacts | None = None
     if request.speculative is not None and facts.draft is not None:

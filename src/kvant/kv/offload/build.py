@@ -11,7 +11,7 @@ from kvant.kv.offload.files import FileQueue
 from kvant.kv.offload.mover import Copier, HostRows, MemoryCopier, PageMover
 from kvant.kv.offload.moves import Bell
 from kvant.kv.offload.page_files import PageFiles
-from kvant.kv.offload.policy import BreakEven
+from kvant.kv.offload.policy import HOST_RATES, BreakEven
 from kvant.kv.offload.tiers import Tiers
 from kvant.kv.pages import SharedPages
 
@@ -40,6 +40,8 @@ def build_tiers(
     host = SharedPages(count, shared.windows, per_superblock)
     mover = PageMover(rows, _copiers(pieces, rows, device), bell)
     queue = None if files is None else FileQueue(files, bell)
+    if policy is None:
+        policy = BreakEven(host_rate=HOST_RATES["cuda" if on_gpu else "cpu"])
     return Tiers(shared, host, mover, bell=bell, policy=policy, files=queue)
 
 

@@ -8,8 +8,11 @@ LEAST_TOKENS = 64
 LATENCY = 0.002
 """Seconds from the request of a restore until a step can use its pages, beside the copies themselves."""
 
-_DECLARED = {"host": 4e9, "disk": 0.5e9}
-"""Bytes per second of a tier until copies were measured; low, so that a first restore is no loss."""
+HOST_RATES = {"cpu": 4e9, "cuda": 20e9}
+"""Bytes per second from host memory to a kind of device until copies were measured."""
+
+_DISK_RATE = 0.5e9
+"""The same for files; low, so that a first restore is no loss."""
 
 _WEIGHT = 0.3
 """Share of the newest measurement in the smoothed rate."""
@@ -18,14 +21,20 @@ _WEIGHT = 0.3
 class BreakEven:
     """Compares bytes over the measured rate of a tier with tokens over the measured rate of prompts.
 
-    least_tokens: fewer are never restored. latency: see LATENCY. Attention over a long context makes the
-    recomputation slower than this estimate: the rule errs on the side of computing.
+    least_tokens: fewer are never restored. latency: see LATENCY. host_rate: see HOST_RATES. Attention
+    over a long context makes the recomputation slower than this estimate: the rule errs on the side of
+    computing.
     """
 
-    def __init__(self, least_tokens: int = LEAST_TOKENS, latency: float = LATENCY) -> None:
+    def __init__(
+        self,
+        least_tokens: int = LEAST_TOKENS,
+        latency: float = LATENCY,
+        host_rate: float = HOST_RATES["cpu"],
+    ) -> None:
         self.least_tokens, self.latency = least_tokens, latency
-        self.bytes_per_second = dict(_DECLARED)
-        self.tokens_per_second = 0.0
+        self.bytes_per_second = {"host": host_rate, "disk": _DISK_RATE}
+        self._prompts = [0.0, 0.0]  # smoothed tokens and seconds of a step
         self._is_measured: set[str] = set()
 
     def note_copy(self, tier: str, num_bytes: int, seconds: float) -> None:
@@ -38,9 +47,16 @@ class BreakEven:
     def note_prompts(self, num_tokens: int, seconds: float) -> None:
         """A step that computed prompts was measured."""
         if num_tokens >= self.least_tokens and seconds > 0:
-            self.tokens_per_second = self._smoothed(
-                "prompts", self.tokens_per_second, num_tokens / seconds
-            )
+            # Tokens and seconds apart: a step's tokens are read while the next step runs.
+            for place, now in enumerate((num_tokens, seconds)):
+                before = self._prompts[place]
+                self._prompts[place] = before + _WEIGHT * (now - before) if before else now
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of prompts, 0 before one was measured."""
+        tokens, seconds = self._prompts
+        return tokens / seconds if seconds else 0.0
 
     def pays(self, num_tokens: int, host_bytes: int, disk_bytes: int) -> bool:
         """Whether restoring these bytes takes less time than computing the tokens whose K and V they are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,10 +142,10 @@ def test_a_format_that_cannot_be_served_is_refused_if_it_was_named(
 ) -> None:
     plan = evaluate.plan_storing
 
-    def refuse(llm: LLM, stored: FormatRequest) -> KVPlan:
+    def refuse(llm: LLM, stored: FormatRequest, **kept: Any) -> KVPlan:
         if "fp8_e5m2" in str(stored):
             raise NotServable("fp8_e5m2 is asked", why="this device has no kernel for it")
-        return plan(llm, stored)
+        return plan(llm, stored, **kept)
 
     monkeypatch.setattr(evaluate, "plan_storing", refuse)
     formats = [parse_format("fp8_e5m2", asked_by="test"), NARROW]

@@ -111,7 +111,7 @@ def _layout(layout: ArenaLayout) -> list[object]:
             group.window,
             group.page_bytes,
             group.sink,
-            sorted((role.value, layer, *at) for (role, layer), at in group.offsets.items()),
+            sorted((o.role.value, o.layer, o.is_wide, *at) for o, at in group.offsets.items()),
         ]
         for group in layout.groups
     ]

@@ -4,11 +4,15 @@ widths of Qwen3.5-9B and Bamba in bfloat16, on a machine without a GPU, and prin
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from triton.runtime.jit import JITFunction
 
-from kvant.models.recurrent import delta_layer, kernels
+from kvant.models.recurrent import delta_chunks, delta_layer, kernels
+from kvant.models.recurrent.packed import Chunks
 from tests.models.interpreted.compiled import _compile as compile_only
+from tests.models.recurrent.test_scan import packed
 
 BF16 = torch.bfloat16
 
@@ -40,13 +44,29 @@ def main() -> None:
         limits = (0.0, float("inf"))
         of_bamba = a, per_head, per_head, per_head, bamba, rows, starts, 1, limits
         kernels.mamba_step(wide, *of_bamba)
-        chunks = torch.zeros(2, heads, 64, 128)
+        of_chunks = torch.zeros(2, heads, 64, 128)
         scores, whole = torch.zeros(2, heads, 64, 64), torch.zeros(2, heads)
-        bounds = torch.zeros(2, n, dtype=torch.int64)
-        for moved in (chunks, None):
+        some = torch.zeros(2, 2 * n, dtype=torch.int64)
+        chunks = Chunks(64, [], some, some, some, [], [], some[:, :n], some[:, :2])
+        out = torch.zeros(n, heads, values, dtype=BF16)
+        for moved in (of_chunks, None):
             kernels.over_chunks(
-                chunks, chunks, chunks, moved, scores, whole, state, rows, starts, bounds
+                of_chunks,
+                of_chunks,
+                of_chunks,
+                moved,
+                scores,
+                whole,
+                state,
+                rows,
+                starts,
+                chunks,
+                out,
             )
+        there = replace(packed([0] * n, [2] * n, [0] * n), rows=rows)
+        delta_chunks.delta_chunks(
+            x, a, a, per_head, per_head, state, there, chunks, 16, out, strongest=1.0
+        )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from kvant.models.recurrent.scan import scan
 from tests.models.recurrent.test_scan import ROWS, cache, packed
 
 kernels = pytest.importorskip("kvant.models.recurrent.kernels")
+chunk_kernels = pytest.importorskip("kvant.models.recurrent.delta_chunks")
 layer_kernels = pytest.importorskip("kvant.models.recurrent.delta_layer")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -159,6 +160,50 @@ def test_the_passage_over_chunks(delta: bool, monkeypatch: pytest.MonkeyPatch) -
         rows=step.rows.to(DEVICE),
     )  # fmt: skip
     same((define(made, Packed.of(there)), state), expected, lengths)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_chunks_of_the_delta_rule(alike: bool) -> None:
+    """alike: tokens that repeat, whose triangular systems are as bad as they get."""
+    torch.manual_seed(6)
+    lengths, heads, key_heads, values, keys = [70, 2, 3, 130, 1], 4, 2, 24, 16
+    total, width = sum(lengths), key_heads * keys
+    mixed = torch.randn(total, 2 * width + heads * values, device=DEVICE)
+    if alike:
+        mixed = mixed[:1] + 0.01 * mixed
+    a, b = (
+        torch.randn(total, heads, device=DEVICE) - 4 * alike,
+        torch.randn(total, 2 * heads, device=DEVICE),
+    )
+    b = b[:, :heads] + 4 * alike
+    a_log, bias = torch.randn(heads, device=DEVICE), torch.randn(heads, device=DEVICE)
+    state = before(heads, values, keys)
+
+    def define(made: object, there: object) -> Tensor:
+        q, k, v = mixed.cpu().double().split([width, width, heads * values], 1)
+        q, k = (x.view(total, key_heads, keys) for x in (q, k))
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        g = -a_log.cpu().double().exp() * F.softplus(a.cpu().double() + bias.cpu().double())
+        v = v.view(total, heads, values)
+        return scan(q * keys**-0.5, k, v, g, b.cpu().double().sigmoid(), made, there)  # type: ignore[arg-type]
+
+    expected = defined(define, state.cpu(), StateKind.RECURRENT, lengths)
+    step = packed([max(0, s) for s in STARTS], lengths, PLACES).step
+    assert step.rows is not None
+    there = Packed.of(
+        replace(
+            step, cu_seqlens_q=step.cu_seqlens_q.to(DEVICE), seqlens_kv=step.seqlens_kv.to(DEVICE),
+            rows=step.rows.to(DEVICE),
+        )
+    )  # fmt: skip
+    chunks = there.chunks(64)
+    assert chunks is not None
+    out = torch.full((total, heads, values), torch.nan, device=DEVICE)
+    chunk_kernels.delta_chunks(
+        mixed, a, b, a_log, bias, state, there, chunks, key_heads, out, strongest=1.0
+    )
+    # The last sequence has one token, which is not in a chunk.
+    same((out[:-1], state), (expected[0], expected[1]), lengths[:-1])
 
 
 def test_a_gated_norm() -> None:

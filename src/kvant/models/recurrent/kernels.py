@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvant.models.recurrent.packed import Chunks
+
 _CHANNELS = 512
 
 
@@ -115,25 +117,24 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def over_chunks(
     q: Tensor, k: Tensor, v: Tensor, moved: Tensor | None, scores: Tensor, whole: Tensor, state: Tensor,
-    rows: Tensor, starts: Tensor, bounds: Tensor,
-) -> Tensor:  # fmt: skip
+    rows: Tensor, starts: Tensor, chunks: Chunks, out: Tensor, *, precision: str = "tf32x3",
+) -> None:  # fmt: skip
     """The passage from chunk to chunk of `scan.in_chunks`, for all sequences in one launch.
 
     q, k, moved: [chunks, heads, size, keys], v: [chunks, heads, size, values], scores: [chunks, heads, size,
-    size], all float32 and contiguous. whole: [chunks, heads] float32, decays of whole chunks. bounds: [2, n]
-    int64, first chunk and end of each sequence. state: [num_rows, heads, values, keys], updated. rows: [n] int64.
-    starts: [n] int32. Returns [chunks, heads, size, values] float32.
+    size], all float32 and contiguous. whole: [chunks, heads] float32, decays of whole chunks. state: [num_rows,
+    heads, values, keys], updated. rows: [n] int64. starts: [n] int32. out: [T, heads, values], of which the
+    tokens in chunks are set. precision: of the products.
     """
     heads, values, keys = state.shape[1:]
     size = q.shape[2]
-    out = torch.empty_like(v)
     block = min(32, max(16, triton.next_power_of_2(values)))
     _over_chunks[(len(rows), heads, triton.cdiv(values, block))](
-        q, k, v, moved, scores, whole, state, state.stride(0), rows, starts, bounds, out, len(rows),
+        q, k, v, moved, scores, whole, state, state.stride(0), rows, starts, chunks.bounds, chunks.pieces, out,
+        len(rows), len(whole),
         HEADS=heads, KEYS=keys, VALUES=values, SIZE=size, WIDE=max(16, triton.next_power_of_2(keys)),
-        BLOCK=block, DELTA=moved is not None, num_warps=4, num_stages=1,
+        BLOCK=block, DELTA=moved is not None, PRECISION=precision, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return out
 
 
 @triton.jit
@@ -300,10 +301,12 @@ def _gated_norm(x, gate, gate_stride, weight, out, eps, EACH: tl.constexpr, WIDT
     tl.store(out + i * WIDTH + c, row.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=("count",))
-def _over_chunks(q, k, v, moved, scores, whole, state, state_stride, rows, starts, bounds, out, count,
+@triton.jit(do_not_specialize=("count", "num_chunks"))
+def _over_chunks(q, k, v, moved, scores, whole, state, state_stride, rows, starts, bounds, pieces, out, count,
+                 num_chunks,
                  HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
-                 WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr):  # fmt: skip
+                 WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr,
+                 PRECISION: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence, chunk after chunk. The state is held as [keys, values]."""
     i = tl.program_id(0)
     h = tl.program_id(1)
@@ -325,13 +328,16 @@ def _over_chunks(q, k, v, moved, scores, whole, state, state_stride, rows, start
             new = tl.load(v + at * VALUES + of_values, mask=is_value[None, :], other=0.0)
             if DELTA:
                 m = tl.load(moved + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
-                new -= tl.dot(m, s, input_precision="tf32x3")
+                new -= tl.dot(m, s, input_precision=PRECISION)
             qs = tl.load(q + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
-            o = tl.dot(qs, s, input_precision="tf32x3")
+            o = tl.dot(qs, s, input_precision=PRECISION)
             near = tl.load(scores + at * SIZE + tt[:, None] * SIZE + tt[None, :])
-            o += tl.dot(near, new, input_precision="tf32x3")
-            tl.store(out + at * VALUES + of_values, o, mask=is_value[None, :])
+            o += tl.dot(near, new, input_precision=PRECISION)
+            token = tl.load(pieces + n) + tt
+            there = (tt < tl.load(pieces + num_chunks + n))[:, None] & is_value[None, :]
+            to = out + (token[:, None] * HEADS + h) * VALUES + vv[None, :]
+            tl.store(to, o.to(out.dtype.element_ty), mask=there)
             ks = tl.load(k + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
             s = s * tl.load(whole + n * HEADS + h)
-            s += tl.dot(tl.trans(ks), new, input_precision="tf32x3")
+            s += tl.dot(tl.trans(ks), new, input_precision=PRECISION)
         tl.store(place, s.to(state.dtype.element_ty), mask=tile)

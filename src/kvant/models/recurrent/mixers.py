@@ -18,7 +18,7 @@ from kvant.kv.state_pool import StateCache
 from kvant.models.recurrent.conv import causal_conv
 from kvant.models.recurrent.elementwise import elementwise_scan
 from kvant.models.recurrent.packed import Packed, takes_kernels
-from kvant.models.recurrent.scan import scan
+from kvant.models.recurrent.scan import CHUNK, scan
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -74,6 +74,10 @@ _NORMS_OF_QWEN = frozenset(
     {"Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated"}
 )
 """Norms that `kernels.gated_norm` computes."""
+
+
+_WIDEST = 128
+"""Keys and values of a head that `delta_chunks` takes: its programs hold a chunk of them."""
 
 
 def _conv_state(kernel: int, channels: int) -> StateGeometry:
@@ -217,8 +221,18 @@ class GatedDeltaNet(_DeltaRule):
         strongest, kernels = self._strongest, takes_kernels(mixed, cache)
         if kernels and packed.lengths is None:
             return self._step(mixed, a, b, cache, packed.rows, packed.starts, strongest)
-        g = -m.A_log.float().exp() * F.softplus(a.float() + m.dt_bias.float())
-        out = self.delta(mixed, g, b.sigmoid() * strongest, states, singles=not kernels)
+        if kernels and max(self.keys, self.values) <= _WIDEST:
+            from kvant.models.recurrent.delta_chunks import delta_chunks
+
+            out, chunks = mixed.new_empty(len(mixed), self.heads, self.values), packed.chunks(CHUNK)
+            if chunks is not None:
+                delta_chunks(
+                    mixed, a, b, m.A_log, m.dt_bias, cache.numbers, packed, chunks, self.key_heads, out,
+                    strongest=strongest,
+                )  # fmt: skip
+        else:
+            g = -m.A_log.float().exp() * F.softplus(a.float() + m.dt_bias.float())
+            out = self.delta(mixed, g, b.sigmoid() * strongest, states, singles=not kernels)
         if kernels:
             places, which, tokens = packed.singles
             if places:

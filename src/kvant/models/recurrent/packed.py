@@ -22,7 +22,8 @@ class Chunks:
     places: sequences, those with most chunks first. tokens: [m * size] int64, each chunk's tokens in T; T for
     what lies behind a sequence's last token. found: [tokens in chunks] int64, where they stand in chunks, and
     where: [tokens in chunks] int64, where in T. counts, begins: chunks of each of `places`, and the first of
-    them. bounds: [2, n] int64, first chunk and end of every sequence of the step.
+    them. bounds: [2, n] int64, first chunk and end of every sequence of the step. pieces: [2, m] int64, first
+    token and number of tokens of every chunk.
     """
 
     size: int
@@ -33,6 +34,7 @@ class Chunks:
     counts: list[int]
     begins: list[int]
     bounds: Tensor
+    pieces: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +121,18 @@ class Packed:
             ends = firsts.copy()
             for (_, place), begin, count in zip(longer, begins, counts, strict=True):
                 ends[place] = begin + count
-            flat = np.concatenate([tokens, *found, *where, firsts, ends])
+            of_chunks = tokens[::size]
+            held = (tokens.reshape(-1, size) < total).sum(1)
+            flat = np.concatenate([tokens, *found, *where, firsts, ends, of_chunks, held])
             made = self.step.lists[key] = torch.from_numpy(flat).to(self.rows.device)
         n = len(self.lengths)
-        tokens_, found_, where_, bounds = torch.split(
-            made, [sum(counts) * size, in_chunks, in_chunks, 2 * n]
+        m = sum(counts)
+        tokens_, found_, where_, bounds, pieces = torch.split(
+            made, [m * size, in_chunks, in_chunks, 2 * n, 2 * m]
         )
         return Chunks(
             size, [place for _, place in longer], tokens_, found_, where_, counts, begins,
-            bounds.view(2, n),
+            bounds.view(2, n), pieces.view(2, m),
         )  # fmt: skip
 
 

@@ -58,8 +58,7 @@ def scan(
         write_state(cache, packed, rows, state)
     chunks = packed.chunks(KEY_CHUNK if g.ndim == 3 else CHUNK)
     if chunks is not None:
-        found = _in_chunks(q, k, v, g, beta, chunks, cache, packed)
-        out[chunks.where] = found.transpose(1, 2).reshape(-1, *v.shape[1:])[chunks.found]
+        _in_chunks(q, k, v, g, beta, chunks, cache, packed, out)
     return out
 
 
@@ -82,9 +81,9 @@ def one_token(
 
 def _in_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks, cache: StateCache,
-    packed: Packed,
-) -> Tensor:  # fmt: skip
-    """Results of the tokens in chunks [m, heads, size, values]; stores the states."""
+    packed: Packed, out: Tensor,
+) -> None:  # fmt: skip
+    """Set the results out [T, heads, values] of the tokens in chunks; stores the states."""
     heads, values = v.shape[1:]
     by_key = g.ndim == 3
 
@@ -118,12 +117,13 @@ def _in_chunks(
         from kvant.models.recurrent.kernels import over_chunks
 
         moved = None if moved is None else moved.contiguous()
-        return over_chunks(
+        over_chunks(
             q.contiguous(), k.contiguous(), v.contiguous(), moved, scores.contiguous(),
-            whole[..., 0].contiguous(), cache.numbers, packed.rows, packed.starts, chunks.bounds,
+            whole[..., 0].contiguous(), cache.numbers, packed.rows, packed.starts, chunks, out,
         )  # fmt: skip
+        return
     state = read_state(cache, packed, chunks.places, v.dtype)
-    out = torch.empty_like(v)
+    found = torch.empty_like(v)
     for n in range(chunks.counts[0]):
         there = [
             begin + n
@@ -134,10 +134,10 @@ def _in_chunks(
         new = v[there]
         if moved is not None:
             new = new - moved[there] @ before.transpose(-1, -2)
-        out[there] = q[there] @ before.transpose(-1, -2) + scores[there] @ new
+        found[there] = q[there] @ before.transpose(-1, -2) + scores[there] @ new
         state[: len(there)] = before * whole[there][:, :, None] + new.transpose(-1, -2) @ k[there]
     write_state(cache, packed, chunks.places, state)
-    return out
+    out[chunks.where] = found.transpose(1, 2).reshape(-1, heads, values)[chunks.found]
 
 
 def _for_heads(x: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,132 @@
+"""The gated delta rule over prompts: two Triton launches, whatever the number of sequences and chunks.
+
+The first computes what every chunk gives without knowing the state before it, all chunks at once. The second,
+`kernels.over_chunks`, passes from chunk to chunk. `scan` has the formulas and defines the results.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvant.models.recurrent.kernels import over_chunks, softplus
+from kvant.models.recurrent.packed import Chunks, Packed
+
+_PART = tl.constexpr(16)
+"""Rows of a triangular system that are solved one after the other."""
+
+
+def delta_chunks(
+    mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, packed: Packed,
+    chunks: Chunks, key_heads: int, out: Tensor, *, strongest: float,
+) -> None:  # fmt: skip
+    """The tokens in chunks through the gated delta rule, with its gates.
+
+    mixed: [T, channels], q, k and v behind the convolution. a, b: [T, heads], rows of any stride. a_log,
+    dt_bias, state, strongest: as in `kernels.delta_step`. out: [T, heads, values], of which the tokens in
+    chunks are set.
+    """
+    heads, values, keys = state.shape[1:]
+    count, size = chunks.pieces.shape[1], chunks.size
+    whole = mixed.new_empty(count, heads, dtype=torch.float32)
+    q, k, moved = (whole.new_empty(count, heads, size, keys) for _ in range(3))
+    v, scores = (
+        whole.new_empty(count, heads, size, values),
+        whole.new_empty(count, heads, size, size),
+    )
+    _within_chunks[(count, heads)](
+        mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, chunks.pieces,
+        q, k, v, moved, scores, whole, keys**-0.5, strongest, count,
+        HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values, SIZE=size,
+        WIDE_KEYS=max(16, triton.next_power_of_2(keys)), WIDE=max(16, triton.next_power_of_2(values)),
+        PRECISION=precision(mixed), num_warps=8, num_stages=1,
+    )  # fmt: skip
+    over_chunks(
+        q, k, v, moved, scores, whole, state, packed.rows, packed.starts, chunks, out,
+        precision=precision(mixed),
+    )  # fmt: skip
+
+
+def precision(x: Tensor) -> str:
+    """Of products over numbers that were computed from x [..]: as good as its own dtype."""
+    return "tf32x3" if x.dtype is torch.float32 else "tf32"
+
+
+@triton.jit
+def _inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I + lower, [SIZE, SIZE], of which entries on the diagonal and above are zeros.
+
+    Blocks on the diagonal row by row. With D their inverses and N what lies left of them, I + lower is
+    D^-1 (I + D N), and the fourth power of D N is zero.
+    """
+    BLOCKS: tl.constexpr = SIZE // _PART
+    tl.static_assert(BLOCKS <= 4)
+    block, r, t = tl.arange(0, BLOCKS), tl.arange(0, _PART), tl.arange(0, SIZE)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    apart = tl.reshape(lower, (BLOCKS, _PART, BLOCKS, _PART))
+    diagonal = tl.sum(tl.where(same, apart, 0.0), 2)
+    solved = tl.where((r[:, None] == r[None, :])[None, :, :], diagonal * 0.0 + 1.0, 0.0)
+    for i in range(1, _PART):
+        is_row = (r == i)[None, :, None]
+        row = tl.sum(tl.where(is_row, diagonal, 0.0), 1)
+        taken = tl.sum(row[:, :, None] * solved, 1)
+        solved = tl.where(is_row, solved - taken[:, None, :], solved)
+    inner = tl.reshape(tl.where(same, solved[:, :, None, :], 0.0), (SIZE, SIZE))
+    left = tl.where((t // _PART)[:, None] > (t // _PART)[None, :], lower, 0.0)
+    once = tl.dot(inner, left, input_precision=PRECISION)
+    twice = tl.dot(once, once, input_precision=PRECISION)
+    inner += tl.dot(twice, inner, input_precision=PRECISION)
+    return inner - tl.dot(once, inner, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=("strongest", "count"))
+def _within_chunks(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, pieces, q_out, k_out, v_out,
+                   moved, scores, whole, scale, strongest, count,
+                   HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+                   SIZE: tl.constexpr, WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
+    """Program: a chunk of a head. pieces: [2, count] int64, first token and tokens of each chunk."""
+    n = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    first = tl.load(pieces + n)
+    length = tl.load(pieces + count + n)
+    t, kk, vv = tl.arange(0, SIZE), tl.arange(0, WIDE_KEYS), tl.arange(0, WIDE)
+    inside, is_key, is_value = t < length, kk < KEYS, vv < VALUES
+    token = first + t
+    of_keys, of_values = inside[:, None] & is_key[None, :], inside[:, None] & is_value[None, :]
+    line = mixed + token[:, None] * mixed_stride
+    width: tl.constexpr = HEADS // PER_KEY * KEYS
+    q = tl.load(line + h // PER_KEY * KEYS + kk[None, :], mask=of_keys, other=0.0).to(tl.float32)
+    k = tl.load(line + width + h // PER_KEY * KEYS + kk[None, :], mask=of_keys, other=0.0).to(
+        tl.float32
+    )
+    v = tl.load(line + 2 * width + h * VALUES + vv[None, :], mask=of_values, other=0.0).to(
+        tl.float32
+    )
+    q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None]
+    k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
+    gate = tl.load(a + token * a_stride + h, mask=inside, other=0.0).to(tl.float32)
+    gate = softplus(gate + tl.load(dt_bias + h).to(tl.float32))
+    gate = tl.where(inside, -tl.exp(tl.load(a_log + h).to(tl.float32)) * gate, 0.0)
+    since, total = tl.cumsum(gate, 0), tl.sum(gate, 0)
+    beta = tl.load(b + token * b_stride + h, mask=inside, other=0.0).to(tl.float32)
+    beta = tl.where(inside, strongest / (1.0 + tl.exp(-beta)), 0.0)
+    decay = tl.exp(tl.where(t[:, None] >= t[None, :], since[:, None] - since[None, :], -1e30))
+    turned = tl.trans(k)
+    near = tl.dot(q, turned, input_precision=PRECISION) * decay
+    at = n * HEADS + h
+    tl.store(scores + at * SIZE * SIZE + t[:, None] * SIZE + t[None, :], near)
+    lower = tl.dot(k, turned, input_precision=PRECISION) * decay * beta[:, None]
+    lower = tl.where(t[:, None] > t[None, :], lower, 0.0)
+    solved = _inverse(lower, SIZE, PRECISION)
+    v = tl.dot(solved, v * beta[:, None], input_precision=PRECISION)
+    to = at * SIZE * VALUES + t[:, None] * VALUES + vv[None, :]
+    tl.store(v_out + to, v, mask=is_value[None, :])
+    to = at * SIZE * KEYS + t[:, None] * KEYS + kk[None, :]
+    m = tl.dot(solved, k * (beta * tl.exp(since))[:, None], input_precision=PRECISION)
+    tl.store(moved + to, m, mask=is_key[None, :])
+    tl.store(q_out + to, q * tl.exp(since)[:, None], mask=is_key[None, :])
+    tl.store(k_out + to, k * tl.exp(total - since)[:, None], mask=is_key[None, :])
+    tl.store(whole + at, tl.exp(total))

@@ -1,0 +1,24 @@
+"""docs/benchmarks/ranks.md: two ranks beside one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tables import Cells, held, table
+
+
+@table("ranks", "h200-ranks.json")
+def ranks(data: Any) -> Cells:
+    lines = [["shape", "requests", "1 rank, tok/s", "2 ranks, tok/s", "2 over 1", "goal"]]
+    best = {
+        (r["shape"], r["requests"], r["ranks"]): (max(r["tok_s"]), r["goal"]) for r in data["rows"]
+    }
+    for (shape, requests, count), (two, goal) in best.items():
+        if count == 1:
+            continue
+        one, _ = best[shape, requests, 1]
+        lines.append(
+            [shape, f"{requests}", f"{one:.1f}", f"{two:.1f}", f"{two / one:.2f}x",
+             "-" if goal is None else held(two / one, goal, least=True)]
+        )  # fmt: skip
+    return lines

@@ -1,4 +1,4 @@
-"""The gated delta rule over prompts: two Triton launches, whatever the number of sequences and chunks.
+"""The gated delta rule over prompts: two Triton launches for any number of sequences and chunks.
 
 The first computes what every chunk gives without knowing the state before it, all chunks at once. The second,
 `kernels.over_chunks`, passes from chunk to chunk. `scan` has the formulas and defines the results.
@@ -50,7 +50,7 @@ def delta_chunks(
 
 
 def precision(x: Tensor) -> str:
-    """Of products over numbers that were computed from x [..]: as good as its own dtype."""
+    """Precision of products over numbers that were computed from x [..]: as good as its own dtype."""
     return "tf32x3" if x.dtype is torch.float32 else "tf32"
 
 

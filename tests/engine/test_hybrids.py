@@ -36,8 +36,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def opened(path: Path, **options: object) -> LLM:
-    given = {"dtype": "float32", "max_model_len": 300, "page_size": 16, **options}
-    return LLM(path, device="cpu", **given)  # type: ignore[arg-type]
+    given = {"device": "cpu", "dtype": "float32", "max_model_len": 300, "page_size": 16, **options}
+    return LLM(path, **given)  # type: ignore[arg-type]
 
 
 def texts(llm: LLM) -> list[list[int]]:

@@ -20,6 +20,7 @@ chunk_kernels = pytest.importorskip("kvant.models.recurrent.delta_chunks")
 layer_kernels = pytest.importorskip("kvant.models.recurrent.delta_layer")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 PLACES = [3, 0, ROWS, 7, ROWS]  # twice the scratch row, as padding
 STARTS = [5, 0, -1, 100, -1]
 

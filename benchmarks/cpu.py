@@ -39,8 +39,8 @@ def cpu(
         list[str] | None,
         typer.Option(
             "--part",
-            help="With --peers: float32-weights, int8-weights, int4-weights, long-context; may be "
-            "repeated, all without.",
+            help="With --peers: float32-weights, int8-weights, int4-weights, q8_0-weights, q4_0-weights, "
+            "long-context; may be repeated, all without.",
             show_default=False,
         ),
     ] = None,

@@ -25,7 +25,7 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
 from kvant.models.demo import DEMO_NAME
 from kvant.models.locate import locate
-from kvant.models.quantization import Quantization
+from kvant.models.quantization import Activations, Quantization
 
 ROUNDS = 3
 LONG = 4096
@@ -47,6 +47,8 @@ class Part(Enum):
     FLOAT32 = "float32-weights"
     INT8 = "int8-weights"
     INT4 = "int4-weights"
+    Q8_0 = "q8_0-weights"  # the same GGUF file
+    Q4_0 = "q4_0-weights"
     CONTEXT = "long-context"
 
 
@@ -56,6 +58,10 @@ _QUANTIZATION = {
 }
 
 
+_FILES = {Part.Q8_0: PeerWeights.Q8_0, Part.Q4_0: PeerWeights.Q4_0}
+"""Parts in which every engine opens the same file."""
+
+_PEER_WEIGHTS = {Part.INT8: PeerWeights.Q8_0, Part.INT4: PeerWeights.Q4_0, **_FILES}
 _CASES = {Part.FLOAT32: SHORT_CASES, Part.CONTEXT: (LONG_CASE,)}
 
 
@@ -92,13 +98,13 @@ def measure_part(part: Part, peers: Peers) -> tuple[list[Row], dict[str, str]]:
 def table(rows: Sequence[Row]) -> str:
     """As Markdown, medians over all rounds."""
     lines = [
-        "| what | engine | weights | KV | ms | tokens/s |",
-        "| --- | --- | --- | --- | ---: | ---: |",
+        "| what | engine | weights | KV | ms | best ms | tokens/s |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: |",
     ]
     for row in rows:
         lines.append(
             f"| {row.case} | {row.engine} | {row.weights} | {row.kv} | {row.median_ms:.1f} | "
-            f"{row.tokens_per_second:.1f} |"
+            f"{row.best_ms:.1f} | {row.tokens_per_second:.1f} |"
         )
     return "\n".join(lines)
 
@@ -115,11 +121,15 @@ def _kvant_of(part: Part) -> Iterator[Contestant]:
             yield _kvant(llm, part, stored, LONG_CASE)
         return
     yield _kvant(_open(part), part, KVDtype.FLOAT32, *SHORT_CASES)
+    if part in _FILES:
+        llm = _open(part, activations=Activations.INT8)
+        yield _kvant(llm, part, KVDtype.FLOAT32, *SHORT_CASES, suffix=", activations int8")
 
 
-def _open(part: Part) -> LLM:
+def _open(part: Part, activations: Activations | None = None) -> LLM:
     return LLM(
-        DEMO_NAME,
+        demo_file(_FILES[part]) if part in _FILES else DEMO_NAME,
+        weight_activations=None if activations is None else activations.value,
         dtype="float32",
         kv_cache_dtype="float32",
         max_num_seqs=1,
@@ -128,16 +138,18 @@ def _open(part: Part) -> LLM:
     )
 
 
-def _kvant(llm: LLM, part: Part, stored: KVDtype, *cases: Case) -> Contestant:
+def _kvant(llm: LLM, part: Part, stored: KVDtype, *cases: Case, suffix: str = "") -> Contestant:
     context, batch = max(c.context for c in cases), max(c.batch for c in cases)
     filled = part is Part.CONTEXT
     engine = engine_with(
         llm, FormatRequest(stored, stored), batch=batch, context=context, filled=filled
     )
-    return kvant(engine, _weights_name(part), stored)
+    return kvant(engine, _weights_name(part) + suffix, stored)
 
 
 def _weights_name(part: Part) -> str:
+    if part in _FILES:
+        return _FILES[part].name
     return {Part.INT8: "int8", Part.INT4: "int4"}.get(part, "float32")
 
 
@@ -149,9 +161,7 @@ def _peers_of(
         worker = stack.enter_context(_transformers(peers))
         yield _peer(worker, "float32", "float32", filled, versions)
     if Peer.LLAMA_CPP in peers.wanted:
-        weights = {Part.INT8: PeerWeights.Q8_0, Part.INT4: PeerWeights.Q4_0}.get(
-            part, PeerWeights.F32
-        )
+        weights = _PEER_WEIGHTS.get(part, PeerWeights.F32)
         for kv in ("f16", "q8_0") if filled else ("f16",):
             worker = stack.enter_context(_llama_cpp(peers, weights, kv, filled=filled))
             yield _peer(worker, weights.name, kv, filled, versions)

@@ -88,7 +88,7 @@ def verify(
     facts = host_device(device)
     compute = parse_compute_dtype(dtype, asked_by="--dtype") or usual_compute(facts)
     if weights:
-        _verify_weights(facts, compute, format)
+        _verify_weights(facts, compute, format, record)
         return
     named = [parse_backend(name, asked_by="--backend") for name in backend or ()]
     chosen = tuple(info for info in named if info is not None) or BACKENDS
@@ -134,24 +134,37 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_weights(facts: DeviceFacts, compute: ComputeDtype, format: Format) -> None:
-    """Print the errors of products with narrow weights. Exits with 1 if one is wrong."""
+def _verify_weights(
+    facts: DeviceFacts, compute: ComputeDtype, format: Format, record: Path | None
+) -> None:
+    """Print and record the errors of products with narrow weights. Exits with 1 if one is wrong."""
     import json
 
     import torch
 
     from kvant.attention.need import DeviceKind
+    from kvant.measure.facts import command_line, measurement_facts
+    from kvant.measure.support import dump, recorded_weights, render
+    from kvant.measure.verify import device_here
+    from kvant.models.cpu.verify import verify_cpu_products
     from kvant.models.load import TORCH_COMPUTE
     from kvant.weights.verify import ROWS, verify_products
 
-    device = torch.device("cpu" if facts.kind is DeviceKind.CPU else "cuda")
-    cells = list(verify_products(device, TORCH_COMPUTE[compute]))
+    if facts.kind is DeviceKind.CPU:
+        cells = list(verify_cpu_products())
+    else:
+        cells = list(verify_products(torch.device("cuda"), TORCH_COMPUTE[compute]))
+    found = [
+        {"format": cell.format.summary, "way": cell.way, "rows": list(ROWS),
+         "errors": [float(f"{error:.1e}") for error in cell.errors], "right": cell.is_right}
+        for cell in cells
+    ]  # fmt: skip
+    if record is not None:
+        made = measurement_facts(command_line("kvant"), ["torch"])
+        kept = recorded_weights(record, device_here(facts, compute), made, found)
+        record.write_text(dump(kept), encoding="utf-8")
+        record.with_suffix(".md").write_text(render(kept), encoding="utf-8")
     if format is Format.JSON:
-        found = [
-            {"format": cell.format.summary, "way": cell.way, "rows": ROWS, "errors": cell.errors,
-             "right": cell.is_right}
-            for cell in cells
-        ]  # fmt: skip
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
         sys.stdout.write(f"worst relative error of products of {', '.join(map(str, ROWS))} rows\n")

@@ -1,6 +1,7 @@
 """The support matrix as JSON (what was verified on which device), and its page. No torch.
 
-    {"schema": 1, "runs": [{"name", "device", "compute", "backends": {B: {"facts", "formats"}}}]}
+    {"schema": 1, "runs": [{"name", "device", "compute", "backends": {B: {"facts", "formats"}},
+                            "weights": {"facts", "cells"}}]}
 
 `formats` maps format, head size and mask to one error for each of `QUERIES`. A failed cell is a text
 instead. {"refused": reason} replaces a subtree that is refused for one reason.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ Numbers are the worst error of any output row relative to its length, over {_COU
 sequence and all head sizes asked for. A window has {WINDOW} tokens."""
 _COLUMNS = 116
 _REFUSED = "refused"
+_WEIGHTS = "kvant verify --weights --record docs/support.json"
 
 Tree = dict[str, Any]
 """JSON: by format, head size and mask."""
@@ -134,6 +136,20 @@ def recorded(path: Path, device: Device, backends: Mapping[str, Tree]) -> Tree:
     return document
 
 
+def recorded_weights(
+    path: Path, device: Device, facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]
+) -> Tree:
+    """Return the file's content with the products of narrow weights on this device replaced.
+
+    cells: "format", "way", "rows", "errors" and "right" of each; see `kvant.weights.verify`.
+    """
+    document = recorded(path, device, {})
+    mine = device.as_json()
+    run = next(r for r in document["runs"] if all(r[key] == mine[key] for key in mine))
+    run["weights"] = {"facts": dict(facts), "cells": [dict(cell) for cell in cells]}
+    return document
+
+
 def dump(document: Mapping[str, Any]) -> str:
     """Return JSON with one line per format, so that a change of one format changes one line."""
     lines = [f'{{"schema": {document["schema"]}, "runs": [']
@@ -205,7 +221,32 @@ def _of_device(run: Mapping[str, Any], *, page: bool) -> list[str]:
             unverified = "; ".join(f"`{name}` at {', '.join(at)}" for name, at in sizes.items())
             lines += [_wrapped(f"Not verified yet: {unverified}."), ""] if missing else []
             lines.append(_wrapped(f"Recorded: {facts}."))
+    if "weights" in run:
+        lines += _of_weights(run["weights"])
     return lines
+
+
+def _of_weights(found: Mapping[str, Any]) -> list[str]:
+    """Lines of products with narrow weights: the worst error for each format, way and number of rows."""
+    rows = found["cells"][0]["rows"]
+    lines = ["", "### Products with narrow weights", ""]
+    lines.append(
+        _wrapped(
+            "Errors of results relative to their length, against float64 products of the decoded bytes (and "
+            f"of rounded activations, where they are), by rows of activations. `{_WEIGHTS}` records them."
+        )
+    )
+    lines += [
+        "",
+        f"| format | way | {' | '.join(map(str, rows))} |",
+        f"|{' --- |' * (len(rows) + 2)}",
+    ]
+    for cell in found["cells"]:
+        errors = " | ".join(f"{error:.1e}" for error in cell["errors"])
+        said = "" if cell["right"] else " FAILED"
+        lines.append(f"| {cell['format']} | {cell['way']}{said} | {errors} |")
+    facts = ", ".join(f"{key} {value}" for key, value in found["facts"].items())
+    return [*lines, "", _wrapped(f"Recorded: {facts}.")]
 
 
 def _wrapped(text: str) -> str:

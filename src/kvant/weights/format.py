@@ -162,8 +162,8 @@ def int8_groups(columns: int, *, scale: Scale = Scale.FLOAT16) -> WeightFormat:
 
 
 Q4_1 = WeightFormat("int4", Code.INT4, 1, 32, Scale.FLOAT16, offsets=True)
-Q4_K = WeightFormat("int4", Code.INT4, 1, 32, Scale.UINT6, offsets=True, superblock=256)
-Q6_K = WeightFormat("int6", Code.INT6, 1, 16, Scale.INT8, superblock=256)
+Q4_K = WeightFormat("q4_k", Code.INT4, 1, 32, Scale.UINT6, offsets=True, superblock=256)
+Q6_K = WeightFormat("q6_k", Code.INT6, 1, 16, Scale.INT8, superblock=256)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from kvant.models.cpu.embedding import PackedEmbedding
 from kvant.models.cpu.layout import Round
 from kvant.models.cpu.linear import Linear, refuse_shape, rounded_rows, rounding
 from kvant.models.cpu.rounding import EIGHT_BITS, EXACT
+from kvant.models.cpu.verify import verify_cpu_products
 from kvant.models.cpu.weights import INT4, Code, PackedWeight, narrow_of, pack, pack_narrow, unpack
 from kvant.weights.blocks import read_blocks
 from kvant.weights.codecs import decode
@@ -183,3 +184,10 @@ def test_a_weight_of_zeros_gives_zeros() -> None:
     x = numbers(2, 3, 64).abs()
     for code in ROUNDED:
         assert not Linear(pack(torch.zeros(16, 64), code), None)(x).any()
+
+
+def test_verify_judges_every_format_with_exact_and_with_rounded_activations() -> None:
+    cells = list(verify_cpu_products())
+    assert len(cells) == 2 * (len(Code) - 1)
+    assert all(cell.is_right for cell in cells)
+    assert all(error > 0 for cell in cells for error in cell.errors)

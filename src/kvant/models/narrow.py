@@ -83,7 +83,7 @@ def make_narrow(
 ) -> None:
     """Replace layers by narrow ones of made-up weights, one matrix after the other.
 
-    numbers: makes wide numbers for a parameter, which may be on the meta device.
+    numbers: makes wide numbers [..] for a parameter, which may be on the meta device.
     """
     linear: dict[str, WeightFormat] = {}
     experts: dict[str, tuple[WeightFormat, WeightFormat]] = {}

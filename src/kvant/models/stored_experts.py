@@ -33,7 +33,7 @@ _APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def read_tensor(file: Path, name: str, device: str = "cpu") -> Tensor:
-    """One tensor of a safetensors file, of any shape."""
+    """One tensor [..] of a safetensors file."""
     with safe_open(file, "pt", device=device) as opened:
         found: Tensor = opened.get_tensor(name)
     return found

@@ -14,8 +14,17 @@ from kvant.kernels.triton.device import has_ptx, multiprocessors
 from kvant.weights.codecs import NarrowWeight, decode, encode
 from kvant.weights.cuda import few_rows
 from kvant.weights.cuda.few_rows import Warps
-from kvant.weights.format import WHOLE, Code, WeightFormat
-from kvant.weights.triton.product import Stripe, Tiles, decoded, one, rounded, tiled
+from kvant.weights.format import WHOLE, Code, Scale, WeightFormat
+from kvant.weights.triton.product import (
+    Stripe,
+    Tiles,
+    decoded,
+    of_blocks,
+    one,
+    rounded,
+    rounded_groups,
+    tiled,
+)
 
 MOST_TILED = 256
 """Rows up to which tiles are decoded as they are multiplied; for more the whole weight is decoded first."""
@@ -50,22 +59,30 @@ def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
 
 def takes_rounded(weight: NarrowWeight) -> bool:
     """Whether `multiply_rounded` has a product for this weight on its device."""
-    shared = (weight.format.code, weight.format.rows, weight.format.columns)
-    return (
-        shared == (Code.E4M3, 1, WHOLE)
-        and weight.rows % 16 == 0
-        and weight.columns % 16 == 0
-        and has_ptx(weight.device)
-    )
+    fmt = weight.format
+    shared = (fmt.rows, fmt.columns)
+    if fmt.code is not Code.E4M3 or fmt.scale is not Scale.FLOAT32 or not has_ptx(weight.device):
+        return False
+    if shared == (few_rows.BLOCK, few_rows.BLOCK):
+        return weight.columns % few_rows.BLOCK == 0
+    return shared in ((1, WHOLE), (WHOLE, WHOLE)) and not (weight.rows % 16 or weight.columns % 16)
 
 
 def multiply_rounded(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
-    """x [T, columns], rounded to e4m3 with a scale a row -> [T, rows], by torch's product of fp8."""
-    codes, scales = rounded(x.contiguous())
-    made = torch._scaled_mm(
-        codes, weight.codes.view(torch.float8_e4m3fn).t(), scales, weight.scales[None],
-        out_dtype=x.dtype,
-    )  # fmt: skip
+    """x [T, columns], rounded to e4m3, -> [T, rows], by products of fp8.
+
+    A row shares a scale, or each 128 numbers of a row where the weight is in blocks.
+    """
+    x = x.contiguous()
+    if weight.format.rows == few_rows.BLOCK:
+        codes, scales = rounded_groups(x, few_rows.BLOCK)
+        made = of_blocks(codes, scales, weight, x.new_empty(x.shape[0], weight.rows))
+    else:
+        codes, scales = rounded(x)
+        made = torch._scaled_mm(
+            codes, weight.codes.view(torch.float8_e4m3fn).t(), scales,
+            weight.scales.expand(weight.rows).contiguous()[None], out_dtype=x.dtype,
+        )  # fmt: skip
     return made if bias is None else made + bias
 
 

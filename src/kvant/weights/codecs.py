@@ -285,6 +285,13 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return _E4M3.encode(wide / scales), scales
 
 
+def round_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """`round_rows` of each `group` numbers of x [T, columns]: codes, and scales [T, columns / group]."""
+    tokens, columns = x.shape
+    codes, scales = round_rows(x.reshape(-1, group))
+    return codes.view(tokens, columns), scales.view(tokens, columns // group)
+
+
 def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers [rows, columns], computed in float32 and rounded once to `dtype`."""
     fmt, rows, columns = weight.format, weight.rows, weight.columns

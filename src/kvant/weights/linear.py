@@ -6,7 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kvant.weights.codecs import TORCH_SCALE, NarrowWeight, decode, pick_rows, round_rows
+from kvant.weights.codecs import (
+    TORCH_SCALE,
+    NarrowWeight,
+    decode,
+    pick_rows,
+    round_groups,
+    round_rows,
+)
 from kvant.weights.format import WHOLE, WeightFormat
 
 MOST_EXACT = 64
@@ -34,9 +41,21 @@ def multiply(
             return choose.multiply_rounded(x, weight, bias)
         return (choose.multiply_alike if alike else choose.multiply)(x, weight, bias)
     if rounds and len(x) > MOST_EXACT:
-        codes, scales = round_rows(x)
-        x = (codes.view(torch.float8_e4m3fn).to(torch.float32) * scales).to(x.dtype)
+        x = rounded_numbers(x, weight.format).to(x.dtype)
     return F.linear(x, decode(weight, x.dtype), bias)
+
+
+def rounded_numbers(x: Tensor, fmt: WeightFormat) -> Tensor:
+    """What x [T, columns] is, in float32, once it is rounded to be multiplied with weights of this format.
+
+    A row shares a scale; with weights in blocks, as many neighbours as a block has columns.
+    """
+    if fmt.rows > 1 and fmt.columns != WHOLE:
+        codes, scales = round_groups(x, fmt.columns)
+        scales = scales.repeat_interleave(fmt.columns, 1)
+    else:
+        codes, scales = round_rows(x)
+    return codes.view(torch.float8_e4m3fn).to(torch.float32) * scales
 
 
 class NarrowLinear(nn.Module):

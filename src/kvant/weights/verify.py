@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvant.weights.codecs import decode, encode, round_rows
+from kvant.weights.codecs import decode, encode
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -15,11 +15,12 @@ from kvant.weights.format import (
     INT8_CHANNEL,
     MXFP4,
     NVFP4,
+    Code,
     WeightFormat,
     int4_groups,
     int8_groups,
 )
-from kvant.weights.linear import MOST_EXACT, multiply
+from kvant.weights.linear import MOST_EXACT, multiply, rounded_numbers
 
 FORMATS = (
     FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int8_groups(128),
@@ -61,15 +62,14 @@ def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[Produc
         weight = encode(numbers, fmt)
         exact = decode(weight, torch.float64)
         ways = {"fastest": {}, "batch-invariant": {"alike": True}}
-        if fmt == FP8_CHANNEL:
+        if fmt.code is Code.E4M3:
             ways["rounded activations"] = {"rounds": True}
         for way, options in ways.items():
             errors = []
             for x in inputs:
                 seen = x.to(torch.float64)
                 if "rounds" in options and len(x) > MOST_EXACT:
-                    codes, scales = round_rows(x)
-                    seen = codes.view(torch.float8_e4m3fn).to(torch.float64) * scales
+                    seen = rounded_numbers(x, fmt).to(torch.float64)
                 expected = seen @ exact.T
                 found = multiply(x, weight, None, **options).to(torch.float64)
                 errors.append(float((found - expected).norm() / expected.norm()))

@@ -50,6 +50,11 @@ def main() -> None:
             product.tiled(x, weight, None, Tiles(16, 64, 128, 4, 4, 4))
             product.one(x[:1], weight, None, Stripe(2, 1024, 4))
             product.decoded(weight, torch.empty(weight.shape, dtype=dtype))
+    weight = encode(torch.randn(128, 4096), FP8_BLOCK)
+    for tokens in (64, 512):
+        codes, scales = product.rounded_groups(torch.empty(tokens, 4096, dtype=torch.bfloat16), 128)
+        product.of_blocks(codes, scales, weight, torch.empty(tokens, 128, dtype=torch.bfloat16))
+    product.rounded(torch.empty(512, 4096, dtype=torch.bfloat16))
     weight = encode(torch.randn(128, 4096), INT8_CHANNEL)
     product.tiled(x, weight, x[0, :128], Tiles(128, 128, 128, 1, 3, 8))
 

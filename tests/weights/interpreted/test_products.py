@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from kvant.weights.codecs import decode, encode
+from kvant.weights.codecs import decode, encode, round_groups
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -20,7 +20,15 @@ from kvant.weights.format import (
     int4_groups,
     int8_groups,
 )
-from kvant.weights.triton.product import Stripe, Tiles, decoded, one, tiled
+from kvant.weights.triton.product import (
+    Stripe,
+    Tiles,
+    decoded,
+    of_blocks,
+    one,
+    rounded_groups,
+    tiled,
+)
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -69,3 +77,25 @@ def test_decoding_gives_the_definitions_numbers(fmt: WeightFormat) -> None:
     weight = encode(torch.randn(37, 384, device=DEVICE), fmt)
     out = torch.empty(37, 384, device=DEVICE, dtype=DTYPE)
     assert torch.equal(decoded(weight, out), decode(weight, DTYPE))
+
+
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_codes_times_blocks(tokens: int) -> None:
+    torch.manual_seed(0)
+    weight = encode(torch.randn(150, 256, device=DEVICE), FP8_BLOCK)
+    codes, scales = round_groups(torch.randn(tokens, 256, device=DEVICE), 128)
+    codes = codes.view(torch.float8_e4m3fn)
+    out = torch.empty(tokens, 150, device=DEVICE, dtype=DTYPE)
+    found = of_blocks(codes, scales, weight, out)
+    x = codes.double() * scales.double().repeat_interleave(128, 1)
+    expected = x @ decode(weight, torch.float64).T
+    assert (found.double() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter encodes e4m3 otherwise")
+def test_rounding_groups_is_the_definition() -> None:
+    x = torch.randn(70, 384, device=DEVICE).to(DTYPE)
+    codes, scales = rounded_groups(x, 128)
+    expected = round_groups(x, 128)
+    assert torch.equal(codes.view(torch.uint8), expected[0])
+    assert torch.equal(scales, expected[1])

@@ -371,3 +371,53 @@ def round_row(x, codes, scales, COLUMNS, BLOCK: tl.constexpr):
     tl.store(scales + row, scale)
     fitting = tl.minimum(tl.maximum(tl.div_rn(values, scale), -448.0), 448.0)
     tl.store(codes + row * COLUMNS + c, fitting.to(codes.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def round_groups(x, codes, scales, COLUMNS, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Program (row, GROUPS groups): each GROUP numbers of x [T, COLUMNS] to e4m3 codes and a scale.
+
+    scales: [T, COLUMNS / GROUP].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    count = COLUMNS // GROUP
+    at = row * COLUMNS + g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    there = g < count
+    values = tl.load(x + at, mask=there[:, None], other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(values), 1) / 448.0
+    scale = tl.where(scale > 0, scale, 1.0)
+    tl.store(scales + row * count + g, scale, mask=there)
+    fitting = tl.minimum(tl.maximum(tl.div_rn(values, scale[:, None]), -448.0), 448.0)
+    tl.store(codes + at, fitting.to(codes.dtype.element_ty), mask=there[:, None])
+
+
+@triton.jit
+def product_of_blocks(
+    x, x_scales, weight, scales, bias, out, tokens, N, COLUMNS, SCALE_N,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """e4m3 times e4m3 in blocks of 128 x 128. Program (128 rows of the weight, TOKENS rows of x).
+
+    x: codes [tokens, COLUMNS]; x_scales: [tokens, COLUMNS / 128]. weight: codes [N, COLUMNS]; scales:
+    [ceil(N / 128), COLUMNS / 128] with rows SCALE_N apart. Sums of a block of columns are scaled in float32.
+    """
+    stripe = tl.program_id(0)
+    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    there = t < tokens
+    n = stripe * 128 + tl.arange(0, 128)
+    inside = n < N
+    k = tl.arange(0, 128)
+    x_at = x + tl.where(there, t, 0).to(tl.int64)[:, None] * COLUMNS + k[None, :]
+    w_at = weight + tl.where(inside, n, 0).to(tl.int64)[None, :] * COLUMNS + k[:, None]
+    s_at = x_scales + tl.where(there, t, 0).to(tl.int64) * (COLUMNS // 128)
+    acc = tl.zeros((TOKENS, 128), tl.float32)
+    for s in tl.range(0, COLUMNS // 128, num_stages=STAGES):
+        a = tl.load(x_at + s * 128)
+        b = tl.load(w_at + s * 128)
+        factor = tl.load(s_at + s) * tl.load(scales + stripe * SCALE_N + s)
+        acc += tl.dot(a, b) * factor[:, None]
+    if BIAS:
+        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    to = out + t[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])

@@ -121,6 +121,28 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+def rounded_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [T, columns] as float8_e4m3fn, and a float32 scale for each `group` numbers [T, columns / group]."""
+    tokens, columns = x.shape
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(tokens, columns // group, dtype=torch.float32, device=x.device)
+    kernels.round_groups[(tokens, triton.cdiv(columns // group, 16))](
+        x, codes, scales, columns, GROUP=group, GROUPS=16, num_warps=4
+    )
+    return codes, scales
+
+
+def of_blocks(x: Tensor, scales: Tensor, weight: NarrowWeight, out: Tensor) -> Tensor:
+    """Codes x [T, columns] and scales of `rounded_groups` times a weight in blocks, into out [T, rows]."""
+    tokens, (n, columns) = x.shape[0], weight.shape
+    wide = 128 if tokens > 64 else 64
+    kernels.product_of_blocks[(triton.cdiv(n, 128), triton.cdiv(tokens, wide))](
+        x, scales, weight.codes.view(torch.float8_e4m3fn), weight.scales, None, out, tokens, n, columns,
+        weight.scales.stride(0), TOKENS=wide, STAGES=4, BIAS=False, num_warps=8 if wide == 128 else 4,
+    )  # fmt: skip
+    return out
+
+
 def _ptx(x: Tensor) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16) and has_ptx(x.device)
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from kvant.measure.gpu_time import captured, replay_us
 from kvant.weights.choose import multiply as chosen
 from kvant.weights.codecs import NarrowWeight, decode, encode
-from kvant.weights.cuda import few_rows
+from kvant.weights.cuda import few_rows, shared_rows
 from kvant.weights.cuda.few_rows import Warps
+from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -43,7 +44,7 @@ CHECKED = {
     **FORMATS, "int8": INT8_CHANNEL, "int4 z": int4_groups(128, zero_points=True),
 }  # fmt: skip
 _CACHE_BYTES = 200 << 20
-Cut = Tiles | Warps | None
+Cut = Tiles | Warps | Shares | None
 """None: what the engine chooses."""
 
 
@@ -54,16 +55,12 @@ def cuts(fmt: WeightFormat, rows: int, shape: tuple[int, int]) -> Iterator[Cut]:
         if rows == 1:
             found = [(1, 8, 4), (1, 8, 2), (1, 4, 4), (1, 4, 8), (1, 16, 2), (2, 8, 2), (2, 4, 4)]
         else:
-            found = [
-                (1, 8, 3),
-                (2, 8, 3),
-                (2, 8, 2),
-                (2, 4, 4),
-                (4, 4, 3),
-                (4, 4, 2),
-                (4, 8, 2),
-                (2, 16, 2),
-            ]
+            found = [(1, 8, 3), (2, 8, 3), (4, 4, 2)]
+            for tiles, warps, stages in ((2, 4, 3), (2, 4, 4), (4, 4, 3), (2, 8, 3), (1, 8, 3)):
+                stripes = -(-shape[0] // (16 * tiles * warps))
+                for wanted in (132, 264, 396, 528):
+                    parts = max(1, min(round(wanted / stripes), shape[1] // 256))
+                    yield Shares(tiles, warps, stages, parts)
         yield from (Warps(*one) for one in found)
         return
     tokens = max(16, min(128, rows))
@@ -77,6 +74,8 @@ def multiply(x: Tensor, weight: NarrowWeight, cut: Cut) -> Tensor:
         return chosen(x, weight, None)
     if isinstance(cut, Warps):
         return few_rows.multiply(x, weight, None, cut, few_rows.Kind(one=len(x) == 1))
+    if isinstance(cut, Shares):
+        return shared_rows.multiply(x, weight, None, cut)
     return tiled(x, weight, None, cut)
 
 
@@ -101,14 +100,20 @@ def build_all(numbers: Sequence[int], threads: int) -> None:
         for rows in numbers
         for shape in SHAPES.values()
         for cut in cuts(fmt, rows, shape)
-        if isinstance(cut, Warps)
+        if isinstance(cut, Warps | Shares)
     }
 
-    def make(task: tuple[WeightFormat, int, int, Warps]) -> None:
+    def make(task: tuple[WeightFormat, int, int, Warps | Shares]) -> None:
         torch.zeros(1, device="cuda")  # makes the context this thread's
         fmt, columns, rows, cut = task
         kind, tiles = few_rows.Kind(one=rows == 1), few_rows.token_tiles(rows)
         try:
+            if isinstance(cut, Shares):
+                parts = min(cut.parts, 2)
+                cut = Shares(cut.tiles, cut.warps, cut.stages, parts)
+                shared_rows.kernel(fmt, tiles, torch.bfloat16, cut, None, bias=False)
+                return
+            columns = columns if rows == 1 else 0
             few_rows.kernel(fmt, columns, tiles, torch.bfloat16, cut, kind, bias=False)
         except RuntimeError as fault:
             print("cannot build", task, str(fault)[:200], flush=True)
@@ -190,6 +195,8 @@ def _short(cut: Cut) -> str:
         return "chosen"
     if isinstance(cut, Warps):
         return f"({cut.tiles},{cut.warps},{cut.ahead})"
+    if isinstance(cut, Shares):
+        return f"[{cut.tiles},{cut.warps},{cut.stages}/{cut.parts}]"
     return f"({cut.rows},{cut.stages},{cut.warps}/{cut.split})"
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from kvant.weights.codecs import NarrowStack, NarrowWeight, decode, encode, encode_stack
 from kvant.weights.cuda.few_rows import NOTHING, PLAIN, Act, Beside, Kind, Pairs, Warps
+from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -20,7 +21,7 @@ from kvant.weights.format import (
     WeightFormat,
     int4_groups,
 )
-from tests.weights.host.run import multiply
+from tests.weights.host.run import multiply, multiply_shared
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 INT4 = int4_groups(128)
@@ -67,6 +68,36 @@ def test_rows(
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(144).to(dtype)
     found = multiply(tmp_path, x, weight, bias, cut, PLAIN, NOTHING)
     close(found, x.double() @ exact(weight).T + bias.double())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "tokens", "cut"),
+    [
+        (FP8_CHANNEL, 13, Shares(2, 2, 3, 2)),
+        pytest.param(FP8_CHANNEL, 32, Shares(1, 4, 2, 1), marks=slow),
+        pytest.param(FP8_BLOCK, 40, Shares(2, 2, 3, 3), marks=slow),
+        pytest.param(INT8_CHANNEL, 10, Shares(4, 1, 2, 5), marks=slow),
+        pytest.param(INT4, 17, Shares(1, 2, 4, 2), marks=slow),
+        (ZEROS, 9, Shares(2, 2, 3, 2)),
+        pytest.param(MXFP4, 20, Shares(2, 1, 3, 2), marks=slow),
+    ],
+)
+@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
+def test_rows_that_warps_share(
+    fmt: WeightFormat, tokens: int, cut: Shares, gated: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    if fmt == MXFP4 and dtype is torch.float16:
+        pytest.skip("not read")
+    rows, columns = (256, 640) if gated and fmt == FP8_BLOCK else (144, 640)
+    weight = encode(torch.randn(rows, columns) * columns**-0.5, fmt)
+    x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
+    found = multiply_shared(tmp_path, x, weight, bias, cut, Act.SILU if gated else None)
+    expected = x.double() @ exact(weight).T + bias.double()
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    close(found, expected)
 
 
 @pytest.mark.parametrize(

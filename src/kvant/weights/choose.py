@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from kvant.kernels.triton.device import has_ptx, multiprocessors
 from kvant.weights.codecs import NarrowWeight, decode, encode
-from kvant.weights.cuda import few_rows
-from kvant.weights.cuda.few_rows import Warps
+from kvant.weights.cuda import few_rows, shared_rows
+from kvant.weights.cuda.few_rows import Act, Warps
+from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.format import WHOLE, Code, Scale, WeightFormat
 from kvant.weights.triton.product import (
     Stripe,
@@ -28,6 +29,9 @@ from kvant.weights.triton.product import (
 
 MOST_TILED = 256
 """Rows up to which tiles are decoded as they are multiplied; for more the whole weight is decoded first."""
+
+_MOST_APART = 8
+"""Rows up to which each warp reads its own columns of x."""
 
 _INVARIANT_TOKENS = 64
 
@@ -45,10 +49,7 @@ def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
     x = x.contiguous()
     processors = multiprocessors(x.device)
     if tokens <= few_rows.MOST_ROWS and few_serves(weight.format, *weight.shape, x.dtype):
-        if tokens == 1:
-            cut = warps_of_one(weight.format, weight.columns)
-            return few_rows.multiply(x, weight, bias, cut, few_rows.Kind(one=True))
-        return few_rows.multiply(x, weight, bias, warps(weight.format, tokens, *weight.shape))
+        return _few(x, weight, bias, None, processors)
     if tokens == 1:
         return one(x, weight, bias, stripe(weight.format, *weight.shape))
     if tokens <= MOST_TILED:
@@ -96,6 +97,38 @@ def multiply_alike(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tens
     return tiled(x, weight, bias, cut)
 
 
+def multiply_gated(x: Tensor, weight: NarrowWeight, bias: Tensor | None, act: Act) -> Tensor | None:
+    """act(gates) * ups of `multiply`, [T, rows / 2], in one launch; None where there is no kernel for it.
+
+    Rows of the weight are all gates, then all ups.
+    """
+    serves = few_serves(weight.format, *weight.shape, x.dtype)
+    if not 0 < x.shape[0] <= few_rows.MOST_ROWS or weight.rows % 32 or not serves:
+        return None
+    return _few(x.contiguous(), weight, bias, act, multiprocessors(x.device))
+
+
+def _few(
+    x: Tensor, weight: NarrowWeight, bias: Tensor | None, act: Act | None, processors: int
+) -> Tensor:
+    """Products of up to 64 rows by CUDA, gated where act says how."""
+    tokens, fmt = x.shape[0], weight.format
+    if tokens > _MOST_APART and shared_rows.reads(fmt, *weight.shape, x.dtype):
+        return shared_rows.multiply(x, weight, bias, shares(tokens, *weight.shape, processors), act)
+    kind = few_rows.Kind(one=tokens == 1, gated=act is not None, act=act or Act.SILU)
+    one = warps_of_one(fmt, weight.columns)
+    cut = one if tokens == 1 else warps(fmt, tokens, *weight.shape)
+    return few_rows.multiply(x, weight, bias, cut, kind)
+
+
+@cache
+def shares(tokens: int, rows: int, columns: int, processors: int) -> Shares:
+    """The cut of `shared_rows`: about three programs for each multiprocessor, each with some blocks."""
+    stripes, blocks = -(-rows // 128), -(-columns // few_rows.BLOCK)
+    parts = max(1, min(3 * processors // stripes, blocks // 4))
+    return Shares(2, 4, 3, parts)
+
+
 def few_serves(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> bool:
     """Whether `few_rows` multiplies weights [rows, columns] here, and was seen to do it right."""
     return few_rows.serves(fmt, rows, columns, dtype) and _proof(fmt, dtype) is None
@@ -111,11 +144,7 @@ def _proof(fmt: WeightFormat, dtype: torch.dtype) -> str | None:
     try:
         for tokens in (1, 9, 17, 33):
             x = torch.randn(tokens, 640, device="cuda", generator=generator).to(dtype)
-            if tokens == 1:
-                kind, cut = few_rows.Kind(one=True), warps_of_one(fmt, 640)
-            else:
-                kind, cut = few_rows.PLAIN, warps(fmt, tokens, *weight.shape)
-            found = few_rows.multiply(x, weight, None, cut, kind).to(torch.float64)
+            found = _few(x, weight, None, None, multiprocessors(x.device)).to(torch.float64)
             expected = x.to(torch.float64) @ numbers.T
             error = float((found - expected).norm() / expected.norm())
             if not error < _MOST_ERROR:

@@ -1,4 +1,4 @@
-// Runs few_rows.cu on a CPU: threads of a program are fibers that take turns at barriers. It checks the
+// Runs few_rows.cu or shared_rows.cu (SHARED_ROWS) on a CPU: threads of a program are fibers that take turns at barriers. It checks the
 // alignment and the range of every copy. The macros of the kernel and SOURCE, its path, come from the compiler.
 
 #include <ucontext.h>
@@ -23,7 +23,7 @@ using std::min;
 struct uint4 { uint32_t x, y, z, w; };
 struct uint3 { unsigned x, y, z; };
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-static uint3 threadIdx, blockIdx;
+static uint3 threadIdx, blockIdx, gridDim;
 
 static float __uint_as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 static uint32_t __float_as_uint(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
@@ -64,6 +64,10 @@ static void commit() {}
 #define WAIT_GROUP(n)
 static void launch_next() {}
 static void wait_before() {}
+
+static void __threadfence() {}
+static int atomicAdd(int* at, int value) { const int before = *at; *at += value; return before; }
+static float load_fresh(const float* at) { return *at; }
 
 static float from_half(uint16_t bits) { _Float16 h; std::memcpy(&h, &bits, 2); return (float)h; }
 static uint16_t to_half(float f) { _Float16 h = (_Float16)f; uint16_t bits; std::memcpy(&bits, &h, 2); return bits; }
@@ -144,21 +148,37 @@ static void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 static float operand(uint16_t bits) { return OPERAND_BFLOAT16 ? from_bfloat16(bits) : from_half(bits); }
 static uint16_t to_operand(float f) { return OPERAND_BFLOAT16 ? to_bfloat16(f) : to_half(f); }
 
+#if SHARED_ROWS
+struct Given {
+    const u8 *weight, *scales, *zeros;
+    const u16 *x, *bias;
+    u16* out;
+    float* partial;
+    int* arrived;
+    int tokens, N, K, scale_stride;
+};
+#else
 struct Given {
     const u8 *weight, *scales, *zeros;
     const u16 *x, *bias, *norm_weight, *residual;
     u16* out;
     const int *lists, *counts, *ids;
     const float* shares;
-    int tokens, N, tiles, scale_stride, most, top_k;
+    int tokens, N, tiles, scale_stride, most, top_k, inputs;
     float eps, limit, alpha;
 };
+#endif
 static Given given;
 
 static void body() {
     const Given& v = given;
+#if SHARED_ROWS
+    shared_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.out, v.partial, v.arrived, v.tokens, v.N, v.K,
+                v.scale_stride);
+#else
     few_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.norm_weight, v.residual, v.out, v.lists, v.counts, v.ids,
-             v.shares, v.tokens, v.N, v.tiles, v.scale_stride, v.most, v.top_k, v.eps, v.limit, v.alpha);
+             v.shares, v.tokens, v.N, v.tiles, v.scale_stride, v.most, v.top_k, v.inputs, v.eps, v.limit, v.alpha);
+#endif
     done[running] = 1;
     setcontext(&scheduler);
 }
@@ -171,6 +191,7 @@ extern "C" void run(const Given* values, int across, int down, int shared_bytes,
     constexpr size_t STACK = 1 << 17;
     std::vector<char> stacks(STACK * num_threads);
     fibers.resize(num_threads);
+    gridDim = {(unsigned)across, (unsigned)down, 1};
     for (int y = 0; y < down; y++) {
         for (int program = 0; program < across; program++) {
             blockIdx = {(unsigned)program, (unsigned)y, 0};

@@ -1,25 +1,23 @@
-"""Compile `few_rows.cu` for this CPU with the macros of a launch, and run that launch."""
+"""Compile CUDA kernels of few rows for this CPU with the macros of a launch, and run that launch."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvant.weights.codecs import NarrowWeight
-from kvant.weights.cuda import few_rows
-from kvant.weights.cuda.few_rows import ARGUMENTS, Beside, Kind, Warps
+from kvant.weights.cuda import few_rows, shared_rows
+from kvant.weights.cuda.few_rows import Act, Beside, Kind, Warps
+from kvant.weights.cuda.shared_rows import Shares
 
 HERE = Path(__file__).parent
-SOURCE = Path(few_rows.__file__).with_name("few_rows.cu")
-
-
-class _Given(ctypes.Structure):
-    _fields_ = [(f"a{place}", kind) for place, kind in enumerate(ARGUMENTS)]
+SOURCES = Path(few_rows.__file__).parent
 
 
 def multiply(
@@ -38,35 +36,73 @@ def multiply(
     macros = few_rows.defines(
         weight.format, weight.columns, call.tiles, x.dtype, cut, kind, bias=bias is not None
     )
-    library = directory / f"few_rows_{abs(hash(tuple(macros.items())))}.so"
-    defines = [f"-D{name}={value}" for name, value in macros.items()]
-    command = [
-        "g++",
-        "-std=c++20",
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        f'-DSOURCE="{SOURCE}"',
-        *defines,
-    ]
-    subprocess.run([*command, str(HERE / "few_rows_host.cpp"), "-o", str(library)], check=True)
     tensors = [weight.codes, weight.scales, *([] if weight.zeros is None else [weight.zeros])]
-    _run(library, call, few_rows.shared_bytes(macros), tensors)
+    library = _compiled(directory, "few_rows", macros)
+    _run(
+        library,
+        few_rows.ARGUMENTS,
+        call.values,
+        call.programs,
+        few_rows.shared_bytes(macros),
+        tensors,
+    )
     return call.out
 
 
-def _run(library: Path, call: few_rows.Call, shared: int, tensors: Sequence[Tensor]) -> None:
+def multiply_shared(
+    directory: Path,
+    x: Tensor,
+    weight: NarrowWeight,
+    bias: Tensor | None,
+    cut: Shares,
+    act: Act | None = None,
+) -> Tensor:
+    """`shared_rows.multiply` on this CPU."""
+    arrived = torch.zeros(64, dtype=torch.int32)
+    call = shared_rows.arranged(x, weight, bias, cut, act, arrived)
+    macros = shared_rows.defines(
+        weight.format, few_rows.token_tiles(len(x)), x.dtype, cut, act, bias=bias is not None
+    )
+    tensors = [weight.codes, weight.scales, x, *([] if weight.zeros is None else [weight.zeros])]
+    library = _compiled(directory, "shared_rows", macros)
+    shared = shared_rows.shared_bytes(macros)
+    _run(library, shared_rows.ARGUMENTS, call.values, call.programs, shared, tensors)
+    assert not arrived.any()
+    return call.out
+
+
+def _compiled(directory: Path, name: str, macros: Mapping[str, int | str]) -> Path:
+    source, library = (
+        directory / f"{name}.cu",
+        directory / f"{name}{abs(hash(tuple(macros.items())))}.so",
+    )
+    source.write_text((SOURCES / "decode.cuh").read_text() + (SOURCES / f"{name}.cu").read_text())
+    defines = [f"-D{key}={value}" for key, value in macros.items()]
+    defines += [f'-DSOURCE="{source}"', f"-DSHARED_ROWS={int(name == 'shared_rows')}"]
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *defines]
+    subprocess.run([*command, str(HERE / "few_rows_host.cpp"), "-o", str(library)], check=True)
+    return library
+
+
+def _run(
+    library: Path,
+    kinds: Sequence[type],
+    given: Sequence[int | float],
+    programs: tuple[int, int],
+    shared: int,
+    tensors: Sequence[Tensor],
+) -> None:
+    class Given(ctypes.Structure):
+        _fields_ = [(f"a{place}", kind) for place, kind in enumerate(kinds)]
+
     values = [
         value or None if kind is ctypes.c_void_p else value
-        for kind, value in zip(ARGUMENTS, call.values, strict=True)
+        for kind, value in zip(kinds, given, strict=True)
     ]
     ranges = np.array(
         [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors], dtype=np.int64
     )
-    run = ctypes.CDLL(str(library)).run
-    across, down = call.programs
-    run(
-        ctypes.byref(_Given(*values)), across, down, shared,
-        ranges.ctypes.data_as(ctypes.c_void_p), len(tensors),
+    ctypes.CDLL(str(library)).run(
+        ctypes.byref(Given(*values)), *programs, shared, ranges.ctypes.data_as(ctypes.c_void_p),
+        len(tensors),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from kvant.models.fused.triton_experts import TritonExperts, is_single
 from kvant.models.recurrent.hook import run_framed
 from kvant.models.recurrent.mixers import Framed
 from kvant.models.sharding.divide import Group
-from kvant.weights.choose import few_serves, warps_of_one
+from kvant.weights.choose import few_serves, multiply_gated, warps_of_one
 from kvant.weights.cuda import few_rows as cuda
 from kvant.weights.cuda.few_rows import Act, Beside, Kind
 
@@ -189,6 +189,10 @@ class FewProducts:
     def gated(self, x: Tensor, linear: Linear, activation: Activation) -> Tensor:
         if is_own(linear):
             return self._few.ready(x, *numbers(linear), gate=activation)
+        if isinstance(linear, NarrowProduct) and activation in _ACTS:
+            found = multiply_gated(x, linear.weight, linear.bias, _ACTS[activation])
+            if found is not None:
+                return found
         return self._kernels.gate(linear(x), activation)
 
     def head(self, x: Tensor, linear: Linear) -> Tensor:

@@ -16,28 +16,13 @@
 // Macros: CODE 0 e4m3, 1 int8, 2 int4, 3 e2m1 (two codes a byte, a group's halves); SCALES 0 per output,
 // 1 per group of GROUP inputs [K / GROUP, rows], 2 per block of 128 x 128; SCALE_TYPE 0 float, 1 half,
 // 2 bfloat16, 3 a power of two; ZEROS; BIAS; BFLOAT16, else half; NT tiles of 8 tokens; RT tiles of 16 rows;
-// WARPS; STAGES blocks of 128 columns that a warp has fetched; K columns; TOP_K for EXPERTS 3; ALTERNATING order of gates and
+// WARPS; STAGES blocks of 128 columns that a warp has fetched; K columns, or `inputs`; TOP_K for EXPERTS 3; ALTERNATING order of gates and
 // ups; ACTIVATION 0 silu, 1 gelu_tanh, 2 clamped; SHARE: results are multiplied by weights of pairs; PDL:
 // the program may start while the kernel before it runs.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-
-#define OPERAND_BFLOAT16 (BFLOAT16 && (!ONE || CODE == 3))
-#if OPERAND_BFLOAT16
-#define KIND "bf16"
-#else
-#define KIND "f16"
-#endif
-#define NIBBLES (CODE >= 2)
-#define PIECES (NIBBLES ? 1 : 2)  // 16-byte pieces of a row's block of 128 columns
-#define BLOCKS ((K + 127) / 128)
-#define RAGGED (K % 128 != 0)
-#define SCALE_BYTES (SCALE_TYPE == 0 ? 4 : SCALE_TYPE == 3 ? 1 : 2)
-#define FINE (SCALES == 1 && GROUP < 128)  // lanes of a row hold codes of different groups
 #define PARTS (SCALES == 2 || (SCALES == 1 && !FINE) || EXPERTS == 3)  // sums of a block are scaled
+#define RAGGED (K % 128 != 0)
+#define BLOCKS ((K + 127) / 128)
 #define CODE_ROOM (RT * 2 * PIECES * 512)
 #define SCALE_ROOM (SCALES == 2 ? 16 : SCALES == 0 ? (EXPERTS == 3 ? 64 * RT : 0) \
                     : (FINE ? 128 / GROUP : 1) * 16 * RT * SCALE_BYTES)
@@ -46,170 +31,16 @@ typedef long long i64;
 #define SUMS (WARPS * 16 * RT * (ONE ? 4 : 32 * NT))
 #define THREADS (WARPS * 32)
 
-#ifndef ON_HOST
-#define SHARED __shared__
-#define WAIT_GROUP(n) asm volatile("cp.async.wait_group %0;" :: "n"(n) : "memory")
-
-__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-// bytes 0 fills the place with zeros.
-__device__ __forceinline__ void copy16(void* to, const void* from, u32 bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void copy8(void* to, const void* from, u32 bytes) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
-                 :: "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void copy4(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-                 :: "r"(shared_address(to)), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-__device__ __forceinline__ void wait_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn." KIND "x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-
-// Two e4m3 codes to two numbers of 16 bits with 11-bit significands.
-__device__ __forceinline__ u32 e4m3_half2(u16 codes) {
-    u32 d;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(codes));
-    return d;
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float from_half(u16 bits) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
-    return f;
-}
-
-__device__ __forceinline__ u16 to_half(float f) {
-    u16 bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
-    return bits;
-}
-
-__device__ __forceinline__ u16 to_bfloat16(float f) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
-    return bits;
-}
-#endif
-
-__device__ __forceinline__ float from_bfloat16(u16 bits) { return __uint_as_float((u32)bits << 16); }
-
-// Numbers of the model's dtype.
-__device__ __forceinline__ float number(u16 bits) { return BFLOAT16 ? from_bfloat16(bits) : from_half(bits); }
-
-__device__ __forceinline__ u16 rounded(float f) { return BFLOAT16 ? to_bfloat16(f) : to_half(f); }
-
-__device__ __forceinline__ float nearest(float f) { return number(rounded(f)); }
-
-// Scales and zero points of one row, as products need them.
-struct Fine {
-    u32 zero;   // what a code's base and zero point are taken away with, twice
-    u32 high;   // the same for codes in high halves of bytes, where those are not shifted
-    u32 scale;  // of a group of e2m1, twice
-    u32 more;   // 0, or a second factor
-};
-
-// Words of codes to pairs of numbers: a word of 8-bit codes gives columns (0, 1) and (2, 3); a word of
-// 4-bit codes gives (0, 2) and (1, 3) of low halves (HIGH 0) or of high halves.
-template <int HIGH>
-__device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u32& second) {
-#if CODE == 0 && OPERAND_BFLOAT16
-    u32 a = __byte_perm(word, 0, 0x1404), b = __byte_perm(word, 0, 0x3424);
-    a = (a & 0x80008000u) | ((a & 0x7f007f00u) >> 4);
-    b = (b & 0x80008000u) | ((b & 0x7f007f00u) >> 4);
-    first = fma2(a, 0x7b807b80u, 0x80008000u);  // times 2^120
-    second = fma2(b, 0x7b807b80u, 0x80008000u);
-#elif CODE == 0
-    first = e4m3_half2((u16)word);
-    second = e4m3_half2((u16)(word >> 16));
-#elif CODE == 1 && OPERAND_BFLOAT16  // 128 + the low seven bits, less 128 or 256
-    u32 a = __byte_perm(word, 0, 0x4140), b = __byte_perm(word, 0, 0x4342);
-    first = fma2((a & 0x00800080u) | 0x43004300u, 0xbf80bf80u, (a & 0x007f007fu) | 0x43004300u);
-    second = fma2((b & 0x00800080u) | 0x43004300u, 0xbf80bf80u, (b & 0x007f007fu) | 0x43004300u);
-#elif CODE == 1  // 1024 + 128 + the code
-    const u32 moved = word ^ 0x80808080u;
-    first = fma2(__byte_perm(moved, 0x64646464u, 0x4140), 0x3c003c00u, 0xe480e480u);
-    second = fma2(__byte_perm(moved, 0x64646464u, 0x4342), 0x3c003c00u, 0xe480e480u);
-#elif CODE == 2 && OPERAND_BFLOAT16  // 128 + the code
-    const u32 low = HIGH ? word >> 4 : word;
-    first = fma2((low & 0x000f000fu) | 0x43004300u, 0x3f803f80u, fine.zero);
-    second = fma2(((low >> 8) & 0x000f000fu) | 0x43004300u, 0x3f803f80u, fine.zero);
-#elif CODE == 2  // 1024 + the code, or 1024 + 16 times the code
-    const u32 next = word >> 8;
-    if (HIGH) {
-        first = fma2((word & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, fine.high);
-        second = fma2((next & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, fine.high);
-    } else {
-        first = fma2((word & 0x000f000fu) | 0x64006400u, 0x3c003c00u, fine.zero);
-        second = fma2((next & 0x000f000fu) | 0x64006400u, 0x3c003c00u, fine.zero);
-    }
-#else  // the code's bits in their places, times a power of two for the bias and for the group
-    const u32 a = HIGH ? word << 8 : word << 12, b = HIGH ? word : word << 4;
-    first = fma2((a & 0x80008000u) | ((a >> 6) & 0x01c001c0u), fine.scale, 0x80008000u);
-    second = fma2((b & 0x80008000u) | ((b >> 6) & 0x01c001c0u), fine.scale, 0x80008000u);
-    if (fine.more) {
-        first = fma2(first, fine.more, 0x80008000u);
-        second = fma2(second, fine.more, 0x80008000u);
-    }
-#endif
-}
-
-__device__ __forceinline__ float scale_of(const u8* at, int index) {
-#if SCALE_TYPE == 0
-    return ((const float*)at)[index];
-#elif SCALE_TYPE == 1
-    return from_half(((const u16*)at)[index]);
-#elif SCALE_TYPE == 2
-    return from_bfloat16(((const u16*)at)[index]);
-#else
-    return exp2f((float)at[index] - 127.0f);
-#endif
-}
-
-__device__ __forceinline__ float activated(float gate, float up, float limit, float alpha) {
-    gate = nearest(gate);
-    up = nearest(up);
-#if ACTIVATION == 2
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
-    return (up + 1.0f) * (gate / (1.0f + expf(-gate * alpha)));
-#elif ACTIVATION == 1
-    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-    return nearest(0.5f * gate * (1.0f + tanhf(inner))) * up;
-#else
-    return nearest(gate / (1.0f + expf(-gate))) * up;
-#endif
-}
 
 // weight, scales, zeros: of all experts' rows. x: [rows of x, K]. rows: of one weight, N. bias: [N] for each
 // weight. lists: [experts, most] pairs; counts: pairs of each; ids, shares: [tokens, top_k]. scale_stride:
-// between groups, or between rows of blocks. residual, out: as wide as results.
+// between groups, or between rows of blocks. residual, out: as wide as results. inputs: columns, where K is not
+// known before.
 extern "C" __global__ void __launch_bounds__(THREADS)
 few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, const u16* bias,
          const u16* norm_weight, const u16* residual, u16* out, const int* lists, const int* counts,
          const int* ids, const float* shares, int tokens, int N, int tiles, int scale_stride, int most,
-         int top_k, float eps, float limit, float alpha) {
+         int top_k, int inputs, float eps, float limit, float alpha) {
 #ifdef ON_HOST
     u8* shared = host_shared();
 #else
@@ -451,20 +282,14 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int at = 16 * i + place(h);
-                    u32 z = 8;
+                    u32 z = 8, power = 0;
 #if ZEROS
                     z = beside[SCALE_ROOM + at];
 #endif
-                    if (CODE == 2 && OPERAND_BFLOAT16) fine[i][h].zero = (0xc300u | z) * 0x10001u;
-                    if (CODE == 2 && !OPERAND_BFLOAT16) {
-                        fine[i][h].zero = (0xe400u | z) * 0x10001u;       // -(1024 + z)
-                        fine[i][h].high = (0xd400u | z << 4) * 0x10001u;  // -(64 + z)
-                    }
 #if FINE
-                    const u32 power = beside[16 * t / (GROUP / 2) * 16 * RT + at];
-                    fine[i][h].scale = (min(power, 128u) + 126u) * 0x00800080u;
-                    fine[i][h].more = power > 128u ? (power - 1u) * 0x00800080u : 0u;
+                    power = beside[16 * t / (GROUP / 2) * 16 * RT + at];
 #endif
+                    fine[i][h] = fine_of(z, power);
                 }
             }
 #if PARTS

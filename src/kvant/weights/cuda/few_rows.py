@@ -24,7 +24,7 @@ BLOCK = 128
 
 _CODES = {Code.E4M3: 0, Code.INT8: 1, Code.INT4: 2, Code.E2M1: 3}
 _SCALES = {Scale.FLOAT32: 0, Scale.FLOAT16: 1, Scale.BFLOAT16: 2, Scale.E8M0: 3}
-ARGUMENTS = (*[POINTER] * 12, *[INT] * 6, *[FLOAT] * 3)
+ARGUMENTS = (*[POINTER] * 12, *[INT] * 7, *[FLOAT] * 3)
 
 
 class Pairs(Enum):
@@ -145,7 +145,8 @@ def defines(
         "CODE": _CODES[fmt.code], "SCALES": scales, "GROUP": fmt.columns if scales == 1 else BLOCK,
         "SCALE_TYPE": _SCALES[fmt.scale], "ZEROS": int(fmt.zero_points), "BIAS": int(bias),
         "BFLOAT16": int(dtype is torch.bfloat16), "NT": tiles, "RT": cut.tiles,
-        "WARPS": cut.warps, "STAGES": cut.ahead, "K": columns, "ONE": int(kind.one),
+        "WARPS": cut.warps, "STAGES": cut.ahead, "K": columns if kind.one else "inputs",
+        "ONE": int(kind.one), "NEIGHBOURS": 0,
         "NORM": int(kind.norm) * (2 if kind.plus else 1), "GATED": int(kind.gated),
         "ALTERNATING": int(kind.alternating),
         "ACTIVATION": kind.act.value, "ADDED": int(kind.added), "EXPERTS": kind.pairs.value,
@@ -155,7 +156,7 @@ def defines(
 
 def shared_bytes(macros: Mapping[str, int | str]) -> int:
     """Dynamic shared memory of a program: what `few_rows.cu` computes by its macros."""
-    m = {name: int(value) for name, value in macros.items()}
+    m = {name: int(value) for name, value in macros.items() if value != "inputs"}
     tiles, warps = m["RT"], m["WARPS"]
     pieces = 1 if m["CODE"] >= 2 else 2
     size = {0: 4, 1: 2, 2: 2, 3: 1}[m["SCALE_TYPE"]]
@@ -189,11 +190,13 @@ def kernel(
     *,
     bias: bool = False,
 ) -> Kernel:
-    """The compiled kernel for `tiles` tiles of 8 tokens. RuntimeError if it does not compile."""
+    """The compiled kernel for `tiles` tiles of 8 tokens. RuntimeError if it does not compile.
+
+    columns: of the weight, for `Kind.one` alone.
+    """
     macros = defines(fmt, columns, tiles, dtype, cut, kind, bias=bias)
-    return build.build(
-        __package__, ("few_rows.cu",), "few_rows", macros, shared_bytes(macros), ARGUMENTS
-    )
+    sources = "decode.cuh", "few_rows.cu"
+    return build.build(__package__, sources, "few_rows", macros, shared_bytes(macros), ARGUMENTS)
 
 
 def multiply(
@@ -263,14 +266,16 @@ def arranged(
     across = side * -(-width // ((8 if kind.gated else 16) * cut.tiles))
     stride = weight.scales.stride(0) if weight.scales.ndim > 1 else 0
     values = (
-        *(_address(one) for one in (
+        *(address(one) for one in (
             weight.codes, weight.scales, weight.zeros, x, bias, beside.norm_weight, beside.residual, out,
             beside.lists, beside.counts, beside.ids, beside.shares,
         )),
-        tokens, rows, side, stride, most, beside.top_k, beside.eps, beside.limit, beside.alpha,
+        tokens, rows, side, stride, most, beside.top_k, weight.columns,
+        beside.eps, beside.limit, beside.alpha,
     )  # fmt: skip
     return Call(out, tiles, (across, down), values)
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
+    """The address of a tensor [..], 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()

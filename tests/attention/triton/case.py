@@ -16,7 +16,7 @@ from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import Attention
 from kvant.kv.pool import KVPool, LayerCache
-from kvant.kv.spec import KVPlan, Role
+from kvant.kv.spec import KVPlan, Role, WideRows
 from tests.attention import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -84,6 +84,7 @@ def prepare(
     per_head_scales: bool = False,
     latent: bool = False,
     seed: int = 0,
+    wide: WideRows | None = None,
 ) -> Case:
     """sequences: (stored tokens, of them new). Everything before the step is stored by the reference;
     all other storage is poison. The step's own rows are returned, not yet written. latent: rows of K
@@ -101,6 +102,7 @@ def prepare(
     if latent:
         geometry = replace(geometry, attention=Attention.MLA)
     made = driver.plan([geometry], k, v, page_size=page_size)
+    made = replace(made, layers=(replace(made.layers[0], wide=wide),))
     needed = [-(-length // page_size) for length, _ in sequences]
     order = (torch.randperm(sum(needed) + 3, generator=generator) + 1).tolist()
     tables = [[order.pop() for _ in range(n)] for n in needed]
@@ -113,6 +115,8 @@ def prepare(
     pool = KVPool(made, sum(needed) + 4, device=torch.device(device), scales=scales)
     cache = pool[0]
     poison(cache)
+    if cache.wide is not None:
+        poison(cache.wide)
     lengths = [length for length, _ in sequences]
 
     def step_of(new: Sequence[int], stored: Sequence[int], padding: int = 0) -> Step:

@@ -1,6 +1,6 @@
 """Run as a program without `TRITON_INTERPRET`: compiles for an H200, on a machine without a GPU, what the
 engine launches around the model, or with names of formats for K and V what attention launches over them,
-and prints what it compiled.
+and prints what it compiled. A third name is the format of wide rows.
 
 The interpreter knows no types: what it runs may still be refused by the compiler.
 """
@@ -24,7 +24,9 @@ from kvant.execution.triton_step import most_likely, plain_step, write_pages
 from kvant.kernels.triton.page_copy import copy_pages
 from kvant.kernels.triton.zero import clear_pages
 from kvant.kv.dtype import KVDtype
+from kvant.kv.spec import WideRows
 from kvant.sampling.triton_draw import draw_once
+from tests.attention.driver import choice
 from tests.attention.triton import case
 
 H200 = GPUTarget("cuda", 90, 32)
@@ -62,17 +64,21 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
         print(kernel.fn.__name__, flush=True)
 
 
-def _attention(k: KVDtype, v: KVDtype) -> None:
+def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
     """Writing and reading rows, for one query and for many."""
+    rows = None if wide is None else WideRows(choice(wide), choice(wide), 4, 128)
     module: Any = backend
     module.has_ptx = module.is_nvidia = lambda device: True
     module.multiprocessors = lambda device: 132
     for new in (1, 40):
         x = case.prepare(
-            k, v, head_dims=(128, 128), dtype=torch.bfloat16, sequences=((99, new), (new, new))
-        )
+            k, v, head_dims=(128, 128), dtype=torch.bfloat16, sequences=((99, new), (new, new)),
+            wide=rows,
+        )  # fmt: skip
         TritonBackend().write(x.cache, x.k, x.v, x.step)
         TritonBackend().attend(x.cache, x.q, x.step, x.params)
+        if rows is not None:
+            TritonBackend(batch_invariant=True).attend(x.cache, x.q, x.step, x.params)
     angles = torch.zeros(99, 64, dtype=torch.bfloat16)
     norm = torch.ones(128, dtype=torch.bfloat16)
     qkv = torch.cat([part.flatten(1) for part in (x.q, x.k, x.v)], 1)

@@ -49,6 +49,12 @@ def test_what_a_gpu_draws_with_compiles(tmp_path: Path) -> None:
     assert compiled(tmp_path) == {**expected, "clear_pages": 1, "copy_pages": 2}
 
 
+def test_so_does_what_reads_two_forms_of_a_row(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "INT4_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "BFLOAT16")
+    assert found["store_rows"] == found["rotate_and_store"] == 2
+    assert found["paged_attention"] >= 6
+
+
 @pytest.mark.parametrize(
     ("k", "v"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 from torch import Tensor
@@ -25,7 +27,7 @@ from kvant.attention.triton.launch import (
     stores,
     words,
 )
-from kvant.attention.triton.paged import paged_attention
+from kvant.attention.triton.paged import NARROW, WIDE, paged_attention
 from kvant.attention.triton.prefill import attend_long
 from kvant.attention.triton.rotated_store import rotate_and_store
 from kvant.attention.triton.store import store_rows
@@ -40,6 +42,29 @@ _NORMS = {
     HeadNorm.WIDE: rotated_store.WIDE,
     HeadNorm.ONE: rotated_store.ONE,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One of the two forms in which a layer with wide rows reads its keys: see `paged_attention`.
+
+    number: NARROW or WIDE. sink, recent: as in `kvant.kv.spec.WideRows`. rows: [T, num_q_heads, head_dim_v]
+    and lse: [T, num_q_heads], both float32: what the narrow form leaves for the wide one.
+    """
+
+    number: int
+    sink: int
+    recent: int
+    rows: Tensor
+    lse: Tensor
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == int(NARROW.value)
+
+    def of(self, start: int, end: int) -> _Form:
+        """The same for the step's tokens from start to end."""
+        return replace(self, rows=self.rows[start:end], lse=self.lse[start:end])
 
 
 class TritonBackend:
@@ -59,6 +84,8 @@ class TritonBackend:
         """
         spec = cache.spec
         assert spec.k is not None
+        if cache.wide is not None:
+            self.write(cache.wide, k, v, step.of(cache.wide_group))
         heads = spec.geometry.num_kv_heads
         num_rows = k.shape[0] * heads
         if num_rows == 0:
@@ -87,6 +114,8 @@ class TritonBackend:
         self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
     ) -> Tensor:
         """As `RotatingWriter.write_rotated`."""
+        if cache.wide is not None:
+            self.write_rotated(cache.wide, qkv, rotation, step.of(cache.wide_group))
         spec = cache.spec
         assert spec.k is not None
         assert spec.v is not None
@@ -120,6 +149,8 @@ class TritonBackend:
         Tokens of sequences without stored tokens get zeros. In a captured graph, `max_seqlen_q`
         bounds every replay (and in batch-invariant mode `max_seqlen_kv` too).
         """
+        if cache.wide is not None:
+            return self._attend_both(cache, q, step, params)
         if not step.long or self.batch_invariant:
             return self._attend(cache, q, step, params)
         by_cudnn = prefill.serves(cache, q, params, causal=step.causal)
@@ -133,7 +164,29 @@ class TritonBackend:
         attend_all(cache, q, out, step, params)
         return out
 
-    def _attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+    def _attend_both(
+        self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams
+    ) -> Tensor:
+        """`attend` for a layer with wide rows: first the narrow form of its keys, then the wide one."""
+        wide = cache.spec.wide
+        assert wide is not None
+        assert cache.wide is not None
+        rows = q.new_empty(*q.shape[:2], cache.spec.geometry.head_dim_v, dtype=torch.float32)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        narrow = _Form(int(NARROW.value), wide.sink, wide.recent, rows, lse)
+        self._attend(cache, q, step, replace(params, sinks=None), narrow)
+        rest = replace(narrow, number=int(WIDE.value))
+        recent = replace(params, window=wide.recent)
+        return self._attend(cache.wide, q, step.of(cache.wide_group), recent, rest)
+
+    def _attend(
+        self,
+        cache: LayerCache,
+        q: Tensor,
+        step: Step,
+        params: AttentionParams,
+        form: _Form | None = None,
+    ) -> Tensor:
         """Everything through the paged kernel."""
         g = cache.spec.geometry
         assert cache.spec.k is not None
@@ -146,7 +199,8 @@ class TritonBackend:
                 return attend_fixed(cache, q, step, params, shape)
             return attend(cache, q, step, params, shape)
         k, v = cache.spec.k.dtype, cache.spec.v.dtype
-        if rows >= many_rows.FEWEST and many_rows.serves(cache, q.dtype, params):
+        is_one_form = form is None
+        if is_one_form and rows >= many_rows.FEWEST and many_rows.serves(cache, q.dtype, params):
             return attend(cache, q, step, params, many_rows.shape_for(k, v), wide=True)
         full = q.dtype is torch.float32
         crowd = 1.0
@@ -157,8 +211,8 @@ class TritonBackend:
             k, v, (g.head_dim_k, g.head_dim_v), rows, full=full, crowd=crowd, single=single
         )
         if self.batch_invariant:
-            return attend_fixed(cache, q, step, params, shape)
-        return attend(cache, q, step, params, shape)
+            return attend_fixed(cache, q, step, params, shape, form)
+        return attend(cache, q, step, params, shape, form=form)
 
 
 def _norm_of(rotation: HeadRotation) -> int:
@@ -180,7 +234,12 @@ def backend(*, batch_invariant: bool = False) -> AttentionBackend:
 
 
 def attend_fixed(
-    cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, shape: Shape
+    cache: LayerCache,
+    q: Tensor,
+    step: Step,
+    params: AttentionParams,
+    shape: Shape,
+    form: _Form | None = None,
 ) -> Tensor:
     """Like `attend`, with items at fixed positions, in launches with at most `MOST_PARTS` bytes of parts.
 
@@ -194,12 +253,13 @@ def attend_fixed(
     blocks = MOST_PARTS // (4 * splits * g.num_kv_heads * shape.rows * (g.head_dim_v + 1))
     at_once = max(1, blocks // -(-group // shape.rows), (blocks - num_seqs) * shape.rows // group)
     if tokens <= at_once or (params.window is not None and not step.causal):
-        return attend(cache, q, step, params, shape, fixed=True)
+        return attend(cache, q, step, params, shape, fixed=True, form=form)
     out = q.new_empty(tokens, g.num_q_heads, g.head_dim_v)
     for start in range(0, tokens, at_once):
         end = min(tokens, start + at_once)
         some = _queries(step, start, end)
-        out[start:end] = attend(cache, q[start:end], some, params, shape, fixed=True)
+        part = None if form is None else form.of(start, end)
+        out[start:end] = attend(cache, q[start:end], some, params, shape, fixed=True, form=part)
     return out
 
 
@@ -234,11 +294,12 @@ def attend(
     *,
     fixed: bool = False,
     wide: bool = False,
+    form: _Form | None = None,
 ) -> Tensor:
     """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v], with launches of a given shape.
 
     fixed: items end at fixed positions, for batch invariance. wide: use the kernel for many rows, which
-    must serve the layer.
+    must serve the layer. form: read the keys of one form; the first one returns its float32 rows.
     """
     spec = cache.spec
     assert spec.k is not None
@@ -268,7 +329,10 @@ def attend(
         q = q.contiguous()
     # Tokens of no sequence get zeros: from a kernel that joins, or here where there is none.
     make = torch.empty if cut.parts or cut.join else torch.zeros
-    out = make(tokens, q_heads, head_v, dtype=out_dtype, device=q.device)
+    if form is not None and form.is_first:
+        out = form.rows
+    else:
+        out = make(tokens, q_heads, head_v, dtype=out_dtype, device=q.device)
     shape_of_parts = (cut.items if cut.parts else 0, heads, shape.rows)
     partial = q.new_empty((*shape_of_parts, head_v), dtype=torch.float32)
     partial_lse = q.new_empty(shape_of_parts, dtype=torch.float32)
@@ -281,9 +345,9 @@ def attend(
         _launch_latents(cache, q, step, params, cut, out, partial, partial_lse)
     else:
         full = out_dtype is torch.float32
-        _launch_items(cache, q, step, params, cut, out, partial, partial_lse, full=full)
+        _launch_items(cache, q, step, params, cut, out, partial, partial_lse, form, full=full)
     if cut.combines:
-        _launch_combine(cache, step, params, cut, out, partial, partial_lse, search=not wide)
+        _launch_combine(cache, step, params, cut, out, partial, partial_lse, form, search=not wide)
     return out
 
 
@@ -296,6 +360,7 @@ def _launch_items(
     out: Tensor,
     partial: Tensor,
     partial_lse: Tensor,
+    form: _Form | None,
     *,
     full: bool,
 ) -> None:
@@ -314,16 +379,17 @@ def _launch_items(
         q, q.stride(0), q.stride(1), *words(cache.k, k), *words(cache.v, v), shifts(device, k, v),
         page_units(cache),
         cache.k_scale, cache.v_scale, params.sinks,
-        out, partial, partial_lse,
+        out, partial, partial_lse, *_narrow(form),
         step.cu_seqlens_q, step.seqlens_kv, listed, step.page_table, step.page_table.stride(0),
         cut.num_seqs, arrived, cut.tokens,
         params.scale, params.softcap, window, cut.target, cut.least,
+        0 if form is None else form.sink, 0 if form is None else form.recent,
         GROUP=cut.group, HEADS=cut.heads, PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
         K=k, HEAD_K=head_k, PAD_K=pad(head_k, k), V=v, HEAD_V=head_v, PAD_V=pad(head_v, v),
         K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
         CAUSAL=step.causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
         FULL=full, DIRECT=cut.direct, FIXED=cut.fixed, LISTED=cut.listed, PTX=has_ptx(device),
-        JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join),
+        JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join), FORM=0 if form is None else form.number,
         num_warps=shape.warps, num_stages=shape.stages, **options,
     )  # fmt: skip
 
@@ -365,6 +431,7 @@ def _launch_combine(
     out: Tensor,
     partial: Tensor,
     partial_lse: Tensor,
+    form: _Form | None,
     *,
     search: bool,
 ) -> None:
@@ -376,15 +443,20 @@ def _launch_combine(
     per_program = heads_joined_at_once(cut.tokens, q_heads)
     at_once, warps = cut.parts_joined_at_once
     combine[(q_heads * cut.tokens // per_program,)](
-        partial, partial_lse, params.sinks, out, step.cu_seqlens_q, step.seqlens_kv, listed,
+        partial, partial_lse, params.sinks, out, *_narrow(form),
+        step.cu_seqlens_q, step.seqlens_kv, listed,
         cut.num_seqs, window, cut.target, cut.least, per_program,
         GROUP=cut.group, HEADS=cut.heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
         ROWS=shape.rows, TILE=shape.tile, AT_ONCE=at_once,
         CAUSAL=step.causal, WINDOW=window > 0, SINKS=params.sinks is not None,
         DIRECT=cut.direct, FIXED=cut.fixed, SEARCH=search, LISTED=cut.listed,
-        ROTATION=block_length(head_v) if rotated else 0,
+        ROTATION=block_length(head_v) if rotated else 0, FORM=0 if form is None else form.number,
         num_warps=warps, **ahead(out.device),
     )  # fmt: skip
+
+
+def _narrow(form: _Form | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if form is None else (form.rows, form.lse)
 
 
 def _listed(step: Step, cut: Cut, window: int, *, tokens: bool) -> Tensor:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvant.attention.triton.paged import NARROW, with_narrow
 from kvant.attention.triton.rotation import hadamard
 from kvant.attention.triton.workmap import find_token, listed, tiles_per_split
 
@@ -14,17 +15,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=("num_seqs", "window", "target", "least", "per_program"))
 def combine(
-    partial, partial_lse, sinks, out, cu_seqlens_q, seqlens_kv, tokens, num_seqs, window, target, least,
-    per_program,
+    partial, partial_lse, sinks, out, narrow, narrow_lse, cu_seqlens_q, seqlens_kv, tokens,
+    num_seqs, window, target, least, per_program,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     DIRECT: tl.constexpr, FIXED: tl.constexpr, SEARCH: tl.constexpr, LISTED: tl.constexpr,
-    ROTATION: tl.constexpr, AHEAD: tl.constexpr,
+    ROTATION: tl.constexpr, AHEAD: tl.constexpr, FORM: tl.constexpr = 0,
 ):  # fmt: skip
     """Program: per_program query heads of a token; it finds its items once for all of them.
 
-    partial, partial_lse, out, sinks: as in `paged_attention`. Items are joined AT_ONCE at a time, in order.
+    partial, partial_lse, out, sinks, narrow, narrow_lse, FORM: as in `paged_attention`. Items are joined
+    AT_ONCE at a time, in order.
     DIRECT: rows of one item were already written. SEARCH: whether the items were made with a search.
     LISTED: tokens is from `list_items`. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no
     sequence get zeros. AHEAD: launched while the kernel before still runs.
@@ -83,4 +85,17 @@ def combine(
         o = tl.where(den > 0, o / den, 0.0 * den)
         if ROTATION > 0:
             o = tl.reshape(hadamard(tl.reshape(o, (1, PAD)), 1, PAD, ROTATION), (PAD,)) / ROTATION
+        if FORM > 0:
+            lse = tl.where(den > 0, top + tl.log2(den), top + den)
+            at = token.to(tl.int64) * (HEADS * GROUP) + query_head
+            if FORM == NARROW:
+                tl.store(narrow_lse + at, lse)
+            else:
+                one = tl.zeros((1,), tl.float32)
+                o = tl.reshape(
+                    with_narrow(
+                        o[None, :], one + lse, narrow, narrow_lse, at + one.to(tl.int64), one == 0.0,
+                        (c < HEAD_V)[None, :], c, HEAD_V,
+                    ), (PAD,),
+                )  # fmt: skip
         tl.store(out + first_out + i * HEAD_V + c, o.to(out.dtype.element_ty), mask=c < HEAD_V)

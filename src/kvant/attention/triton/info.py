@@ -96,5 +96,10 @@ def _refuse_formats(need: Need) -> str | None:
 
 
 INFO = BackendInfo(
-    "triton", "kvant.attention.triton.backend", refuse, batch_invariant=True, package="triton"
+    "triton",
+    "kvant.attention.triton.backend",
+    refuse,
+    batch_invariant=True,
+    package="triton",
+    wide_rows=True,
 )

@@ -4,6 +4,10 @@ Rows are (query, head of the group) pairs of one KV head, so the kernel reads K 
 It computes an online softmax in base 2. Scores stay *raw*: the row's factor (softmax scale, outer key scale
 and normalisation of the query) enters together with the exponential, in one fused multiply-add.
 
+A layer with wide rows (`kvant.kv.spec.WideRows`) takes two launches. The first one reads the narrow form of
+the keys between the first ones and the latest, and leaves float32 rows with their log-sum-exp. The second one
+reads the other keys in their wide form and joins both.
+
 Products with 8- and 4-bit keys are float16. The query is divided by its row's largest magnitude, so that
 nothing overflows. Probabilities times value scales are divided by the largest value scale so far and stay
 below 2^15, which leaves 29 bits of range for rows of small scale.
@@ -22,6 +26,8 @@ from kvant.attention.triton.workmap import find_item, listed, tiles_per_split
 LOWEST = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(32768.0)
 LOG2E = tl.constexpr(1.4426950408889634)
+NARROW = tl.constexpr(1)  # of two forms: keys between the first ones and the latest
+WIDE = tl.constexpr(2)  # the other keys, whose rows are stored a second time
 SMALL = tl.constexpr(2.0**-100)  # least reference for value scales: HEADROOM / SMALL is finite
 
 
@@ -95,15 +101,15 @@ def _block_scales(
 
 @triton.jit
 def _tile(
-    state, q, q_sum, factor, cap, at, start, end, row_lo, row_hi,
+    state, q, q_sum, factor, cap, at, next_at, start, end, row_lo, row_hi, sink,
     k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,
     TILE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     K: tl.constexpr, HEAD_K: tl.constexpr, PAD_K: tl.constexpr,
     V: tl.constexpr, HEAD_V: tl.constexpr, PAD_V: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, FULL: tl.constexpr, FIXED: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values.
+    """One tile of keys and values. next_at: where the next one begins.
 
     state: accumulators, max, sum, sum times zero points or minima, largest value scale, page ids of the
     tile.
@@ -113,6 +119,8 @@ def _tile(
     if MASKED:
         pos = at + tl.arange(0, TILE)
         there = (pos >= start) & (pos < end)
+        if FORM == WIDE:
+            there |= pos < tl.minimum(sink, end)
     else:
         there = tl.full((TILE,), True, tl.int1)
     small = offset * HEADS + head
@@ -132,7 +140,7 @@ def _tile(
     )  # fmt: skip
 
     # Pages of the next tile, so that loads of keys and values never wait for a page id.
-    next_page = page_ids(pages, at + TILE, end, TILE, PAGE)
+    next_page = page_ids(pages, next_at, end, TILE, PAGE)
 
     block = 0.0
     if K.per_block:
@@ -157,7 +165,10 @@ def _tile(
     else:
         inner = factor
     if MASKED:
-        ok = there[None, :] & (pos[None, :] >= row_lo[:, None]) & (pos[None, :] < row_hi[:, None])
+        ok = pos[None, :] >= row_lo[:, None]
+        if FORM == WIDE:
+            ok |= (pos < sink)[None, :]
+        ok &= there[None, :] & (pos[None, :] < row_hi[:, None])
         x = tl.where(ok, x, LOWEST)
     new_top = tl.maximum(top, tl.max(x, 1))
     p = tl.exp2(x * inner[:, None] - (new_top * inner)[:, None])
@@ -224,11 +235,29 @@ def _clear(out, first, end, step, head, GROUP: tl.constexpr, HEADS: tl.constexpr
 
 
 @triton.jit
+def with_narrow(o, lse, narrow, narrow_lse, row, there, mask, c, HEAD_V: tl.constexpr):
+    """Rows o [rows, columns] of wide keys, joined with those of the others. lse: [rows], base 2.
+
+    narrow: [.., HEAD_V] float32, narrow_lse: their rows; row: which ones [rows]. mask: as of o.
+    """
+    other = tl.load(narrow_lse + row, mask=there, other=float("-inf"))
+    part = tl.load(narrow + row[:, None] * HEAD_V + c[None, :], mask=mask, other=0.0)
+    higher = tl.maximum(lse, other)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    a = tl.exp2(lse - base)
+    b = tl.exp2(other - base)
+    whole = a + b
+    whole = tl.where(whole > 0, whole, 1.0 + 0.0 * whole)  # NaN stays NaN
+    return (o * a[:, None] + part * b[:, None]) / whole[:, None]
+
+
+@triton.jit
 def _join(
-    partial, partial_lse, sinks, out, first, splits, first_token, num_queries, block, head,
+    partial, partial_lse, sinks, out, narrow, narrow_lse, first, splits, first_token, num_queries, block,
+    head,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, VALID: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
-    ROTATED: tl.constexpr,
+    ROTATED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The first VALID rows of a block, from its items first .. first + splits."""
     r = tl.arange(0, VALID)
@@ -263,23 +292,31 @@ def _join(
         ROTATION: tl.constexpr = HEAD_V & -HEAD_V
         o = hadamard(o, VALID, PAD, ROTATION) / ROTATION
     token = (first_token + at_row // GROUP).to(tl.int64)
-    row = (token * (HEADS * GROUP) + query_head) * HEAD_V
-    tl.store(out + row[:, None] + c[None, :], o.to(out.dtype.element_ty),
-             mask=there[:, None] & (c < HEAD_V)[None, :])  # fmt: skip
+    row = token * (HEADS * GROUP) + query_head
+    mask = there[:, None] & (c < HEAD_V)[None, :]
+    if FORM > 0:
+        lse = tl.where(den > 0, top + tl.log2(den), top + den)
+        if FORM == NARROW:
+            tl.store(narrow_lse + row, lse, mask=there)
+        else:
+            o = with_narrow(o, lse, narrow, narrow_lse, row, there, mask, c, HEAD_V)
+    tl.store(out + row[:, None] * HEAD_V + c[None, :], o.to(out.dtype.element_ty), mask=mask)
 
 
 # Numbers that change from step to step. Triton would compile a kernel for each class of number (1, multiples
 # of 16, others), and requests would wait a second for each.
-_VARYING = ("page_units", "max_pages", "num_seqs", "window", "target", "least", "num_tokens")
+_VARYING = (
+    "page_units", "max_pages", "num_seqs", "window", "target", "least", "num_tokens", "sink", "lag",
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def paged_attention(
     q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts, page_units,
     k_outer, v_outer, sinks,
-    out, partial, partial_lse,
+    out, partial, partial_lse, narrow, narrow_lse,
     cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs, arrived, num_tokens,
-    softmax_scale, cap, window, target, least,
+    softmax_scale, cap, window, target, least, sink, lag,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     K: tl.constexpr, HEAD_K: tl.constexpr, PAD_K: tl.constexpr,
     V: tl.constexpr, HEAD_V: tl.constexpr, PAD_V: tl.constexpr,
@@ -287,6 +324,7 @@ def paged_attention(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
     PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    FORM: tl.constexpr = 0,
 ):  # fmt: skip
     """Program item * HEADS + KV head: programs of one item run side by side and share memory pages.
 
@@ -303,6 +341,9 @@ def paged_attention(
     JOIN is the number of valid rows, rounded up to a power of two; 0 leaves them to `combine`.
     arrived: int32 [items, HEADS], zeros before and after the launch. AHEAD: launched while the kernel
     before still runs.
+    FORM: 0, or which form of the keys it reads: NARROW from key `sink` on and without the latest `lag` keys
+    of a query, and leaves `out`, in float32, and narrow_lse [T, HEADS * GROUP], in base 2; WIDE the first
+    `sink` keys and a `window`, and joins narrow, which has the shape of `out`, and narrow_lse.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -349,6 +390,9 @@ def paged_attention(
         row_hi = length + 0 * here
     row_hi = tl.where(there, row_hi, 0)
     row_lo = here - window + 1 if WINDOW else 0 * here
+    if FORM == NARROW:
+        row_hi = tl.where(there, tl.maximum(row_hi - lag, 0), 0)
+        row_lo = sink + 0 * here
     last_query = tl.minimum((block * ROWS + ROWS - 1) // GROUP, num_queries - 1)
     first_query = block * ROWS // GROUP
     end = length
@@ -358,15 +402,24 @@ def paged_attention(
     if CAUSAL:
         end = length - num_queries + last_query + 1
         whole = length - num_queries + first_query + 1
+    if FORM == NARROW:
+        end = tl.maximum(end - lag, 0)
+        whole = tl.maximum(whole - lag, 0)
+        visible = sink
+        start = sink // TILE * TILE
     if WINDOW:
         visible = tl.maximum(length - num_queries + first_query - window + 1, 0)
         start = visible // TILE * TILE
         if not CAUSAL:
             end = tl.minimum(length, length - num_queries + last_query + window)
     if FIXED:
-        begin = tl.maximum(split * per_split * TILE, start)
-        end = tl.minimum(end, (split + 1) * per_split * TILE)
+        first_key = split * per_split * TILE
+        begin = tl.maximum(first_key, start)
+        end = tl.minimum(end, first_key + per_split * TILE)
     else:
+        first_key = tl.where(
+            split == 0, 0, start
+        )  # the first keys are wide: they belong to the first item
         step = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), splits), TILE) * TILE
         begin = start + split * step
         end = tl.minimum(end, begin + step)
@@ -414,26 +467,54 @@ def paged_attention(
     if FIXED:
         reference = tl.full((ROWS,), SMALL, tl.float32)
     pages = page_table + seq.to(tl.int64) * max_pages
-    state = (acc, top, den, zeros, reference, page_ids(pages, begin, end, TILE, PAGE))
-    masked_from = begin
+    # Tiles before the others: keys that are wide because they are first, and a tile with some of them.
+    before = 0 * begin
+    before_from = begin
+    if FORM == NARROW and not FIXED:
+        before = (begin < sink).to(tl.int32)
+    if FORM == WIDE:
+        before_from = first_key
+        before = tl.cdiv(tl.maximum(tl.minimum(tl.minimum(sink, start), end) - first_key, 0), TILE)
+    open_from = begin
+    if FORM == NARROW:
+        open_from = begin + before * TILE
+    state = (acc, top, den, zeros, reference, page_ids(pages, open_from, end, TILE, PAGE))
+    masked_from = open_from
     # FIXED: which tiles need a mask depends on the other queries of the block, and two loops compiled
     # apart may round differently.
     if not WINDOW and not FIXED:
-        masked_from = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // TILE * TILE
-        for at in range(begin, masked_from, TILE):
+        masked_from = open_from + tl.maximum(tl.minimum(whole, end) - open_from, 0) // TILE * TILE
+        for at in range(open_from, masked_from, TILE):
             state = _tile(
-                state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
+                state, q, q_sum, factor, cap, at, at + TILE, visible, end, row_lo, row_hi, sink,
                 k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,
                 TILE, HEADS, PAGE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V,
-                False, SOFTCAP, FULL, FIXED, PTX,
+                False, SOFTCAP, FULL, FIXED, PTX, FORM,
             )  # fmt: skip
-    for at in tl.range(masked_from, end, TILE, num_stages=1):
-        state = _tile(
-            state, q, q_sum, factor, cap, at, visible, end, row_lo, row_hi,
-            k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,
-            TILE, HEADS, PAGE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V,
-            True, SOFTCAP, FULL, FIXED, PTX,
-        )  # fmt: skip
+    if FORM == 0:
+        for at in tl.range(masked_from, end, TILE, num_stages=1):
+            state = _tile(
+                state, q, q_sum, factor, cap, at, at + TILE, visible, end, row_lo, row_hi, sink,
+                k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,
+                TILE, HEADS, PAGE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V,
+                True, SOFTCAP, FULL, FIXED, PTX, FORM,
+            )  # fmt: skip
+    else:
+        count = before + tl.cdiv(tl.maximum(end - masked_from, 0), TILE)
+        at = tl.where(before > 0, before_from, masked_from)
+        acc, top, den, zeros, reference, _ = state
+        state = (acc, top, den, zeros, reference, page_ids(pages, at, end, TILE, PAGE))
+        for i in tl.range(0, count, num_stages=1):
+            at = tl.where(i < before, before_from + i * TILE, masked_from + (i - before) * TILE)
+            next_at = tl.where(
+                i + 1 < before, before_from + (i + 1) * TILE, masked_from + (i + 1 - before) * TILE
+            )
+            state = _tile(
+                state, q, q_sum, factor, cap, at, next_at, visible, end, row_lo, row_hi, sink,
+                k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,
+                TILE, HEADS, PAGE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V,
+                True, SOFTCAP, FULL, FIXED, PTX, FORM,
+            )  # fmt: skip
     acc, top, den, zeros, reference, _ = state
     if SOFTCAP:
         level = top * LOG2E
@@ -446,6 +527,7 @@ def paged_attention(
         higher = tl.maximum(level, sink)
         den = den * tl.exp2(level - higher) + tl.exp2(sink - higher)
         shrink = tl.exp2(level - higher)
+        level = higher
     else:
         shrink = tl.full((ROWS,), 1.0, tl.float32)
     value = tl.where(den > 0, shrink / den, 0.0 * den)  # NaN stays NaN
@@ -468,6 +550,14 @@ def paged_attention(
     if direct:
         if V.rotated:
             o = hadamard(o, ROWS, ELEMENTS_V * PAD_V, ROTATION) / ROTATION
+        if FORM > 0:
+            row = token * (HEADS * GROUP) + query_head
+            lse = tl.where(den > 0, level + tl.log2(den), float("-inf"))
+            lse = tl.where(den != den, den, lse)
+            if FORM == NARROW:
+                tl.store(narrow_lse + row, lse, mask=there)
+            else:
+                o = with_narrow(o, lse, narrow, narrow_lse, row, there, mask, c, HEAD_V)
         tl.store(out_row[:, None] + c[None, :], o.to(out.dtype.element_ty), mask=mask)
     else:
         slot = (item.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
@@ -478,11 +568,11 @@ def paged_attention(
         if JOIN > 0:
             first = first_item + block * splits
             tl.debug_barrier()
-            before = tl.atomic_add(arrived + first * HEADS + head, 1, sem="acq_rel")
-            if before == splits - 1:
+            arrived_before = tl.atomic_add(arrived + first * HEADS + head, 1, sem="acq_rel")
+            if arrived_before == splits - 1:
                 _join(
-                    partial, partial_lse, sinks, out, first, splits, first_token, num_queries,
-                    block, head, GROUP, HEADS, HEAD_V, ELEMENTS_V * PAD_V, ROWS, JOIN, AT_ONCE,
-                    SINKS, V.rotated,
+                    partial, partial_lse, sinks, out, narrow, narrow_lse, first, splits, first_token,
+                    num_queries, block, head, GROUP, HEADS, HEAD_V, ELEMENTS_V * PAD_V, ROWS, JOIN, AT_ONCE,
+                    SINKS, V.rotated, FORM,
                 )  # fmt: skip
                 tl.store(arrived + first * HEADS + head, 0)

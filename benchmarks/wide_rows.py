@@ -45,7 +45,9 @@ def wide_rows(
     ] = None,
     stored: Annotated[str, typer.Option("--kv-recent-dtype", metavar="F")] = "bfloat16",
     contexts: Annotated[list[int] | None, typer.Option("--context", min=64)] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Of text, for each context.")] = 4096,
+    tokens: Annotated[
+        int, typer.Option("--tokens", help="Tokens of text for each context.")
+    ] = 4096,
     text: Annotated[Path | None, typer.Option("--text", metavar="FILE")] = None,
     out: OutFile = None,
 ) -> None:

@@ -21,9 +21,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvant import LLM, SamplingParams
-from kvant.cli.chat import Conversation, chat, printable
+from kvant.cli.chat import Conversation, KeptConversation, chat, printable
 from kvant.cli.main import app as kvant_app
-from kvant.errors import NotServable
+from kvant.errors import BadValue, NotServable
 from tests.engine import tiny_chat
 from tests.models import tiny
 
@@ -274,3 +274,38 @@ def test_the_end_of_input_ends_the_conversation(
     monkeypatch.setattr("builtins.input", end)
     conversation.run()
     assert conversation.messages == []
+
+
+def test_a_kept_conversation_goes_on_in_another_process(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = f"host:8MiB,disk:{tmp_path}:64MiB"
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def talk(*lines: str) -> tuple[str, Conversation]:
+        llm = LLM(
+            path, dtype="float32", kv_cache_memory="2MiB", max_num_seqs=1, page_size=4,
+            kv_offload=offload, batch_invariant=True,
+        )  # fmt: skip
+        console = Console(file=io.StringIO(), width=200)
+        conversation = Conversation(llm, params, console)
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        KeptConversation(llm, "sea").run(conversation)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue(), conversation
+
+    first = "the sea is wide and the sky is high " * 6
+    shown, _ = talk(first)
+    assert "kept as sea" in shown
+    resumed, conversation = talk("and deep?")
+    assert "goes on with sea: 2 messages" in resumed
+    assert "prompt tokens cached" in resumed
+    assert len(conversation.messages) == 4
+    whole = Conversation(conversation.llm, params, Console(file=io.StringIO(), width=200))
+    said(whole, first, "and deep?", monkeypatch=monkeypatch)
+    assert whole.messages == conversation.messages
+
+
+def test_a_conversation_is_kept_only_beside_files(llm: LLM) -> None:
+    with pytest.raises(BadValue, match="no directory"):
+        KeptConversation(llm, "sea")

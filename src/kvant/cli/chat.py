@@ -16,7 +16,7 @@ import typer
 
 from kvant.cli import model_options
 from kvant.cli.configured import configured
-from kvant.errors import NotServable, RequestError, WayOut
+from kvant.errors import BadValue, NotServable, RequestError, WayOut
 from kvant.plan.config import EngineOptions
 from kvant.plan.settings import Settings
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from kvant.engine.result import Result
     from kvant.engine.text import Message
     from kvant.sampling.sampling_params import SamplingParams
+
+_SAVE_SECONDS = 30.0
+"""The longest wait for the pages of a conversation to reach files."""
 
 COMMANDS = {
     "/exit": "leave (or press Ctrl-D)",
@@ -48,6 +51,14 @@ def chat(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="Maximum number of tokens per answer.")
     ] = 512,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="ID",
+            help="Go on with a kept conversation, or begin one that is kept; needs a disk in --kv-offload.",
+        ),
+    ] = None,
 ) -> None:
     """Talk with a model.
 
@@ -65,8 +76,13 @@ def chat(
     try:
         llm = model_options.open_llm(settings, console, num_requests=1)
         _refuse_without_template(llm, llm.plan.model)
+        kept = None if resume is None else KeptConversation(llm, resume)
         params = model_options.sampling_from(sampling, llm.default_params)
-        Conversation(llm, params, console, system).run()
+        talk = Conversation(llm, params, console, system)
+        if kept is None:
+            talk.run()
+        else:
+            kept.run(talk)
     except KeyboardInterrupt:
         console.print()
         raise typer.Exit(130) from None
@@ -81,6 +97,70 @@ def _refuse_without_template(llm: LLM, model: str) -> None:
             ways_out=(
                 WayOut("complete a text", ("kvant", "generate", "--model", model, "PROMPT")),
             ),
+        )
+
+
+class KeptConversation:
+    """A conversation that is read from files before it begins and saved when it ends.
+
+    Raises BadValue without a directory for pages, and NotServable for a session of another engine.
+    """
+
+    def __init__(self, llm: LLM, id: str) -> None:
+        from kvant.kv.offload.sessions import ID, ForeignSession, SessionFiles
+
+        tiers = llm.engine.tiers
+        if tiers is None or tiers.files is None:
+            raise BadValue(
+                f"--resume {id} has no directory to read from",
+                why="a conversation is kept beside the files of its pages",
+                ways_out=(
+                    WayOut(
+                        "name one", ("--kv-offload", "host:1GiB,disk:~/.cache/kvant/pages:8GiB")
+                    ),
+                ),
+            )
+        if not ID.fullmatch(id):
+            raise BadValue(
+                f"--resume {id!r} is no name of a session",
+                why="it has up to 64 letters, digits, dots, dashes and underscores",
+            )
+        windows = llm.engine.scheduler.allocator.windows
+        self._llm, self._id = llm, id
+        self._sessions = SessionFiles(tiers.files.store, windows, llm.engine.limits.page_size)
+        self.messages: list[Message] = []
+        try:
+            self.messages = self._sessions.read(id, "").messages
+        except FileNotFoundError:
+            pass
+        except ForeignSession as fault:
+            raise NotServable(
+                f"the session {id} belongs to another engine",
+                why=str(fault),
+                ways_out=(WayOut("start with the options that it was saved with"),),
+            ) from None
+
+    def run(self, talk: Conversation) -> None:
+        """Converse, and save what was said."""
+        talk.messages = self.messages
+        if self.messages:
+            talk.note(f"goes on with {self._id}: {len(self.messages)} messages")
+        try:
+            talk.run()
+        finally:
+            self._save(talk)
+
+    def _save(self, talk: Conversation) -> None:
+        if not talk.messages:
+            return
+        end = time.monotonic() + _SAVE_SECONDS
+        engine = self._llm.engine
+        while engine.is_moving and time.monotonic() < end:
+            engine.move(0.05)
+        tokens = self._llm.encode_chat([*talk.start(), *talk.messages])
+        saved = self._sessions.save(self._id, "", tokens, "", talk.messages)
+        talk.note(
+            f"kept as {self._id}: {saved.saved_tokens} of {len(tokens)} tokens need not be computed again"
         )
 
 
@@ -108,7 +188,7 @@ class Conversation:
 
     def _greet(self) -> None:
         plan = self.llm.plan
-        self._dim(
+        self.note(
             f"{plan.model}: context {self.llm.engine.limits.max_model_len} tokens, "
             f"KV {', '.join(plan.formats)}, {plan.bytes_per_token} bytes a token. /help lists commands."
         )
@@ -128,16 +208,16 @@ class Conversation:
     def _command(self, text: str) -> None:
         if text == "/reset":
             self.messages.clear()
-            self._dim("conversation cleared")
+            self.note("conversation cleared")
         elif text == "/plan":
             from kvant.cli.plan_table import print_layers
 
             print_layers(self.llm.planned.target, self.console)
         else:
             if text != "/help":
-                self._dim(f"unknown command {text.split()[0]}")
+                self.note(f"unknown command {text.split()[0]}")
             for name, does in COMMANDS.items():
-                self._dim(f"  {name:8}{does}")
+                self.note(f"  {name:8}{does}")
 
     def _turn(self, text: str) -> None:
         """Ask one question and print its answer. A question without an answer is not kept."""
@@ -184,7 +264,7 @@ class Conversation:
         )
         if result.finish_reason != "stop":
             parts.append(_ENDED[result.finish_reason])
-        self._dim(" · ".join(parts))
+        self.note(" · ".join(parts))
         return result
 
     def _prompt(self) -> list[int]:
@@ -192,18 +272,19 @@ class Conversation:
         limit = self.llm.engine.limits.max_model_len
         left_out = 0
         while True:
-            ids = self.llm.encode_chat([*self._system(), *self.messages])
+            ids = self.llm.encode_chat([*self.start(), *self.messages])
             if len(ids) < limit or len(self.messages) == 1:
                 break
             del self.messages[:2]
             left_out += 1
         if left_out:
-            self._dim(
+            self.note(
                 f"the conversation exceeds {limit} tokens: dropped the oldest {left_out} turn(s)"
             )
         return ids
 
-    def _system(self) -> list[Message]:
+    def start(self) -> list[Message]:
+        """The messages before the first question."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _show(self, text: str) -> None:
@@ -212,7 +293,8 @@ class Conversation:
         )
         self.console.file.flush()
 
-    def _dim(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print a line that is no part of the conversation."""
         self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 

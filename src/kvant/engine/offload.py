@@ -55,11 +55,12 @@ def make_tiers(
     from kvant.kv.offload.build import build_tiers
     from kvant.kv.offload.mover import pieces_of
     from kvant.kv.offload.page_files import PageFiles
+    from kvant.kv.offload.sessions import pinned_names
 
     files, identity = None, None
     if config.disk is not None:
         found = page_identity(planned, runner, dummy_weights=dummy_weights)
-        files = PageFiles(config.disk.path, found, config.disk.num_bytes)
+        files = PageFiles(config.disk.path, found, config.disk.num_bytes, pinned=pinned_names)
         identity = CacheIdentity("pages", None, found.digest.hex())
     pieces = pieces_of(runner.pools)
     return lambda shared: build_tiers(shared, pieces, config.host_bytes, files=files), identity

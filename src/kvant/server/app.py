@@ -74,6 +74,7 @@ from kvant.server.responses.wire import (
 )
 from kvant.server.routers import loads, render_chat, render_completion
 from kvant.server.service import Service
+from kvant.server.sessions import delete_session, list_sessions, restore_session, save_session
 
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499
@@ -328,6 +329,22 @@ ENDPOINTS = (
         "GET", "/v1/models/{model}", "One served model", _model, wire.ModelCard, errors=(404, 503)
     ),
     Endpoint("GET", "/v1/kv/plan", "The JSON of `kvant plan`", _plan, wire.Plan, errors=(503,)),
+    Endpoint(
+        "POST", "/v1/kv/sessions/{id}", "Save a conversation and its pages", save_session,
+        wire.SessionCard, wire.ChatBody, CHAT, errors=_GENERATES, generates=True,
+    ),
+    Endpoint(
+        "GET", "/v1/kv/sessions/{id}", "A saved conversation", restore_session,
+        wire.RestoredSession, errors=(400, 404, 409, 503),
+    ),
+    Endpoint(
+        "GET", "/v1/kv/sessions", "Saved conversations", list_sessions, wire.SessionList,
+        errors=(400, 503),
+    ),
+    Endpoint(
+        "DELETE", "/v1/kv/sessions/{id}", "Forget a saved conversation", delete_session,
+        wire.DeletedSession, errors=(400, 404, 503),
+    ),
     Endpoint("GET", "/v1/kv/live", "The cache and its requests now", _live, wire.Live),
     Endpoint(
         "GET", "/", "A page to talk and to look at the cache", _page, None, is_open=True,

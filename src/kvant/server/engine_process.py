@@ -35,6 +35,7 @@ from kvant.server.messages import (
     Fault,
     FromEngine,
     Loading,
+    PageStore,
     Piece,
     Ready,
     Report,
@@ -213,7 +214,18 @@ def _ready(built: BuiltEngine) -> Ready:
         page_size=built.kv.page_size,
         fingerprint=plan["fingerprint"],
         notes=(*built.notes, *(f"warning: {line}" for line in built.warnings)),
+        page_store=_page_store(built),
     )
+
+
+def _page_store(built: BuiltEngine) -> PageStore | None:
+    """What sessions need to know of page files."""
+    tiers = built.engine.tiers
+    if tiers is None or tiers.files is None:
+        return None
+    store = tiers.files.store
+    windows = built.engine.scheduler.allocator.windows
+    return PageStore(str(store.directory), store.identity.fields, windows, store.budget)
 
 
 def _refuse(socket: zmq.Socket[bytes], fault: Fault) -> int:

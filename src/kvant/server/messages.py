@@ -43,6 +43,15 @@ class Loading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load
     total: int
 
 
+class PageStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the engine keeps page files, and what decides their names. windows: of each group of pages."""
+
+    directory: str
+    identity: dict[str, str]
+    windows: tuple[int | None, ...]
+    budget: int
+
+
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
     """The engine takes requests. plan: the JSON of `kvant plan`. path: where the tokenizer lies."""
 
@@ -59,6 +68,7 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
     page_size: int
     fingerprint: str
     notes: tuple[str, ...]
+    page_store: PageStore | None = None
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fault"):

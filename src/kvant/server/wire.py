@@ -560,6 +560,35 @@ class Rendered(Struct):
     token_ids: list[Count]
 
 
+class SessionCard(Struct):
+    """A saved session. saved_tokens: the first ones, whose pages are in files."""
+
+    id: str
+    saved: Count
+    num_tokens: Count
+    saved_tokens: Count
+
+
+class RestoredSession(Struct, kw_only=True):
+    """A session and its conversation."""
+
+    id: str
+    saved: Count
+    num_tokens: Count
+    saved_tokens: Count
+    messages: list[Any]
+
+
+class SessionList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[SessionCard]
+
+
+class DeletedSession(Struct):
+    id: str
+    deleted: Literal[True] = True
+
+
 class ServerInfo(Struct):
     """What this server runs. fingerprint: of the plan, see /v1/kv/plan."""
 

@@ -59,6 +59,10 @@ class FileQueue:
         return key in self._known
 
     @property
+    def store(self) -> PageFiles:
+        return self._files
+
+    @property
     def num_pages(self) -> int:
         """Pages of this identity that were seen."""
         return len(self._known)

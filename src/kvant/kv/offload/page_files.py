@@ -19,7 +19,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,17 +59,27 @@ def checksum(data: memoryview) -> bytes:
 class PageFiles:
     """Page files of one identity in `directory`, which may hold others. budget: bytes of all files.
 
+    pinned: returns the names of files in a directory that must not be removed.
+
     Raises NotServable if the directory cannot be used.
     """
 
-    def __init__(self, directory: Path, identity: PageIdentity, budget: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        identity: PageIdentity,
+        budget: int,
+        *,
+        pinned: Callable[[Path], set[str]] = lambda directory: set(),
+    ) -> None:
+        self._pinned = pinned
         self.directory, self.identity, self.budget = directory, identity, budget
         self._digest = identity.digest
         self.home = directory / self._digest.hex()[:32]
         self._numbers = itertools.count()
         try:
             self.home.mkdir(parents=True, exist_ok=True)
-            self._write_whole(self.home / "identity.json", json.dumps(identity.fields).encode())
+            self.write_whole(self.home / "identity.json", json.dumps(identity.fields).encode())
             with self.locked():
                 pass
         except OSError as fault:
@@ -89,7 +99,7 @@ class PageFiles:
         """Write a page whose checksum is `total`; the number of bytes of its file. Raises OSError."""
         path = self.path(group, digest)
         path.parent.mkdir(exist_ok=True)
-        self._write_whole(path, self._header(group, digest, len(data), total), data)
+        self.write_whole(path, self._header(group, digest, len(data), total), data)
         return HEADER_BYTES + len(data)
 
     def read(self, group: int, digest: bytes, into: memoryview) -> bytes:
@@ -152,7 +162,7 @@ class PageFiles:
                 stack.enter_context(self.locked(patiently=False))
             except BlockingIOError:
                 return None
-            kept = self.pinned()
+            kept = self._pinned(self.directory)
             found = sorted(self.scan(), key=lambda file: file.used)
             left = sum(file.num_bytes for file in found)
             removed: list[str] = []
@@ -168,10 +178,6 @@ class PageFiles:
                     removed.append(file.path)
                     left -= file.num_bytes
             return left, removed
-
-    def pinned(self) -> set[str]:
-        """Names of page files that sessions need."""
-        return set()
 
     @contextlib.contextmanager
     def locked(self, *, patiently: bool = True) -> Iterator[None]:
@@ -198,8 +204,8 @@ class PageFiles:
         head = _HEADER.pack(_MAGIC, self._digest, digest, group, length, total)
         return head.ljust(HEADER_BYTES, b"\0")
 
-    def _write_whole(self, path: Path, *parts: bytes | memoryview) -> None:
-        """Write a file that others see whole or not at all."""
+    def write_whole(self, path: Path, *parts: bytes | memoryview, durable: bool = False) -> None:
+        """Write a file that others see whole or not at all. durable: also after a loss of power."""
         beside = path.with_name(f"{_TEMPORARY}{os.getpid()}-{next(self._numbers)}")
         try:
             with open(beside, "xb", buffering=0) as file:
@@ -207,6 +213,8 @@ class PageFiles:
                     view = memoryview(part)
                     while view:
                         view = view[file.write(view) :]
+                if durable:
+                    os.fsync(file.fileno())
             os.replace(beside, path)
         except OSError:
             with contextlib.suppress(OSError):

@@ -121,6 +121,34 @@ def _few(
     return few_rows.multiply(x, weight, bias, cut, kind)
 
 
+def begin(
+    weight: NarrowWeight,
+    dtype: torch.dtype,
+    *,
+    bias: bool,
+    act: Act | None = None,
+    one: few_rows.Kind | None = None,
+) -> None:
+    """Compile the kernels of up to 64 rows of this weight in other threads, if CUDA C++ serves it.
+
+    act: of gated products. one: what surrounds the product of a single row.
+    """
+    fmt, (rows, columns) = weight.format, weight.shape
+    if not few_rows.serves(fmt, rows, columns, dtype):
+        return
+    kind = one or few_rows.Kind(one=True)
+    few_rows.begin(fmt, columns, 1, dtype, warps_of_one(fmt, columns), kind, bias=bias)
+    processors = multiprocessors(weight.device)
+    for tokens in (2, 9, 17, 33):
+        tiles = few_rows.token_tiles(tokens)
+        if tokens > _MOST_APART and shared_rows.reads(fmt, rows, columns, dtype):
+            cut = shared_rows.compiled_as(shares(tokens, rows, columns, processors))
+            shared_rows.begin(fmt, tiles, dtype, cut, act, bias=bias)
+        else:
+            kind = few_rows.Kind(gated=act is not None, act=act or Act.SILU)
+            few_rows.begin(fmt, 0, tiles, dtype, warps(fmt, tokens, rows, columns), kind, bias=bias)
+
+
 @cache
 def shares(tokens: int, rows: int, columns: int, processors: int) -> Shares:
     """The cut of `shared_rows`: about three programs for each multiprocessor, each with some blocks."""
@@ -139,6 +167,7 @@ def _proof(fmt: WeightFormat, dtype: torch.dtype) -> str | None:
     """None if `few_rows` agrees with float64 products of decoded bytes; else what is wrong."""
     generator = torch.Generator("cuda").manual_seed(0)
     weight = encode(torch.randn(128, 640, device="cuda", generator=generator), fmt)
+    begin(weight, dtype, bias=False)
     numbers = decode(weight, torch.float64)
     wrong = None
     try:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import files
@@ -110,8 +112,8 @@ def build(
 
     Raises RuntimeError with NVRTC's log if the text does not compile.
     """
-    text = b"".join(files(package).joinpath(source).read_bytes() for source in sources)
-    code = _compiled(text, defines)
+    begun = _begun.get(_key(package, sources, defines))
+    code = _compile(package, sources, defines) if begun is None else begun.result()
     driver = import_module("cuda.bindings.driver")
     torch.cuda.current_stream()  # the device's context must exist
     module = _checked(driver.cuModuleLoadData(code))
@@ -119,6 +121,26 @@ def build(
     most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(function, most, shared_bytes))
     return Kernel(module, function, shared_bytes, arguments)
+
+
+_begun: dict[object, Future[bytes]] = {}
+_threads = ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 2)), thread_name_prefix="nvrtc")
+
+
+def begin(package: str, sources: Sequence[str], defines: Mapping[str, int | str]) -> None:
+    """Compile in another thread what `build` will be asked for."""
+    key = _key(package, sources, defines)
+    if key not in _begun:
+        _begun[key] = _threads.submit(_compile, package, tuple(sources), dict(defines))
+
+
+def _key(package: str, sources: Sequence[str], defines: Mapping[str, int | str]) -> object:
+    return package, tuple(sources), frozenset(defines.items())
+
+
+def _compile(package: str, sources: Sequence[str], defines: Mapping[str, int | str]) -> bytes:
+    text = b"".join(files(package).joinpath(source).read_bytes() for source in sources)
+    return _compiled(text, defines)
 
 
 def _compiled(source: bytes, defines: Mapping[str, int | str]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from kvant.models.fused.triton_experts import TritonExperts, is_single
 from kvant.models.recurrent.hook import run_framed
 from kvant.models.recurrent.mixers import Framed
 from kvant.models.sharding.divide import Group
-from kvant.weights.choose import few_serves, multiply_gated, warps_of_one
+from kvant.weights.choose import begin, few_serves, multiply_gated, warps_of_one
 from kvant.weights.cuda import few_rows as cuda
 from kvant.weights.cuda.few_rows import Act, Beside, Kind
 
@@ -60,6 +61,25 @@ class FewRowsDecoder:
             for owned in (is_own, _is_own_for_one)
         )
         self._one = OneRow(self._few, eps, one=one)
+        for layer in model.layers:
+            if isinstance(layer, Layer):
+                self._begin(layer, one=one)
+
+    def _begin(self, layer: Layer, *, one: bool) -> None:
+        """Compile kernels of narrow weights in other threads."""
+        normed = Kind(one=True, norm=True, plus=one) if self._folds_one else None
+        added = Kind(one=True, added=True) if self._folds_one else None
+        _begin(layer.qkv, normed)
+        _begin(layer.output, added)
+        forward = layer.feed_forward
+        if isinstance(forward, Experts):
+            self._experts.begin(forward, self._fused.model.embedding.dtype, added=self._folds_one)
+            return
+        act = _ACTS.get(forward.activation) if isinstance(forward.activation, Activation) else None
+        if act is not None and normed is not None:
+            normed = replace(normed, gated=True, act=act)
+        _begin(forward.up, normed, act)
+        _begin(forward.down, added)
 
     @property
     def extra_bytes(self) -> int:
@@ -159,6 +179,12 @@ class OneRow:
             return self._few.added(x, *numbers(linear), stream, norm_weight)
         kind, beside = Kind(one=True, added=True), Beside(residual=stream.residual)
         return Stream(_one_row(x.contiguous(), linear, kind, beside), norm_weight)
+
+
+def _begin(linear: Linear, one: Kind | None, act: Act | None = None) -> None:
+    """Compile kernels of a narrow weight. one: what surrounds the product of a single row."""
+    if isinstance(linear, NarrowProduct):
+        begin(linear.weight, torch.bfloat16, bias=linear.bias is not None, act=act, one=one)
 
 
 def _one_row(x: Tensor, linear: NarrowProduct, kind: Kind, beside: Beside) -> Tensor:

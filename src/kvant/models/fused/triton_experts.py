@@ -121,6 +121,25 @@ class TritonExperts:
         weights, ids = route(logits, experts.routing, experts.correction)
         return Choice(ids.to(torch.int32), weights.to(torch.float32))
 
+    def begin(self, experts: Experts, dtype: torch.dtype, *, added: bool) -> None:
+        """Compile the CUDA kernels of narrow experts in other threads. added: sums go to the residual."""
+        top_k = experts.routing.top_k
+        alone = replace(_gated(experts), one=True, pairs=Pairs.ALONE)
+        summed = Kind(one=True, added=added, pairs=Pairs.SUMMED, top_k=top_k)
+        listed = replace(_gated(experts), pairs=Pairs.LISTED), Kind(pairs=Pairs.LISTED, share=True)
+        ways = (experts.gate_up, alone, listed[0], 1), (experts.down, summed, listed[1], top_k)
+        for (stack, bias), one, many, count in ways:
+            if not isinstance(stack, NarrowStack):
+                return
+            fmt, (_, rows, columns) = stack.whole.format, stack.shape
+            if not cuda.serves(fmt, rows, columns, dtype):
+                return
+            has_bias = bias is not None
+            cut = warps_of_one(fmt, columns, count)
+            cuda.begin(fmt, columns, 1, dtype, cut, one, bias=has_bias)
+            for tiles in (1, 2):
+                cuda.begin(fmt, 0, tiles, dtype, warps_of_one(fmt, columns), many, bias=has_bias)
+
     def route(
         self,
         logits: Tensor,

@@ -22,6 +22,7 @@ MOST_ROWS = 64
 BLOCK = 128
 """Columns at a time; also the groups and blocks whose scales it reads."""
 
+_SOURCES = "decode.cuh", "few_rows.cu"
 _CODES = {Code.E4M3: 0, Code.INT8: 1, Code.INT4: 2, Code.E2M1: 3}
 _SCALES = {Scale.FLOAT32: 0, Scale.FLOAT16: 1, Scale.BFLOAT16: 2, Scale.E8M0: 3}
 ARGUMENTS = (*[POINTER] * 12, *[INT] * 7, *[FLOAT] * 3)
@@ -195,8 +196,24 @@ def kernel(
     columns: of the weight, for `Kind.one` alone.
     """
     macros = defines(fmt, columns, tiles, dtype, cut, kind, bias=bias)
-    sources = "decode.cuh", "few_rows.cu"
-    return build.build(__package__, sources, "few_rows", macros, shared_bytes(macros), ARGUMENTS)
+    size = shared_bytes(macros)
+    return build.build(__package__, _SOURCES, "few_rows", macros, size, ARGUMENTS)
+
+
+def begin(
+    fmt: WeightFormat,
+    columns: int,
+    tiles: int,
+    dtype: torch.dtype,
+    cut: Warps,
+    kind: Kind = PLAIN,
+    *,
+    bias: bool = False,
+) -> None:
+    """Compile the same kernel in another thread, for later."""
+    columns = columns if kind.one else 0
+    macros = defines(fmt, columns, tiles, dtype, cut, kind, bias=bias)
+    build.begin(__package__, _SOURCES, macros)
 
 
 def multiply(

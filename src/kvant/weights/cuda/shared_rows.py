@@ -19,6 +19,7 @@ from kvant.weights.cuda import few_rows
 from kvant.weights.cuda.few_rows import BLOCK, Act, Kind, Warps, address, token_tiles
 from kvant.weights.format import WeightFormat
 
+_SOURCES = "decode.cuh", "shared_rows.cu"
 ARGUMENTS = (*[POINTER] * 8, *[INT] * 4)
 
 
@@ -87,10 +88,26 @@ def kernel(
 ) -> Kernel:
     """The compiled kernel for `tiles` tiles of 8 tokens. RuntimeError if it does not compile."""
     macros = defines(fmt, tiles, dtype, cut, act, bias=bias)
-    return build.build(
-        __package__, ("decode.cuh", "shared_rows.cu"), "shared_rows", macros, shared_bytes(macros),
-        ARGUMENTS,
-    )  # fmt: skip
+    size = shared_bytes(macros)
+    return build.build(__package__, _SOURCES, "shared_rows", macros, size, ARGUMENTS)
+
+
+def compiled_as(cut: Shares) -> Shares:
+    """The cut that stands for all that share one compiled kernel."""
+    return Shares(cut.tiles, cut.warps, cut.stages, min(cut.parts, 2))
+
+
+def begin(
+    fmt: WeightFormat,
+    tiles: int,
+    dtype: torch.dtype,
+    cut: Shares,
+    act: Act | None = None,
+    *,
+    bias: bool = False,
+) -> None:
+    """Compile the same kernel in another thread, for later."""
+    build.begin(__package__, _SOURCES, defines(fmt, tiles, dtype, cut, act, bias=bias))
 
 
 def multiply(
@@ -105,8 +122,7 @@ def multiply(
     stripes = -(-weight.rows // (16 * cut.tiles * cut.warps))
     call = arranged(x, weight, bias, cut, act, arrivals(x.device, stripes))
     tiles = token_tiles(x.shape[0])
-    single = Shares(cut.tiles, cut.warps, cut.stages, min(cut.parts, 2))
-    built = kernel(weight.format, tiles, x.dtype, single, act, bias=bias is not None)
+    built = kernel(weight.format, tiles, x.dtype, compiled_as(cut), act, bias=bias is not None)
     built.launch(call.programs, cut.warps * 32, call.values, ahead=True)
     return call.out
 

@@ -60,20 +60,24 @@ def conv_prompts(
 def delta_step(
     mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor,
     rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float,
+    singles: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One token of each sequence through the gated delta rule, with its gates.
 
     mixed: [n, channels], q, k and v behind the convolution. a, b: [n, heads], rows of any stride: decay
     e^(-exp(a_log) softplus(a + dt_bias)), strength `strongest` * sigmoid(b). a_log, dt_bias: [heads].
     state: [num_rows, heads, values, keys], updated. rows: [n] int64. starts: [n] int32.
-    Returns [n, heads, values] in mixed's dtype.
+    singles: [2, k] int64, the sequences that are meant, and their tokens of mixed; out is set there.
+    Returns [n, heads, values] in mixed's dtype, or out.
     """
     heads, values, keys = state.shape[1:]
-    out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
+    if out is None:
+        out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
+    count = len(mixed) if singles is None else singles.shape[1]
     wide, block = triton.next_power_of_2(keys), min(32, triton.next_power_of_2(values))
-    _delta_step[(len(mixed), heads, triton.cdiv(values, block))](
+    _delta_step[(count, heads, triton.cdiv(values, block))](
         mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, state, state.stride(0),
-        rows, starts, out, keys**-0.5, strongest,
+        rows, starts, out, keys**-0.5, strongest, singles, count,
         HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values, WIDE=wide, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
@@ -220,21 +224,25 @@ def _keep_last(x, x_stride, state, state_stride, rows, starts, cu_seqlens, chann
             tl.store(kept + j * channels, h.to(state.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=("strongest",))
+@triton.jit(do_not_specialize=("strongest", "count"))
 def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, state, state_stride, rows, starts, out,
-                scale, strongest, HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr,
+                scale, strongest, singles, count, HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr,
                 VALUES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence."""
     i = tl.program_id(0).to(tl.int64)
+    place = i
+    if singles is not None:
+        place = tl.load(singles + i)
+        i = tl.load(singles + count + i)
     h = tl.program_id(1)
     kk = tl.arange(0, WIDE)
     vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_key, is_value = kk < KEYS, vv < VALUES
     tile = is_value[:, None] & is_key[None, :]
-    old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
-    at = tl.load(rows + i) * state_stride + h * (VALUES * KEYS)
-    place = state + at + vv[:, None] * KEYS + kk[None, :]
-    s = tl.load(place, mask=tile & old[:, None], other=0.0).to(tl.float32)
+    old = vv < tl.where(tl.load(starts + place) > 0, VALUES, 0)
+    at = tl.load(rows + place) * state_stride + h * (VALUES * KEYS)
+    tile_at = state + at + vv[:, None] * KEYS + kk[None, :]
+    s = tl.load(tile_at, mask=tile & old[:, None], other=0.0).to(tl.float32)
     line = mixed + i * mixed_stride
     width = HEADS // PER_KEY * KEYS
     q = tl.load(line + h // PER_KEY * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
@@ -249,7 +257,7 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, s
     u = beta * (v - tl.sum(s * k[None, :], 1))
     s += u[:, None] * k[None, :]
     o = tl.sum(s * q[None, :], 1)
-    tl.store(place, s.to(state.dtype.element_ty), mask=tile)
+    tl.store(tile_at, s.to(state.dtype.element_ty), mask=tile)
     tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
 
 

@@ -220,7 +220,7 @@ class GatedDeltaNet(_DeltaRule):
         assert cache is not None
         strongest, kernels = self._strongest, takes_kernels(mixed, cache)
         if kernels and packed.lengths is None:
-            return self._step(mixed, a, b, cache, packed.rows, packed.starts, strongest)
+            return self._step(mixed, a, b, cache, packed, strongest)
         if kernels and max(self.keys, self.values) <= _WIDEST:
             from kvant.models.recurrent.delta_chunks import delta_chunks
 
@@ -234,23 +234,21 @@ class GatedDeltaNet(_DeltaRule):
             g = -m.A_log.float().exp() * F.softplus(a.float() + m.dt_bias.float())
             out = self.delta(mixed, g, b.sigmoid() * strongest, states, singles=not kernels)
         if kernels:
-            places, which, tokens = packed.singles
-            if places:
-                rows, starts = packed.rows[which], packed.starts[which]
-                one = mixed[tokens], a[tokens], b[tokens]
-                out[tokens] = self._step(*one, cache, rows, starts, strongest)
+            singles = packed.singles
+            if singles.shape[1]:
+                self._step(mixed, a, b, cache, packed, strongest, singles, out)
         return out
 
     def _step(
-        self, mixed: Tensor, a: Tensor, b: Tensor, cache: StateCache, rows: Tensor, starts: Tensor,
-        strongest: float,
+        self, mixed: Tensor, a: Tensor, b: Tensor, cache: StateCache, packed: Packed, strongest: float,
+        singles: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         from kvant.models.recurrent.kernels import delta_step
 
         m = self.module
         return delta_step(
-            mixed, a, b, m.A_log, m.dt_bias, cache.numbers, rows, starts, self.key_heads,
-            strongest=strongest,
+            mixed, a, b, m.A_log, m.dt_bias, cache.numbers, packed.rows, packed.starts, self.key_heads,
+            strongest=strongest, singles=singles, out=out,
         )  # fmt: skip
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -82,16 +82,16 @@ class Packed:
         return found
 
     @property
-    def singles(self) -> tuple[list[int], Tensor, Tensor]:
-        """Sequences with one token: places on the host, [k] int64 on the device, and their tokens [k]."""
+    def singles(self) -> Tensor:
+        """Sequences with one token, and their tokens: [2, k] int64."""
         assert self.lengths is not None
-        places = [place for place, length in enumerate(self.lengths) if length == 1]
         found = self.step.lists.get("state singles")
         if found is None:
+            places = [place for place, length in enumerate(self.lengths) if length == 1]
             firsts = np.cumsum([0, *self.lengths])[places]
             made = np.stack([np.array(places, np.int64), firsts.astype(np.int64)])
             found = self.step.lists["state singles"] = torch.from_numpy(made).to(self.rows.device)
-        return places, found[0], found[1]
+        return found
 
     def chunks(self, size: int) -> Chunks | None:
         """Chunks of the sequences with several tokens; None if there are none."""

@@ -50,8 +50,8 @@ def scan(
         write_state(cache, packed, None, state)
         return out
     out = torch.empty_like(v)
-    places, rows, index = packed.singles
-    if places and singles:
+    rows, index = packed.singles
+    if len(rows) and singles:
         state = read_state(cache, packed, rows, work)
         few = None if beta is None else beta[index]
         out[index], state = one_token(q[index], k[index], v[index], g[index], few, state)

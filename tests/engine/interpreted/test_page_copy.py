@@ -16,6 +16,7 @@ def test_pages_become_rows_and_come_back() -> None:
     ]
     before = [piece.clone() for piece in pieces]
     gather = PageGather(pieces)
+    gather.warm_up()
     assert gather.row_words * 8 == sum(piece.shape[1] for piece in pieces)
     rows = torch.zeros(3, gather.row_words, dtype=torch.int64)
     gather.gather(torch.tensor([5, 0, 2]), rows)

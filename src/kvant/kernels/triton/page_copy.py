@@ -30,6 +30,13 @@ class PageGather:
         self._facts = torch.tensor(facts, dtype=torch.int64, device=pieces[0].device)
         self._blocks = triton.cdiv(max(words for _, words, _ in facts), _BLOCK)
 
+    def warm_up(self) -> None:
+        """Compile both directions over page 0, whose contents mean nothing, before threads launch them."""
+        scratch = torch.zeros(1, dtype=torch.int64, device=self._facts.device)
+        rows = torch.empty(1, self.row_words, dtype=torch.int64, device=self._facts.device)
+        self.gather(scratch, rows)
+        self.scatter(rows, scratch)
+
     def gather(self, pages: Tensor, rows: Tensor) -> None:
         """Copy pages [k] int64 into rows, int64 [at least k, row_words] without gaps."""
         self._launch(pages, rows, True)

@@ -54,4 +54,6 @@ def _copiers(
     from kvant.kv.offload.gpu_copier import BusCopier
 
     gathers = [PageGather(of_group) for of_group in pieces]
+    for gather in gathers:
+        gather.warm_up()
     return lambda: BusCopier(gathers, rows, device)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
@@ -89,19 +90,28 @@ def test_products_of_weights_are_verified_in_every_format_and_way() -> None:
     found = json.loads(result.stdout)
     assert all(cell["right"] and max(cell["errors"]) < 1e-5 for cell in found)
     ways = {(cell["format"], cell["way"]) for cell in found}
+    assert ("q6_k, a scale per 16 inputs", "exact activations") in ways
+    assert ("int8, a scale per output", "int8 activations") in ways
+
+
+def test_formats_of_gpus_are_verified_in_every_way() -> None:
+    from kvant.weights.verify import verify_products
+
+    found = list(verify_products(torch.device("cpu"), torch.float32))
+    assert all(cell.is_right for cell in found)
+    ways = {(cell.format.summary, cell.way) for cell in found}
     assert ("fp8_e4m3, a scale per output", "rounded activations") in ways
     assert ("int4, a scale per 128 inputs and a zero point", "batch-invariant") in ways
 
 
 def test_a_wrong_product_is_named_and_the_exit_code_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvant.weights import verify
+    from kvant.models.cpu import verify
 
-    def off(x: Tensor, weight: Any, bias: Tensor | None, **options: bool) -> Tensor:
-        return 1.001 * multiply(x, weight, bias, **options)
+    class Off(verify.Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            return 1.001 * super().__call__(x)
 
-    multiply = verify.multiply
-    monkeypatch.setattr(verify, "multiply", off)
-    monkeypatch.setattr(verify, "FORMATS", verify.FORMATS[:1])
+    monkeypatch.setattr(verify, "Linear", Off)
     result = run("verify", "--device", "cpu", "--weights")
     assert result.exit_code == 1
-    assert "FAILED fp8_e4m3, a scale per matrix, fastest" in result.stderr
+    assert "FAILED int8, a scale per output, exact activations" in result.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, runtime_checkable
@@ -126,6 +126,31 @@ class AttentionBackend(Protocol):
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v], over stored bytes only."""
+        ...
+
+
+Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Keys [m, heads, head_dim] and values [m, heads, head_dim_v] of stored rows [m, width] of latents."""
+
+
+@runtime_checkable
+class ExpandingBackend(Protocol):
+    """A backend that attends to keys and values made of latents, for queries of `Step.long`."""
+
+    def expands(self, q: Tensor) -> bool:
+        """Whether it does for such queries, [T, num_q_heads, head_dim]."""
+        ...
+
+    def attend_expanded(
+        self,
+        cache: LayerCache,
+        q: Tensor,
+        out: Tensor,
+        step: Step,
+        params: AttentionParams,
+        expand: Expand,
+    ) -> None:
+        """Fill the rows of `step.long` in out [T, num_q_heads, head_dim_v]: q over expanded stored rows."""
         ...
 
 

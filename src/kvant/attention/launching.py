@@ -16,7 +16,7 @@ class Shape:
 
     rows: query rows (query, head of the group) of a program. tile: keys of one iteration.
     programs: resident programs per multiprocessor. least: minimum keys of an item, in tiles.
-    turned: keys are the first operands of products, in the kernel for latents.
+    slabs: of a row, in the kernel for latents.
     """
 
     rows: int
@@ -26,7 +26,7 @@ class Shape:
     programs: int
     least: int = 1
     max_registers: int | None = None
-    turned: bool = False
+    slabs: int = 1
 
     def joined_at_once(self, rows: int) -> int:
         """Items that one program joins at a time for `rows` rows: at most half of its registers."""

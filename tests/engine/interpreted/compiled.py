@@ -70,6 +70,14 @@ def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
     module: Any = backend
     module.has_ptx = module.is_nvidia = lambda device: True
     module.multiprocessors = lambda device: 132
+    if k is v and k.format.bits >= 8:
+        for new in (1, 40):
+            x = case.prepare(
+                k, heads=(16, 1), head_dims=(576, 512), dtype=torch.bfloat16, latent=True,
+                sequences=((99, new), (new, new)),
+            )  # fmt: skip
+            TritonBackend().write(x.cache, x.k, None, x.step)
+            TritonBackend().attend(x.cache, x.q, x.step, x.params)
     for new in (1, 40):
         x = case.prepare(
             k, v, head_dims=(128, 128), dtype=torch.bfloat16, sequences=((99, new), (new, new)),

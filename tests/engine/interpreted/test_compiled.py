@@ -67,3 +67,9 @@ def test_so_does_what_writes_and_reads_pages(k: str, v: str, tmp_path: Path) -> 
     assert found["store_rows"] == found["rotate_and_store"] == 1
     assert found["paged_attention"] == 2
     assert found["combine"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["BFLOAT16", "FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD"])
+def test_so_does_what_attends_to_latents(name: str, tmp_path: Path) -> None:
+    assert compiled(tmp_path, name, name)["latent_attention"] == 2

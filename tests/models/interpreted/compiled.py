@@ -104,6 +104,10 @@ def _between_products() -> None:
     qkv = empty(32, 32 * 256)
     for pairing in Pairing:
         made.rotate(qkv, cos, cos, 16, 8, QKNorms(head, head), pairing)
+        both, angles = empty(32, 16 * 192 + 576), empty(32, 32)  # DeepSeek-V2-Lite's widths
+        latent = Norm(NormKind.RMS, empty(512), None, 1e-6)
+        q, row = both[:, : 16 * 192].view(32, 16, 192), both[:, 16 * 192 :]
+        made.rotate_latent(q, row, latent, angles, angles.float(), pairing)
     whole = Norm(NormKind.RMS, empty(4096), None, 1e-6), Norm(NormKind.RMS, empty(2048), None, 1e-6)
     made.gate_heads(empty(32, 4096), qkv.view(32, 16, 2, 256)[:, :, 1])
     made.norm_whole(qkv, 4096, 2048, QKNorms(*whole, whole=True))

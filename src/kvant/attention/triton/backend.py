@@ -8,7 +8,14 @@ import torch
 import triton
 from torch import Tensor
 
-from kvant.attention.base import AttentionBackend, AttentionParams, HeadNorm, HeadRotation, Step
+from kvant.attention.base import (
+    AttentionBackend,
+    AttentionParams,
+    Expand,
+    HeadNorm,
+    HeadRotation,
+    Step,
+)
 from kvant.attention.cuda import many_rows
 from kvant.attention.launching import Shape, outer
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
@@ -18,6 +25,7 @@ from kvant.attention.triton.cut import Cut, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
 from kvant.attention.triton.format import format_of
 from kvant.attention.triton.latent import latent_attention
+from kvant.attention.triton.latent_prefill import attend_expanded
 from kvant.attention.triton.launch import (
     ahead,
     pad,
@@ -42,6 +50,10 @@ _NORMS = {
     HeadNorm.WIDE: rotated_store.WIDE,
     HeadNorm.ONE: rotated_store.ONE,
 }
+
+
+_LARGEST_EXPANDED = 256
+"""Numbers of a head that torch's attention for GPUs takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +175,28 @@ class TritonBackend:
         attend_all = attend_long if by_cudnn else attend_dense
         attend_all(cache, q, out, step, params)
         return out
+
+    def expands(self, q: Tensor) -> bool:
+        """As `ExpandingBackend.expands`: products in 16 bits, whose heads the library has."""
+        return (
+            not self.batch_invariant
+            and q.is_cuda
+            and q.dtype in (torch.float16, torch.bfloat16)
+            and q.shape[2] % 8 == 0
+            and q.shape[2] <= _LARGEST_EXPANDED
+        )
+
+    def attend_expanded(
+        self,
+        cache: LayerCache,
+        q: Tensor,
+        out: Tensor,
+        step: Step,
+        params: AttentionParams,
+        expand: Expand,
+    ) -> None:
+        """As `ExpandingBackend.attend_expanded`."""
+        attend_expanded(cache, q, out, step, params, expand)
 
     def _attend_both(
         self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams
@@ -409,6 +443,7 @@ def _launch_latents(
     assert spec.k is not None
     k, width = format_of(spec.k.dtype), spec.geometry.head_dim_k
     latent = spec.geometry.head_dim_v
+    options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
     latent_attention[(cut.items,)](
         q, q.stride(0), q.stride(1), *words(cache.k, k), page_units(cache), cache.k_scale,
         out, partial, partial_lse,
@@ -416,10 +451,11 @@ def _launch_latents(
         step.page_table, step.page_table.stride(0), cut.num_seqs,
         params.scale, cut.target, cut.least,
         GROUP=cut.group, PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
-        K=k, LATENT=latent, ROTARY=width - latent, PAD_L=pad(latent, k), PAD_R=pad(width - latent, k),
+        K=k, LATENT=latent, ROTARY=width - latent, SLABS=shape.slabs,
+        PAD_L=pad(-(-latent // shape.slabs), k), PAD_R=pad(-(-(width - latent) // shape.slabs), k),
         OUTER=outer(cache.k_scale), FULL=q.dtype is torch.float32,
         DIRECT=cut.direct, FIXED=cut.fixed, LISTED=cut.listed, PTX=has_ptx(device),
-        TURNED=shape.turned, num_warps=shape.warps, num_stages=shape.stages, **ahead(device),
+        num_warps=shape.warps, num_stages=shape.stages, **options, **ahead(device),
     )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: i
             _product(q, k, k, 1.0, causal=causal)
         part, lse = q[0, :1], q.new_zeros(q_heads, 1, dtype=torch.float32)
         for before, after in itertools.product((dtype, torch.float32), repeat=2):
-            _join(part.to(before), lse, part, lse, torch.empty_like(part, dtype=after))
+            join(part.to(before), lse, part, lse, torch.empty_like(part, dtype=after))
 
 
 def attend_long(
@@ -200,7 +200,7 @@ def _attend_one(
         part, part_lse = _product(queries, _cut(k, keys), _cut(v, keys), params.scale, causal=False)
         last = place + 1 == len(blocks)
         target = out[rows] if last else torch.empty_like(out[rows], dtype=torch.float32)
-        total_lse = _join(total, total_lse, part[0], part_lse[0], target)
+        total_lse = join(total, total_lse, part[0], part_lse[0], target)
         total = target
 
 
@@ -286,7 +286,7 @@ def _product(
     return found[0].transpose(1, 2), found[1][..., 0]
 
 
-def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor) -> Tensor:
+def join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor) -> Tensor:
     """Fill out [n, heads, d] with both parts together; their lse [heads, n]. b may be longer."""
     n, heads, d = out.shape
     lse = torch.empty(heads, n, dtype=torch.float32, device=out.device)

@@ -69,10 +69,10 @@ def shape_for(
 def latent_shape(k: KVDtype, rows: int, *, full: bool) -> Shape:
     """The shape for latents and `rows` query rows (query, head) of one sequence. full: as in `shape_for`."""
     if full or k.format.encoding is Encoding.FLOAT32:
-        return Shape(16, 16, 4, 1, 1)
+        return Shape(16, 16, 4, 1, 1, slabs=4)
     if rows <= 16:
-        return Shape(16, 32, 4, 2, 2)
-    return Shape(64, 32, 8, 2, 1)
+        return Shape(16, 32, 4, 3, 2, slabs=4)
+    return Shape(32, 32, 8, 2, 1, slabs=4)
 
 
 def _native_row(crowd: float, *, single: bool) -> Shape:

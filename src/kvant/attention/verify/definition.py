@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvant.attention.base import AttentionParams, Step
+from kvant.attention.base import AttentionParams, Expand, Step
 from kvant.kv.codecs import codec_for
 from kvant.kv.pool import LayerCache
 from kvant.kv.spec import Choice
@@ -82,6 +82,35 @@ def _with_wide(
     return torch.cat(scores, -1), torch.cat([narrow.v, v])
 
 
+def attend_expanded(
+    cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, expand: Expand
+) -> Tensor:
+    """q [T, heads, head_dim] -> float64 [T, heads, head_dim_v] in the rows of `step.long`; zeros elsewhere.
+
+    expand: of float64 rows of latents.
+    """
+    found: Tensor | None = None
+    for one in step.long:
+        rows = slice(one.first_token, one.first_token + one.num_tokens)
+        slots = _slots_of(cache, step, one.sequence, one.length)
+        k, v = expand(_decoded(cache.k, cache.spec.k, cache.k_scale, slots)[:, 0])
+        scores = torch.einsum("nhd,mhd->hnm", q[rows].double(), k) * params.scale
+        token = torch.arange(one.length, device=q.device)
+        query = token[one.length - one.num_tokens :, None]
+        weights = torch.softmax(scores.masked_fill_(token > query, float("-inf")), -1)
+        if found is None:
+            found = v.new_zeros(*q.shape[:2], v.shape[2])
+        found[rows] = torch.einsum("hnm,mhd->nhd", weights, v)
+    assert found is not None, "the step has long runs of queries"
+    return found
+
+
+def _slots_of(cache: LayerCache, step: Step, sequence: int, length: int) -> Tensor:
+    token = torch.arange(length, device=step.page_table.device)
+    pages = step.page_table[sequence].long()[token // cache.page_size]
+    return pages * cache.page_size + token % cache.page_size
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """The scores and rows of one sequence's queries, in float64, per query head.
@@ -103,8 +132,7 @@ def see(
     g = cache.spec.geometry
     group = g.num_q_heads // g.num_kv_heads
     token = torch.arange(length, device=q.device)
-    slots = step.page_table[sequence].long()[token // cache.page_size] * cache.page_size
-    slots += token % cache.page_size
+    slots = _slots_of(cache, step, sequence, length)
     k = _decoded(cache.k, cache.spec.k, cache.k_scale, slots)
     if cache.spec.v is None:  # a latent is the value
         v = k[..., : g.head_dim_v]

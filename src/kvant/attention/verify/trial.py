@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.base import AttentionBackend, AttentionParams, ExpandingBackend, Step
 from kvant.attention.long import list_long
 from kvant.attention.need import Need
 from kvant.attention.verify import definition, rounded
@@ -104,9 +104,38 @@ def hold(backend: AttentionBackend, trial: Trial, device: torch.device) -> Outco
         worst = max(worst, worst_exact)
         if not worst_exact <= bound:
             return Outcome(worst_exact, bound, _errs(worst_exact, bound))
+    worst_expanded = _expanded(backend, made)
+    worst = max(worst, worst_expanded)
+    if not worst_expanded <= bound:
+        return Outcome(worst, bound, _errs(worst, bound) + ", over expanded latents")
     if bool((found[made.asked :] != 0).any()):
         return Outcome(worst, bound, "tokens that belong to no sequence get numbers")
     return Outcome(worst, bound, None)
+
+
+def _expanded(backend: AttentionBackend, made: _Case) -> float:
+    """The worst error of long queries over keys and values of latents; 0 where a backend makes none."""
+    if made.cache.spec.v is not None or not made.step.long:
+        return 0.0
+    g = made.cache.spec.geometry
+    heads, rank, rotary = g.num_q_heads, g.head_dim_v, g.head_dim_k - g.head_dim_v
+    nope = 2 * rotary
+    q = made.normal(len(made.q), heads, nope + rotary).to(made.q.device)
+    if not isinstance(backend, ExpandingBackend) or not backend.expands(q):
+        return 0.0
+    weight = made.normal(heads, 2 * nope, rank).to(made.q.device) * rank**-0.5
+
+    def expand(rows: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.einsum("ml,hwl->mhw", rows[:, :rank], weight.to(rows.dtype))
+        turned = rows[:, None, rank:].expand(-1, heads, -1)
+        return torch.cat([both[..., :nope], turned], -1), both[..., nope:]
+
+    out = q.new_empty(len(q), heads, nope)
+    params = replace(made.params, scale=(nope + rotary) ** -0.5)
+    backend.attend_expanded(made.cache, q, out, made.step, params, expand)
+    right = definition.attend_expanded(made.cache, q, made.step, params, expand)
+    rows = slice(made.step.long[0].first_token, made.asked)
+    return _worst(out[rows].double(), right[rows])
 
 
 def _worst(found: Tensor, right: Tensor, undecided: Tensor | float = 0.0) -> float:
@@ -154,20 +183,20 @@ class _Case:
         extra = _slots_of([(0, num_odd, self._pages)], size)
         if trial.odd_rows:
             extra += [-1, -1, -1]
-        k, v = (self._normal(len(slots), g.num_kv_heads, d) for d in (g.head_dim_k, g.head_dim_v))
+        k, v = (self.normal(len(slots), g.num_kv_heads, d) for d in (g.head_dim_k, g.head_dim_v))
         if trial.odd_rows:
             k, v = (
                 torch.cat([x, part[:, None].expand(-1, g.num_kv_heads, -1), x[:3]])
                 for x, part in ((k, odd[0]), (v, odd[1]))
             )
         self.k, self.v = k.to(device), None if need.v is None else v.to(device)
-        self.q = self._normal(len(slots) + len(extra), g.num_q_heads, g.head_dim_k).to(device)
+        self.q = self.normal(len(slots) + len(extra), g.num_q_heads, g.head_dim_k).to(device)
         self.step = _step(trial.sequences, tables, slots + extra, g.causal, device)
         self.params = AttentionParams(
             scale=g.head_dim_k**-0.5,
             window=g.window,
             softcap=g.softcap,
-            sinks=self._normal(g.num_q_heads).to(device) if g.sinks else None,
+            sinks=self.normal(g.num_q_heads).to(device) if g.sinks else None,
         )
 
     @property
@@ -178,7 +207,7 @@ class _Case:
     def cache_planes(self) -> list[Tensor]:
         return [plane for cache in self.caches for plane in (*cache.k, *cache.v)]
 
-    def _normal(self, *shape: int) -> Tensor:
+    def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random).to(self._dtype)
 
     def _storage(self, need: Need, num_pages: int) -> LayerCache:
@@ -204,7 +233,7 @@ class _Case:
     def _write_by_definition(self, slots: list[int]) -> None:
         g = self.cache.spec.geometry
         k, v = (
-            self._normal(len(slots), g.num_kv_heads, d).to(self._device)
+            self.normal(len(slots), g.num_kv_heads, d).to(self._device)
             for d in (g.head_dim_k, g.head_dim_v)
         )
         where = torch.tensor(slots, dtype=torch.int64, device=self._device)

@@ -6,17 +6,20 @@
 
 Nothing but the row is stored, so a head's query goes to the latents (DeepSeek-V2, arXiv:2405.04434,
 section 2.1): q . K c = (K^T q) . c, and a sum of V c by probabilities is V times the sum of c. One head
-of rows then serves all heads of queries, and the first L numbers of a row are its value.
+of rows then serves all heads of queries, and the first L numbers of a row are its value. Long runs of
+queries expand the stored rows where the backend can: there, a key and a value for each head cost less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from kvant.attention.base import AttentionBackend, Step
+from kvant.attention.base import AttentionBackend, ExpandingBackend, Step
 from kvant.kv.pool import LayerCache
 from kvant.models.fused.kernels import Kernels
 from kvant.models.fused.layers import LatentLayer, Model
@@ -38,7 +41,7 @@ def enter(
     cos, sin: [T, R / 2].
     """
     both = plain(x, layer.entry)
-    width = layer.keys.shape[2] + layer.rotary_width
+    width = layer.expanding.shape[2] + layer.rotary_width
     q, row = both[:, :-width], both[:, -width:]
     if layer.q_up is not None:
         assert layer.q_norm is not None
@@ -56,14 +59,40 @@ def attend(
     per_head: PerHead,
 ) -> Tensor:
     """q [n, num_q_heads, nope + R] -> [n, num_q_heads * v], over stored rows."""
-    nope, rank = layer.keys.shape[1:]
-    absorbed = q.new_empty(*q.shape[:2], rank + layer.rotary_width)
-    per_head(q[..., :nope], layer.keys, absorbed[..., :rank])
-    absorbed[..., rank:] = q[..., nope:]
-    found = backend.attend(cache, absorbed, step, layer.params)
     out = q.new_empty(*q.shape[:2], layer.values.shape[2])
-    per_head(found, layer.values, out)
+    if step.long and isinstance(backend, ExpandingBackend) and backend.expands(q):
+        first = step.long[0].first_token
+        if step.rest is not None:
+            _attend_absorbed(q[:first], out[:first], layer, backend, cache, step.rest, per_head)
+        backend.attend_expanded(cache, q, out, step, layer.params, partial(expand, layer=layer))
+    else:
+        _attend_absorbed(q, out, layer, backend, cache, step, per_head)
     return out.flatten(1)
+
+
+def _attend_absorbed(
+    q: Tensor,
+    out: Tensor,
+    layer: LatentLayer,
+    backend: AttentionBackend,
+    cache: LayerCache,
+    step: Step,
+    per_head: PerHead,
+) -> None:
+    """Fill out [n, num_q_heads, v]: queries go to the latents."""
+    rank = layer.keys.shape[2]
+    absorbed = q.new_empty(*q.shape[:2], rank + layer.rotary_width)
+    per_head(q[..., : layer.nope], layer.keys, absorbed[..., :rank])
+    absorbed[..., rank:] = q[..., layer.nope :]
+    per_head(backend.attend(cache, absorbed, step, layer.params), layer.values, out)
+
+
+def expand(rows: Tensor, *, layer: LatentLayer) -> tuple[Tensor, Tensor]:
+    """Keys [m, num_q_heads, nope + R] and values [m, num_q_heads, v] of stored rows [m, L + R]."""
+    heads, width, rank = layer.expanding.shape
+    both = F.linear(rows[:, :rank], layer.expanding.flatten(0, 1)).view(-1, heads, width)
+    turned = rows[:, None, rank:].expand(-1, heads, -1)
+    return torch.cat([both[..., : layer.nope], turned], -1), both[..., layer.nope :]
 
 
 def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -96,8 +96,9 @@ class LatentLayer:
     """A decoder layer that stores one latent of a token for all heads: see `kvant.models.fused.latent`.
 
     entry: rows of queries, or of what q_up takes once q_norm has normalised it; then of the latent and
-    the rotary key. kv_norm: of the latent. keys: [num_q_heads, nope, L]. values: [num_q_heads, L, v].
-    rotary_width: R. The other fields as in `Layer`.
+    the rotary key. kv_norm: of the latent. expanding: [num_q_heads, nope + v, L], a head's key and value
+    of a latent. nope, rotary_width: numbers of a key without and with a rotation. The other fields as in
+    `Layer`.
     """
 
     attn_in: Norm | None
@@ -108,8 +109,8 @@ class LatentLayer:
     q_norm: Norm | None
     q_up: Linear | None
     kv_norm: Norm
-    keys: Tensor
-    values: Tensor
+    expanding: Tensor
+    nope: int
     output: Linear
     feed_forward: Dense | Experts
     num_q_heads: int
@@ -119,6 +120,16 @@ class LatentLayer:
     position_scale: tuple[float, float] | None
     factor: float
     params: AttentionParams
+
+    @property
+    def keys(self) -> Tensor:
+        """[num_q_heads, nope, L]."""
+        return self.expanding[:, : self.nope]
+
+    @property
+    def values(self) -> Tensor:
+        """[num_q_heads, L, v]."""
+        return self.expanding[:, self.nope :].transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,6 @@ class _Reader:
         heads, rank = geometry.num_q_heads, geometry.head_dim_v
         expand = _numbers(attention.kv_b_proj, attention.kv_a_layernorm.weight.dtype, name)
         expand = expand.view(heads, -1, expand.shape[1])
-        nope = int(attention.qk_nope_head_dim)
         rotary = self._rotary(index, attention, geometry)
         if rotary is None or expand.shape[2] != rank:
             raise EngineFault(f"{name} keeps latents of another shape than the plan says")
@@ -213,8 +212,8 @@ class _Reader:
             q_norm=q_norm,
             q_up=q_up,
             kv_norm=self.norm(attention.kv_a_layernorm, recipe.norm),
-            keys=expand[:, :nope],
-            values=expand[:, nope:].transpose(1, 2),
+            expanding=expand,
+            nope=int(attention.qk_nope_head_dim),
             output=join([getattr(attention, attend.output)], self._multiply, name),
             feed_forward=self.feed_forward(getattr(layer, recipe.feed_forward.module), layer, name),
             num_q_heads=heads,

@@ -58,5 +58,5 @@ def rotate_latent(
         _turn(here, cos, sin, tl.full((1, 1), True, tl.int1), ROTARY, PAD, NEIGHBOURS)
     else:
         head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-        at = q + token * q_stride + head[:, None] * HEAD + (HEAD - ROTARY)
-        _turn(at, cos, sin, (head < HEADS)[:, None], ROTARY, PAD, NEIGHBOURS)
+        tails = q + token * q_stride + head[:, None] * HEAD + (HEAD - ROTARY)
+        _turn(tails, cos, sin, (head < HEADS)[:, None], ROTARY, PAD, NEIGHBOURS)

@@ -1,0 +1,74 @@
+"""Long runs of queries over latents: keys and values of all heads are made of the decoded rows first.
+
+A query of a head costs 1088 multiplications with a stored row of 512 + 64 numbers, and 320 with a key of
+192 and a value of 128. Making those costs 131,072 for a row and head, so from a few hundred queries on it
+is cheaper. Stored rows before this step's are taken in pieces, which bounds memory; parts are joined by
+their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvant.attention.base import AttentionParams, Expand, LongQuery, Step
+from kvant.attention.triton.prefill import decoded, join
+from kvant.kv.pool import LayerCache
+
+MOST_BYTES = 1 << 28
+"""Of keys and values made at once, if they are more than a page of tokens."""
+
+
+def attend_expanded(
+    cache: LayerCache,
+    q: Tensor,
+    out: Tensor,
+    step: Step,
+    params: AttentionParams,
+    expand: Expand,
+) -> None:
+    """Fill the rows of `step.long` in out [T, num_q_heads, head_dim of values].
+
+    q: [T, num_q_heads, head_dim of keys], in 16 bits. expand: see `ExpandingBackend`.
+    """
+    heads, width = q.shape[1:]
+    at_once = max(cache.page_size, MOST_BYTES // (4 * heads * width))
+    for one in step.long:
+        rows = slice(one.first_token, one.first_token + one.num_tokens)
+        before = one.length - one.num_tokens
+        # A piece of the step's own tokens ends before the square, which is as long as its queries.
+        found, lse = _part(cache, q[rows], step, params, expand, one, before, one.length)
+        for start in range(0, before, at_once):
+            end = min(before, start + at_once)
+            part, part_lse = _part(cache, q[rows], step, params, expand, one, start, end)
+            total = torch.empty_like(found, dtype=torch.float32)
+            lse = join(found, lse, part, part_lse, total)
+            found = total
+        out[rows] = found[..., : out.shape[2]]
+
+
+def _part(
+    cache: LayerCache,
+    q: Tensor,
+    step: Step,
+    params: AttentionParams,
+    expand: Expand,
+    one: LongQuery,
+    start: int,
+    end: int,
+) -> tuple[Tensor, Tensor]:
+    """q [n, heads, width] over tokens start .. end: [n, heads, width] and its log-sum-exp [heads, n].
+
+    All of them, or, if they are the queries' own, causally.
+    """
+    stored = decoded(cache, 0, step, one, end - start, q.dtype, skipped=start)
+    k, v = expand(stored[0, :, 0])
+    if v.shape[2] < k.shape[2]:  # the product takes one width
+        v = F.pad(v, (0, k.shape[2] - v.shape[2]))
+    causal = end == one.length
+    sides = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    found = torch.ops.aten._scaled_dot_product_flash_attention(
+        *sides, 0.0, causal, False, scale=params.scale
+    )
+    return found[0][0].transpose(0, 1).contiguous(), found[1][0].contiguous()

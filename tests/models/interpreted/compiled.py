@@ -41,6 +41,9 @@ MOST_SHARED = 232448
 """Bytes of shared memory that a program may have on an H200."""
 
 
+_compiled: set[object] = set()
+
+
 def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
     """In the place of a launch."""
     names = [parameter.name for parameter in kernel.params]
@@ -55,6 +58,10 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
         if types[name].startswith("*") or _is_aligned(arguments[name], types[name])
     }
     asked = {k: options[k] for k in ("num_warps", "num_stages", "launch_pdl") if k in options}
+    key = kernel.fn.__name__, *types.items(), *[(n, str(arguments[n])) for n in sorted(constant)]
+    if (key, *asked.items()) in _compiled:
+        return
+    _compiled.add((key, *asked.items()))
     source = ASTSource(kernel, types, {name: arguments[name] for name in constant}, aligned)
     made = triton.compile(source, target=H200, options=asked)
     shared = made.metadata.shared
@@ -168,13 +175,13 @@ def _narrow(layer: Experts, formats: tuple[WeightFormat, WeightFormat]) -> Exper
 
 def _narrow_experts(made: TritonExperts, qwen: Experts, gpt_oss: Experts) -> None:
     integers = int4_groups(64, zero_points=True)
-    for layer, formats in (
-        (qwen, (FP8_BLOCK, FP8_BLOCK)), (qwen, (INT8_CHANNEL, int4_groups(128))),
-        (gpt_oss, (MXFP4, MXFP4)), (gpt_oss, (integers, FP8_CHANNEL)),
+    for layer, formats, numbers in (
+        (qwen, (FP8_BLOCK, FP8_BLOCK), (8, 8192)), (qwen, (INT8_CHANNEL, int4_groups(128)), (1024,)),
+        (gpt_oss, (MXFP4, MXFP4), (8, 8192)), (gpt_oss, (integers, FP8_CHANNEL), (1024,)),
     ):  # fmt: skip
         hidden, count = layer.down[0].shape[1], layer.routing.num_experts
         narrow = _narrow(layer, formats)
-        for tokens in (1, 256, 1024, 8192):
+        for tokens in numbers:
             x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
             logits = torch.empty(tokens, count, dtype=torch.bfloat16, device="meta")
             made.apply(x, logits, narrow)

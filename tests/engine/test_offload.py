@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -12,6 +14,7 @@ import torch
 
 from kvant import LLM
 from kvant.engine.engine import Engine
+from kvant.errors import ConfigError
 from kvant.kv.events import Medium, PageLog, Removed, Stored
 from kvant.kv.groups import lay_out
 from kvant.kv.identity import PageIdentity
@@ -303,7 +306,7 @@ def invariant(where: Path) -> LLM:
     )  # fmt: skip
 
 
-FAST = ("fp8_per_token_head", "int4_per_token_head", "nvfp4")
+FAST = ("fp8_per_token_head", "int4_per_token_head")
 
 
 @pytest.mark.parametrize(
@@ -320,7 +323,7 @@ def test_restored_tokens_are_those_of_a_cold_run_in_every_format(invariant: LLM,
     assert run(engine, PROMPTS * 2) == expected * 2
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_windows_need_their_last_pages_alone(where: Path, family: str) -> None:
     path = tiny.build(family, where / family)
     bench = bench_of(lambda: path, dtype="float64")
@@ -334,3 +337,81 @@ def test_windows_need_their_last_pages_alone(where: Path, family: str) -> None:
     assert restores > 0
     assert restored > 0
     assert run(engine, PROMPTS * 2) == expected * 2
+
+
+def test_files_that_do_not_answer_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = offloading(directory=tmp_path)
+    run(first, [prompt(0)])
+    engine, runner = offloading(directory=tmp_path)
+    settle(engine)
+    hang = threading.Event()
+    real = PageFiles.read
+
+    def read(*given: object) -> bytes:
+        hang.wait(20)
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PageFiles, "read", read)
+    monkeypatch.setattr("kvant.kv.offload.tiers.READ_SECONDS", 0.2)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    number = engine.submit(prompt(0), params)
+    results = finish(engine, engine.audit)
+    assert results[number].token_ids == tuple(answer(prompt(0), NUM_TOKENS))
+    assert runner.num_run_tokens >= 40
+    stats = engine.stats.offload
+    assert stats is not None
+    assert stats.disk is not None
+    assert stats.disk.late == 1
+    hang.set()
+    settle(engine)
+
+
+def test_a_full_disk_stops_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PageFiles, "write", full)
+    engine, _ = offloading(directory=tmp_path)
+    for _ in range(2):
+        for i in range(8):
+            assert run(engine, [prompt(i)]) == [tuple(answer(prompt(i), NUM_TOKENS))]
+    stats = engine.stats.offload
+    assert stats is not None
+    assert stats.disk is not None
+    assert stats.disk.stored == 0
+    assert stats.num_restores > 0, "host memory goes on"
+
+
+def test_two_engines_on_one_small_directory_agree_with_the_model(tmp_path: Path) -> None:
+    engines = [
+        offloading(directory=tmp_path, budget=30 * (128 + 8 * PAGE), host_pages=40)[0]
+        for _ in range(2)
+    ]
+    for turn in range(3):
+        for i in range(8):
+            engine = engines[(turn + i) % 2]
+            assert run(engine, [prompt(i)]) == [tuple(answer(prompt(i), NUM_TOKENS))]
+    for engine in engines:
+        stats = engine.stats.offload
+        assert stats is not None
+        assert stats.host.bad == 0
+        assert stats.disk is not None
+        assert stats.disk.bad == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("llama", {"enable_prefix_caching": False}, "without the prefix cache"),
+        ("llama", {"tensor_parallel_size": 2}, "each of several ranks"),
+        ("llama", {"kv_offload": "host:900TiB"}, "are not there"),
+    ],
+)
+def test_what_is_not_offloaded_is_refused(
+    where: Path, family: str, options: dict[str, object], reason: str
+) -> None:
+    path = tiny.build(family, where / f"refused-{family}")
+    with pytest.raises(ConfigError, match=reason):
+        LLM(path, **{"kv_offload": "host:1MiB", "kv_cache_memory": "1MiB", **options})  # type: ignore[arg-type]

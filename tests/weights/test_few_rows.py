@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvant.weights.codecs import decode, encode
-from kvant.weights.cuda import few_rows
-from kvant.weights.cuda.few_rows import MOST_ROWS, Warps, token_tiles
+from kvant.weights.cuda import few_rows, shared_rows
+from kvant.weights.cuda.few_rows import MOST_ROWS, Act, Warps, token_tiles
+from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -67,3 +68,25 @@ def test_few_rows(fmt: WeightFormat, dtype: torch.dtype) -> None:
             assert (found - expected).norm() < 6e-3 * expected.norm()
         found = few_rows.multiply(x, weight, bias, Warps(1, 4, 1)).double()
         assert (found - expected - bias.double()).norm() < 6e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", [*FORMATS, MXFP4], ids=lambda fmt: fmt.summary.replace(" ", "-"))
+def test_rows_that_warps_share(fmt: WeightFormat) -> None:
+    if not few_rows.serves(fmt, 256, 1280):
+        pytest.skip("this GPU has other kernels")
+    torch.manual_seed(0)
+    weight = encode(torch.randn(256, 1280, device="cuda") * 0.03, fmt)
+    numbers = decode(weight, torch.float64)
+    for tokens in (9, 32, 64):
+        x = torch.randn(tokens, 1280, device="cuda").bfloat16()
+        expected = x.double() @ numbers.T
+        for cut in (Shares(2, 4, 3, 3), Shares(1, 2, 2, 1)):
+            found = shared_rows.multiply(x, weight, None, cut)
+            assert (found.double() - expected).norm() < 6e-3 * expected.norm()
+            for _ in range(5):
+                assert torch.equal(shared_rows.multiply(x, weight, None, cut), found)
+        gate, up = expected.chunk(2, -1)
+        made = shared_rows.multiply(x, weight, None, Shares(2, 4, 3, 3), Act.SILU).double()
+        wanted = torch.nn.functional.silu(gate) * up
+        assert (made - wanted).norm() < 1.5e-2 * wanted.norm()

@@ -17,7 +17,7 @@ from kvant.attention.triton.prefill import decoded, join
 from kvant.kv.pool import LayerCache
 
 MOST_BYTES = 1 << 28
-"""Of keys and values made at once, if they are more than a page of tokens."""
+"""Bytes that the keys and values made at once may take; one page of tokens may take more."""
 
 
 def attend_expanded(
@@ -37,7 +37,7 @@ def attend_expanded(
     for one in step.long:
         rows = slice(one.first_token, one.first_token + one.num_tokens)
         before = one.length - one.num_tokens
-        # A piece of the step's own tokens ends before the square, which is as long as its queries.
+        # The step's own tokens first: as many as queries, and causal.
         found, lse = _part(cache, q[rows], step, params, expand, one, before, one.length)
         for start in range(0, before, at_once):
             end = min(before, start + at_once)

@@ -46,10 +46,10 @@ def texts(llm: LLM) -> list[list[int]]:
     return found
 
 
-def transformers(path: Path) -> list[list[int]]:
+def transformers(path: Path, dtype: torch.dtype = torch.float32) -> list[list[int]]:
     found = []
     with quiet_transformers(), torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype)
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
         for prompt, count in zip(PROMPTS, NUM_TOKENS, strict=True):
@@ -75,6 +75,13 @@ def test_answers_are_transformers(models: dict[str, Path], name: str) -> None:
     tight = opened(models[name], **given, kv_cache_memory=least)
     assert texts(tight) == expected
     assert tight.engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_in_float64_are_transformers(models: dict[str, Path], name: str) -> None:
+    expected = transformers(models[name], torch.float64)
+    given = {"dtype": "float64", "max_num_seqs": 3, "max_num_batched_tokens": 41}
+    assert texts(opened(models[name], **given)) == expected
 
 
 @pytest.mark.parametrize("name", MODELS)

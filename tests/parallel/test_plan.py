@@ -16,6 +16,7 @@ from kvant.plan.plan import Plan
 from kvant.plan.plan_json import plan_json
 from kvant.plan.planning import make_plan
 from kvant.plan.read_facts import read_facts
+from kvant.plan.resolution import what_if_weights
 from tests.models import tiny
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -155,6 +156,10 @@ def test_weights_that_are_rounded_while_they_are_loaded_are_divided(qwen3_8b: Pa
         assert one.weights_bytes is not None
         assert two.weights_bytes is not None
         assert two.weights_bytes < 0.65 * one.weights_bytes  # the embedding is replicated
+        for size, chosen in ((1, one), (2, two)):  # what the table of alternatives says
+            _, rows = what_if_weights(on_gpu(qwen3_8b, size))
+            (row,) = (row for row in rows if row.asked is not None and row.asked.value == asked)
+            assert row.weights_bytes == chosen.weights_bytes
 
 
 def test_narrow_weights_that_would_be_decoded_are_refused(tmp_path: Path) -> None:

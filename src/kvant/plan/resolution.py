@@ -23,6 +23,7 @@ from kvant.models.select import select_forward
 from kvant.models.sharding.shard import rank_layer
 from kvant.models.weights import WeightBytes, estimate_weight_bytes, quantized_weight_bytes
 from kvant.plan.plan import DEFAULT_PAGE_SIZE, Plan, PlanRequest
+from kvant.plan.ranks import divide
 
 
 def resolve_again(plan: Plan, asked: KVRequest) -> KVPlan:
@@ -177,25 +178,31 @@ def what_if_weights(plan: Plan) -> tuple[tuple[KVDtype, ...], tuple[WeightAltern
 
 
 def _rounded_weights(plan: Plan, method: Quantization | None) -> tuple[WeightBytes, int] | None:
-    """The weights' bytes with this method, and the forward's beside them; None where it cannot be had."""
+    """The weights' bytes with this method, and the forward's beside them; None where it cannot be had.
+
+    Among ranks: of one rank.
+    """
     request, target = plan.request, plan.target
     compute = target.kv.compute_dtype
     if method == request.quantization:
         return target.weights, plan.forward.extra_bytes
     facts = ForwardFacts(
-        target.config, target.geometry, compute, request.device, method, request.batch_invariant
-    )
+        target.config, target.geometry, compute, request.device, method, request.batch_invariant,
+        plan.num_ranks,
+    )  # fmt: skip
     try:
         if method is not None:
             check_quantization(method, request.device, compute)
         beside = select_forward(facts).extra_bytes
         if method is None:
             weights = estimate_weight_bytes(target.config, target.geometry, compute=compute)
-            return weights, beside
-        on_gpu = None if request.on_cpu else compute
-        return (
-            quantized_weight_bytes(target.config, target.geometry, method, compute=on_gpu),
-            beside,
-        )
+        else:
+            on_gpu = None if request.on_cpu else compute
+            weights = quantized_weight_bytes(target.config, target.geometry, method, compute=on_gpu)
+        if plan.num_ranks > 1:
+            whole = replace(target, weights=weights)
+            divided, _ = divide(replace(request, quantization=method), whole, drafts=False)
+            weights = divided.weights
+        return weights, beside
     except ConfigError:
         return None

@@ -29,6 +29,7 @@ _REASONS = {
     403: "A web page of another origin.",
     404: "No such model.",
     408: "The request did not arrive in time.",
+    409: "It belongs to another engine.",
     413: "The body is too large.",
     429: "The server is full; try again.",
     431: "The header is too large.",

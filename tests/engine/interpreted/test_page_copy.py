@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+
+pytest.importorskip("triton")
 
 from kvant.kernels.triton.page_copy import PageGather
 

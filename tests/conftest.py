@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Tests and their processes keep compiled CPU kernels in one place, also with a KVANT_CACHE of their own:
+# compiling them takes half a minute.
+_CACHE = Path(os.environ.get("KVANT_CACHE") or "~/.cache/kvant").expanduser()
+os.environ.setdefault("NUMBA_CACHE_DIR", str(_CACHE / "kernels"))
 
 pytest_plugins = ["tests.acceptance.report", "tests.audit"]
 

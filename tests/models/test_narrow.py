@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
-from kvant.models.narrow import chosen_layers
+from kvant.models.narrow import NarrowConfig, chosen_layers
 from kvant.models.quantization import Quantization, check_quantization, format_of
 from kvant.models.select import select_forward
 from kvant.models.weights import quantized_weight_bytes
@@ -177,3 +178,8 @@ def test_a_gpu_computes_in_16_bits_with_rounded_weights() -> None:
 def test_only_the_forward_that_rounds_itself_gets_wide_weights() -> None:
     assert COMPILED.rounds_itself
     assert not MODULES.rounds_itself
+
+
+def test_a_copied_config_still_tells_the_loader() -> None:
+    made = NarrowConfig(Path("model"))
+    assert copy.deepcopy({"quantization_config": made})["quantization_config"] is made

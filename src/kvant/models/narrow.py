@@ -197,6 +197,10 @@ class NarrowConfig(QuantizationConfigMixin):
         self._shapes: dict[str, torch.Size] = {}
         self._experts: dict[str, StoredExperts] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NarrowConfig:
+        """Itself: transformers copies a config to read it, and what is found here is for one load."""
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": _METHOD}
 

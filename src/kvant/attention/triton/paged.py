@@ -523,9 +523,9 @@ def paged_attention(
 
     direct = DIRECT and splits == 1
     if direct and SINKS:
-        sink = tl.load(sinks + query_head, mask=there, other=0.0).to(tl.float32) * LOG2E
-        higher = tl.maximum(level, sink)
-        den = den * tl.exp2(level - higher) + tl.exp2(sink - higher)
+        bias = tl.load(sinks + query_head, mask=there, other=0.0).to(tl.float32) * LOG2E
+        higher = tl.maximum(level, bias)
+        den = den * tl.exp2(level - higher) + tl.exp2(bias - higher)
         shrink = tl.exp2(level - higher)
         level = higher
     else:

@@ -5,6 +5,7 @@
 Every format reads the same windows of text, alone and with wide rows. Positions that count are the second
 half of each window; KL divergence is from the model's own dtype, in nats. Bits are per value of a sequence of
 the window's length: scales are counted, and all pages that hold wide rows, the unused rows in them too.
+Formats are without the wide ends that some have by default.
 """
 
 from __future__ import annotations
@@ -24,21 +25,24 @@ from kvant.engine.llm import LLM
 from kvant.execution.runner import ModelRunner
 from kvant.kv.groups import bytes_per_token_at
 from kvant.kv.names import parse_format
-from kvant.kv.request import AskedWide
+from kvant.kv.request import Asked, AskedWide, KVRequest
 from kvant.kv.spec import KVPlan
 from kvant.kv.wide import ask_wide
 from kvant.measure.facts import command_line, measurement_facts
-from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality.compare import compare_windows
 from kvant.measure.quality.kl_statistics import Distances, join, statistics_of
 from kvant.measure.quality.texts import evaluated, read_text, windows
+from kvant.plan.resolution import resolve_again
 
 FORMATS = ("int4_per_token_head", "int4_feedback")
 
 
 def wide_rows(
     model: Annotated[str, typer.Argument(help="A model, calibrated for int4_feedback.")],
-    formats: Annotated[list[str] | None, typer.Option("--kv-format", metavar="F")] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--kv-format", metavar="F[@SINK+RECENT]", help="May name its own wide rows."),
+    ] = None,
     rows: Annotated[
         list[str] | None,
         typer.Option("--rows", metavar="SINK+RECENT", help="Wide rows; 0+0 for none."),
@@ -59,10 +63,12 @@ def wide_rows(
     assert isinstance(runner, ModelRunner)
     read = read_text(text, llm)
     plans: dict[tuple[str, str], KVPlan] = {}
-    for name in formats or FORMATS:
-        for pair in rows or ("0+0", "4+128"):
-            asked = parse_format(name, asked_by="--kv-format")
-            plans[name, pair] = plan_storing(llm, asked, wide=_asked(pair, stored))
+    for asked_name in formats or FORMATS:
+        name, _, own = asked_name.partition("@")
+        for pair in (own,) if own else rows or ("0+0", "4+128"):
+            asked = Asked(parse_format(name, asked_by="--kv-format"), "--kv-format")
+            request = KVRequest((asked,), format_defaults=False, wide=_asked(pair, stored))
+            plans[name, pair] = resolve_again(llm.planned, request)
     found: list[dict[str, object]] = []
     for context in contexts or (1024,):
         parts: dict[tuple[str, str], list[Distances]] = {key: [] for key in plans}

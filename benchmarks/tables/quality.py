@@ -71,6 +71,21 @@ def methods(data: Any) -> Cells:
     return lines
 
 
+@table("wide-rows", "wide-rows.json")
+def wide_rows(data: Any) -> Cells:
+    lines = [["stored as", "wide rows", "context", "bits", "mean KL", "its standard error", "99 %",
+              "same top token"]]  # fmt: skip
+    for r in (r for run in data["runs"] for r in run["rows"]):
+        figures = (r["kld_mean"], r["kld_mean_error"], r["kld_p99"])
+        rows = "none" if r["rows"] == "0+0" else "first {}, last {}".format(*r["rows"].split("+"))
+        same = percent(r["same_top"], digits=1)
+        lines.append(
+            [r["format"], rows, f"{r['context']:,}", f"{r['bits']:.2f}",
+             *(f"{x:.5f}" for x in figures), same]
+        )  # fmt: skip
+    return lines
+
+
 @table("tune", "smollm2-tune.json")
 def tuned(data: Any) -> Cells:
     lines = [["stored as", "B/token", "bits", "mean KL", "its standard error", "same top token"]]

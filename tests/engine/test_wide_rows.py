@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvant import LLM
+from kvant.errors import NotServable
 from kvant.kv.dtype import KVDtype
 from kvant.kv.groups import lay_out
 from kvant.kv.names import FormatRequest
@@ -137,6 +138,16 @@ def test_drafts_change_nothing(where: Path) -> None:
         assert tokens(found) == expected
     assert engine.stats.speculation is not None
     assert engine.stats.speculation.num_drafts > 0
+
+
+def test_ranks_are_refused_before_anything_is_loaded(where: Path) -> None:
+    path = tiny.build("llama", where / "refused")
+    with pytest.raises(NotServable, match="kv_recent_tokens=8") as fault:
+        LLM(
+            path, kv_cache_dtype="int4_per_token_head", kv_recent_tokens=8, max_model_len=64,
+            kv_cache_memory="4MiB", tensor_parallel_size=2,
+        )  # fmt: skip
+    assert fault.value.ways_out
 
 
 def test_batch_invariant_answers_have_the_same_bits(where: Path) -> None:

@@ -46,6 +46,11 @@ class ScaleAudit:
                     whose = "" if pool.plan.role is Role.TARGET else f"{pool.plan.role.value} "
                     label = f"the {side} scale of {whose}layer {spec.geometry.index}"
                     self._outside.append((label, scale, scale.clone()))
+            wide = cache.wide
+            if wide is not None:
+                assert spec.wide is not None
+                for choice, planes in ((spec.wide.k, wide.k), (spec.wide.v, wide.v)):
+                    self._groups[cache.wide_group] += _scales(choice.dtype.format, planes)
         self.page_bytes = max(
             sum(p[0].numel() * p.element_size() for p, _ in planes) for planes in self._groups
         )

@@ -25,7 +25,7 @@ from kvant.kv.pages import SCRATCH, PageAllocator, SharedPages, page_hash
 from kvant.scheduling.request import FinishReason, Sequence
 
 LEAST_TOKENS = 128
-"""Shorter prompts are computed again: keeping their state costs a step of its own."""
+"""Fewer tokens at the end of a prompt are computed again: keeping their state costs a step of its own."""
 
 
 class RowTable:
@@ -680,8 +680,9 @@ class KeptStates:
     or cut. stride: tokens, a multiple of page_size.
 
     A sequence continues from cached pages only where a state was kept that its beginning leaves behind.
-    States are kept at multiples of the stride and where a prompt's last whole page ends; prompts are cut
-    there. Beyond `most`, the state that was used least recently is forgotten.
+    States are kept at multiples of the stride, and where a prompt's last whole page ends if that is not soon
+    behind such a place; prompts are cut there. Beyond `most`, the state that was used least recently is
+    forgotten.
     """
 
     def __init__(
@@ -725,8 +726,10 @@ class KeptStates:
         """Tokens of a piece from `start`, at most `count`: up to the next place whose state is kept."""
         if not self.is_on:
             return count
-        places = [start - start % self._stride + self._stride, self._end(sequence)]
-        return min([count, *(place - start for place in places if place > start)])
+        room, end = self._stride - start % self._stride, self._end(sequence) - start
+        if end >= LEAST_TOKENS:
+            room = min(room, end)
+        return min(count, room)
 
     def keep(self, sequence: Sequence, end: int) -> int | None:
         """A page for the state that a piece up to `end` leaves behind; None where none is to be kept.
@@ -787,8 +790,5 @@ class KeptStates:
         del self._kept[digest]
 
     def _end(self, sequence: Sequence) -> int:
-        """Where the last whole page before a prompt's last token ends; 0 for a prompt that is short."""
-        count = sequence.num_prompt_tokens
-        if count < LEAST_TOKENS:
-            return 0
-        return (count - 1) // self._page_size * self._page_size
+        """Where the last whole page before a prompt's last token ends."""
+        return (sequence.num_prompt_tokens - 1) // self._page_size * self._page_size

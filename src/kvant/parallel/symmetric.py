@@ -51,8 +51,7 @@ class SymmetricSums:
         self._peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
         self._broken = torch.zeros(1, dtype=torch.int32).pin_memory()
-        ahead = launches_ahead(device)
-        self._options = {"AHEAD": ahead, **({"launch_pdl": True} if ahead else {})}
+        self._launches_ahead = launches_ahead(device)
         dist.barrier()  # flags are zero everywhere
 
     def takes(self, x: Tensor) -> bool:
@@ -110,11 +109,14 @@ class SymmetricSums:
         self, x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, adds: bool
     ) -> None:
         rows = x.numel() // self.width
+        # Products of several rows load no weight before their input is there.
+        ahead = self._launches_ahead and rows == 1
         _sum_rows[(rows,)](
             x, residual, weight, out, self._epochs, self._peers, self._broken, eps,
             FLAG_BYTES=self._flag_bytes, RANK=self._shard.rank, SIZE=self._shard.size,
             ROWS=MOST_ROWS, WIDTH=self.width, PAD=triton.next_power_of_2(self.width), ADDS=adds,
-            SPINS=_SPINS, num_warps=8 if self.width > 2048 else 4, **self._options,
+            SPINS=_SPINS, num_warps=8 if self.width > 2048 else 4, AHEAD=ahead,
+            **({"launch_pdl": True} if ahead else {}),
         )  # fmt: skip
 
 

@@ -144,10 +144,11 @@ def _sums_of_ranks() -> None:
         sums._flag_bytes = 4 * size * MOST_ROWS
         sums._epochs = sums._broken = torch.empty(1, dtype=torch.int32, device="meta")
         sums._peers = torch.empty(size, dtype=torch.int64, device="meta")
-        sums._options = {"AHEAD": True, "launch_pdl": True}
-        x = torch.empty(3, 4096, dtype=torch.bfloat16, device="meta")
-        sums.sum(x)
-        sums.sum_add_norm(x, x, x[0], 1e-6)
+        sums._launches_ahead = True
+        for rows in (1, 3):
+            x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+            sums.sum(x)
+            sums.sum_add_norm(x, x, x[0], 1e-6)
         added(torch.empty(size, 3, 4096, dtype=torch.bfloat16, device="meta"))
 
 

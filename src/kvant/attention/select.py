@@ -97,11 +97,6 @@ def by_name_only(need: Need, info: BackendInfo) -> str | None:
     """Return why a backend that could serve is used only by name, or None."""
     if info is REFERENCE and _is_gpu(need.device):
         return f"on a GPU it is chosen by name only: --attention-backend {info.name}"
-    if info is TRITON and need.layer.attention is Attention.MLA:
-        return (
-            "its kernels for latents were not verified on a GPU yet, so it is chosen by name only: "
-            f"--attention-backend {info.name}"
-        )
     if info is FLASHINFER:
         return (
             "its kernels are compiled for minutes at its first start, so it is chosen by name only: "

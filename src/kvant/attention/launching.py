@@ -16,7 +16,6 @@ class Shape:
 
     rows: query rows (query, head of the group) of a program. tile: keys of one iteration.
     programs: resident programs per multiprocessor. least: minimum keys of an item, in tiles.
-    slabs: of a row, in the kernel for latents.
     """
 
     rows: int
@@ -26,7 +25,6 @@ class Shape:
     programs: int
     least: int = 1
     max_registers: int | None = None
-    slabs: int = 1
 
     def joined_at_once(self, rows: int) -> int:
         """Items that one program joins at a time for `rows` rows: at most half of its registers."""

@@ -83,6 +83,20 @@ def test_rotations_of_parts_of_heads(kind: NormKind | None, rotary: int, pairing
     assert all(close(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("pairing", Pairing)
+@pytest.mark.parametrize("heads", [3, 20])
+def test_latents_and_the_rotations_beside_them(heads: int, pairing: Pairing) -> None:
+    tokens, head, latent, rotary = TOKENS[-1], 24, 40, 8
+    both = normal(tokens, heads * head + latent + rotary)
+    q, row = both[:, : heads * head].view(tokens, heads, head), both[:, heads * head :]
+    norm, angles = norm_of(NormKind.RMS, latent), torch.rand(tokens, rotary // 2, device=DEVICE) * 6
+    expected = EXACT.rotate_latent(
+        q.double(), row.double(), wide(norm), angles.cos().double(), angles.sin().double(), pairing
+    )
+    found = OURS.rotate_latent(q, row, norm, angles.cos(), angles.sin(), pairing)
+    assert all(close(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("kind", [NormKind.RMS, NormKind.RMS_WIDE])
 def test_norms_of_all_heads_together(kind: NormKind) -> None:
     q_width, k_width = HEADS[0] * HEAD, HEADS[1] * HEAD

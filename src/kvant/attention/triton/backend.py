@@ -228,7 +228,7 @@ class TritonBackend:
         if self.batch_invariant:
             rows = 1
         if cache.spec.v is None:
-            shape = latent_shape(cache.spec.k.dtype, rows, full=q.dtype is torch.float32)
+            shape = latent_shape(cache.spec.k.dtype, full=q.dtype is torch.float32)
             if self.batch_invariant:
                 return attend_fixed(cache, q, step, params, shape)
             return attend(cache, q, step, params, shape)
@@ -451,8 +451,7 @@ def _launch_latents(
         step.page_table, step.page_table.stride(0), cut.num_seqs,
         params.scale, cut.target, cut.least,
         GROUP=cut.group, PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
-        K=k, LATENT=latent, ROTARY=width - latent, SLABS=shape.slabs,
-        PAD_L=pad(-(-latent // shape.slabs), k), PAD_R=pad(-(-(width - latent) // shape.slabs), k),
+        K=k, LATENT=latent, ROTARY=width - latent, PAD_L=pad(latent, k), PAD_R=pad(width - latent, k),
         OUTER=outer(cache.k_scale), FULL=q.dtype is torch.float32,
         DIRECT=cut.direct, FIXED=cut.fixed, LISTED=cut.listed, PTX=has_ptx(device),
         num_warps=shape.warps, num_stages=shape.stages, **options, **ahead(device),

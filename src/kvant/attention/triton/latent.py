@@ -2,11 +2,7 @@
 
 Rows are (query, head) pairs of one sequence. All heads share a stored row: its LATENT first numbers and
 its ROTARY last ones are keys, and the latent is the value too. So a tile is loaded and decoded once for
-both products.
-
-A row is cut into SLABS: products are batches of slabs, a warp each. A warp then holds the queries' and the
-sums' numbers of its slab alone, and reads no other part of a tile; scores are summed over the slabs. The
-softmax, the operands and their scales are those of `paged`.
+both products. The softmax, the operands and their scales are those of `paged`.
 """
 
 from __future__ import annotations
@@ -31,21 +27,10 @@ from kvant.attention.triton.workmap import find_item, listed, tiles_per_split
 
 
 @triton.jit
-def _words(row, first, there, K: tl.constexpr, COUNT: tl.constexpr, SLABS: tl.constexpr,
-           PAD: tl.constexpr):  # fmt: skip
-    """COUNT words of rows from word `first` on: [SLABS, TILE, PAD]. row: pointers [TILE]."""
-    j = PAD * tl.arange(0, SLABS)[:, None, None] + tl.arange(0, PAD)[None, None, :]
-    inside = there[None, :, None]
-    if SLABS * PAD != COUNT:
-        inside = inside & (j < COUNT)
-    return tl.load(row[None, :, None] + first + j, mask=inside, other=0)
-
-
-@triton.jit
 def _scores(q, keys, x):
-    """x plus the products of query parts and keys, [SLABS, ROWS, words] and [SLABS, TILE, words]."""
+    """x [ROWS, TILE] plus the products of query parts [ROWS, words] and keys [TILE, words]."""
     for e in tl.static_range(len(keys)):
-        x = tl.dot(q[e], tl.permute(keys[e], (0, 2, 1)), x, input_precision="ieee")
+        x = tl.dot(q[e], tl.trans(keys[e]), x, input_precision="ieee")
     return x
 
 
@@ -54,40 +39,53 @@ def _tile(
     state, q_latent, q_rotary, q_sum, factor, at, end, row_hi,
     codes, scales, page_units, pages,
     ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, K: tl.constexpr,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, SLABS: tl.constexpr, PAD_L: tl.constexpr,
-    PAD_R: tl.constexpr, FULL: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, PAD_L: tl.constexpr, PAD_R: tl.constexpr,
+    MASKED: tl.constexpr, FULL: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows; state as in `paged`. All tiles are masked: scores are few beside a row's numbers."""
+    """One tile of rows; state as in `paged`."""
     acc, top, den, zeros, reference, page = state
     _, offset = places(at, TILE, PAGE)
     pos = at + tl.arange(0, TILE)
-    there = pos < end
+    if MASKED:
+        there = pos < end
+    else:
+        there = tl.full((TILE,), True, tl.int1)
     WORDS_L: tl.constexpr = LATENT // K.elements
+    WORDS_R: tl.constexpr = ROTARY // K.elements
     UNITS: tl.constexpr = (LATENT + ROTARY) * K.bits // K.word_bits
-    row = row_at(codes, page, offset, page_units, UNITS)
-    latent = _words(row, 0, there, K, WORDS_L, SLABS, PAD_L)
-    rotary = _words(row, WORDS_L, there, K, ROTARY // K.elements, SLABS, PAD_R)
+    row = row_at(codes, page, offset, page_units, UNITS)[:, None]
+    jl = tl.arange(0, PAD_L)
+    jr = tl.arange(0, PAD_R)
+    latent = K.load(row, jl, there[:, None] & (jl < WORDS_L)[None, :], None,
+                    MASKED or PAD_L != WORDS_L, PTX)  # fmt: skip
+    rotary = K.load(row, WORDS_L + jr, there[:, None] & (jr < WORDS_R)[None, :], None,
+                    MASKED or PAD_R != WORDS_R, PTX)  # fmt: skip
     next_page = page_ids(pages, at + TILE, end, TILE, PAGE)
 
     latents = elements(latent, 0.0, K, FULL, PTX)
-    x = tl.zeros((SLABS, ROWS, TILE), tl.float32)
+    x = tl.zeros((ROWS, TILE), tl.float32)
     x = _scores(q_rotary, elements(rotary, 0.0, K, FULL, PTX), x)
-    x = tl.sum(_scores(q_latent, latents, x), 0)
+    x = _scores(q_latent, latents, x)
     if K.per_row:
         scale, _ = K.row_scale(row_at(scales, page, offset, page_units, 1), there)
         if K.bias > 0:
             x -= q_sum[:, None] * K.bias
         x *= scale[None, :]
-    ok = there[None, :] & (pos[None, :] < row_hi[:, None])
-    x = tl.where(ok, x, LOWEST)
+    if MASKED:
+        ok = there[None, :] & (pos[None, :] < row_hi[:, None])
+        x = tl.where(ok, x, LOWEST)
     new_top = tl.maximum(top, tl.max(x, 1))
     p = tl.exp2(x * factor[:, None] - (new_top * factor)[:, None])
-    p = tl.where(ok, p, 0.0)
+    if MASKED:
+        p = tl.where(ok, p, 0.0)
     fade = tl.exp2((top - new_top) * factor)
     den = den * fade + tl.sum(p, 1)
     if K.per_row:
         if FIXED:
-            seen = tl.max(tl.where(ok, scale[None, :], 0.0), 1)
+            if MASKED:
+                seen = tl.max(tl.where(ok, scale[None, :], 0.0), 1)
+            else:
+                seen = tl.max(scale, 0)
             new_reference = tl.maximum(reference, seen)
             p = p * scale[None, :] * (1.0 / new_reference * HEADROOM)[:, None]
         else:
@@ -101,8 +99,7 @@ def _tile(
     p = operand(p, K, FULL)
     if K.bias > 0:
         zeros = zeros * fade + tl.sum(p.to(tl.float32), 1) * K.bias
-    p = tl.broadcast_to(p[None], (SLABS, ROWS, TILE))
-    f = fade[None, :, None]
+    f = fade[:, None]
     sums = ()
     for e in tl.static_range(len(latents)):
         sums = sums + (tl.dot(p, latents[e], acc[e] * f, input_precision="ieee"),)
@@ -110,9 +107,9 @@ def _tile(
 
 
 @triton.jit
-def _largest(q_row, there, first, COUNT: tl.constexpr, PAD: tl.constexpr):
+def _largest(q_row, there, first, E: tl.constexpr, COUNT: tl.constexpr, PAD: tl.constexpr):
     """The largest magnitude of COUNT numbers from `first` on: float32 [ROWS]."""
-    c = tl.arange(0, PAD)
+    c = tl.arange(0, E * PAD)
     raw = tl.load(q_row[:, None] + (first + c)[None, :],
                   mask=there[:, None] & (c < COUNT)[None, :], other=0.0)  # fmt: skip
     return tl.max(tl.abs(raw.to(tl.float32)), 1)
@@ -120,20 +117,18 @@ def _largest(q_row, there, first, COUNT: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def _query_parts(
-    q_row, there, by, first, K: tl.constexpr, COUNT: tl.constexpr, SLABS: tl.constexpr,
-    PAD: tl.constexpr, FULL: tl.constexpr,
+    q_row, there, by, first, K: tl.constexpr, COUNT: tl.constexpr, PAD: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
-    """Operands [SLABS, ROWS, PAD] of COUNT numbers from `first` on, times by [ROWS]; one for each element
-    of a word.
-    """
+    """Operands of COUNT numbers from `first` on, times by [ROWS]: one for each element of a word."""
     ELEMENTS: tl.constexpr = K.elements
-    j = PAD * tl.arange(0, SLABS)[:, None, None] + tl.arange(0, PAD)[None, None, :]
+    j = tl.arange(0, PAD)
     parts = ()
     for e in tl.static_range(ELEMENTS):
         c = ELEMENTS * j + e
-        raw = tl.load(q_row[None, :, None] + first + c,
-                      mask=there[None, :, None] & (c < COUNT), other=0.0)  # fmt: skip
-        parts = parts + (operand(raw.to(tl.float32) * by[None, :, None], K, FULL),)
+        raw = tl.load(q_row[:, None] + (first + c)[None, :],
+                      mask=there[:, None] & (c < COUNT)[None, :], other=0.0)  # fmt: skip
+        parts = parts + (operand(raw.to(tl.float32) * by[:, None], K, FULL),)
     return parts
 
 
@@ -147,7 +142,7 @@ def latent_attention(
     cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs,
     softmax_scale, target, least,
     GROUP: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    K: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, SLABS: tl.constexpr,
+    K: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
     PAD_L: tl.constexpr, PAD_R: tl.constexpr, OUTER: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
     PTX: tl.constexpr, AHEAD: tl.constexpr,
@@ -155,7 +150,7 @@ def latent_attention(
     """Program: one item. Causal. Writes `out` if DIRECT and its sequence is one item long, else parts.
 
     q: [T, GROUP, LATENT + ROTARY] by its strides. out: [T, GROUP, LATENT]. partial: [items, 1, ROWS, LATENT].
-    PAD_L, PAD_R: words of a slab. The other arguments are those of `paged_attention`.
+    The other arguments are those of `paged_attention`.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -186,6 +181,7 @@ def latent_attention(
     row_hi = tl.where(there, length - num_queries + query + 1, 0)
     last_query = tl.minimum((block * ROWS + ROWS - 1) // GROUP, num_queries - 1)
     end = length - num_queries + last_query + 1
+    whole = length - num_queries + block * ROWS // GROUP + 1  # tiles up to here need no mask
     if FIXED:
         begin = split * per_split * TILE
         end = tl.minimum(end, (split + 1) * per_split * TILE)
@@ -199,22 +195,22 @@ def latent_attention(
     sign = tl.where(softmax_scale < 0, -1.0, 1.0)
     norm = tl.full((ROWS,), 1.0, tl.float32)
     if K.operand == tl.float16 and not FULL:
-        norm = tl.maximum(_largest(q_row, there, 0, LATENT, ELEMENTS * SLABS * PAD_L),
-                          _largest(q_row, there, LATENT, ROTARY, ELEMENTS * SLABS * PAD_R))  # fmt: skip
+        norm = tl.maximum(_largest(q_row, there, 0, ELEMENTS, LATENT, PAD_L),
+                          _largest(q_row, there, LATENT, ELEMENTS, ROTARY, PAD_R))  # fmt: skip
         norm = tl.maximum(norm, 1.0e-30)
-    q_latent = _query_parts(q_row, there, sign / norm, 0, K, LATENT, SLABS, PAD_L, FULL)
-    q_rotary = _query_parts(q_row, there, sign / norm, LATENT, K, ROTARY, SLABS, PAD_R, FULL)
+    q_latent = _query_parts(q_row, there, sign / norm, 0, K, LATENT, PAD_L, FULL)
+    q_rotary = _query_parts(q_row, there, sign / norm, LATENT, K, ROTARY, PAD_R, FULL)
     q_sum = tl.zeros((ROWS,), tl.float32)
     if K.bias > 0:
         for e in tl.static_range(ELEMENTS):
-            q_sum += tl.sum(tl.sum(q_latent[e].to(tl.float32), 2), 0)
-            q_sum += tl.sum(tl.sum(q_rotary[e].to(tl.float32), 2), 0)
+            q_sum += tl.sum(q_latent[e].to(tl.float32), 1)
+            q_sum += tl.sum(q_rotary[e].to(tl.float32), 1)
         q_sum = q_sum / K.factor
     factor = norm * (tl.abs(softmax_scale) * (K.factor * LOG2E))
     if OUTER > 0:
         factor *= tl.load(outer)
 
-    z = tl.zeros((SLABS, ROWS, PAD_L), tl.float32)
+    z = tl.zeros((ROWS, PAD_L), tl.float32)
     acc = ()
     for _ in tl.static_range(ELEMENTS):
         acc = acc + (z,)
@@ -226,11 +222,20 @@ def latent_attention(
         reference = tl.full((ROWS,), SMALL, tl.float32)
     pages = page_table + seq.to(tl.int64) * max_pages
     state = (acc, top, den, zeros, reference, page_ids(pages, begin, end, TILE, PAGE))
-    for at in range(begin, end, TILE):
+    masked_from = begin
+    if not FIXED:  # as in `paged_attention`
+        masked_from = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // TILE * TILE
+        for at in range(begin, masked_from, TILE):
+            state = _tile(
+                state, q_latent, q_rotary, q_sum, factor, at, end, row_hi,
+                codes, scales, page_units, pages, ROWS, TILE, PAGE, K, LATENT, ROTARY, PAD_L, PAD_R,
+                False, FULL, FIXED, PTX,
+            )  # fmt: skip
+    for at in tl.range(masked_from, end, TILE, num_stages=1):
         state = _tile(
             state, q_latent, q_rotary, q_sum, factor, at, end, row_hi,
-            codes, scales, page_units, pages, ROWS, TILE, PAGE, K, LATENT, ROTARY, SLABS,
-            PAD_L, PAD_R, FULL, FIXED, PTX,
+            codes, scales, page_units, pages, ROWS, TILE, PAGE, K, LATENT, ROTARY, PAD_L, PAD_R,
+            True, FULL, FIXED, PTX,
         )  # fmt: skip
     acc, top, den, zeros, reference, _ = state
     level = top * factor
@@ -241,20 +246,19 @@ def latent_attention(
         value *= tl.load(outer)
     parts = ()
     for e in tl.static_range(ELEMENTS):
-        part = acc[e] * (value * K.factor)[None, :, None]
+        part = acc[e] * (value * K.factor)[:, None]
         if K.bias > 0:
-            part -= (zeros * value)[None, :, None]
-        parts = parts + (tl.reshape(part, (SLABS * ROWS, PAD_L)),)
-    o = tl.reshape(in_order(parts, SLABS * ROWS, PAD_L), (SLABS, ROWS, ELEMENTS * PAD_L))
-    c = ELEMENTS * PAD_L * tl.arange(0, SLABS)[:, None, None]
-    c = c + tl.arange(0, ELEMENTS * PAD_L)[None, None, :]
-    mask = there[None, :, None] & (c < LATENT)
+            part -= (zeros * value)[:, None]
+        parts = parts + (part,)
+    o = in_order(parts, ROWS, PAD_L)
+    c = tl.arange(0, ELEMENTS * PAD_L)
+    mask = there[:, None] & (c < LATENT)[None, :]
     if DIRECT and splits == 1:
         at_row = out + (token * GROUP + query_head) * LATENT
-        tl.store(at_row[None, :, None] + c, o.to(out.dtype.element_ty), mask=mask)
+        tl.store(at_row[:, None] + c[None, :], o.to(out.dtype.element_ty), mask=mask)
     else:
         slot = item.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        tl.store(partial + slot[None, :, None] * LATENT + c, o, mask=mask)
+        tl.store(partial + slot[:, None] * LATENT + c[None, :], o, mask=mask)
         lse = tl.where(den > 0, level + tl.log2(den), float("-inf"))
         lse = tl.where(den != den, den, lse)
         tl.store(partial_lse + slot, lse, mask=there)

@@ -364,6 +364,11 @@ def test_files_that_do_not_answer_are_not_waited_for(
     assert stats is not None
     assert stats.disk is not None
     assert stats.disk.late == 1
+    began = time.monotonic()
+    number = engine.submit(prompt(3), params)
+    assert finish(engine)[number].token_ids == tuple(answer(prompt(3), NUM_TOKENS))
+    assert engine.tiers is not None
+    assert engine.tiers._avoided_until > began, "later requests do not wait at all"
     hang.set()
     settle(engine)
 

@@ -7,12 +7,13 @@ copies, on a stream of their own; a step that runs meanwhile does not wait for t
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -27,7 +28,7 @@ from kvant.kv.pool import KVPool, zeros
 CHUNK_BYTES = 16 << 20
 """Bytes that one copy over the bus moves at most, and of each buffer on a GPU; at least a page."""
 
-_HASHERS = 4
+_HASHERS = min(8, os.cpu_count() or 1)
 
 
 class HostRows:
@@ -172,23 +173,19 @@ class PageMover:
     def _store(self, job: int, moves: tuple[Move, ...], mark: object) -> Moved:
         started = time.perf_counter()
         self._storing.begin(mark)
-        pending: list[tuple[Callable[[], None], list[int]]] = []
-        sums: list[bytes | None] = [None] * len(moves)
-
-        def finish() -> None:
-            wait, places = pending.pop(0)
-            wait()
-            for place, total in zip(places, self._sums(moves, places), strict=True):
-                sums[place] = total
-
+        waits: list[tuple[Callable[[], None], list[int]]] = []
         for group, places in self._chunks(moves):
             pages = [moves[place].device_page for place in places]
             rows = [moves[place].host_page for place in places]
-            pending.append((self._storing.store(group, pages, rows), places))
-            if len(pending) > 1:  # checksums of one chunk while the next one crosses the bus
-                finish()
-        while pending:
-            finish()
+            waits.append((self._storing.store(group, pages, rows), places))
+        hashed: list[Future[list[bytes]]] = []
+        for wait, places in waits:
+            wait()  # checksums of one chunk are made while the next one crosses the bus
+            hashed.append(self._hashers.submit(self._sums, moves, places))
+        sums: list[bytes | None] = [None] * len(moves)
+        for (_, places), found in zip(waits, hashed, strict=True):
+            for place, total in zip(places, found.result(), strict=True):
+                sums[place] = total
         return self._moved(job, moves, sums, started)
 
     def _load(self, job: int, moves: tuple[Move, ...], mark: object) -> Moved:
@@ -196,11 +193,13 @@ class PageMover:
         self._loading.begin(mark)
         sums: list[bytes | None] = [None] * len(moves)
         waits: list[Callable[[], None]] = []
-        for group, places in self._chunks(moves):
-            found = self._sums(moves, places)
+        chunks = self._chunks(moves)
+        # All at once: a chunk crosses the bus while others are checked.
+        checked = [self._hashers.submit(self._sums, moves, places) for _, places in chunks]
+        for (group, places), found in zip(chunks, checked, strict=True):
             good = [
                 place
-                for place, total in zip(places, found, strict=True)
+                for place, total in zip(places, found.result(), strict=True)
                 if total == moves[place].checksum
             ]
             for place in good:
@@ -224,10 +223,7 @@ class PageMover:
         return found
 
     def _sums(self, moves: Sequence[Move], places: Sequence[int]) -> list[bytes]:
-        rows = [self.row(moves[place].group, moves[place].host_page) for place in places]
-        if sum(map(len, rows)) < CHUNK_BYTES // 8:
-            return [checksum(row) for row in rows]
-        return list(self._hashers.map(checksum, rows))
+        return [checksum(self.row(moves[place].group, moves[place].host_page)) for place in places]
 
     def _moved(
         self, job: int, moves: Sequence[Move], sums: Sequence[bytes | None], started: float

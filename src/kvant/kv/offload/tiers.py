@@ -38,6 +38,9 @@ MOST_OFFERED = 1 << 16
 READ_SECONDS = 5.0
 """The longest time that a request waits for files; what has come by then is used."""
 
+AVOID_SECONDS = 30.0
+"""No request waits for files for so long after one waited in vain."""
+
 STORE_PAGES = 256
 """Pages of one job that stores."""
 
@@ -144,13 +147,14 @@ class Tiers:
         self._num_restores = self._num_restored_tokens = 0
         self._restore_seconds = 0.0
         self._known_bad: set[str] = set()
+        self._avoided_until = 0.0
 
     # -- what is there -------------------------------------------------------------------------
 
     def has(self, key: Key) -> bool:
         """Whether host memory holds a page, or a file is believed to."""
-        return self._host.groups[key.group].find(key.digest) is not None or (
-            self.files is not None and self.files.has(key)
+        return self.in_host(key) or (
+            self.files is not None and self._may_read and self.files.has(key)
         )
 
     def in_host(self, key: Key) -> bool:
@@ -328,7 +332,7 @@ class Tiers:
 
         digests: of its pages, from the first one on that is not on the device.
         """
-        if self.files is None:
+        if self.files is None or not self._may_read:
             return
         unknown = [
             digest
@@ -549,8 +553,14 @@ class Tiers:
         self._writing[key] = page
         files.write(key, self._mover.row(key.group, page), self._sums[key.group, page])
 
+    @property
+    def _may_read(self) -> bool:
+        """Whether requests wait for files."""
+        return time.monotonic() >= self._avoided_until
+
     def _note_late(self, seconds: float) -> None:
         self._counts["disk"].late += 1
+        self._avoided_until = time.monotonic() + AVOID_SECONDS
         if "late" not in self._known_bad:
             self._known_bad.add("late")
             _log.warning(

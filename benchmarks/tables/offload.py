@@ -16,3 +16,25 @@ def agents(run: Any) -> Cells:
              f"{row['again']:,}", f"{row['restored']:,}"]
         )  # fmt: skip
     return lines
+
+
+@table("h200-restore", "h200-offload-restore.json")
+def restores(run: Any) -> Cells:
+    gaps = run["gaps"]
+    cold, warm = (
+        " / ".join(f"{seconds:.2f}" for seconds in run[name])
+        for name in ("computed_seconds", "restored_seconds")
+    )
+    rate = run["restore_bytes_per_second"], run["bus_bytes_per_second"]
+    return [
+        ["what", "measured"],
+        ["first token, computed, s", cold],
+        ["first token, restored, s", warm],
+        ["restored over computed (medians)", f"{run['ratio']:.2f}"],
+        ["restore, GB/s", f"{rate[0] / 1e9:.1f}"],
+        ["large copies over the bus, GB/s", f"{rate[1] / 1e9:.1f}"],
+        ["p99 of a step of running answers, ms", f"{gaps['without']['p99'] * 1e3:.1f}"],
+        ["the same beside restores, ms", f"{gaps['beside_restores']['p99'] * 1e3:.1f}"],
+        ["p50 without and beside, ms",
+         f"{gaps['without']['p50'] * 1e3:.1f} / {gaps['beside_restores']['p50'] * 1e3:.1f}"],
+    ]  # fmt: skip

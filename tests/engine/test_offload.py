@@ -420,3 +420,15 @@ def test_what_is_not_offloaded_is_refused(
     path = tiny.build(family, where / f"refused-{family}")
     with pytest.raises(ConfigError, match=reason):
         LLM(path, **{"kv_offload": "host:1MiB", "kv_cache_memory": "1MiB", **options})  # type: ignore[arg-type]
+
+
+def test_a_long_prompt_comes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvant.scheduling.scheduler.RESTORE_PAGES", 3)
+    engine, runner = offloading(num_pages=64)
+    for i in range(12):
+        run(engine, [prompt(i)])
+    engine.scheduler.allocator.forget_all()
+    before, (restores, restored) = runner.num_run_tokens, counts(engine)
+    assert run(engine, [prompt(0)]) == [tuple(answer(prompt(0), NUM_TOKENS))]
+    assert runner.num_run_tokens - before <= PAGE + NUM_TOKENS
+    assert counts(engine) == (restores + 1, restored + 36)

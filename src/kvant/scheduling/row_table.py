@@ -540,9 +540,9 @@ class HeldPages:
             if self.shared.groups[group].rename(name, digest):
                 sequence.own_hashes.append(digest)
         sequence.unconfirmed.clear()
-        full = num_tokens // self._page_size
+        full, known = num_tokens // self._page_size, sequence.num_remembered_pages
         self._hash(sequence, full)
-        for index in range(sequence.num_remembered_pages, full):
+        for index in range(known, full):
             digest = sequence.prefix_hashes[index + 1]
             is_new: list[int] = []
             for place, pages in enumerate(sequence.held):
@@ -556,7 +556,7 @@ class HeldPages:
                     log.stored(digest, *self._told(sequence, index))
         sequence.num_remembered_pages = max(full, sequence.num_remembered_pages)
         if self.tiers is not None and full:
-            self._offer(self.tiers, sequence, full)
+            self._offer(self.tiers, sequence, 0 if self.tiers.is_full else known, full)
 
     def _told(self, sequence: Sequence, index: int) -> Told:
         """What indexers learn of a page of the sequence."""
@@ -564,11 +564,14 @@ class HeldPages:
         parent = sequence.prefix_hashes[index] if index else None
         return Told(parent, tuple(sequence.token_ids[first:last]))
 
-    def _offer(self, tiers: Tiers, sequence: Sequence, full: int) -> None:
-        """Let tiers have the sequence's findable pages, of windows only what it still holds."""
+    def _offer(self, tiers: Tiers, sequence: Sequence, first: int, full: int) -> None:
+        """Let tiers have the sequence's findable pages from `first` to `full`.
+
+        Windows offer only what the sequence still holds.
+        """
         keys: list[Key] = []
         lacking: list[tuple[Key, int, int]] = []
-        for index in range(full):
+        for index in range(first, full):
             for place, pages in enumerate(sequence.held):
                 key = Key(place, sequence.prefix_hashes[index + 1])
                 if pages[index] == SCRATCH:

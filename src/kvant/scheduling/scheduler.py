@@ -29,6 +29,9 @@ from kvant.plan.limits import Limits
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.row_table import HeldPages, KeptStates
 
+RESTORE_PAGES = 256
+"""Pages that one step begins to restore, so that their bookkeeping does not hold up running sequences."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
@@ -450,8 +453,12 @@ class Scheduler:
             num_tokens = (cut - len(found[0])) * self.limits.page_size
         if lacking and self.pages.has_room(sequence, found, first_piece, spare=spare):
             joined = [[page for page in pages if page != SCRATCH] for pages in found]
-            told = self.pages.told_of(sequence, lacking)
-            if tiers.load(number, joined, lacking, told, num_tokens):
+            # A step takes a bounded number of pages. Windows need their last pages with the first ones.
+            part = lacking[:RESTORE_PAGES] if len(found) == 1 else lacking
+            more = len(part) < len(lacking)
+            told = self.pages.told_of(sequence, part)
+            num_tokens = len(part) * self.limits.page_size if more else num_tokens
+            if tiers.load(number, joined, part, told, num_tokens, more=more):
                 return True
         elif lacking and self._running:
             return True  # for room

@@ -103,13 +103,14 @@ class _Fetch:
 class _Waiting:
     """A request that waits.
 
-    job: its load. restored: tokens that this brings. unread: pages that are being read from files, since
-    the time `reading`.
+    job: its load. restored: tokens that this brings. more: others follow.
+    unread: pages that are being read from files, since the time `reading`.
     """
 
     progress: Progress = Progress.NEW
     job: int | None = None
     restored: int = 0
+    more: bool = False
     unread: set[Key] = field(default_factory=set)
     reading: float = 0.0
 
@@ -159,6 +160,11 @@ class Tiers:
 
     def in_host(self, key: Key) -> bool:
         return self._host.groups[key.group].find(key.digest) is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether pages of host memory give way to others."""
+        return not self._host.superblocks.free
 
     @property
     def is_moving(self) -> bool:
@@ -380,11 +386,14 @@ class Tiers:
         keys: Sequence[Key],
         told: Sequence[Told | None],
         num_tokens: int,
+        *,
+        more: bool = False,
     ) -> bool:
         """Begin to copy pages from host memory to the device. False, and no change, without room.
 
         joined: of each group, pages of the device that must stay meanwhile. keys: what to bring, the first
         pages first; all in host memory. told: of each. num_tokens: whose K and V they are.
+        more: the request asks for others when these are there.
         """
         counts = [sum(key.group == place for key in keys) for place in self._groups]
         if not self._shared.fit(counts, joined):
@@ -406,6 +415,7 @@ class Tiers:
         self._loads[job] = _Load(number, list(keys), list(told), moves, held, time.monotonic())
         waiting = self._waiting.setdefault(number, _Waiting())
         waiting.progress, waiting.job, waiting.restored = Progress.MOVING, job, num_tokens
+        waiting.more = more
         self._mover.load(job, moves)
         return True
 
@@ -439,8 +449,9 @@ class Tiers:
         waiting = self._waiting.get(load.number)
         if waiting is None or waiting.job != done.job:
             return
-        waiting.progress = Progress.SETTLED
-        self._num_restores += 1
+        goes_on = waiting.more and is_whole
+        waiting.progress = Progress.FETCHED if goes_on else Progress.SETTLED
+        self._num_restores += not goes_on
         self._restore_seconds += time.monotonic() - load.started
         if is_whole:
             self._num_restored_tokens += waiting.restored

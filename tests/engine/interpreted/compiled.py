@@ -8,6 +8,7 @@ The interpreter knows no types: what it runs may still be refused by the compile
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
         )  # fmt: skip
         TritonBackend().write(x.cache, x.k, x.v, x.step)
         TritonBackend().attend(x.cache, x.q, x.step, x.params)
+        with_sinks = replace(x.params, sinks=torch.zeros(x.q.shape[1], dtype=torch.bfloat16))
+        TritonBackend().attend(x.cache, x.q, x.step, with_sinks)
         if rows is not None:
             TritonBackend(batch_invariant=True).attend(x.cache, x.q, x.step, x.params)
     angles = torch.zeros(99, 64, dtype=torch.bfloat16)

@@ -188,7 +188,7 @@ def _begin(linear: Linear, one: Kind | None, act: Act | None = None) -> None:
 
 
 def _one_row(x: Tensor, linear: NarrowProduct, kind: Kind, beside: Beside) -> Tensor:
-    cut = warps_of_one(linear.weight.format, linear.columns)
+    cut = warps_of_one(linear.weight.format, linear.columns, linear.rows)
     return cuda.multiply(x, linear.weight, linear.bias, cut, kind, beside)
 
 

@@ -135,7 +135,7 @@ class TritonExperts:
             if not cuda.serves(fmt, rows, columns, dtype):
                 return
             has_bias = bias is not None
-            cut = warps_of_one(fmt, columns, count)
+            cut = warps_of_one(fmt, columns, weights=count)
             cuda.begin(fmt, columns, 1, dtype, cut, one, bias=has_bias)
             for tiles in (1, 2):
                 cuda.begin(fmt, 0, tiles, dtype, warps_of_one(fmt, columns), many, bias=has_bias)
@@ -208,7 +208,7 @@ class TritonExperts:
                 pairs=Pairs.SUMMED,
                 top_k=experts.routing.top_k,
             )
-            cut = warps_of_one(weight.whole.format, weight.shape[2], experts.routing.top_k)
+            cut = warps_of_one(weight.whole.format, weight.shape[2], weights=experts.routing.top_k)
             return cuda.multiply(h, weight.whole, bias, cut, kind, beside, experts=weight.count)
         rows = weight.shape[1]
         tile = tile or OneTile(4, min(256, triton.next_power_of_2(experts.width)))

@@ -34,7 +34,7 @@ _MOST_APART = 8
 """Rows up to which each warp reads its own columns of x."""
 
 _MANY = 16384
-"""Rows of a weight that are enough programs without more of the columns."""
+"""Rows of a weight that give every multiprocessor work without a division of its columns."""
 
 _INVARIANT_TOKENS = 64
 
@@ -156,7 +156,7 @@ def begin(
 def shares_rows(
     fmt: WeightFormat, tokens: int, rows: int, columns: int, dtype: torch.dtype
 ) -> bool:
-    """Whether `shared_rows` multiplies so many rows of x, and not `few_rows`.
+    """Whether `shared_rows` multiplies this number of rows of x; else `few_rows` does.
 
     Measured with 32 rows on an H200: it is faster for 4 bits, and for 8 bits where a weight has many rows.
     """

@@ -86,6 +86,19 @@ def wide_rows(data: Any) -> Cells:
     return lines
 
 
+@table("wide-decode", "h200-wide-decode.json")
+def wide_decode(data: Any) -> Cells:
+    wide = {"int4+bf16": "int4, wide rows in bfloat16", "k3v3+bf16": "K3/V3, wide rows in bfloat16"}
+    lines = [["stored as", "sequences", "tokens", "us", "of bfloat16"]]
+    for key, r in data["rows"].items():
+        name, batch, length, _ = key.split(" ")
+        lines.append(
+            [wide.get(name, name), batch[1:], f"{int(length[1:]):,}", f"{r['us']:.1f}",
+             f"{r['of_bf16']:.2f}x"]
+        )  # fmt: skip
+    return lines
+
+
 @table("tune", "smollm2-tune.json")
 def tuned(data: Any) -> Cells:
     lines = [["stored as", "B/token", "bits", "mean KL", "its standard error", "same top token"]]

@@ -79,10 +79,10 @@ def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
             )  # fmt: skip
             TritonBackend().write(x.cache, x.k, None, x.step)
             TritonBackend().attend(x.cache, x.q, x.step, x.params)
-    for new in (1, 40):
+    for new, sinks in ((1, False), (1, True), (40, False)):
         x = case.prepare(
             k, v, head_dims=(128, 128), dtype=torch.bfloat16, sequences=((99, new), (new, new)),
-            wide=rows,
+            wide=rows, sinks=sinks,
         )  # fmt: skip
         TritonBackend().write(x.cache, x.k, x.v, x.step)
         TritonBackend().attend(x.cache, x.q, x.step, x.params)

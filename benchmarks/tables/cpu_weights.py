@@ -82,3 +82,17 @@ def python(data: Any) -> Cells:
             share = r["python_share"]
             lines.append([r["weights"], percent(share, digits=1), held(share, 0.1, shown="10 %")])
     return lines
+
+
+@table("weight-quality", "cpu-weight-quality.json")
+def weight_quality(data: Any) -> Cells:
+    formats = list(dict.fromkeys(row["kv"] for row in data["rows"]))
+    lines = [["weights", *(f"KV {name}" for name in formats)]]
+    for weights in dict.fromkeys(row["weights"] for row in data["rows"]):
+        found = {row["kv"]: row for row in data["rows"] if row["weights"] == weights}
+        cells = [
+            f"{max(0.0, found[kv]['mean_kl']):.5f}, {percent(found[kv]['same_top'], digits=1)}"
+            for kv in formats
+        ]
+        lines.append([weights, *cells])
+    return lines

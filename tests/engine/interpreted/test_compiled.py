@@ -65,7 +65,7 @@ def test_so_does_what_reads_two_forms_of_a_row(tmp_path: Path) -> None:
 def test_so_does_what_writes_and_reads_pages(k: str, v: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, k, v)
     assert found["store_rows"] == found["rotate_and_store"] == 1
-    assert found["paged_attention"] == 3, "one of them with attention sinks"
+    assert found["paged_attention"] >= 3, "one of them with attention sinks"
     assert found["combine"] >= 1
 
 

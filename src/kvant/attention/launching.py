@@ -39,10 +39,12 @@ def outer(scale: Tensor | None) -> int:
 
 
 def address(tensor: Tensor | None) -> int:
-    """Return where the tensor's data begins, 0 for None."""
+    """Return the address of a tensor's first number, 0 for None. tensor: [..] of any shape and dtype."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def plane_addresses(planes: Sequence[Tensor]) -> tuple[int, int]:
-    """Return where codes and scales begin; 0 without scales in the pages."""
+    """Return the addresses of codes and scales, 0 without scales in the pages. planes: codes
+    [num_pages, page_size, num_kv_heads, ..] uint8, and scales [num_pages, page_size, num_kv_heads, ..].
+    """
     return planes[0].data_ptr(), planes[1].data_ptr() if len(planes) > 1 else 0

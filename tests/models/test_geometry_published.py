@@ -21,9 +21,10 @@ def read(name: str) -> ModelGeometry:
 
 
 def numbers_per_token(geometry: ModelGeometry) -> int:
-    """Elements of K and V that one token adds to the cache."""
+    """Elements of K and V that one token adds to the cache; a latent's value is a part of its K."""
     return sum(
-        layer.num_kv_heads * (layer.head_dim_k + layer.head_dim_v)
+        layer.num_kv_heads
+        * (layer.head_dim_k + (0 if layer.attention is Attention.MLA else layer.head_dim_v))
         for layer in geometry.layers
         if layer.has_kv
     )
@@ -154,7 +155,7 @@ RUNNABLE = {
     "llama-3.1-8b", "llama-3.1-70b", "smollm2-135m", "qwen2.5-7b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b",
     "mistral-7b-v0.1", "mistral-7b-v0.3", "mixtral-8x7b", "gemma-2-9b", "gemma-3-1b",
     "gemma-3-4b", "gemma-3-12b", "gemma-3n-e4b-text", "gemma-4-26b-a4b", "gemma-4-31b", "gemma-4-e2b",
-    "gpt-oss-20b", "phi-3-mini-4k", "olmo-2-7b",
+    "gpt-oss-20b", "phi-3-mini-4k", "olmo-2-7b", "deepseek-v2-lite", "deepseek-v3",
 }  # fmt: skip
 
 

@@ -28,10 +28,11 @@ NUM_PAGES = 40
 
 @dataclass(frozen=True, slots=True)
 class FakeTarget:
-    """Embedding and head of a target, which is all that a drafter calls."""
+    """Embedding and head of a target, which is all that a drafter calls. group: no ranks share it."""
 
     embedding: Tensor
     head: Tensor
+    group: None = None
 
     @property
     def device(self) -> torch.device:

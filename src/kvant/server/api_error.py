@@ -112,7 +112,7 @@ CODES: Mapping[str, tuple[int, str, str]] = {
         "start the server as it was when the session was saved, or save it again",
     ),
     "session_not_found": (404, "No session has this id.", "GET `/v1/kv/sessions`"),
-    "sessions_off": (400, "The server keeps no files.", "`--kv-offload host:SIZE,disk:DIRECTORY:SIZE`"),
+    "sessions_off": (404, "The server keeps no files.", "`--kv-offload host:SIZE,disk:DIRECTORY:SIZE`"),
     "sessions_unwritable": (503, "The directory cannot be read or written.", "the log has the reason"),
     "receipt_timeout": (408, "The request did not arrive in time.", "`--header-timeout`, `--body-timeout`"),
     "request_timeout": (503, "The answer took too long.", "`--request-timeout`"),

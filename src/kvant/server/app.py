@@ -339,7 +339,7 @@ ENDPOINTS = (
     ),
     Endpoint(
         "GET", "/v1/kv/sessions", "Saved conversations", list_sessions, wire.SessionList,
-        errors=(400, 503),
+        errors=(400, 404, 503),
     ),
     Endpoint(
         "DELETE", "/v1/kv/sessions/{id}", "Forget a saved conversation", delete_session,

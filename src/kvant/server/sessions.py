@@ -112,9 +112,9 @@ def _store(call: Call) -> SessionFiles:
     call.service.require()
     ready = call.service.supervisor.ready
     if ready is None or ready.page_store is None:
-        raise bad_request(
+        raise ApiError(
+            404,
             "this server keeps no sessions: start it with --kv-offload host:SIZE,disk:DIRECTORY:SIZE",
-            None,
             code="sessions_off",
         )
     if call.scope["path"] != _ROOT.rstrip("/") and not ID.fullmatch(_id(call)):

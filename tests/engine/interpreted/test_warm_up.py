@@ -105,7 +105,7 @@ def warm(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 4 sequences, 600 tokens and lengths of 500, of a model without layers."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     device = torch.device("cpu")
-    arena = SimpleNamespace(layout=SimpleNamespace(groups=(None,)))
+    arena = SimpleNamespace(layout=SimpleNamespace(of_tokens=(None,)))
     pool: Any = SimpleNamespace(plan=SimpleNamespace(layers=()), device=device, arena=arena)
     model: Any = SimpleNamespace(
         plan=SimpleNamespace(page_size=16),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kvant.cli.output import OutFile, figure_table, write_json
+from kvant.models.demo import DEMO_NAME
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
@@ -138,7 +139,7 @@ def _formats(llm: LLM, console: Console) -> dict[str, object]:
 
 
 def _speed(llm: LLM, console: Console) -> dict[str, object]:
-    """Compare with transformers' generate: same process, threads and float32 weights."""
+    """Compare with transformers' generate: same process, threads and weights, float32 in transformers."""
     import torch
     import transformers
 
@@ -152,8 +153,9 @@ def _speed(llm: LLM, console: Console) -> dict[str, object]:
         table.add_row(engine, *(f"{r.tokens_per_second:.1f}" for r in rows if r.engine == engine))
     console.print(table)
     console.print(
-        f"[dim]decoding, greedy, after prompts of {SPEED_PROMPT_TOKENS} random tokens; float32 weights and "
-        f"float32 KV in both, {torch.get_num_threads()} threads, medians of "
+        f"[dim]decoding, greedy, after prompts of {SPEED_PROMPT_TOKENS} random tokens; float32 KV and "
+        "the same weights in both, float32 in transformers and as the file stores them in Kvant, "
+        f"{torch.get_num_threads()} threads, medians of "
         f"{SPEED_ROUNDS * SPEED_STEPS} steps in turns; generate() of transformers "
         f"{transformers.__version__} with its own defaults. More, and llama.cpp: "
         "docs/benchmarks/cpu.md[/]"
@@ -206,7 +208,7 @@ def _drafts(llm: LLM, console: Console) -> None:
     texts = []
     for name, config in (("one by one", None), ("with drafts", drafter)):
         one = LLM(
-            llm.model_path,
+            DEMO_NAME,
             kv_cache_dtype=DRAFT_FORMAT,
             batch_invariant=True,
             kv_cache_memory="64MiB",

@@ -18,7 +18,9 @@ from kvant.engine.llm import LLM
 from kvant.kv.dtype import KVDtype
 from kvant.kv.names import FormatRequest
 from kvant.measure.own_engine import engine_storing, plan_storing
+from kvant.models.locate import locate
 from kvant.models.quiet import quiet_transformers
+from kvant.models.stored import read_blocks
 from kvant.sampling.sampling_params import SamplingParams
 
 WARM_UP_STEPS = 3
@@ -50,11 +52,15 @@ def beside_transformers(
     """Time `rounds` times `steps` decode steps of both engines, for each number of sequences.
 
     Both compute in float32 over a float32 cache, on torch's threads, with the same random prompts of
-    `context` tokens. The engines take turns. `llm` must compute in float32; its weights are loaded again.
+    `context` tokens. The engines take turns. `llm` must compute in float32; its weights are loaded again, for
+    transformers as float32 numbers where `llm` keeps the blocks of a GGUF file.
     """
+    target = llm.planned.target
+    in_blocks = read_blocks(target.config) is not None
+    numbers_path = locate(target.local.name).path if in_blocks else llm.model_path
     with quiet_transformers():
         model: Any = AutoModelForCausalLM.from_pretrained(
-            str(llm.model_path), dtype=torch.float32, local_files_only=True
+            str(numbers_path), dtype=torch.float32, local_files_only=True
         )
     model.requires_grad_(False)
     ours = _own_decode(llm, max(batches), context, steps)
@@ -64,6 +70,7 @@ def beside_transformers(
             return decode_transformers(model, torch.tensor(prompts), repeats)
 
     engines = {"transformers": theirs, "Kvant": ours}
+    weights = {"transformers": "float32", "Kvant": "as stored" if in_blocks else "float32"}
     rows = []
     for batch in batches:
         numbers = random.Random(0)
@@ -76,7 +83,7 @@ def beside_transformers(
                 found[name].append(tuple(engines[name](prompts, steps)))
         case = f"decode, batch {batch}, {context} tokens"
         rows += [
-            Speed(case, name, "float32", str(KVDtype.FLOAT32), batch, tuple(found[name]))
+            Speed(case, name, weights[name], str(KVDtype.FLOAT32), batch, tuple(found[name]))
             for name in engines
         ]
     return rows

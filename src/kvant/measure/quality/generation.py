@@ -75,7 +75,7 @@ def acceptance_length(
     """
     longest = max(len(prompt) for prompt in prompts) + tokens
     drafting = LLM(
-        llm.model_path,
+        llm.planned.request.model,
         dtype=str(llm.plan.compute_dtype.value),
         device=str(llm.planned.request.device.kind.value),
         kv_cache_dtype=stored,

@@ -245,6 +245,6 @@ CHAPTERS: tuple[tuple[str, Callable[[LLM, Console], dict[str, object] | None]], 
     ("A real model answers through that cache", _answer),
     ("The same model under every format", _formats),
     ("Tokens a second, beside transformers", _speed),
-    ("A drafter over the same quantised cache: faster, and the same answer", _drafts),
+    ("A drafter over the same quantised cache: fewer steps, and the same answer", _drafts),
     ("Served over HTTP: two clients share a prefix", _served),
 )

@@ -82,7 +82,7 @@ def load(family: str, where: Path, dtype: KVDtype, *, mode: bool = True) -> Load
 
 
 def logits(model: LoadedModel, chunks: list[int], others: list[list[int]]) -> Tensor:
-    """Of every token of TEXT, which comes in these chunks; others come with the first one."""
+    """Return the logits of every token of TEXT, read in these chunks; others come with the first chunk."""
     pool = driver.pool(model.plan, 40)
     backend = ReferenceBackend(batch_invariant=model.batch_invariant)
     run = driver.Driver(pool, backend)

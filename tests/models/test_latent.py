@@ -70,7 +70,7 @@ def load(path: Path, dtype: KVDtype, **options: Any) -> LoadedModel:
 
 
 def logits(model: LoadedModel, chunk: int) -> Tensor:
-    """Of all tokens of the prompt, which is read in pieces."""
+    """Return the logits of every token of the prompt, read `chunk` tokens at a time."""
     made = driver.Driver(driver.pool(model.plan, 20), backend())
     text, found = driver.Text(list(PROMPT)), []
     while text.stored < len(PROMPT):

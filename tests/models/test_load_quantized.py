@@ -138,7 +138,7 @@ def first_layers_rows(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def assert_logits_are_those_of(decoded: dict[str, torch.Tensor], path: Path) -> None:
-    """Of a checkpoint's codes, in float32, and of transformers with the decoded weights."""
+    """Return logits of a checkpoint's codes, in float32, and of transformers with the decoded weights."""
     _, model = plan_and_load(path, "float32")
     ids, call, _ = driver.Driver(pool_of(model), backend()).call([(driver.Text(list(PROMPT)), 5)])
     found = model.forward(ids, call, torch.arange(5))

@@ -100,7 +100,7 @@ def narrow(path: Path, declared: dict[str, Any]) -> Path:
 
 
 def on_gpu(path: Path, size: int, **options: Any) -> Plan:
-    """Of ranks on an H100."""
+    """Return the plan of `size` ranks, each with an H100 of 80 GiB."""
     options = {"tensor_parallel_size": size, "device": "cpu", "dtype": "bfloat16", **options}
     asked = config_of(path, options).plan
     request = replace(asked, device=DeviceFacts(DeviceKind.CUDA, "sm_90"), memory_bytes=80 << 30)

@@ -126,8 +126,9 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype it computes in."""
-        return self._module.dtype
+        """The dtype it computes in, as planned. A module that gave its weights away no longer tells it."""
+        found: torch.dtype = getattr(torch, self.plan.compute_dtype.value)
+        return found
 
     @property
     def hidden_size(self) -> int:

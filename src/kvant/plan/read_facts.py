@@ -74,13 +74,8 @@ def read_facts(
 
 
 def keeps_blocks(request: PlanRequest) -> bool:
-    """Whether matrices of a GGUF file are imported as they are stored; elsewhere they become float32.
-
-    Not beside a drafter with a model: it asks for the head's products outside a step, in float32.
-    """
-    speculative = request.speculative
-    drafter = speculative is not None and speculative.method.has_model
-    return request.on_cpu and request.tensor_parallel_size == 1 and not drafter
+    """Whether matrices of a GGUF file are imported as they are stored; elsewhere they become float32."""
+    return request.on_cpu and request.tensor_parallel_size == 1
 
 
 def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> ModelFacts:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from kvant.execution.batch import Batch, Drafts, Launched, build_batch
-from kvant.parallel.messages import encode, read_to_rank
-from kvant.parallel.mirror import Receiver, Sender
+from kvant.parallel.messages import encode_to_rank, read_to_rank
+from kvant.parallel.mirror import Receiver, Sender, Table, read_zero, sent_zero
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
@@ -26,18 +27,35 @@ class Mirror:
         self.launch_here = runner.launch
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
+        if (whole := self.sender.table(table, log_has_reader=False)) is not None:
+            there = read_to_rank(encode_to_rank(whole))
+            assert isinstance(there, Table)
+            self.receiver.take(there)
         sent = self.sender.step(schedule, table, drafts, log_has_reader=False)
-        arrived = read_to_rank(encode(sent))
-        found = self.receiver.step(arrived)
+        arrived = read_to_rank(sent.tobytes())
+        assert isinstance(arrived, np.ndarray)
+        found, drafts_there = self.receiver.step(arrived)
+        assert drafts_there == (None if drafts is None else list(drafts))
         size = self.page_size
-        there = build_batch(found, self.receiver.table, size, arrived.drafts)
-        _same(build_batch(schedule, table, size, drafts), there)
+        batch_there = build_batch(found, self.receiver.table, size, drafts_there)
+        _same(build_batch(schedule, table, size, drafts), batch_there)
         rows = schedule.rows
         assert (self.receiver.table.sampling[rows] == table.sampling[rows]).all()
         assert (self.receiver.table.seeds[rows] == table.seeds[rows]).all()
         assert (self.receiver.table.num_prompt[rows] == table.num_prompt[rows]).all()
+
+        assert [getattr(found, name) for name in _STATES] == [
+            getattr(schedule, name) for name in _STATES
+        ]
+        for name in ("limits", "max_drafts"):
+            here, there = getattr(schedule, name), getattr(found, name)
+            assert (here is None) == (there is None)
+            assert here is None or (here == there).all()
         self.num_checked += 1
         return self.launch_here(schedule, table, drafts)
+
+
+_STATES = "states_to_place", "states_to_load", "states_to_keep", "needs_host", "num_drafts"
 
 
 def _same(here: Batch, there: Batch) -> None:
@@ -80,3 +98,8 @@ def test_every_step_arrives_whole_under_pressure_and_cancels(
         engine.step()
     assert mirror.num_checked > 60
     assert engine.stats.num_preemptions > 0
+
+
+def test_pages_to_zero_arrive_by_group() -> None:
+    for pages in ([[3, 4], []], [[], [7]], [[1]]):
+        assert read_zero(sent_zero(pages)) == pages

@@ -1,17 +1,20 @@
-"""What travels between rank 0 and another rank: msgpack, strictly typed.
+"""What travels between rank 0 and another rank: msgpack, strictly typed, and arrays of steps.
 
-The sockets are inherited; only these two processes have them.
+The sockets and the memory are inherited; only these processes have them. What rank 0 sends begins with a
+word that tells arrays (`kvant.parallel.mirror`) from msgpack.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvant.models.sharding.shard import Shard
-from kvant.parallel.mirror import SentAsk, SentStep
+from kvant.parallel.mirror import STEP, ZERO, SentAsk, Table
 from kvant.plan.settings import Settings
 
 
@@ -45,12 +48,6 @@ class Capture(msgspec.Struct, frozen=True, tag="capture", array_like=True):
     num_drafts: tuple[int, ...]
 
 
-class Zero(msgspec.Struct, frozen=True, tag="zero", array_like=True):
-    """`Runner.zero`."""
-
-    pages: Sequence[Sequence[int]]
-
-
 class CountSaturated(msgspec.Struct, frozen=True, tag="count", array_like=True):
     """Answer with `Counted`."""
 
@@ -61,7 +58,7 @@ class Propose(msgspec.Struct, frozen=True, tag="propose", array_like=True):
     asks: Sequence[SentAsk]
 
 
-ToRank = Connect | Capture | Zero | CountSaturated | SentStep | Propose
+ToRank = Connect | Capture | CountSaturated | Table | Propose
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -83,13 +80,19 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 FromRank = Loaded | Counted | Failed
 
 
-def encode(message: Start | ToRank | FromRank) -> bytes:
+def encode(message: Start | FromRank) -> bytes:
     return _ENCODER.encode(message)
 
 
-def read_to_rank(data: bytes) -> ToRank:
-    """Raises msgspec.ValidationError."""
-    return _TO_RANK.decode(data)
+def encode_to_rank(message: ToRank) -> bytes:
+    return _MESSAGE + _ENCODER.encode(message)
+
+
+def read_to_rank(data: bytes) -> ToRank | NDArray[np.int64]:
+    """A message, or the array of a step or of pages to zero. Raises msgspec.ValidationError."""
+    if int.from_bytes(data[:8], sys.byteorder) in (STEP, ZERO):
+        return np.frombuffer(bytearray(data), np.int64)
+    return _TO_RANK.decode(memoryview(data)[8:])
 
 
 def read_from_rank(data: bytes) -> FromRank:
@@ -109,6 +112,7 @@ def _plain(value: object) -> int:
     raise NotImplementedError(f"a {type(value).__name__} is not sent")
 
 
+_MESSAGE = bytes(8)
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -1,7 +1,8 @@
 """A step as data: what rank 0 sends of a schedule, and the schedule that other ranks make of it.
 
 Other ranks keep a row table whose rows equal rank 0's, as far as a launch reads them. Page ids travel as
-changes; sampling parameters and seeds travel when a row gets a new sequence.
+changes; sampling parameters and seeds travel when a row gets a new sequence. A step is one array of int64,
+which is copied to the other ranks as it lies: nothing is encoded, and a step that only goes on is short.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.base import Ask
 
-_Name = Literal["bool", "int32", "int64", "float64"]
+_Name = Literal["int32", "int64", "float64"]
 _NAMES: dict[Any, _Name] = {np.dtype(name): name for name in get_args(_Name)}
 """numpy makes the name of a dtype anew each time it is asked."""
+
+STEP, ZERO = 1, 2
+"""First words of arrays that are sent, see `kvant.parallel.messages`."""
+
+_HEAD = 14
+_LIMITS, _MAX_DRAFTS, _NEEDS_HOST, _DRAFTS = 1, 2, 4, 8
 
 
 class Numbers(msgspec.Struct, frozen=True, array_like=True):
@@ -37,54 +44,18 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def array(self) -> NDArray[Any]:
-        """The array [*shape], which may be written."""
-        return np.frombuffer(bytearray(self.data), self.dtype).reshape(self.shape)
+        """The array [*shape], read-only."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of a table. sampling [n, 4], seeds [n], num_prompt [n]: of rows with a new sequence."""
+class Table(msgspec.Struct, frozen=True, array_like=True, tag="table"):
+    """A whole row table: its size as `RowTable` takes it, and the arrays that launches read."""
 
-    rows: Numbers
+    size: tuple[int, int, int]
+    pages: Numbers
     sampling: Numbers
     seeds: Numbers
     num_prompt: Numbers
-
-
-class Whole(msgspec.Struct, frozen=True, array_like=True):
-    """A table's size, as `RowTable` takes it, and its page ids [num_rows, ..]."""
-
-    size: tuple[int, ...]
-    pages: Numbers
-
-
-class SentStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """A schedule without its sequences. newest: of each sequence with one token whose token is not pending.
-
-    tokens, scored: of each piece of a prompt, the tokens that the step runs, and the number of prompt tokens
-    if they are scored, else 0. whole: a table that was not sent before, else None. changes: of its page ids,
-    as its log has them. The other fields are the schedule's.
-    """
-
-    newest: list[int]
-    tokens: list[Items[int]]
-    scored: list[int]
-    rows: Numbers
-    starts: Numbers
-    counts: Numbers
-    samples: Numbers
-    num_prefills: int
-    limits: Numbers | None
-    is_pending: Numbers
-    max_drafts: Numbers | None
-    num_drafts: int
-    needs_host: bool
-    drafts: list[tuple[int, ...]] | None
-    whole: Whole | None
-    changes: list[tuple[int, int, Items[int]]]
-    new: Rows
-    states_to_place: list[tuple[int, int]]
-    states_to_load: list[tuple[int, int]]
-    states_to_keep: list[tuple[int, int]]
 
 
 class Sender:
@@ -92,49 +63,107 @@ class Sender:
 
     def __init__(self) -> None:
         self._table: RowTable | None = None
+        self._memory = np.zeros(1 << 12, np.int64)
+        self._end, self._is_new = 0, False
+
+    def table(self, table: RowTable, *, log_has_reader: bool) -> Table | None:
+        """What must be sent in front of `step`: a table that was not sent before, else None."""
+        if table is self._table:
+            return None
+        self._table, self._is_new = table, True
+        if table.log is None or not log_has_reader:
+            table.start_log()
+        return Table(
+            (table.num_rows, table.max_pages, table.num_groups), Numbers.of(table.pages),
+            Numbers.of(table.sampling), Numbers.of(table.seeds), Numbers.of(table.num_prompt),
+        )  # fmt: skip
 
     def step(
         self, schedule: Schedule, table: RowTable, drafts: Drafts | None, *, log_has_reader: bool
-    ) -> SentStep:
-        whole, changes = None, list[tuple[int, int, Items[int]]]()
-        if table is not self._table:
-            self._table = table
-            whole = Whole(
-                (table.num_rows, table.max_pages, table.num_groups), Numbers.of(table.pages)
-            )
-            new = np.arange(table.num_rows)
-            if table.log is None or not log_has_reader:
-                table.start_log()
-        else:
-            changes = list(table.log or ())
-            if not log_has_reader:
-                table.log = []
-            new = np.array(sorted({row for row, start, _ in changes if start == 0}), np.int64)
-        decodes = schedule.num_decodes
-        known = np.flatnonzero(~schedule.is_pending[:decodes]).tolist()
+    ) -> NDArray[np.int64]:
+        """A schedule without its sequences, as `Receiver.step` takes it; valid until the next call."""
+        changes = [] if self._is_new or table.log is None else table.log
+        self._is_new = False
+        if not log_has_reader:
+            table.log = []
+        count, prefills = len(schedule.rows), schedule.num_prefills
+        decodes = count - prefills
         pieces = schedule.sequences[decodes:]
-        starts, counts = schedule.starts[decodes:].tolist(), schedule.counts[decodes:].tolist()
-        return SentStep(
-            [schedule.sequences[place].token_ids[-1] for place in known],
-            [
-                sequence.token_ids[start : start + count]
-                for sequence, start, count in zip(pieces, starts, counts, strict=True)
-            ],
-            [s.num_prompt_tokens if s.lacks_prompt_logprobs else 0 for s in pieces],
-            Numbers.of(schedule.rows), Numbers.of(schedule.starts), Numbers.of(schedule.counts),
-            Numbers.of(schedule.samples), schedule.num_prefills, _maybe(schedule.limits),
-            Numbers.of(schedule.is_pending), _maybe(schedule.max_drafts), schedule.num_drafts,
-            schedule.needs_host, None if drafts is None else list(drafts), whole, changes,
-            Rows(
-                Numbers.of(new), Numbers.of(table.sampling[new]), Numbers.of(table.seeds[new]),
-                Numbers.of(table.num_prompt[new]),
-            ),
-            schedule.states_to_place, schedule.states_to_load, schedule.states_to_keep,
+        spans: list[tuple[int, int]] = []
+        if prefills:
+            starts = schedule.starts[decodes:].tolist()
+            ends = (schedule.starts + schedule.counts)[decodes:].tolist()
+            spans = list(zip(starts, ends, strict=True))
+        known = np.flatnonzero(~schedule.is_pending[:decodes]).tolist()
+        new = sorted({row for row, start, _ in changes if start == 0})
+        limits, max_drafts = schedule.limits, schedule.max_drafts
+        states = schedule.states_to_place, schedule.states_to_load, schedule.states_to_keep
+        num_drafted = 0 if drafts is None else sum(map(len, drafts))
+        num_tokens = sum(end - start for start, end in spans)
+        num_pages = sum([len(pages) for _, _, pages in changes])
+        self._make_room(
+            _HEAD + 7 * count + num_tokens + num_drafted + 3 * len(changes) + num_pages
+            + 7 * len(new) + 2 * sum(map(len, states))
         )  # fmt: skip
+        self._memory[:_HEAD] = (
+            STEP, count, prefills, schedule.num_drafts,
+            (limits is not None) * _LIMITS | (max_drafts is not None) * _MAX_DRAFTS
+            | schedule.needs_host * _NEEDS_HOST | (drafts is not None) * _DRAFTS,
+            len(known), num_tokens, num_drafted, len(changes), num_pages, len(new),
+            *map(len, states),
+        )  # fmt: skip
+        self._end = _HEAD
+        self._add(schedule.rows)
+        self._add(schedule.starts)
+        self._add(schedule.counts)
+        flags = self._memory[self._end : self._end + count]
+        np.add(schedule.samples, schedule.is_pending, out=flags, dtype=np.int64)
+        flags += schedule.is_pending
+        self._end += count
+        if limits is not None:
+            self._add(limits)
+        if max_drafts is not None:
+            self._add(max_drafts)
+        if known:
+            self._add([schedule.sequences[place].token_ids[-1] for place in known])
+        if prefills:
+            self._add([s.num_prompt_tokens if s.lacks_prompt_logprobs else 0 for s in pieces])
+            for sequence, (start, end) in zip(pieces, spans, strict=True):
+                self._add(sequence.token_ids[start:end])
+        if drafts is not None:
+            self._add([len(some) for some in drafts])
+            self._add([token for some in drafts for token in some])
+        if changes:
+            self._add([n for row, start, pages in changes for n in (row, start, len(pages))])
+            self._add([page for _, _, pages in changes for page in pages])
+        if new:
+            self._add(new)
+            self._add(table.sampling[new].view(np.int64).reshape(-1))
+            self._add(table.seeds[new])
+            self._add(table.num_prompt[new])
+        for pairs in states:
+            if pairs:
+                self._add([one for pair in pairs for one in pair])
+        return self._memory[: self._end]
+
+    def _make_room(self, size: int) -> None:
+        if size > len(self._memory):
+            self._memory = np.zeros(2 * size, np.int64)
+
+    def _add(self, numbers: Items[int] | NDArray[np.int64]) -> None:
+        self._memory[self._end : (end := self._end + len(numbers))] = numbers
+        self._end = end
 
 
-def _maybe(array: NDArray[Any] | None) -> Numbers | None:
-    return None if array is None else Numbers.of(array)
+class _Reader:
+    """Takes one array after another from what `Sender.step` made; they are views of it."""
+
+    def __init__(self, sent: NDArray[np.int64]) -> None:
+        self._sent, self._end = sent, _HEAD
+
+    def take(self, count: int) -> NDArray[np.int64]:
+        start, self._end = self._end, self._end + count
+        return self._sent[start : self._end]
 
 
 class Receiver:
@@ -143,37 +172,85 @@ class Receiver:
     def __init__(self) -> None:
         self.table = RowTable(0, 0)
 
-    def step(self, sent: SentStep) -> Schedule:
-        """Update the table; return the schedule, whose sequences know only what a launch asks."""
-        if sent.whole is not None:
-            self.table = RowTable(*sent.whole.size)
-            self.table.pages[:] = sent.whole.pages.array
-        table, new = self.table, sent.new.rows.array
-        table.sampling[new] = sent.new.sampling.array
-        table.seeds[new] = sent.new.seeds.array
-        table.num_prompt[new] = sent.new.num_prompt.array
-        for row, start, pages in sent.changes:
-            table.pages[row, start : start + len(pages)] = pages
-        if table.log is not None:  # of this rank's device
-            table.log += sent.changes
-        rows, starts, is_pending = sent.rows.array, sent.starts.array, sent.is_pending.array
-        decodes = len(rows) - sent.num_prefills
+    def take(self, sent: Table) -> None:
+        """Have a table from now on."""
+        self.table = table = RowTable(*sent.size)
+        table.pages[:], table.sampling[:] = sent.pages.array, sent.sampling.array
+        table.seeds[:], table.num_prompt[:] = sent.seeds.array, sent.num_prompt.array
+
+    def step(self, sent: NDArray[np.int64]) -> tuple[Schedule, Drafts | None]:
+        """Update the table; return the schedule, whose sequences know only what a launch asks, and drafts.
+
+        sent: what `Sender.step` made; the schedule has views of it.
+        """
+        (
+            _, count, prefills, num_drafts, flags, num_known, num_tokens, num_drafted, num_changes,
+            num_pages, num_new, to_place, to_load, to_keep,
+        ) = sent[:_HEAD].tolist()  # fmt: skip
+        reader, table, decodes = _Reader(sent), self.table, count - prefills
+        take = reader.take
+        rows, starts, counts, bits = take(count), take(count), take(count), take(count)
+        samples, is_pending = (bits & 1).astype(np.bool_), bits >= 2
+        limits = take(count) if flags & _LIMITS else None
+        max_drafts = take(count) if flags & _MAX_DRAFTS else None
         sequences = [_NOTHING] * decodes
-        for place, token in zip(np.flatnonzero(~is_pending[:decodes]), sent.newest, strict=True):
-            sequences[place] = _Known(_Tokens((token,), 0), 0)
-        sequences += [
-            _Known(_Tokens(tokens, start), scored)
-            for tokens, start, scored in zip(
-                sent.tokens, starts[decodes:].tolist(), sent.scored, strict=True
-            )
-        ]
+        if num_known:
+            places = np.flatnonzero(~is_pending[:decodes]).tolist()
+            for place, token in zip(places, take(num_known).tolist(), strict=True):
+                sequences[place] = _Known(_Tokens((token,), 0), 0)
+        if prefills:
+            scored, tokens = take(prefills).tolist(), take(num_tokens).tolist()
+            first = 0
+            lengths, begins = counts[decodes:].tolist(), starts[decodes:].tolist()
+            for length, start, one in zip(lengths, begins, scored, strict=True):
+                sequences.append(_Known(_Tokens(tokens[first : first + length], start), one))
+                first += length
+        drafts: list[tuple[int, ...]] | None = None
+        if flags & _DRAFTS:
+            ends = np.cumsum(take(count)).tolist()
+            flat = take(num_drafted).tolist()
+            drafts = [tuple(flat[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+        if num_changes:
+            self._change(take(3 * num_changes), take(num_pages).tolist())
+        if num_new:
+            new = take(num_new)
+            table.sampling[new] = take(4 * num_new).view(np.float64).reshape(num_new, 4)
+            table.seeds[new] = take(num_new)
+            table.num_prompt[new] = take(num_new)
+        states = [_pairs(take(2 * size)) for size in (to_place, to_load, to_keep)]
         return Schedule(
-            cast("list[Sequence]", sequences), rows, table.owner[rows], starts,
-            sent.counts.array, sent.samples.array, sent.num_prefills,
-            None if sent.limits is None else sent.limits.array, is_pending,
-            None if sent.max_drafts is None else sent.max_drafts.array, sent.num_drafts,
-            sent.needs_host, [], [], sent.states_to_place, sent.states_to_load, sent.states_to_keep,
-        )  # fmt: skip
+            cast("list[Sequence]", sequences), rows, table.owner[rows], starts, counts, samples,
+            prefills, limits, is_pending, max_drafts, num_drafts, bool(flags & _NEEDS_HOST), [], [],
+            *states,
+        ), drafts  # fmt: skip
+
+    def _change(self, heads: NDArray[np.int64], pages: list[int]) -> None:
+        """heads: row, first column and number of pages of each change."""
+        table, first = self.table, 0
+        for row, start, length in heads.reshape(-1, 3).tolist():
+            some = pages[first : first + length]
+            table.pages[row, start : start + length] = some
+            if table.log is not None:  # of this rank's device
+                table.log.append((row, start, some))
+            first += length
+
+
+def _pairs(flat: NDArray[np.int64]) -> list[tuple[int, int]]:
+    return [(a, b) for a, b in flat.reshape(-1, 2).tolist()]
+
+
+def sent_zero(pages: Items[Items[int]]) -> NDArray[np.int64]:
+    """`Runner.zero` as data: pages of each group."""
+    sizes = [len(some) for some in pages]
+    return np.array(
+        [ZERO, len(sizes), *sizes, *(page for some in pages for page in some)], np.int64
+    )
+
+
+def read_zero(sent: NDArray[np.int64]) -> list[list[int]]:
+    _, count, *rest = sent.tolist()
+    ends = np.cumsum(rest[:count]).tolist()
+    return [rest[count:][a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
 class _Known:

@@ -1,6 +1,7 @@
 """One rank's process: `python -P -m kvant.parallel.rank_process LINK PULSE`, started by `Ranks`.
 
-LINK and PULSE are numbers of inherited sockets. Steps arrive over the link. Over the pulse the rank says
+LINK and PULSE are numbers of inherited sockets. Over the link come the
+settings and the memory through which steps arrive (`kvant.parallel.ring`). Over the pulse the rank says
 every second that it lives; the end of the pulse means that rank 0 is gone, and this process ends too.
 """
 
@@ -12,9 +13,12 @@ import select
 import socket
 import sys
 import threading
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvant.errors import EngineFault, KvantError, NotServable
 from kvant.parallel.agreement import own_plan, plan_fingerprint
@@ -26,12 +30,12 @@ from kvant.parallel.messages import (
     Failed,
     Loaded,
     Propose,
-    Zero,
     encode,
     read_start,
     read_to_rank,
 )
-from kvant.parallel.mirror import Receiver, SentStep, asked
+from kvant.parallel.mirror import ZERO, Receiver, Table, asked, read_zero
+from kvant.parallel.ring import RingReader
 from kvant.plan.config import engine_config
 
 if TYPE_CHECKING:
@@ -39,6 +43,9 @@ if TYPE_CHECKING:
     from kvant.speculative.base import Proposer
 
 PULSE_SECONDS = 1.0
+SPIN_SECONDS = 500e-6
+"""A rank on a GPU looks for its next step for so long without a pause: it then begins with rank 0."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +64,7 @@ def serve_rank(link: Connection[bytes, bytes]) -> None:
 
 
 def _serve(link: Connection[bytes, bytes]) -> None:
+    memory = reduction.recv_handle(link)
     start = read_start(link.recv_bytes())
     config = engine_config(start.settings)
     plan = own_plan(config)
@@ -89,7 +97,11 @@ def _serve(link: Connection[bytes, bytes]) -> None:
         group=group,
     )
     link.send_bytes(encode(Loaded()))
-    assert isinstance(read_to_rank(link.recv_bytes()), Connect), "ranks meet before they run"
+    ring = RingReader(
+        memory, start.shard.rank - 1, link,
+        spin_seconds=0.0 if start.gpu is None else SPIN_SECONDS,
+    )  # fmt: skip
+    assert isinstance(read_to_rank(ring.receive()), Connect), "ranks meet before they run"
     group.connect(Path(start.directory), model.hidden_size, model.dtype)
     runner = ModelRunner(
         model, start.num_pages, max_num_seqs=start.max_num_seqs, layout=plan.layout
@@ -98,20 +110,26 @@ def _serve(link: Connection[bytes, bytes]) -> None:
     if plan.draft is not None:
         proposer = load_proposer(plan, runner, dummy_weights=config.dummy_weights)
     with group.together():
-        _run(link, runner, proposer)
+        _run(link, ring, runner, proposer)
 
 
-def _run(link: Connection[bytes, bytes], runner: ModelRunner, proposer: Proposer | None) -> None:
+def _run(
+    link: Connection[bytes, bytes], ring: RingReader, runner: ModelRunner, proposer: Proposer | None
+) -> None:
     """Run what rank 0 runs."""
     receiver = Receiver()
     while True:
-        match read_to_rank(link.recv_bytes()):
-            case SentStep() as sent:
-                runner.launch(receiver.step(sent), receiver.table, sent.drafts)
-            case Zero(pages):
+        match read_to_rank(ring.receive()):
+            case np.ndarray() as sent if sent[0] == ZERO:
+                pages = read_zero(sent)
                 runner.zero(pages)
                 if proposer is not None:
                     proposer.zero(pages[0])
+            case np.ndarray() as sent:
+                schedule, drafts = receiver.step(sent)
+                runner.launch(schedule, receiver.table, drafts)
+            case Table() as table:
+                receiver.take(table)
             case Propose(asks):
                 runner.propose([asked(ask) for ask in asks])
             case CountSaturated():

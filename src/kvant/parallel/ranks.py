@@ -15,9 +15,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvant.errors import RankLost
 from kvant.parallel.messages import (
@@ -27,8 +31,10 @@ from kvant.parallel.messages import (
     Start,
     ToRank,
     encode,
+    encode_to_rank,
     read_from_rank,
 )
+from kvant.parallel.ring import Payload, Ring
 
 SILENT_SECONDS = 8.0
 """A rank that has said nothing for so long is taken for hanging. It says every second that it lives."""
@@ -87,8 +93,11 @@ class Ranks:
         """Start a process for each; they load their weights from now on."""
         for start in starts:
             self._ranks.append(_start(start.shard.rank))
+        self._ring = ring = Ring(len(starts), self._life.check)
         for rank, start in zip(self._ranks, starts, strict=True):
+            reduction.send_handle(rank.link, ring.fd, rank.process.pid)
             rank.link.send_bytes(encode(start))
+        ring.close_file()
         threading.Thread(
             target=_watch, args=(self._ranks, self._life), name="kvant-ranks", daemon=True
         ).start()
@@ -100,13 +109,17 @@ class Ranks:
 
     def send(self, message: ToRank) -> None:
         """To every rank. Raises RankLost."""
+        self._send(encode_to_rank(message))
+
+    def send_array(self, numbers: NDArray[np.int64]) -> None:
+        """To every rank: what `kvant.parallel.mirror` made. Raises RankLost."""
+        self._send(numbers)
+
+    def _send(self, payload: Payload) -> None:
         self.check()
-        data = encode(message)  # once for all
-        for rank in self._ranks:
-            try:
-                rank.link.send_bytes(data)
-            except OSError:
-                raise self._lost(rank) from None
+        broken = self._ring.send(payload, [rank.link for rank in self._ranks])
+        if broken is not None:
+            raise self._lost(self._ranks[broken])
 
     def answers(self) -> list[FromRank]:
         """One answer of every rank, in their order. Raises RankLost."""
@@ -124,8 +137,7 @@ class Ranks:
 
     def check(self) -> None:
         """Raise RankLost if a rank was lost."""
-        if self._life.fault is not None:
-            raise RankLost(self._life.fault)
+        self._life.check()
 
     def explain(self, fault: BaseException) -> None:
         """Raise RankLost if a collective's `fault` comes from a lost rank, which may be seen later."""
@@ -154,6 +166,11 @@ class _Life:
         self.is_closing = False
         self._on_loss = on_loss
         self._lock = threading.Lock()
+
+    def check(self) -> None:
+        """Raise RankLost if a rank was lost."""
+        if self.fault is not None:
+            raise RankLost(self.fault)
 
     def lose(self, ranks: Sequence[_Rank], fault: str) -> None:
         """Note the first fault; kill all ranks, since none can go on without the others."""

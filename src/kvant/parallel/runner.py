@@ -12,8 +12,8 @@ from kvant.kv.groups import ArenaLayout
 from kvant.kv.saturation import Saturated
 from kvant.models.loaded import LoadedModel
 from kvant.parallel.group import RankGroup
-from kvant.parallel.messages import Capture, Counted, CountSaturated, Propose, Zero
-from kvant.parallel.mirror import Sender, SentAsk
+from kvant.parallel.messages import Capture, Counted, CountSaturated, Propose
+from kvant.parallel.mirror import Sender, SentAsk, sent_zero
 from kvant.parallel.ranks import Ranks
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
@@ -39,7 +39,7 @@ class RankedRunner(ModelRunner):
         self._sender = Sender()
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
-        self.ranks.send(Zero(pages))
+        self.ranks.send_array(sent_zero(pages))
         super().zero(pages)
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
@@ -52,8 +52,10 @@ class RankedRunner(ModelRunner):
             return super().propose(asks)
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
-        sent = self._sender.step(schedule, table, drafts, log_has_reader=self.is_recorded)
-        self.ranks.send(sent)
+        sender, has_reader = self._sender, self.is_recorded
+        if (whole := sender.table(table, log_has_reader=has_reader)) is not None:
+            self.ranks.send(whole)
+        self.ranks.send_array(sender.step(schedule, table, drafts, log_has_reader=has_reader))
         try:
             with self._group.together():
                 launched = super().launch(schedule, table, drafts)

@@ -7,6 +7,7 @@ not depend on the number of rows.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,6 +29,7 @@ TIMEOUT = timedelta(seconds=600)
 
 _SUMMED_OVER_NVLINK = (torch.bfloat16, torch.float16, torch.float32)
 
+_LEAVE_SECONDS = 5.0
 _ONE_SHOT_BYTES = 256 * 1024
 """Larger sums on more than two ranks go in two shots, which move fewer bytes."""
 
@@ -86,10 +88,16 @@ class RankGroup:
         """Leave the group. On a GPU another engine of this process may then have ranks."""
         if self._backend is not None and self._device.type != "cpu" and dist.is_initialized():
             self._symmetric = None
-            # The other ranks have ended: what waits for them would wait for ever.
-            self._backend._get_backend(self._device).abort()
-            dist.destroy_process_group()
+            # NCCL waits for recorded steps to be freed, which a kernel without its peers may hold for ever.
+            leaving = threading.Thread(target=self._leave, daemon=True)
+            leaving.start()
+            leaving.join(_LEAVE_SECONDS)
         self._backend = None
+
+    def _leave(self) -> None:
+        # The other ranks have ended: what waits for them would wait for ever.
+        self._backend._get_backend(self._device).abort()
+        dist.destroy_process_group()
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -51,8 +51,8 @@ class _Memory:
     """The mapped file: a page of counters, then the slots.
 
     counters: word 0 is the number of messages written. The word `read(i)` is the number that reader i has
-    taken, and the word `asleep(i)` tells whether it must be woken. Each slot begins with its message's length in bytes, -1 for one
-    that takes the link.
+    taken, and the word `asleep(i)` tells whether it must be woken. Each slot begins with its message's
+    length in bytes, -1 for one that takes the link.
     """
 
     def __init__(self, fd: int) -> None:

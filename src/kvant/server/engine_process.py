@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -21,7 +22,7 @@ from kvant.engine.build import BuiltEngine, build_engine
 from kvant.engine.driver import Driver, Event, Job
 from kvant.engine.process import search_rarely
 from kvant.engine.result import Progress
-from kvant.errors import KvantError, RequestError
+from kvant.errors import KvantError, RankLost, RequestError
 from kvant.kv.events import PageLog
 from kvant.plan.config import engine_config
 from kvant.plan.plan_json import plan_json
@@ -47,7 +48,13 @@ from kvant.server.messages import (
     read_to_engine,
 )
 
+if TYPE_CHECKING:
+    from kvant.execution.runner import Runner
+
 HEARTBEAT_SECONDS = 0.2
+LOST_SECONDS = 2.0
+"""An engine that lost a rank ends by itself in this time."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -79,6 +86,8 @@ def main(address: str) -> int:
         return _refuse(socket, Fault(f"the engine could not start: {fault!r}", 1))
     send(ready)
     search_rarely()
+    if built.planned.num_ranks > 1:
+        threading.Thread(target=_end_with_ranks, args=(built.engine.runner,), daemon=True).start()
     _serve(Driver(built.engine), socket, publisher)
     return 0
 
@@ -239,6 +248,18 @@ def _end_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(0)
+
+
+def _end_with_ranks(runner: Runner) -> None:
+    """End this process soon after a rank was lost, even if a kernel that waits for the rank never ends."""
+    try:
+        while True:
+            time.sleep(HEARTBEAT_SECONDS)
+            runner.check()
+    except RankLost:
+        time.sleep(LOST_SECONDS)
+        _log.exception("the engine waits for a lost rank and is ended")
+        os._exit(1)
 
 
 if __name__ == "__main__":

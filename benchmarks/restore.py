@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvant.engine.engine import Engine
 
 _BUS_BYTES = 1 << 30
+_NUM_SLOWEST = 12
 
 
 @configured(EngineOptions, model="--model -m", without=("seed",))
@@ -107,7 +108,10 @@ def _settle(engine: Engine) -> float:
 
 
 def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str, object]:
-    """Seconds between the tokens of running answers, with and without restores beside them."""
+    """Seconds between the tokens of running answers, with and without restores beside them.
+
+    slowest: the longest ones beside restores, each with its step since the request's arrival.
+    """
     from kvant.sampling.sampling_params import SamplingParams
 
     longest = min(4096, engine.limits.max_model_len - 64)
@@ -123,13 +127,17 @@ def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str
         engine.step()
         plain.append(time.perf_counter() - started)
     beside: list[float] = []
+    slowest: list[tuple[float, int]] = []
     for _ in range(restores):
+        first = len(beside)
         engine.scheduler.allocator.forget_all()
         number = engine.submit(_prompt(0, context), SamplingParams(temperature=0, max_tokens=1))
         while number in engine.numbers:
             started = time.perf_counter()
             engine.step()
             beside.append(time.perf_counter() - started)
+        slowest += [(seconds, i - first) for i, seconds in enumerate(beside) if i >= first]
+        slowest = sorted(slowest, reverse=True)[:_NUM_SLOWEST]
     for number in engine.numbers:
         engine.cancel(number)
     stats = engine.stats.offload
@@ -138,6 +146,7 @@ def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str
         "streams": streams,
         "without": _summary(plain),
         "beside_restores": _summary(beside),
+        "slowest": slowest,
         "steps_a_restore": len(beside) / restores,
         "restored_tokens": stats.num_restored_tokens,
         "p99_ratio": _summary(beside)["p99"] / _summary(plain)["p99"],

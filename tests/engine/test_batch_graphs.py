@@ -69,14 +69,25 @@ def test_log_probabilities_of_prompts_are_the_same(path: Path) -> None:
 
 
 @pytest.mark.parametrize("bound", ["MOST_CONTEXT", "MOST_READ"])
-def test_long_contexts_are_left_to_steps_that_know_their_cut(
+def test_long_pieces_behind_long_contexts_are_left_to_steps_that_know_their_cut(
     path: Path, bound: str, held: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, bound, 100)
+    monkeypatch.setattr(graphs, "LONG", 32)
     (plain, _), (fast, _) = opened(path), recorded(path)
     assert told(fast.generate(PROMPTS, PARAMS)) == told(plain.generate(PROMPTS, PARAMS))
     assert held.count(True) >= 1
     assert held.count(False) >= 1
+
+
+def test_short_pieces_behind_long_contexts_are_recorded(
+    path: Path, held: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_CONTEXT", 100)
+    (plain, _), (fast, _) = opened(path), recorded(path)
+    assert told(fast.generate(PROMPTS, PARAMS)) == told(plain.generate(PROMPTS, PARAMS))
+    assert held
+    assert all(held)
 
 
 def test_every_step_has_the_smallest_size_that_holds_it() -> None:

@@ -423,7 +423,8 @@ def test_what_is_not_offloaded_is_refused(
 
 
 def test_a_long_prompt_comes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvant.scheduling.scheduler.RESTORE_PAGES", 3)
+    monkeypatch.setattr("kvant.kv.offload.tiers.LOAD_PAGES", 2)
+    monkeypatch.setattr("kvant.kv.offload.tiers.MOST_LOADING", 2)
     engine, runner = offloading(num_pages=64)
     for i in range(12):
         run(engine, [prompt(i)])
@@ -432,3 +433,39 @@ def test_a_long_prompt_comes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert run(engine, [prompt(0)]) == [tuple(answer(prompt(0), NUM_TOKENS))]
     assert runner.num_run_tokens - before <= PAGE + NUM_TOKENS
     assert counts(engine) == (restores + 1, restored + 36)
+
+
+def test_a_page_that_gives_way_during_a_restore_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvant.kv.offload.tiers.LOAD_PAGES", 2)
+    monkeypatch.setattr("kvant.kv.offload.tiers.BEGUN_AT_ONCE", 1)
+    engine, runner = offloading(num_pages=64)
+    run(engine, [prompt(0)])
+    engine.scheduler.allocator.forget_all()
+    before = runner.num_run_tokens
+    number = engine.submit(prompt(0), SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
+    engine.scheduler.schedule(0)
+    host = engine.tiers._host.groups[0]  # type: ignore[union-attr]
+    digest = engine.scheduler.sequences()[0].prefix_hashes[5]
+    host.forget(host.match((digest,)))
+    assert finish(engine, engine.audit)[number].token_ids == tuple(answer(prompt(0), NUM_TOKENS))
+    computed = runner.num_run_tokens - before
+    assert PAGE + NUM_TOKENS < computed <= len(prompt(0)) - 4 * PAGE + NUM_TOKENS
+    settle(engine)
+
+
+def test_a_long_prompt_is_hashed_in_parts_beside_running_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvant.scheduling.scheduler.HASHED_PAGES", 2)
+    engine, _ = offloading(num_pages=64)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine.submit(prompt(1, 5), params)
+    engine.step()
+    engine.submit(prompt(0), params)
+    waiting = engine.scheduler.sequences()[-1]
+    lengths = []
+    while not waiting.held:
+        engine.step()
+        lengths.append(len(waiting.prefix_hashes) - 1)
+    assert lengths[:4] == [2, 4, 6, 8]
+    finish(engine, engine.audit)

@@ -143,6 +143,7 @@ def test_requests_that_arrive_are_answered_by_steps_that_are_launched_ahead(
         params[i] = SamplingParams(seed=i, max_tokens=20 + 7 * i, ignore_eos=True, **wish)
     if not recorded:
         monkeypatch.setattr(graphs, "MOST_READ", 0)
+        monkeypatch.setattr(graphs, "LONG", 0)
     llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=8,
               max_num_batched_tokens=150, kv_cache_memory=memory, enable_prefix_caching=False)  # fmt: skip
     with monkeypatch.context() as patch:

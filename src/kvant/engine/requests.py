@@ -61,6 +61,11 @@ def check_request(
             param="prompt",
         )
     for name, tokens in {"prompt": prompt, **params.token_ids}.items():
+        if (
+            set(map(type, tokens)) <= {int}
+            and 0 <= min(tokens, default=0) <= max(tokens, default=0) < vocab_size
+        ):
+            continue  # five times as fast as one token after another
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise RequestError(f"{name} holds {token!r}, which is no token id", param=name)

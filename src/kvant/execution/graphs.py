@@ -13,7 +13,7 @@ writes the tokens it found there, so the next step can be launched before the ho
 The host sends row numbers, and reads tokens when it commits the step.
 
 Attention in a mixed graph goes through the backend's kernel for pages: the host knows which sequences
-are long, a graph does not. So steps with long contexts are launched operation by operation.
+have many queries, a graph does not. So long pieces behind long contexts are launched operation by operation.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.base import Step, through
+from kvant.attention.need import LONG
 from kvant.execution.batch import (
     Batch,
     Drafts,
@@ -54,10 +55,10 @@ Draft = Callable[[Tensor, Step], Tensor]
 """`DeviceProposer.draft`."""
 
 MOST_CONTEXT = 8192
-"""Stored tokens of one sequence in a mixed graph: longer ones are faster as `Step.long`."""
+"""Stored tokens of a long piece in a mixed graph: more are faster as `Step.long`."""
 
 MOST_READ = 1 << 17
-"""Stored tokens of all sequences in a mixed graph, for the same reason."""
+"""Stored tokens of all long pieces in a mixed graph, for the same reason."""
 
 _NO_LIMIT = 1 << 40
 
@@ -418,15 +419,11 @@ class MixedGraphs:
         self, graphs: StepGraphs, most_seqs: int, most_tokens: int, device: torch.device
     ) -> None:
         self._graphs = graphs
-        self._max_context = min(graphs._max_model_len, MOST_CONTEXT)
         self._sizes = piece_sizes(most_seqs, most_tokens)
         tokens, seqs = (max(side) for side in zip(*self._sizes, strict=True))
         self._num_groups = graphs.state.num_groups
         self.room = sum(self._counts(tokens, seqs))
         self._memory = torch.zeros(self.room, dtype=torch.int64, device=device)
-        columns = -(-self._max_context // graphs._page_size)
-        shape = self._num_groups, seqs, columns
-        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
 
     def capture(self, recorder: Recorder) -> None:
@@ -443,7 +440,9 @@ class MixedGraphs:
     def run(self, batch: Batch, schedule: Schedule, staging: _Staging) -> bool:
         """Replay a step into the shared logits. False if no graph holds it."""
         step = batch.step
-        if step.max_seqlen_kv > self._max_context or int(step.seqlens_kv.sum()) > MOST_READ:
+        # The kernel for pages reads the others in any case, with a graph or without.
+        read = step.seqlens_kv[torch.from_numpy(schedule.counts) >= LONG]
+        if len(read) and (int(read.max()) > MOST_CONTEXT or int(read.sum()) > MOST_READ):
             return False
         num_tokens, num_rows = len(batch.input_ids), len(batch.logits_index)
         needed = max(num_rows, len(schedule.rows))
@@ -480,7 +479,7 @@ class MixedGraphs:
         )
         # Sequences whose token the step before finds come first, with one token each.
         ids[:seqs] = torch.where(ids[:seqs] < 0, state.tokens.index_select(0, rows), ids[:seqs])
-        seqlens, tables = lengths.to(torch.int32), self._tables[:, :seqs]
+        seqlens, tables = lengths.to(torch.int32), graphs._tables[:, :seqs]
         if has_kernels(state.device):
             from kvant.execution.triton_step import gather_pages
 
@@ -494,7 +493,7 @@ class MixedGraphs:
             slot_mapping=slots[0],
             positions=positions,
             max_seqlen_q=tokens,
-            max_seqlen_kv=self._max_context,
+            max_seqlen_kv=graphs._max_model_len,
         )
         step = through(step, list(zip(tables[1:].unbind(), slots[1:], strict=True)))
         # Graphs share their memory; only these logits are read after the replay.

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +95,7 @@ class Ring:
         while written - min(counters[read] for read in self._reads) >= NUM_SLOTS:
             self._check()
             time.sleep(_NAP_SECONDS)
-        data = memoryview(payload).cast("B")
+        data = memoryview(cast("bytes", payload)).cast("B")
         size = len(data)
         is_long = size > SLOT_BYTES - 8
         if not is_long:

@@ -458,6 +458,8 @@ class HeldPages:
         if not self._prefix_caching or sequence.lacks_prompt_logprobs:
             return 0, []
         hashes = sequence.prefix_hashes[1 : most + 1]
+        if not self._windows:
+            return self._restorable(hashes, has)
 
         def there(group: int, digest: bytes) -> bool:
             return self._is_found(group, digest) or has(Key(group, digest))
@@ -478,6 +480,27 @@ class HeldPages:
             if not self._is_found(group, hashes[index]):
                 lacking.append(Key(group, hashes[index]))
         return cut, lacking
+
+    def _restorable(
+        self, hashes: Items[bytes], has: Callable[[Key], bool]
+    ) -> tuple[int, list[Key]]:
+        """`find_restorable` where no group has a window."""
+        finds = [group.find for group in self.shared.groups]
+        lacking: list[Key] = []
+        for index, digest in enumerate(hashes):
+            keys = [Key(group, digest) for group, find in enumerate(finds) if find(digest) is None]
+            if keys and not all(map(has, keys)):
+                return index, lacking
+            lacking += keys
+        return len(hashes), lacking
+
+    def hash_some(self, sequence: Sequence, most: int) -> bool:
+        """Hash up to `most` further pages of a sequence. False if `find_prefix` would hash others."""
+        whole = (sequence.num_tokens - 1) // self._page_size
+        reached = min(whole, len(sequence.prefix_hashes) - 1 + most)
+        if self._prefix_caching:
+            self._hash(sequence, reached)
+        return reached == whole or not self._prefix_caching
 
     def told_of(self, sequence: Sequence, keys: Items[Key]) -> list[Told | None]:
         """What indexers outside may learn of pages of a sequence; None where nothing is to be told."""

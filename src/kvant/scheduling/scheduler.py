@@ -29,8 +29,8 @@ from kvant.plan.limits import Limits
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.row_table import HeldPages, KeptStates
 
-RESTORE_PAGES = 256
-"""Pages that one step begins to restore, so that their bookkeeping does not hold up running sequences."""
+HASHED_PAGES = 1024
+"""Pages of a waiting prompt that one step hashes, so that running sequences are not held up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +189,7 @@ class Scheduler:
         sequence.order = self._next_order
         self._next_order += 1
         self._waiting.append(sequence)
-        if self.tiers is not None:
+        if self.tiers is not None and self.tiers.files is not None:
             found = self.pages.find_prefix(sequence)
             if self.limits.prefix_caching and not sequence.lacks_prompt_logprobs:
                 self.tiers.look(sequence.number, sequence.prefix_hashes[len(found[0]) + 1 :])
@@ -388,6 +388,11 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.lacks_prompt_logprobs and not pieces.logprobs_left:
                 return
+            if self.tiers is not None:
+                if self.tiers.progress_of(sequence.number) is Progress.MOVING:
+                    return
+                if self._running and not self.pages.hash_some(sequence, HASHED_PAGES):
+                    return
             found = self.pages.find_prefix(sequence)
             if self.states.is_on:
                 # Behind a shorter beginning, windows would need other pages: such models have one group.
@@ -453,12 +458,8 @@ class Scheduler:
             num_tokens = (cut - len(found[0])) * self.limits.page_size
         if lacking and self.pages.has_room(sequence, found, first_piece, spare=spare):
             joined = [[page for page in pages if page != SCRATCH] for pages in found]
-            # A step takes a bounded number of pages. Windows need their last pages with the first ones.
-            part = lacking[:RESTORE_PAGES] if len(found) == 1 else lacking
-            more = len(part) < len(lacking)
-            told = self.pages.told_of(sequence, part)
-            num_tokens = len(part) * self.limits.page_size if more else num_tokens
-            if tiers.load(number, joined, part, told, num_tokens, more=more):
+            told = self.pages.told_of(sequence, lacking)
+            if tiers.load(number, joined, lacking, told, num_tokens):
                 return True
         elif lacking and self._running:
             return True  # for room

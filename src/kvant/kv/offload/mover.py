@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -144,8 +145,11 @@ class PageMover:
         self._stores.submit(self._guarded, self._store, job, tuple(moves), mark)
 
     def load(self, job: int, moves: Sequence[Move]) -> None:
-        mark = self._loading.mark()
-        self._loads.submit(self._guarded, self._load, job, tuple(moves), mark)
+        mark, chunks = self._loading.mark(), self._chunks(moves)
+        # Before the jobs in front are done: pages are checked while others cross the bus.
+        checked = [self._hashers.submit(self._sums, moves, places) for _, places in chunks]
+        work = partial(self._load, chunks, checked)
+        self._loads.submit(self._guarded, work, job, tuple(moves), mark)
 
     def take(self) -> list[Moved]:
         found = []
@@ -188,14 +192,14 @@ class PageMover:
                 sums[place] = total
         return self._moved(job, moves, sums, started)
 
-    def _load(self, job: int, moves: tuple[Move, ...], mark: object) -> Moved:
+    def _load(
+        self, chunks: list[tuple[int, list[int]]], checked: list[Future[list[bytes]]],
+        job: int, moves: tuple[Move, ...], mark: object,
+    ) -> Moved:  # fmt: skip
         started = time.perf_counter()
         self._loading.begin(mark)
         sums: list[bytes | None] = [None] * len(moves)
         waits: list[Callable[[], None]] = []
-        chunks = self._chunks(moves)
-        # All at once: a chunk crosses the bus while others are checked.
-        checked = [self._hashers.submit(self._sums, moves, places) for _, places in chunks]
         for (group, places), found in zip(chunks, checked, strict=True):
             good = [
                 place

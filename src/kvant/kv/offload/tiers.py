@@ -44,6 +44,15 @@ AVOID_SECONDS = 30.0
 STORE_PAGES = 256
 """Pages of one job that stores."""
 
+LOAD_PAGES = 128
+"""Pages of one job that loads."""
+
+MOST_LOADING = 6
+"""Jobs of one request that load at the same time: the bus has work for the length of a step."""
+
+BEGUN_AT_ONCE = 2
+"""Jobs of one request that begin between two steps, so that their bookkeeping holds up no running request."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -81,14 +90,36 @@ class _Store:
 
 @dataclass(slots=True)
 class _Load:
-    """held: pages of the device by group that the job holds; pages that were there already come first."""
+    """What a request waits for: keys, and the device page that each of them gets.
+
+    held: pages of the device by group that it holds; pages that were there already come first. num_tokens:
+    whose K and V the keys are. num_begun: keys whose copies began. num_jobs: jobs that run. is_whole: False
+    once a page cannot be had, or was given up: no others follow.
+    """
 
     number: int
     keys: list[Key]
     told: list[Told | None]
-    moves: list[Move]
+    pages: list[int]
     held: list[list[int]]
+    num_tokens: int
     started: float
+    num_begun: int = 0
+    num_jobs: int = 0
+    is_whole: bool = True
+
+    @property
+    def is_over(self) -> bool:
+        return not self.num_jobs and (not self.is_whole or self.num_begun == len(self.keys))
+
+
+@dataclass(slots=True)
+class _Part:
+    """A job of a load. first: the place of its first key."""
+
+    load: int
+    first: int
+    moves: list[Move]
 
 
 @dataclass(slots=True)
@@ -103,14 +134,11 @@ class _Fetch:
 class _Waiting:
     """A request that waits.
 
-    job: its load. restored: tokens that this brings. more: others follow.
-    unread: pages that are being read from files, since the time `reading`.
+    load: its load. unread: pages that are being read from files, since the time `reading`.
     """
 
     progress: Progress = Progress.NEW
-    job: int | None = None
-    restored: int = 0
-    more: bool = False
+    load: int | None = None
     unread: set[Key] = field(default_factory=set)
     reading: float = 0.0
 
@@ -139,6 +167,7 @@ class Tiers:
         self._storing: set[Key] = set()
         self._stores: dict[int, _Store] = {}
         self._loads: dict[int, _Load] = {}
+        self._parts: dict[int, _Part] = {}
         self._fetches: dict[Key, int] = {}  # by page: its place in host memory
         self._waiting: dict[int, _Waiting] = {}
         self._unsaved: OrderedDict[Key, None] = OrderedDict()  # in host memory alone
@@ -206,8 +235,8 @@ class Tiers:
         for store in self._stores.values():
             for offer, page in zip(store.offers, store.host_pages, strict=True):
                 holders[offer.key.group].append([page])
-        for load in self._loads.values():
-            for move in load.moves:
+        for part in self._parts.values():
+            for move in part.moves:
                 holders[move.group].append([move.host_page])
         for key, page in (*self._fetches.items(), *self._writing.items()):
             holders[key.group].append([page])
@@ -322,7 +351,7 @@ class Tiers:
         found = self._waiting.get(number)
         if found is None:
             return Progress.NEW
-        if found.reading and found.progress is Progress.MOVING and found.job is None:
+        if found.reading and found.progress is Progress.MOVING and found.load is None:
             late = time.monotonic() - found.reading
             if late > READ_SECONDS:
                 self._note_late(late)
@@ -351,17 +380,20 @@ class Tiers:
 
     def pays(self, keys: Sequence[Key], num_tokens: int) -> bool:
         """Whether bringing these pages is faster than computing the tokens."""
-        sizes = self._mover.page_bytes
-        of_files = sum(sizes[key.group] for key in keys if not self.in_host(key))
+        sizes, of_files = self._mover.page_bytes, 0
+        if self.files is not None:
+            of_files = sum(sizes[key.group] for key in keys if not self.in_host(key))
         return bool(keys) and self.policy.pays(
             num_tokens, sum(sizes[key.group] for key in keys), of_files
         )
 
     def fetch(self, number: int, keys: Sequence[Key]) -> bool:
         """Begin to read pages that only files have. False if there are none, or no room for them."""
+        if self.files is None:
+            return False
         lacking = [key for key in keys if not self.in_host(key)]
         waiting = self._waiting.setdefault(number, _Waiting())
-        if not lacking or self.files is None or waiting.progress is Progress.FETCHED:
+        if not lacking or waiting.progress is Progress.FETCHED:
             return False
         reads: list[tuple[Key, memoryview]] = []
         for key in lacking:
@@ -386,14 +418,11 @@ class Tiers:
         keys: Sequence[Key],
         told: Sequence[Told | None],
         num_tokens: int,
-        *,
-        more: bool = False,
     ) -> bool:
         """Begin to copy pages from host memory to the device. False, and no change, without room.
 
         joined: of each group, pages of the device that must stay meanwhile. keys: what to bring, the first
         pages first; all in host memory. told: of each. num_tokens: whose K and V they are.
-        more: the request asks for others when these are there.
         """
         counts = [sum(key.group == place for key in keys) for place in self._groups]
         if not self._shared.fit(counts, joined):
@@ -403,39 +432,66 @@ class Tiers:
         taken = self._shared.allocate(counts, clear=False)
         assert taken is not None
         fresh = [iter(pages) for pages in taken]
-        moves = []
-        for key in keys:
-            host = self._host.groups[key.group]
-            page = host.find(key.digest)
-            assert page is not None, "only pages in host memory are loaded"
-            host.join([page])
-            moves.append(Move(key.group, next(fresh[key.group]), page, self._sums[key.group, page]))
-        job = next(self._jobs)
-        held = [[*old, *new] for old, new in zip(joined, taken, strict=True)]
-        self._loads[job] = _Load(number, list(keys), list(told), moves, held, time.monotonic())
+        load = next(self._jobs)
+        self._loads[load] = _Load(
+            number, list(keys), list(told), [next(fresh[key.group]) for key in keys],
+            [[*old, *new] for old, new in zip(joined, taken, strict=True)], num_tokens, time.monotonic(),
+        )  # fmt: skip
         waiting = self._waiting.setdefault(number, _Waiting())
-        waiting.progress, waiting.job, waiting.restored = Progress.MOVING, job, num_tokens
-        waiting.more = more
-        self._mover.load(job, moves)
+        waiting.progress, waiting.load = Progress.MOVING, load
+        self._feed(load)
         return True
 
+    def _feed(self, load: int) -> None:
+        """Begin further jobs of a load; end it if there are none and none runs."""
+        found = self._loads[load]
+        for _ in range(BEGUN_AT_ONCE):
+            if (
+                found.is_whole
+                and found.num_jobs < MOST_LOADING
+                and found.num_begun < len(found.keys)
+            ):
+                self._begin(load, found)
+        if found.is_over:
+            self._end_load(load)
+
+    def _begin(self, load: int, found: _Load) -> None:
+        first, moves = found.num_begun, list[Move]()
+        last = first + LOAD_PAGES
+        for key, page in zip(found.keys[first:last], found.pages[first:last], strict=True):
+            host = self._host.groups[key.group]
+            host_page = host.find(key.digest)
+            if host_page is None:
+                found.is_whole = False  # it gave way to others meanwhile
+                break
+            host.join([host_page])
+            moves.append(Move(key.group, page, host_page, self._sums[key.group, host_page]))
+        if moves:
+            found.num_begun += len(moves)
+            found.num_jobs += 1
+            job = next(self._jobs)
+            self._parts[job] = _Part(load, first, moves)
+            self._mover.load(job, moves)
+
     def _loaded(self, done: Moved) -> None:
-        load = self._loads.pop(done.job)
+        part = self._parts.pop(done.job)
+        load = self._loads[part.load]
+        load.num_jobs -= 1
         counts = self._counts["host"]
         self.policy.note_copy("host", done.num_bytes, done.seconds)
-        is_whole = True
-        for key, move, told, checksum in zip(
-            load.keys, load.moves, load.told, done.checksums, strict=True
+        for place, (move, checksum) in enumerate(
+            zip(part.moves, done.checksums, strict=True), part.first
         ):
+            key, told = load.keys[place], load.told[place]
             host, device = self._host.groups[key.group], self._shared.groups[key.group]
             if checksum is None:
                 self._note_bad("host", "a page in host memory is not what was stored")
-                is_whole = False
+                load.is_whole = False
                 if host.find(key.digest) == move.host_page:
                     host.forget([move.host_page])
                 continue
             if host.find(key.digest) != move.host_page:
-                is_whole = False  # forgotten meanwhile
+                load.is_whole = False  # forgotten meanwhile
                 continue
             counts.restored += 1
             counts.bytes_restored += self._mover.page_bytes[key.group]
@@ -443,18 +499,22 @@ class Tiers:
             if device.remember(move.device_page, key.digest) and told is not None and log:
                 log.stored(key.digest, *told)
         for place, group in enumerate(self._host.groups):
-            group.release([move.host_page for move in load.moves if move.group == place])
+            group.release([move.host_page for move in part.moves if move.group == place])
+        if load.is_over:
+            self._end_load(part.load)
+
+    def _end_load(self, number: int) -> None:
+        load = self._loads.pop(number)
         for group, pages in zip(self._shared.groups, load.held, strict=True):
             group.release(pages)
         waiting = self._waiting.get(load.number)
-        if waiting is None or waiting.job != done.job:
+        if waiting is None or waiting.load != number:
             return
-        goes_on = waiting.more and is_whole
-        waiting.progress = Progress.FETCHED if goes_on else Progress.SETTLED
-        self._num_restores += not goes_on
+        waiting.progress = Progress.SETTLED
+        self._num_restores += 1
         self._restore_seconds += time.monotonic() - load.started
-        if is_whole:
-            self._num_restored_tokens += waiting.restored
+        if load.is_whole:
+            self._num_restored_tokens += load.num_tokens
 
     def give_back(self) -> bool:
         """End all loads, since running requests need their pages. False if there were none.
@@ -464,9 +524,8 @@ class Tiers:
         if not self._loads:
             return False
         numbers = [load.number for load in self._loads.values()]
-        while self._loads:
-            self._bell.wait(0.01)
-            self._take_moved()
+        for load in list(self._loads):
+            self._finish(load)
         for number in numbers:
             self.settle(number)
         return True
@@ -474,9 +533,14 @@ class Tiers:
     def end(self, number: int) -> None:
         """A request runs, or ended: it waits for nothing. Loads for it are over when this returns."""
         waiting = self._waiting.pop(number, None)
-        if waiting is None or waiting.job is None:
-            return
-        while waiting.job in self._loads:
+        if waiting is not None and waiting.load is not None:
+            self._finish(waiting.load)
+
+    def _finish(self, load: int) -> None:
+        """Begin no further job of a load, and wait for its running jobs."""
+        if load in self._loads:
+            self._loads[load].is_whole = False
+        while load in self._loads:
             self._bell.wait(0.01)
             self._take_moved()
 
@@ -506,6 +570,8 @@ class Tiers:
     def poll(self) -> None:
         """Take what other threads finished, and begin what waits for it."""
         self._take_moved()
+        for load in list(self._loads):
+            self._feed(load)
         if self._offers:
             self._store_offers()
         if self.files is not None:
@@ -537,11 +603,11 @@ class Tiers:
             for waiting in self._waiting.values():
                 if key in waiting.unread:
                     waiting.unread.discard(key)
-                    if not waiting.unread and waiting.job is None:
+                    if not waiting.unread and waiting.load is None:
                         waiting.progress = Progress.FETCHED
         for number in files.take_probed():
             found = self._waiting.get(number)
-            if found is not None and found.progress is Progress.MOVING and found.job is None:
+            if found is not None and found.progress is Progress.MOVING and found.load is None:
                 found.progress, found.reading = Progress.NEW, 0.0
         for key, is_written in files.take_written():
             self._host.groups[key.group].release([self._writing.pop(key)])

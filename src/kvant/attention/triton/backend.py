@@ -477,11 +477,13 @@ def _launch_combine(
     listed = _listed(step, cut, window, tokens=True) if cut.listed else None
     per_program = heads_joined_at_once(cut.tokens, q_heads)
     at_once, warps = cut.parts_joined_at_once
+    width = triton.next_power_of_2(head_v)
+    warps = max(warps, at_once * width // 4096)  # 128 numbers a thread: wide rows would be spilled
     combine[(q_heads * cut.tokens // per_program,)](
         partial, partial_lse, params.sinks, out, *_narrow(form),
         step.cu_seqlens_q, step.seqlens_kv, listed,
         cut.num_seqs, window, cut.target, cut.least, per_program,
-        GROUP=cut.group, HEADS=cut.heads, HEAD_V=head_v, PAD=triton.next_power_of_2(head_v),
+        GROUP=cut.group, HEADS=cut.heads, HEAD_V=head_v, PAD=width,
         ROWS=shape.rows, TILE=shape.tile, AT_ONCE=at_once,
         CAUSAL=step.causal, WINDOW=window > 0, SINKS=params.sinks is not None,
         DIRECT=cut.direct, FIXED=cut.fixed, SEARCH=search, LISTED=cut.listed,

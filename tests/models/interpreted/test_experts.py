@@ -226,7 +226,9 @@ def test_pairs_are_sorted_by_expert_in_their_order(pairs: tuple[int, int]) -> No
 
 ROUTINGS = [
     Routing(128, 8), Routing(128, 8, renormalise=False), Routing(60, 4, rounded=True),
-    Routing(8, 2), Routing(8, 1), Routing(4, 4), Routing(32, 4, Scoring.TOP_K_THEN_SOFTMAX),
+    Routing(8, 2), Routing(8, 1), Routing(4, 4),
+    Routing(64, 6, renormalise=False, wide=True, scale=2.5),
+    Routing(64, 6, rounded=True, scale=1.5), Routing(32, 4, Scoring.TOP_K_THEN_SOFTMAX),
 ]  # fmt: skip
 
 

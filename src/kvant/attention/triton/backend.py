@@ -108,7 +108,7 @@ class TritonBackend:
         assert v_format is not None
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         head_k, head_v = k.shape[-1], v.shape[-1]
-        rows = 8
+        rows = 8 if sides == 2 else 1  # latents are several times as wide
         counts, most_k, most_v = _counted(cache)
         store_rows[(triton.cdiv(num_rows, rows), sides)](
             k, k.stride(0), k.stride(1), *stores(cache.k), cache.k_outside,

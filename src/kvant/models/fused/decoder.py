@@ -143,6 +143,7 @@ class FusedDecoder:
         self._multiply: Multiply = multiply_for(model.embedding) if tiled is None else tiled
         self._products = AnyProducts(self.kernels)
         self._per_head = latent.per_head if tiled is None else latent.each_head_by(tiled)
+        self._has_latents = any(isinstance(layer, LatentLayer) for layer in model.layers)
         self._sources = tuple(sources)
         self._nothing = Turns.none(model.embedding)
         self._kept = tuple(self._table(source, most_angles) for source in self._sources)
@@ -314,11 +315,16 @@ class FusedDecoder:
         return products.plain(x, layer.down)
 
     def turns(self, step: Step) -> tuple[Turns, ...]:
-        """Every kind of angles for the tokens of a step: of all positions where they are kept."""
+        """Every kind of angles for the tokens of a step: of all positions where they are kept.
+
+        Layers of latents take the tokens' own, so these are picked once for all of them.
+        """
         found = []
         for source, kept in zip(self._sources, self._kept, strict=True):
             if kept is not None and step.max_seqlen_kv <= len(kept.cos):
-                found.append(kept)
+                found.append(
+                    Turns(*kept.of(step), by_position=False) if self._has_latents else kept
+                )
             else:
                 angles = source.angles(self.model.embedding, step.positions)
                 found.append(Turns(*angles, by_position=False))

@@ -58,7 +58,7 @@ def _activated(gate, up, limit, alpha, CLAMP: tl.constexpr, dtype: tl.constexpr)
 
 @triton.jit
 def route(
-    logits, ids, weights, residual, norm_weight, normed, eps,
+    logits, ids, weights, residual, norm_weight, normed, eps, factor,
     E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SOFTMAX_FIRST: tl.constexpr, RENORMALISE: tl.constexpr, ROUNDED: tl.constexpr,
     WIDTH: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr,
@@ -66,6 +66,7 @@ def route(
     """Program: one token. The lowest id wins among equal logits.
 
     logits: [T, E]. ids: int32 [T, TOP_K]; weights: float32 [T, TOP_K].
+    factor: of weights, with SOFTMAX_FIRST.
     NORM: normed [T, WIDTH] is residual, normalised. A NaN among the logits makes the weights NaN.
     """
     _begin(AHEAD)
@@ -97,6 +98,7 @@ def route(
         weight = power / total
         if RENORMALISE:
             weight = weight / tl.sum(weight, 0)
+        weight *= factor
     else:
         weight = power / tl.sum(power, 0)
     weight = tl.where(total == total, weight, float("nan"))

@@ -47,10 +47,14 @@ class Routing:
         assert self.top_k <= self.num_experts // self.groups * self.top_groups
 
     @property
+    def chooses_by_logits(self) -> bool:
+        """Whether the experts are those of the largest logits, and their weights a softmax's, scaled."""
+        return self.scoring is not Scoring.SIGMOID and self.groups == self.top_groups
+
+    @property
     def is_softmax(self) -> bool:
         """Whether weights are a softmax's of logits in the tokens' dtype, and nothing else."""
-        plain = self.scoring is not Scoring.SIGMOID and not self.wide and self.scale == 1.0
-        return plain and self.groups == self.top_groups
+        return self.chooses_by_logits and not self.wide and self.scale == 1.0
 
 
 def route(

@@ -116,7 +116,7 @@ class TritonExperts:
 
     def choose(self, logits: Tensor, experts: Experts) -> Choice:
         """The experts of every token, logits [T, E], by any kind of routing."""
-        if experts.routing.is_softmax and experts.correction is None:
+        if experts.routing.chooses_by_logits and experts.correction is None:
             return self.route(logits, experts.routing)[0]
         weights, ids = route(logits, experts.routing, experts.correction)
         return Choice(ids.to(torch.int32), weights.to(torch.float32))
@@ -155,11 +155,11 @@ class TritonExperts:
         normed = None if residual is None else torch.empty_like(residual)
         width = 1 if residual is None else residual.shape[1]
         kernels.route[(tokens,)](
-            logits.contiguous(), ids, weights, residual, norm_weight, normed, eps,
+            logits.contiguous(), ids, weights, residual, norm_weight, normed, eps, routing.scale,
             E=routing.num_experts, E_PAD=_padded(routing.num_experts), TOP_K=routing.top_k,
             K_PAD=_padded(routing.top_k),
             SOFTMAX_FIRST=routing.scoring is Scoring.SOFTMAX_THEN_TOP_K,
-            RENORMALISE=routing.renormalise, ROUNDED=routing.rounded,
+            RENORMALISE=routing.renormalise, ROUNDED=routing.rounded and not routing.wide,
             WIDTH=width, PAD=triton.next_power_of_2(width), NORM=residual is not None,
             **self._options,
             num_warps=1 if width <= 2048 else 2,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,10 +62,19 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     begin = _phases(progress)
     begin("planning")
     planned = plan_engine(config, progress=progress)
+    target, limits = planned.target, planned.limits
+    if planned.request.offload is not None:
+        check_host_memory(planned, planned.request.offload)
     begin("importing torch and transformers")
     # Refusals above answer without torch and transformers, which are imported only now.
     wait_without_spinning()
-    from kvant.attention.verify.start import verify_plan
+    # Transformers takes seconds, most of them outside of Python, and so do compilers of kernels.
+    with ThreadPoolExecutor(1) as importing:
+        imported = importing.submit(import_module, "kvant.models.load")
+        device = torch_device(planned.request.device)
+        begin("verifying kernels")
+        _verify(planned)
+        imported.result()
     from kvant.engine.engine import Engine
     from kvant.execution.proposing import load_proposer
     from kvant.execution.runner import ModelRunner
@@ -71,16 +82,6 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     from kvant.models.load import load_model
     from kvant.sampling.sampler import max_prompt_logprobs
 
-    target, limits = planned.target, planned.limits
-    if planned.request.offload is not None:
-        check_host_memory(planned, planned.request.offload)
-    begin("verifying kernels")
-    device = torch_device(planned.request.device)
-    for plan in (target, planned.draft):
-        if plan is not None:
-            verify_plan(
-                plan.kv, planned.request.device, batch_invariant=planned.request.batch_invariant
-            )
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages
     team = None
@@ -148,6 +149,16 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         offload=offload,
     )
     return BuiltEngine(engine, planned, tokenizing, notes, warnings)
+
+
+def _verify(planned: Plan) -> None:
+    """Raise NotServable if a kernel that the plan uses is wrong on this device."""
+    from kvant.attention.verify.start import verify_plan
+
+    request = planned.request
+    for plan in (planned.target, planned.draft):
+        if plan is not None:
+            verify_plan(plan.kv, request.device, batch_invariant=request.batch_invariant)
 
 
 def _phases(progress: Progress | None) -> Callable[[str], None]:

@@ -429,7 +429,7 @@ class MixedGraphs:
     def capture(self, recorder: Recorder) -> None:
         """Record every size, the largest first. Every token is padding meanwhile."""
         for tokens, seqs in reversed(self._sizes):
-            _, _, _, _, _, rows, *slots = self._views(self._memory, tokens, seqs)
+            _, _, _, _, rows, *slots, _ = self._views(self._memory, tokens, seqs)
             for some in slots:
                 some.fill_(-1)
             rows.fill_(self._graphs.state.padding_row)
@@ -451,9 +451,10 @@ class MixedGraphs:
             return False
         sources = (
             (batch.input_ids, 0), (step.positions, 0),
-            (step.cu_seqlens_q, num_tokens), (step.seqlens_kv, 0), (batch.logits_index, 0),
+            (step.seqlens_kv, 0), (batch.logits_index, 0),
             (torch.from_numpy(schedule.rows), self._graphs.state.padding_row),
             *((one.slot_mapping, -1) for one in (step, *step.others)),
+            (step.cu_seqlens_q, num_tokens),
         )  # fmt: skip
         views = self._views(staging.mixed, *size)
         for target, (source, padding) in zip(views, sources, strict=True):
@@ -465,7 +466,8 @@ class MixedGraphs:
         return True
 
     def _counts(self, tokens: int, seqs: int) -> list[int]:
-        return [tokens, tokens, seqs + 1, seqs, seqs, seqs, *[tokens] * self._num_groups]
+        # An odd count comes last: kernels are compiled once more for addresses that 16 does not divide.
+        return [tokens, tokens, seqs, seqs, seqs, *[tokens] * self._num_groups, seqs + 1]
 
     def _views(self, memory: Tensor, tokens: int, seqs: int) -> tuple[Tensor, ...]:
         sizes = self._counts(tokens, seqs)
@@ -474,7 +476,7 @@ class MixedGraphs:
     def _run(self, tokens: int, seqs: int) -> tuple[Tensor]:
         """Recorded: the model over what lies in the graph's memory."""
         graphs, state = self._graphs, self._graphs.state
-        ids, positions, ends, lengths, wanted, rows, *slots = self._views(
+        ids, positions, lengths, wanted, rows, *slots, ends = self._views(
             self._memory, tokens, seqs
         )
         # Sequences whose token the step before finds come first, with one token each.

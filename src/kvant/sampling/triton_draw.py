@@ -7,6 +7,9 @@ times closer; float32 has 2**32 numbers, so 8 passes find it, and fewer where no
 it. Sums over stretches run in one order, so a row's token depends on nothing beside it.
 
 This search weighs in float32, in sums of a few numbers; what filters leave is weighed in float64.
+
+Kernels are not specialized on `tokens`: a graph of one row has them at an odd address, and every kernel
+would be compiled once more for it.
 """
 
 from __future__ import annotations
@@ -181,7 +184,7 @@ def _edge(state, most, program, best, temperature, top_k, top_p):  # type: ignor
     return edge.to(tl.int64).to(tl.int32), tl.where(has_p, needed, equals)
 
 
-@triton.jit(do_not_specialize=("most", "stretches", "per"))
+@triton.jit(do_not_specialize=("tokens", "most", "stretches", "per"))
 def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arrived, drawn,
             stretches, per, BY_SHARE: tl.constexpr, FIRST: tl.constexpr, STRETCH: tl.constexpr,
             PAD: tl.constexpr):  # fmt: skip
@@ -271,7 +274,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
             tl.store(arrived + program, 0)
 
 
-@triton.jit(do_not_specialize=("most", "stretches", "per"))
+@triton.jit(do_not_specialize=("tokens", "most", "stretches", "per"))
 def _weigh(logits, stride, size, rows, numbers, tokens, state, most, sums, ties, drawn, stretches,
            per, STRETCH: tl.constexpr):  # fmt: skip
     """Program: `per` stretches of a row; what lies above the edge there, and how many equal it."""
@@ -294,7 +297,7 @@ def _weigh(logits, stride, size, rows, numbers, tokens, state, most, sums, ties,
             tl.store(ties + program * stretches + stretch, tl.sum(equal, 0))
 
 
-@triton.jit(do_not_specialize=("stride", "size", "most", "stretches"))
+@triton.jit(do_not_specialize=("stride", "size", "tokens", "most", "stretches"))
 def _choose(logits, stride, size, rows, numbers, tokens, state, most, sums, ties, drawn,
             stretches, STRETCH: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
     """Program: a row. The stretch in which the share falls, then the token."""

@@ -23,7 +23,7 @@ def _is_asked(top_k, top_p, LARGEST_K: tl.constexpr):  # type: ignore[no-untyped
     return tl.where(top_k < float("inf"), top_k <= LARGEST_K, top_p < 1.0)
 
 
-@triton.jit(do_not_specialize=("groups", "stretches", "per"))
+@triton.jit(do_not_specialize=("tokens", "groups", "stretches", "per"))
 def survey(logits, stride, size, rows, numbers, tokens, peaks, sums, groups, stretches, per,
            STRETCH: tl.constexpr, GROUP: tl.constexpr, LARGEST_K: tl.constexpr):  # fmt: skip
     """Program: `per` stretches of a row; the peak of each group and, with top_p alone, what all weighs."""
@@ -47,7 +47,7 @@ def survey(logits, stride, size, rows, numbers, tokens, peaks, sums, groups, str
                 tl.store(sums + program * stretches + stretch, whole.to(tl.float64))
 
 
-@triton.jit(do_not_specialize=("stride", "size", "groups", "stretches"))
+@triton.jit(do_not_specialize=("stride", "size", "tokens", "groups", "stretches"))
 def draw_few(logits, stride, size, rows, numbers, tokens, peaks, sums, listed, held, held_ids, drawn,
              groups, stretches, GROUP: tl.constexpr, PEAKS: tl.constexpr, SUMS: tl.constexpr,
              LISTED: tl.constexpr, HELD: tl.constexpr, LARGEST_K: tl.constexpr):  # fmt: skip

@@ -40,6 +40,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
 def test_at_start(info: BackendInfo, held: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
     made = SimpleNamespace(name=info.name)
     monkeypatch.setattr(start, "load_backends", lambda *_, **__: (made,))
+    monkeypatch.setattr(start, "_compile", lambda trials, device: None)
     plan = driver.plan([driver.layer(head_dim_k=64)], E4M3, compute=ComputeDtype.BFLOAT16)
     layers = tuple(replace(layer, backend=info.name) for layer in plan.layers)
     start.verify_plan(replace(plan, layers=layers), HOPPER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.verify import start
 from kvant.attention.verify.start import verify_plan
+from kvant.attention.verify.trial import Outcome
 from kvant.errors import NotServable
 from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import KVDtype
@@ -136,3 +138,24 @@ def test_messages_name_what_was_asked_and_found(
         make(path, kv_cache_dtype="fp8/nvfp4")
     assert "fp8_e4m3/nvfp4" in caught.value.what
     assert re.search(r"a row errs by \S+ of its length, where \S+ is rounding", caught.value.why)
+
+
+def test_on_a_gpu_every_trial_compiles_in_threads_before_any_is_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if one of them fails there: it fails again where it is judged."""
+    pytest.importorskip("triton")
+    ran: list[tuple[bool, tuple[tuple[int, int], ...]]] = []
+
+    def hold(backend: Any, trial: Any, device: torch.device) -> Outcome:
+        ran.append((threading.current_thread() is threading.main_thread(), trial.sequences))
+        if not ran[-1][0]:
+            raise RuntimeError("does not compile")
+        return Outcome(0.0, 1.0, None)
+
+    monkeypatch.setattr(start, "hold", hold)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
+    verify_plan(driver.plan([driver.layer()]), DeviceFacts(DeviceKind.CUDA, "sm_90"))
+    assert [main for main, _ in ran] == [False] * 3 + [True] * 3
+    assert {sequences for _, sequences in ran[:3]} == {sequences for _, sequences in ran[3:]}

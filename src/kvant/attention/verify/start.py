@@ -6,11 +6,13 @@ Verification uses separate storage and backends, so it leaves no trace in the en
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 
 from kvant.attention.backends import load_backends
+from kvant.attention.base import AttentionBackend
 from kvant.attention.need import DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.attention.select import BACKENDS
@@ -29,6 +31,9 @@ _WINDOW = 24
 
 _SINK = 7
 
+_MOST_AT_ONCE = 6
+"""Trials that compile their kernels at the same time; more gain little, as a part of it is Python."""
+
 
 def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = False) -> None:
     """Raise NotServable if a layer's backend writes or reads differently from the format's definition."""
@@ -37,13 +42,37 @@ def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = Fal
     steps = (_DECODE, _PROMPT) if is_cpu else (_DECODE, _PROMPT, _LONG)
     backends = load_backends(plan, batch_invariant=batch_invariant)
     rounding = {info.name for info in BACKENDS if info.rounds_long}
-    for layer, need in _needs(plan, facts, batch_invariant):
-        backend = backends[layer.geometry.index]
-        for sequences in steps:
-            trial = Trial(need, sequences, rounds_long=backend.name in rounding)
-            outcome = hold(backend, trial, device)
-            if outcome.wrong is not None:
-                raise _refusal(plan.role, layer, need, sequences, outcome.wrong)
+    trials = [
+        (layer, backend, Trial(need, sequences, rounds_long=backend.name in rounding))
+        for layer, need in _needs(plan, facts, batch_invariant)
+        for backend in [backends[layer.geometry.index]]
+        for sequences in steps
+    ]
+    if not is_cpu:
+        _compile([(backend, trial) for _, backend, trial in trials], device)
+    for layer, backend, trial in trials:
+        outcome = hold(backend, trial, device)
+        if outcome.wrong is not None:
+            raise _refusal(plan.role, layer, trial.need, trial.sequences, outcome.wrong)
+
+
+def _compile(trials: list[tuple[AttentionBackend, Trial]], device: torch.device) -> None:
+    """Hold all trials at once, so that their kernels are compiled in several threads.
+
+    What they find is not judged: a trial needs the allocator to itself to notice rows that nothing wrote.
+    """
+    from kvant.kernels.triton.first_launch import one_loads
+
+    gpu = torch.cuda.current_device()
+    with (
+        one_loads(),
+        ThreadPoolExecutor(
+            _MOST_AT_ONCE, initializer=torch.cuda.set_device, initargs=(gpu,)
+        ) as pool,
+    ):
+        # A trial that fails here fails again where it is judged.
+        for held in [pool.submit(hold, backend, trial, device) for backend, trial in trials]:
+            held.exception()
 
 
 def _needs(

@@ -79,6 +79,10 @@ def test_rows(
         pytest.param(INT8_CHANNEL, 10, Shares(4, 1, 2, 5), marks=slow),
         pytest.param(INT4, 17, Shares(1, 2, 4, 2), marks=slow),
         (ZEROS, 9, Shares(2, 2, 3, 2)),
+        (ZEROS, 33, Shares(1, 2, 3, 2, laid=True)),
+        pytest.param(FP8_CHANNEL, 13, Shares(2, 2, 3, 2, laid=True), marks=slow),
+        pytest.param(FP8_BLOCK, 5, Shares(2, 2, 3, 1, laid=True), marks=slow),
+        pytest.param(INT8_CHANNEL, 12, Shares(2, 4, 2, 1, laid=True), marks=slow),
         pytest.param(MXFP4, 20, Shares(2, 1, 3, 2), marks=slow),
     ],
 )

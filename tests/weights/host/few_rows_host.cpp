@@ -153,6 +153,7 @@ struct Given {
     const u8 *weight, *scales, *zeros;
     const u16 *x, *bias;
     u16* out;
+    const float* unscale;
     float* partial;
     int* arrived;
     int tokens, N, K, scale_stride;
@@ -173,7 +174,7 @@ static Given given;
 static void body() {
     const Given& v = given;
 #if SHARED_ROWS
-    shared_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.out, v.partial, v.arrived, v.tokens, v.N, v.K,
+    shared_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.out, v.unscale, v.partial, v.arrived, v.tokens, v.N, v.K,
                 v.scale_stride);
 #else
     few_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.norm_weight, v.residual, v.out, v.lists, v.counts, v.ids,

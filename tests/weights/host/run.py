@@ -14,7 +14,7 @@ from torch import Tensor
 from kvant.weights.codecs import NarrowWeight
 from kvant.weights.cuda import few_rows, shared_rows
 from kvant.weights.cuda.few_rows import Act, Beside, Kind, Warps
-from kvant.weights.cuda.shared_rows import Shares
+from kvant.weights.cuda.shared_rows import Laid, Shares
 
 HERE = Path(__file__).parent
 SOURCES = Path(few_rows.__file__).parent
@@ -59,16 +59,29 @@ def multiply_shared(
 ) -> Tensor:
     """`shared_rows.multiply` on this CPU."""
     arrived = torch.zeros(64, dtype=torch.int32)
-    call = shared_rows.arranged(x, weight, bias, cut, act, arrived)
+    laid = lay(x, weight) if cut.laid else None
+    call = shared_rows.arranged(x, weight, bias, cut, act, arrived, laid)
     macros = shared_rows.defines(
         weight.format, few_rows.token_tiles(len(x)), x.dtype, cut, act, bias=bias is not None
     )
-    tensors = [weight.codes, weight.scales, x, *([] if weight.zeros is None else [weight.zeros])]
+    given = x if laid is None else laid.numbers
+    tensors = [weight.codes, weight.scales, given]
+    tensors += [] if weight.zeros is None else [weight.zeros]
     library = _compiled(directory, "shared_rows", macros)
     shared = shared_rows.shared_bytes(macros)
     _run(library, shared_rows.ARGUMENTS, call.values, call.programs, shared, tensors)
     assert not arrived.any()
     return call.out
+
+
+def lay(x: Tensor, weight: NarrowWeight) -> Laid:
+    """`lay_rows` in torch."""
+    most = x.float().abs().amax(1)
+    scale = torch.exp2(14 - torch.floor(torch.log2(most)))
+    numbers = (x.float() * scale[:, None]).half()
+    if weight.format.code.bits == 4:
+        numbers = numbers.view(len(x), -1, 4)[..., [0, 2, 1, 3]].reshape(x.shape).contiguous()
+    return Laid(numbers, 1 / scale)
 
 
 def _compiled(directory: Path, name: str, macros: Mapping[str, int | str]) -> Path:

@@ -5,7 +5,10 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
-#define OPERAND_BFLOAT16 (BFLOAT16 && (!ONE || CODE == 3))
+#ifndef LAID
+#define LAID 0
+#endif
+#define OPERAND_BFLOAT16 (BFLOAT16 && !LAID && (!ONE || CODE == 3))
 #if OPERAND_BFLOAT16
 #define KIND "bf16"
 #else

@@ -5,6 +5,9 @@
 // the codes, STAGES - 1 blocks ahead. Where there are several parts, each program stores its sums, and the last
 // one to end adds them up in their order. GATED: rows g of a tile are gates and rows g + 8 their ups.
 //
+// LAID: x comes from `lay_rows`, as float16 with each token multiplied by a power of two, and with columns in the
+// order in which 4-bit codes are decoded; sums are multiplied by `unscale` of their token.
+//
 // The other macros are those of few_rows.cu. SPLIT: there are several parts.
 
 #define CODE_ROOM (WARPS * RT * 2 * PIECES * 512)
@@ -18,7 +21,7 @@
 // partial: [stripes, parts, 4 RT NT, THREADS]. arrived: zeros, and zeros again afterwards.
 extern "C" __global__ void __launch_bounds__(THREADS)
 shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, const u16* bias, u16* out,
-            float* partial, int* arrived, int tokens, int N, int K, int scale_stride) {
+            const float* unscale, float* partial, int* arrived, int tokens, int N, int K, int scale_stride) {
 #ifdef ON_HOST
     u8* shared = host_shared();
 #else
@@ -40,46 +43,74 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
         return min(first_row + 16 * i + 8 * h, N - 8);
     };
 
-    auto fetch_codes = [&](int slot, int b) {
-        u8* to = shared + slot * SLOT + warp * (RT * 2 * PIECES * 512);
+    // What this thread fetches of a block: its places are fixed, and pointers advance from block to block.
+    constexpr int WARP_CODES = RT * 2 * PIECES * 512, X_AT = CODE_ROOM + SCALE_ROOM + ZERO_ROOM;
+    const u8* codes_from = weight + 16 * t + begin * (64 * PIECES);
+    u32 row_at[RT][2];
+#pragma unroll
+    for (int i = 0; i < RT; i++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) row_at[i][h] = (u32)(base_row(i, h) + g) * (u32)(NIBBLES ? K / 2 : K);
+    }
+#if SCALES == 2
+    const u8* scales_from = scales + ((i64)(base_row(0, lane % 2) / 128) * scale_stride + begin) * 4;
+#elif SCALES == 1
+    constexpr int SIZE = SCALE_BYTES, GROUPS = FINE ? 128 / GROUP : 1, HALVES = SIZE == 4 ? 2 : 1;
+    constexpr int SCALE_COPIES = GROUPS * RT * 2 * HALVES;
+    const int scale_q = lane % HALVES, scale_h = lane / HALVES % 2, scale_i = lane / (2 * HALVES) % RT;
+    const int scale_k = lane / (2 * HALVES * RT) % GROUPS;
+    const u8* scales_from = scales + ((i64)(begin * GROUPS + scale_k) * scale_stride + base_row(scale_i, scale_h) + 4 * scale_q) * SIZE;
+    const int scale_to = warp * (SCALE_ROOM / WARPS) + (scale_k * 16 * RT + scale_i * 16 + scale_h * 8 + 4 * scale_q) * SIZE;
+#endif
+#if ZEROS
+    const u8* zeros_from = zeros + (i64)begin * scale_stride + base_row(lane / 2 % RT, lane % 2);
+#endif
+    auto fetch_codes = [&](u8* slot) {
+        u8* to = slot + warp * WARP_CODES + lane * 16;
 #pragma unroll
         for (int i = 0; i < RT; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const u8* from = weight + (base_row(i, h) + g) * (i64)(NIBBLES ? K / 2 : K) + 16 * t;
 #pragma unroll
                 for (int p = 0; p < PIECES; p++) {
-                    copy16(to + (((i * 2 + h) * PIECES + p) * 32 + lane) * 16, from + b * (64 * PIECES) + 64 * p, 16);
+                    copy16(to + ((i * 2 + h) * PIECES + p) * 512, codes_from + row_at[i][h] + 64 * p, 16);
                 }
             }
         }
-        u8* beside = shared + slot * SLOT + CODE_ROOM + warp * (SCALE_ROOM / WARPS);
+        codes_from += 64 * PIECES;
 #if SCALES == 2
-        if (lane < 2) copy4(beside + 4 * lane, scales + (i64)(base_row(0, lane) / 128 * scale_stride + b) * 4);
+        if (lane < 2) copy4(slot + CODE_ROOM + warp * 16 + 4 * lane, scales_from);
+        scales_from += 4;
 #elif SCALES == 1
-        constexpr int SIZE = SCALE_BYTES, GROUPS = FINE ? 128 / GROUP : 1, HALVES = SIZE == 4 ? 2 : 1;
-        for (int c = lane; c < GROUPS * RT * 2 * HALVES; c += 32) {
-            const int q = c % HALVES, h = c / HALVES % 2, i = c / (2 * HALVES) % RT, k = c / (2 * HALVES * RT);
-            const u8* at = scales + ((i64)(b * GROUPS + k) * scale_stride + base_row(i, h) + 4 * q) * SIZE;
-            u8* into = beside + (k * 16 * RT + i * 16 + h * 8 + 4 * q) * SIZE;
-            if (SIZE == 1) copy8(into, at, 8);
-            else copy16(into, at, 16);
+        if (lane < SCALE_COPIES) {
+            if (SIZE == 1) copy8(slot + CODE_ROOM + scale_to, scales_from, 8);
+            else copy16(slot + CODE_ROOM + scale_to, scales_from, 16);
         }
+        scales_from += (i64)GROUPS * scale_stride * SIZE;
 #endif
 #if ZEROS
-        if (lane < 2 * RT) {
-            u8* into = shared + slot * SLOT + CODE_ROOM + SCALE_ROOM + warp * 16 * RT;
-            copy8(into + 8 * lane, zeros + (i64)b * scale_stride + base_row(lane / 2, lane % 2), 8);
-        }
+        if (lane < 2 * RT) copy8(slot + CODE_ROOM + SCALE_ROOM + warp * 16 * RT + 8 * lane, zeros_from, 8);
+        zeros_from += scale_stride;
 #endif
     };
-    auto fetch_x = [&](int slot, int b) {
-        u8* to = shared + slot * SLOT + CODE_ROOM + SCALE_ROOM + ZERO_ROOM;
-        for (int c = threadIdx.x; c < 128 * NT; c += THREADS) {
-            const int token = c / 16, piece = c % 16;
-            const bool in = token < tokens;
-            copy16(to + token * PITCH + 16 * piece, in ? x + (i64)token * K + b * 128 + 8 * piece : x, in ? 16 : 0);
+    constexpr int X_COPIES = (128 * NT + THREADS - 1) / THREADS;  // of a thread; each is 8 numbers of a token
+    const u8* x_from = (const u8*)x + begin * 256 + 16 * (threadIdx.x % 16);
+    u32 token_at[X_COPIES], token_bytes[X_COPIES];
+#pragma unroll
+    for (int c = 0; c < X_COPIES; c++) {
+        const int token = threadIdx.x / 16 + c * (THREADS / 16);
+        token_at[c] = token < tokens ? (u32)token * (u32)(2 * K) : 0;
+        token_bytes[c] = token < tokens ? 16 : 0;
+    }
+    auto fetch_x = [&](u8* slot) {
+        u8* to = slot + X_AT + threadIdx.x / 16 * PITCH + 16 * (threadIdx.x % 16);
+#pragma unroll
+        for (int c = 0; c < X_COPIES; c++) {
+            if (128 * NT % THREADS == 0 || threadIdx.x + c * THREADS < 128 * NT) {
+                copy16(to + c * (THREADS / 16) * PITCH, x_from + token_at[c], token_bytes[c]);
+            }
         }
+        x_from += 256;
     };
 
     // Where the lane's codes of a block begin: columns of low halves, and how far those of high halves are.
@@ -88,30 +119,30 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
 
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (begin + s < end) fetch_codes(s, begin + s);
+        if (begin + s < end) fetch_codes(shared + s * SLOT);
     }
 #if PDL
     wait_before();
 #endif
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (begin + s < end) fetch_x(s, begin + s);
+        if (begin + s < end) fetch_x(shared + s * SLOT);
         commit();
     }
 
     float acc[RT][NT][4] = {};
+    u8 *slot = shared, *next = shared + (STAGES - 1) * SLOT;
     for (int b = begin; b < end; b++) {
-        const int slot = (b - begin) % STAGES, next = b + STAGES - 1;
         WAIT_GROUP(STAGES - 2);
         __syncthreads();  // all copies of block b are there, and all warps are done with the block before
-        if (next < end) {
-            fetch_codes((next - begin) % STAGES, next);
-            fetch_x((next - begin) % STAGES, next);
+        if (b + STAGES - 1 < end) {
+            fetch_codes(next);
+            fetch_x(next);
         }
         commit();
-        const u8* codes_at = shared + slot * SLOT + warp * (RT * 2 * PIECES * 512);
-        const u8* beside = shared + slot * SLOT + CODE_ROOM + warp * (SCALE_ROOM / WARPS);
-        const u8* x_at = shared + slot * SLOT + CODE_ROOM + SCALE_ROOM + ZERO_ROOM + g * PITCH;
+        const u8* codes_at = slot + warp * WARP_CODES;
+        const u8* beside = slot + CODE_ROOM + warp * (SCALE_ROOM / WARPS);
+        const u8* x_at = slot + X_AT + g * PITCH;
         Fine fine[RT][2];
 #pragma unroll
         for (int i = 0; i < RT; i++) {
@@ -120,7 +151,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
                 const int at = 16 * i + 8 * h + g;
                 u32 z = 8, power = 0;
 #if ZEROS
-                z = shared[slot * SLOT + CODE_ROOM + SCALE_ROOM + warp * 16 * RT + at];
+                z = slot[CODE_ROOM + SCALE_ROOM + warp * 16 * RT + at];
 #endif
 #if FINE
                 power = beside[16 * t / (GROUP / 2) * 16 * RT + at];
@@ -190,6 +221,8 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
             }
         }
 #endif
+        slot = slot == shared + (STAGES - 1) * SLOT ? shared : slot + SLOT;
+        next = next == shared + (STAGES - 1) * SLOT ? shared : next + SLOT;
     }
     WAIT_GROUP(0);
 
@@ -235,6 +268,10 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
                 const int token = 8 * n + 2 * t + e;
                 if (token >= tokens) continue;
                 u16* to = out + (i64)token * width;
+#if LAID
+                acc[i][n][e] *= unscale[token];
+                acc[i][n][2 + e] *= unscale[token];
+#endif
                 if (GATED) {
                     const int m = first_row + 8 * i + g;
                     if (m >= width) continue;
@@ -249,3 +286,50 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
         }
     }
 }
+
+#if LAID
+// Program: one token of x [tokens, K]. laid: [tokens, K], in pairs of columns (0, 2), (1, 3) of each four where codes
+// have 4 bits. The token is multiplied by the power of two that makes its largest exponent 14.
+extern "C" __global__ void __launch_bounds__(512)
+lay_rows(const u16* x, u16* laid, float* unscale, int K) {
+    SHARED float reduced[16];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if PDL
+    launch_next();
+    wait_before();
+#endif
+    const u16* from = x + (i64)blockIdx.x * K;
+    float most = 0;
+    for (int at = threadIdx.x * 8; at < K; at += 512 * 8) {
+        const uint4 v = *(const uint4*)(from + at);
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(number((u16)(words[j / 2] >> (16 * (j % 2))))));
+    }
+#pragma unroll
+    for (int away = 16; away; away /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, away));
+    if (lane == 0) reduced[warp] = most;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < 16; w++) most = fmaxf(most, reduced[w]);
+    float scale = 1.0f, back = 1.0f;
+    const int exponent = (int)(__float_as_uint(most) >> 23), wanted = 254 + 14 - exponent;
+    if (exponent > 14 && exponent < 255) {
+        scale = __uint_as_float((u32)wanted << 23);
+        back = __uint_as_float((u32)(254 - wanted) << 23);
+    }
+    if (threadIdx.x == 0) unscale[blockIdx.x] = back;
+    for (int at = threadIdx.x * 8; at < K; at += 512 * 8) {
+        const uint4 v = *(const uint4*)(from + at);
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+        u32 made[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int one = NIBBLES ? j / 2 * 4 + j % 2 : 2 * j, two = NIBBLES ? one + 2 : one + 1;
+            made[j] = to_half(number((u16)(words[one / 2] >> (16 * (one % 2)))) * scale) |
+                      (u32)to_half(number((u16)(words[two / 2] >> (16 * (two % 2)))) * scale) << 16;
+        }
+        *(uint4*)(laid + (i64)blockIdx.x * K + at) = make_uint4(made[0], made[1], made[2], made[3]);
+    }
+}
+#endif

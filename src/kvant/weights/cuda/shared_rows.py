@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,17 +20,32 @@ from kvant.weights.cuda.few_rows import BLOCK, Act, Kind, Warps, address, token_
 from kvant.weights.format import WeightFormat
 
 _SOURCES = "decode.cuh", "shared_rows.cu"
-ARGUMENTS = (*[POINTER] * 8, *[INT] * 4)
+ARGUMENTS = (*[POINTER] * 9, *[INT] * 4)
+_LAY_ARGUMENTS = (*[POINTER] * 3, INT)
+_LAY_THREADS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How a product is cut: tiles of 16 rows of a warp, warps, blocks in flight, parts of the columns."""
+    """How a product is cut: tiles of 16 rows of a warp, warps, blocks in flight, parts of the columns.
+
+    laid: rows of x become float16 before the product, each times a power of two, so that fewer instructions
+    decode a code.
+    """
 
     tiles: int
     warps: int
     stages: int
     parts: int
+    laid: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """What `lay_rows` makes of x: float16 [T, columns], and factors of their sums [T]."""
+
+    numbers: Tensor
+    unscale: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +78,9 @@ def defines(
         fmt, 0, tiles, dtype, Warps(cut.tiles, cut.warps, cut.stages), kind, bias=bias
     )
     del made["K"]
-    return {**made, "NEIGHBOURS": 1, "SPLIT": int(cut.parts > 1)}
+    return {
+        **made, "NEIGHBOURS": int(not cut.laid), "SPLIT": int(cut.parts > 1), "LAID": int(cut.laid),
+    }  # fmt: skip
 
 
 def shared_bytes(macros: Mapping[str, int | str]) -> int:
@@ -94,7 +111,7 @@ def kernel(
 
 def compiled_as(cut: Shares) -> Shares:
     """The cut that stands for all that share one compiled kernel."""
-    return Shares(cut.tiles, cut.warps, cut.stages, min(cut.parts, 2))
+    return replace(cut, parts=min(cut.parts, 2))
 
 
 def begin(
@@ -120,11 +137,27 @@ def multiply(
     from kvant.kernels.triton.device import arrivals
 
     stripes = -(-weight.rows // (16 * cut.tiles * cut.warps))
-    call = arranged(x, weight, bias, cut, act, arrivals(x.device, stripes))
+    laid = lay(x, weight.format, cut, act, bias=bias is not None) if cut.laid else None
+    call = arranged(x, weight, bias, cut, act, arrivals(x.device, stripes), laid)
     tiles = token_tiles(x.shape[0])
     built = kernel(weight.format, tiles, x.dtype, compiled_as(cut), act, bias=bias is not None)
     built.launch(call.programs, cut.warps * 32, call.values, ahead=True)
     return call.out
+
+
+def lay(x: Tensor, fmt: WeightFormat, cut: Shares, act: Act | None, *, bias: bool) -> Laid:
+    """x [T, columns] for products with weights of this format, in a launch of its own."""
+    found = Laid(torch.empty_like(x, dtype=torch.float16), x.new_empty(len(x), dtype=torch.float32))
+    macros = defines(fmt, token_tiles(len(x)), x.dtype, compiled_as(cut), act, bias=bias)
+    built = _layer(tuple(macros.items()))
+    values = address(x), address(found.numbers), address(found.unscale), x.shape[1]
+    built.launch(len(x), _LAY_THREADS, values, ahead=True)
+    return found
+
+
+@functools.cache
+def _layer(macros: tuple[tuple[str, int | str], ...]) -> Kernel:
+    return build.build(__package__, _SOURCES, "lay_rows", dict(macros), 0, _LAY_ARGUMENTS)
 
 
 def arranged(
@@ -134,8 +167,13 @@ def arranged(
     cut: Shares,
     act: Act | None,
     arrived: Tensor,
+    laid: Laid | None = None,
 ) -> Call:
-    """The launch of `multiply`. arrived: int32 zeros, at least one for each stripe of rows."""
+    """The launch of `multiply`. arrived: int32 zeros, at least one for each stripe of rows.
+
+    laid: of x, for a cut that wants it.
+    """
+    assert cut.laid == (laid is not None)
     tokens, (rows, columns) = x.shape[0], weight.shape
     out = x.new_empty(tokens, rows if act is None else rows // 2)
     stripes = -(-rows // (16 * cut.tiles * cut.warps))
@@ -144,8 +182,9 @@ def arranged(
         room = stripes * cut.parts * 4 * cut.tiles * token_tiles(tokens) * 32 * cut.warps
         partial = x.new_empty(room, dtype=torch.float32)
     stride = weight.scales.stride(0) if weight.scales.ndim > 1 else 0
+    numbers, unscale = (x, None) if laid is None else (laid.numbers, laid.unscale)
     pointers = (
-        weight.codes, weight.scales, weight.zeros, x, bias, out, partial, arrived,
+        weight.codes, weight.scales, weight.zeros, numbers, bias, out, unscale, partial, arrived,
     )  # fmt: skip
     values = (*(address(one) for one in pointers), tokens, rows, columns, stride)
     return Call(out, partial, (stripes, cut.parts), values)

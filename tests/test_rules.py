@@ -30,6 +30,7 @@ _EDGE = {
     "kv/dtype.py",  # where formats have their names
     "weights/format.py",  # the same for weights
     "cli/demo.py",  # a command line of its own
+    "cli/foreign_flags.py",  # the formats of another program's flags
     "cli/llama_flags.py",  # the formats of another program's flags
     "plan/refused.py",  # a way out, as arguments
     "models/quantization.py",  # values of --quantization

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import yaml
 from typer.main import get_command
@@ -14,7 +17,7 @@ from tests.cli.command import Ran, kvant
 
 def translated(*args: str, command: str = "serve") -> list[str]:
     found = get_command(app).commands[command]  # type: ignore[attr-defined]
-    return list(found._translated(list(args)))
+    return list(found.translated(args))
 
 
 def shown(ran: Ran) -> dict[str, object]:
@@ -43,7 +46,7 @@ def test_a_command_line_of_vllms_documents_starts_the_same_server() -> None:
     told = [line for line in ran.err.splitlines() if "has no effect" in line]
     assert [line.split()[1] for line in told] == [
         "--enforce-eager", "--enable-chunked-prefill", "--disable-log-requests",
-        "--trust-remote-code",
+        "--load-format", "--trust-remote-code",
     ]  # fmt: skip
 
 
@@ -62,6 +65,49 @@ def test_a_command_line_of_vllms_documents_starts_the_same_server() -> None:
         (["-tp", "1"], ["-tp", "1"]),
         (["--no-strict", "--data-parallel-size", "1"], ["--no-strict"]),
         (["--model=m"], ["m"]),
+        (["-dp=1", "-ep", "-O3", "-cc.mode=3", "-ac", "{}"], []),
+        (["--no-enable-flashinfer-autotune", "--no-async-scheduling", "-tp=2"], ["-tp", "2"]),
+        (["--compilation_config.pass_config.fuse=true", "--limit-mm-per-prompt.video", "0"], []),
+        (
+            [
+                "--speculative-config.method",
+                "ngram",
+                "--speculative_config.num-speculative-tokens=3",
+            ],
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
+        ),
+        (
+            ["--spec-method", "ngram", "--spec-tokens=3", "--tensor-parallel", "1"],
+            [
+                "--tensor-parallel-size",
+                "1",
+                "--speculative-config",
+                '{"method": "ngram", "num_speculative_tokens": 3}',
+            ],
+        ),
+        (["--attention-backend", "FLASH_ATTN"], ["--attention-backend", "auto"]),
+        (["--attention-backend", "TRITON_ATTN"], ["--attention-backend", "triton"]),
+        (["-q", "awq", "--dtype", "half"], ["--dtype", "float16"]),
+        (["--kv-cache-memory-bytes", "1073741824"], ["--kv-cache-memory", "1073741824"]),
+        (
+            ["--kv-offloading-size", "5", "--kv-offloading-backend", "native"],
+            ["--kv-offload", "host:5GiB"],
+        ),
+        (
+            [
+                "--kv-events-config",
+                '{"publisher": "zmq", "topic": "t", "endpoint": "tcp://*:7000"}',
+            ],
+            ["--kv-events", "tcp://*:7000,topic=t"],
+        ),
+        (
+            [
+                "--kv-transfer-config",
+                '{"kv_connector": "OffloadingConnector", '
+                '"kv_connector_extra_config": {"cpu_bytes_to_use": 9}}',
+            ],
+            ["--kv-offload", "host:9"],
+        ),
     ],
     ids=str,
 )
@@ -74,16 +120,19 @@ def test_spellings_are_read(given: list[str], read: list[str]) -> None:
     [
         (["--strange-flag"], ["has no option --strange-flag", "kvant serve --help"]),
         (["--max-model-length", "5"], ["did you mean --max-model-len?"]),
-        (["--enable-expert-parallel"], ["--enable-expert-parallel is not served", "one device"]),
+        (["-pp", "2"], ["--pipeline-parallel-size 2", "--tensor-parallel-size"]),
         (["--data-parallel-size", "4"], ["--data-parallel-size 4", "behind a router"]),
-        (["--chat-template=x.jinja"], ["--chat-template x.jinja", "chat_template.jinja"]),
+        (["--runner=pooling"], ["--runner pooling", "another server"]),
+        (["--kv-transfer-config", '{"kv_connector": "Far"}'], ["other engines", "--kv-offload"]),
+        (["--kv-events-config", "{"], ["is not JSON"]),
+        (["--strange", "--nnodes", "2"], ["2 flags", "--strange", "--nnodes 2", "one machine"]),
     ],
     ids=str,
 )
 def test_what_is_not_served_has_a_reason_and_a_way_out(given: list[str], words: list[str]) -> None:
     with pytest.raises(BadValue) as refused:
         translated(*given)
-    for word in (*words, "way out"):
+    for word in (*words, *(() if "is not JSON" in words else ("way out",))):
         assert word in str(refused.value)
 
 
@@ -100,6 +149,35 @@ def test_every_foreign_flag_maps_has_no_effect_or_is_refused() -> None:
         assert not one.neutral or one.refused
         assert "_" not in flag
     assert set(VALUES) <= ours
+
+
+def test_every_flag_of_vllms_documents_is_known() -> None:
+    found = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    counted = json.loads((Path(__file__).parent / "vllm_flags.json").read_text())["flags"]
+    assert len(counted) > 200
+    for flag in counted:
+        refused: list[BadValue] = []
+        list(found.read([flag, "1"], refused))
+        assert not [one for one in refused if "has no option" in str(one)], flag
+    refused = []
+    list(found.read(["--no-such-flag", "1"], refused))
+    assert "has no option" in str(refused)
+
+
+def test_a_line_of_vllm_is_translated_as_far_as_it_can_be() -> None:
+    line = "VLLM_USE_V1=1 vllm serve m/one -tp 2 --port 9000 -dp 4 --pooler-config '{}' --enforce-eager"
+    ran = kvant("serve", "--from-vllm", line)
+    assert ran.code == 2
+    assert ran.out == "kvant serve m/one -tp 2 --port 9000\n"
+    for words in (
+        "2 flags",
+        "-size 4 is not served: one engine serves",
+        "--pooler-config",
+        "eager has no",
+    ):
+        assert words in ran.err
+    ran = kvant("serve", "--from-vllm", "vllm serve m/one --max_model_len 4k")
+    assert (ran.code, ran.out) == (0, "kvant serve m/one --max-model-len 4000\n")
 
 
 def test_other_commands_take_the_spellings_but_not_vllms_flags() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from kvant.cli.foreign_flags import VALUES, VLLM, Foreign
+from kvant.cli.foreign_flags import SHORT, VALUES, VLLM, Foreign
 from kvant.cli.llama_flags import flags_of, translate_llama_server
 from kvant.errors import BadValue, WayOut
 
@@ -29,9 +30,10 @@ class ConfiguredCommand(TyperCommand):
     """
 
     foreign: ClassVar[Mapping[str, Foreign]] = {}
+    short: ClassVar[Mapping[str, str]] = {}
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        return super().parse_args(ctx, list(self._translated(args)))
+        return super().parse_args(ctx, self.translated(args))
 
     def format_options(  # type: ignore[override]
         self, ctx: typer.Context, formatter: typer._click.HelpFormatter
@@ -49,44 +51,79 @@ class ConfiguredCommand(TyperCommand):
 
     # -- arguments -----------------------------------------------------------------------------
 
-    def _translated(self, args: list[str]) -> Iterator[str]:
-        """The arguments as this command knows them."""
+    def translated(self, args: Sequence[str]) -> list[str]:
+        """The arguments as this command knows them. Raises BadValue that names every one it cannot take."""
+        refused: list[BadValue] = []
+        found = list(self.read(args, refused))
+        if refused:
+            raise _joined(refused)
+        return found
+
+    def read(self, args: Sequence[str], refused: list[BadValue]) -> Iterator[str]:
+        """Yields the arguments as this command knows them, and appends those it cannot take to `refused`."""
         known = {
             flag: param
             for param in self.params
             if isinstance(param, TyperOption)
             for flag in (*param.opts, *param.secondary_opts)
         }
+        objects: dict[str, dict[str, Any]] = {}  # of flags such as --speculative-config.method
         rest = iter(args)
         for argument in rest:
             if argument == "--":
                 yield argument
                 yield from rest
-                return
+                break
             if not argument.startswith("-") or argument == "-" or argument[1].isdigit():
                 yield argument
                 continue
             flag, has_value, value = argument.partition("=")
-            if flag.startswith("--"):
-                flag = flag.replace("_", "-")
-            param = known.get(flag)
-            if param is None and flag == "--model":
+            flag, keys = self._spelled(flag, known)
+            if keys.startswith("="):  # -O3
+                has_value, value = "=", keys[1:]
+            param, one = known.get(flag), self.foreign.get(flag)
+            if flag in ("--help", "-h"):
+                yield "--help"
+            elif flag == "--model" and param is None:
                 yield value if has_value else next(rest, flag)
-            elif param is None and flag in self.foreign:
-                one = self.foreign[flag]
+            elif param is None and one is not None:
                 if one.takes_value and not has_value:
                     value = next(rest, "")
-                yield from _carried_over(flag, value, one)
-            elif flag in ("--help", "-h"):
-                yield "--help"
+                try:
+                    yield from _carried_over(flag, value, one)
+                except BadValue as fault:
+                    refused.append(fault)
             elif param is None and not _is_short(flag, known):
-                raise self._unknown(flag, known)
+                if not any(flag in str(fault) for fault in refused):
+                    refused.append(self._unknown(flag, known))
             elif param is None or param.is_flag:
                 yield flag + has_value + value
             else:
                 if not has_value:
                     value = next(rest, "")
-                yield from _valued(flag, value, param)
+                if keys:
+                    _put(objects.setdefault(flag, {}), keys.replace("-", "_"), value)
+                else:
+                    yield from _valued(flag, value, param)
+        for flag, body in objects.items():
+            yield from (flag, json.dumps(body))
+
+    def _spelled(self, flag: str, known: Mapping[str, object]) -> tuple[str, str]:
+        """A flag with its usual name, and the keys behind its first point, or = and an attached value."""
+        flag, _, keys = flag.partition(".")
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")
+            base = "--" + flag.removeprefix("--no-")
+            # Switched off: for a flag without an effect, or of something that is never on.
+            other = self.foreign.get(base)
+            if flag not in known and flag not in self.foreign and other and not other.takes_value:
+                flag = base if other.no_effect else flag
+        if flag[:2] == "-O" and flag[2:].isdigit() and self.short:
+            return self.short["-O"], "=" + flag[2:]
+        if flag in self.short and flag not in known:
+            flag, _, key = self.short[flag].partition(".")
+            keys = keys or key
+        return flag, keys
 
     def _unknown(self, flag: str, known: Mapping[str, object]) -> BadValue:
         near = difflib.get_close_matches(flag, [*known, *self.foreign], n=2, cutoff=0.8)
@@ -101,6 +138,7 @@ class ServeCommand(ConfiguredCommand):
     """Also takes the flags of `vllm serve`, and translates whole command lines of other servers."""
 
     foreign = VLLM
+    short = SHORT
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if args and args[0] in ("--from-vllm", "--from-llama-server"):
@@ -109,19 +147,22 @@ class ServeCommand(ConfiguredCommand):
                     f"{args[0]} takes one command line",
                     ways_out=(WayOut("put it in quotes", (args[0], "PROGRAM --flag ..")),),
                 )
-            sys.stdout.write(self._of_other(args[0], args[1]) + "\n")
+            refused: list[BadValue] = []
+            sys.stdout.write(self._of_other(args[0], args[1], refused) + "\n")
+            if refused:  # the line lacks them
+                raise _joined(refused)
             raise typer.Exit
         return super().parse_args(ctx, args)
 
-    def _of_other(self, kind: str, line: str) -> str:
-        """The command line of `kvant serve` for one of another server."""
+    def _of_other(self, kind: str, line: str, refused: list[BadValue]) -> str:
+        """The command line of `kvant serve` for one of another server, without what it refuses."""
         words = [word for word in shlex.split(line) if word != "\n"]
         while words and (words[0] in ("vllm", "serve") or "=" in words[0].split("-")[0]):
             del words[0]  # the program's name, and variables before it
         if words and words[0].rsplit("/", 1)[-1] in ("llama-server", "server"):
             del words[0]
         if kind == "--from-vllm":
-            found = list(self._translated(words))
+            found = list(self.read(words, refused))
         else:
             found = []
             for one in translate_llama_server(words):
@@ -129,15 +170,38 @@ class ServeCommand(ConfiguredCommand):
                     found.append(one)
                 else:
                     sys.stderr.write(f"kvant: {flags_of(one)} has no effect: {one.no_effect}\n")
-            found = list(self._translated(found))
+            found = list(self.read(found, refused))
         return shlex.join(["kvant", "serve", *found])
+
+
+def _joined(refused: Sequence[BadValue]) -> BadValue:
+    """One error for all of them."""
+    if len(refused) == 1:
+        return refused[0]
+    ways = {str(way): way for fault in refused for way in fault.ways_out}
+    return BadValue(
+        f"{len(refused)} flags of this command line cannot be taken",
+        tried=[f"{fault.what}{': ' * bool(fault.why)}{fault.why}" for fault in refused],
+        ways_out=tuple(ways.values()),
+    )
+
+
+def _put(into: dict[str, Any], keys: str, value: str) -> None:
+    """Set the value of a dotted key, as JSON where it is JSON."""
+    *above, last = keys.split(".")
+    for key in above:
+        into = into.setdefault(key, {})
+    try:
+        into[last] = json.loads(value)
+    except json.JSONDecodeError:
+        into[last] = value
 
 
 def _carried_over(flag: str, value: str, one: Foreign) -> Iterator[str]:
     if one.becomes:
         yield from one.becomes
         if one.takes_value:
-            yield value
+            yield one.convert(value)
     elif one.refused and value not in one.neutral:
         raise BadValue(
             f"{flag} {value}".strip() + " is not served",
@@ -150,7 +214,13 @@ def _carried_over(flag: str, value: str, one: Foreign) -> Iterator[str]:
 
 def _valued(flag: str, value: str, param: TyperOption) -> Iterator[str]:
     """A flag with its value, or nothing where the value asks for the default."""
-    value = VALUES.get(flag, {}).get(value, value)
+    ours = VALUES.get(flag, {}).get(value.lower(), value)
+    if ours in ("", "auto") and value.lower() != ours:
+        told = "it is left out" if not ours else "auto chooses"
+        sys.stderr.write(f"kvant: {flag} {value} has no effect: {told}\n")
+        if not ours:
+            return
+    value = ours
     is_number = param.metavar in ("INT", "NUMBER")
     if is_number and value == "auto":
         return

@@ -2,114 +2,405 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from kvant.errors import WayOut
+from kvant.errors import BadValue, WayOut
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
     """One flag of another program.
 
-    takes_value: it is followed by a value. becomes: flags that replace it, before its value. no_effect:
-    why it changes nothing. refused: why it cannot be served; neutral values pass. way_out: for a refusal.
+    takes_value: it is followed by a value. becomes: flags that replace it, before its value. convert:
+    the value as Kvant writes it. no_effect: why it changes nothing. refused: why it cannot be served;
+    neutral values pass. way_out: for a refusal.
     """
 
     takes_value: bool = False
     becomes: tuple[str, ...] = ()
+    convert: Callable[[str], str] = str
     no_effect: str = ""
     refused: str = ""
     neutral: tuple[str, ...] = ()
     way_out: WayOut | None = None
 
 
-_TEXT_ONLY = "the server takes text only"
-_ONE_DEVICE = "one device serves so far"
-_FAMILY = "the chat template tells how the model writes reasoning and tool calls"
+_TEXT_ONLY = "the server takes and writes text only"
+_DIVIDED = (
+    "--tensor-parallel-size divides a model, also its experts, over the devices of one machine"
+)
+_TENSOR_PARALLEL = WayOut("divide the model over devices of one machine: --tensor-parallel-size N")
+_ROUTER = WayOut("start one server on each device, behind a router")
 _LOG = "a line for each request is printed with --log-requests only"
 _MERGE = WayOut("merge the adapter into the weights first (peft: merge_and_unload)")
+_PROXY = WayOut("put a proxy in front")
+_OFFLOAD = WayOut("keep pages in host memory and files: --kv-offload host:SIZE,disk:DIR:SIZE")
+
+_NO_EFFECT: Mapping[str, str] = {
+    "CUDA graphs change no answer; Kvant decides where it uses them":
+        "--enforce-eager --cudagraph-capture-sizes= --max-cudagraph-capture-size= --max-seq-len-to-capture= "
+        "--cudagraph-metrics",
+    "prompts are always computed in chunks": "--enable-chunked-prefill",
+    _LOG:
+        "--disable-log-requests --no-enable-log-requests --max-log-len= --disable-uvicorn-access-log "
+        "--uvicorn-log-level= --disable-access-log-for-endpoints= --enable-log-outputs --enable-log-deltas "
+        "--log-error-stack --log-level= --log-config-file= --logging-config= --aggregate-engine-logging "
+        "--enable-logging-iteration-details --use-tqdm-on-load --enable-trace-replay",
+    "statistics are at /metrics":
+        "--disable-log-stats --kv-cache-metrics --kv-cache-metrics-sample= --enable-mfu-metrics "
+        "--show-hidden-metrics-for-version= --enable-server-load-tracking --enable-per-request-metrics "
+        "--per-request-spec-decode-metrics --custom-histogram-buckets=",
+    "Kvant never runs code of a checkpoint": "--trust-remote-code --code-revision=",
+    "steps are always scheduled ahead": "--async-scheduling",
+    "Kvant compiles nothing of a model": "--compilation-config= --optimization-level=",
+    "Kvant chooses its kernels by what it verifies and measures":
+        "--moe-backend= --linear-backend= --attention-config= --kernel-config= --enable-flashinfer-autotune "
+        "--disable-flashinfer-autotune --ir-op-priority= --monokernel --mamba-backend= "
+        "--mamba-ssu-algorithm= --gdn-prefill-backend= --kda-prefill-backend= --kda-decode-backend= "
+        "--sparse-indexer-topk-backend= --disable-cascade-attn --disable-custom-all-reduce "
+        "--all2all-backend= --performance-mode= "
+        "--specialize-active-lora --model-impl= --enable-layerwise-nvtx-tracing --jit-monitor-mode= "
+        "--jit-monitor-verbose --use-fp64-gumbel --additional-config= "
+        "--use-replayssm --replayssm-buffer-len= --enable-shm-tensor-arena --fail-on-environ-validation "
+        "--allow-deprecated-quantization",
+    "a preempted sequence is computed again": "--swap-space=",
+    "the processes of one machine's devices are started by Kvant":
+        "--distributed-executor-backend= --max-parallel-loading-workers= --distributed-timeout-seconds= "
+        "--cpu-distributed-timeout-seconds= --numa-bind --numa-bind-nodes= --numa-bind-cpus= "
+        "--ray-workers-use-nsight --api-server-count=",
+    _DIVIDED:
+        "--enable-expert-parallel --enable-ep-weight-filter --expert-placement-strategy= --enable-eplb "
+        "--eplb-config= --num-redundant-experts=",
+    _TEXT_ONLY:
+        "--limit-mm-per-prompt= --mm-processor-kwargs= --mm-processor-cache-gb= --mm-processor-cache-type= "
+        "--mm-encoder-tp-mode= --mm-encoder-attn-backend= --mm-encoder-attn-dtype= "
+        "--mm-encoder-fp8-scale-path= --mm-encoder-fp8-scale-save-path= --mm-encoder-fp8-scale-save-margin= "
+        "--mm-shm-cache-max-object-size-mb= --mm-tensor-ipc= --mm-ipc-gpu-memory-gb= --mm-processor-device= "
+        "--mm-device-do-normalize --mm-hasher-algorithm= --media-io-kwargs= --language-model-only "
+        "--disable-chunked-mm-input --interleave-mm-strings --skip-mm-profiling --video-pruning-rate= "
+        "--video-pruning-method= --allowed-local-media-path= --allowed-media-domains= "
+        "--trust-request-mm-kwargs --renderer-num-workers=",
+    "tools are not shown to the model with tool_choice none": "--exclude-tools-when-tool-choice-none",
+    "--allowed-origins decides which pages may ask; they send the key in a header":
+        "--allow-credentials --allowed-methods= --allowed-headers=",
+    "requests may always be token ids": "--skip-tokenizer-init",
+    "usage always has the details": "--enable-prompt-tokens-details",
+    "/tokenizer_info is always there": "--enable-tokenizer-info-endpoint",
+    "X-Request-Id is always returned": "--enable-request-id-headers",
+    "each kind of layer has a group of pages of its own":
+        "--disable-hybrid-kv-cache-manager --kv-sharing-fast-prefill",
+    "cached states and pages go when their room is needed":
+        "--mamba-cache-mode= --mamba-block-size= --enable-mamba-shared-prefix-checkpoint "
+        "--prefix-cache-retention-interval= --prefix-match-unit= --prefix-caching-hash-algo=",
+    "a stream gets the text of each step": "--stream-interval=",
+    "--max-num-batched-tokens bounds each step":
+        "--scheduler-reserve-full-isl --long-prefill-token-threshold= --prefill-schedule-interval= "
+        "--max-num-partial-prefills= --max-long-partial-prefills= --ubatch-size= "
+        "--long-prefill-token-threshold-adaptive --enable-batch-sharded-sampling "
+        "--max-num-scheduled-tokens= --max-num-active-seqs=",
+    "the files of a model are read at their best":
+        "--model-loader-extra-config= --safetensors-load-strategy= --safetensors-prefetch-num-threads= "
+        "--safetensors-prefetch-block-size= --pt-load-map-location= --ignore-patterns=",
+    "the chat template tells how the model writes reasoning and tool calls":
+        "--enable-auto-tool-choice --tool-call-parser= --reasoning-parser= --reasoning-config=",
+    "the server's only pages are / and /openapi.json": "--disable-fastapi-docs --enable-offline-docs",
+    "limits of headers are --max-header-bytes and --max-header-count":
+        "--h11-max-incomplete-event-size= --h11-max-header-count=",
+}  # fmt: skip
+"""Reasons, and the flags that change nothing for them. A flag with `=` takes a value."""
+
+_REFUSED: Mapping[str, tuple[str, WayOut | None]] = {
+    "one process per device of one machine serves": (
+        "--nnodes= --node-rank= --master-addr= --master-port= --headless --data-parallel-size-local= "
+        "--data-parallel-rank= --data-parallel-start-rank= --data-parallel-address= "
+        "--data-parallel-rpc-port= --data-parallel-backend= --data-parallel-hybrid-lb "
+        "--data-parallel-external-lb --data-parallel-supervisor-port= "
+        "--data-parallel-multi-port-external-lb --elastic-ep-max-dp-size= "
+        "--enable-elastic-ep --enable-fault-tolerance --fault-tolerance-config= --dp-sync-interval= "
+        "--disable-nccl-for-dp-synchronization --decode-context-parallel-size= "
+        "--prefill-context-parallel-size= --dcp-comm-backend= --dcp-q-replicate "
+        "--dcp-kv-cache-interleave-size= --cp-kv-cache-interleave-size= --enable-dbo "
+        "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --enable-hc-sp",
+        _TENSOR_PARALLEL,
+    ),
+    "KV cache pages are not sent to other engines": (
+        "--ec-transfer-config= --ec-manager-config= --enable-scale-out --tokens-only",
+        _OFFLOAD,
+    ),
+    "LoRA adapters are not offered": (
+        "--enable-lora --lora-modules= --max-loras= --max-cpu-loras= --max-lora-rank= --lora-dtype= "
+        "--lora-target-modules= --lora-extra-vocab-size= --max-lora-cls-labels= --fully-sharded-loras "
+        "--default-mm-loras= --enable-tower-connector-lora --enable-moe-shared-loras "
+        "--enable-mixed-moe-lora-format",
+        _MERGE,
+    ),
+    "there is no TLS": (
+        "--ssl-keyfile= --ssl-certfile= --ssl-ca-certs= --ssl-cert-reqs= --ssl-ciphers= --enable-ssl-refresh",
+        _PROXY,
+    ),
+    "paths begin at /": ("--root-path= --uds= --grpc --grpc-port=", _PROXY),
+    "weights stay as they are on their device": (
+        "--offload-backend= --offload-group-size= --offload-num-in-group= --offload-prefetch-step= "
+        "--offload-params= --cpu-offload-params= --enable-sleep-mode --sleep-mode-backend= "
+        "--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names= --enable-nccl-comm-suspend "
+        "--weight-transfer-config= --engram-config= --enable-cumem-allocator",
+        WayOut("round the weights while loading: --quantization int4"),
+    ),
+    "no code of users runs in the server": (
+        "--logits-processors= --io-processor-plugin= --reasoning-parser-plugin= --tool-parser-plugin= "
+        "--tool-call-parser-plugin= --middleware= --worker-cls= --worker-extension-cls= --scheduler-cls= "
+        "--model-class-overrides= --tool-server=",
+        None,
+    ),
+    "requests are texts or token ids": (
+        "--enable-prompt-embeds --enable-mm-embeds --mm-encoder-only",
+        None,
+    ),
+    "answers are text; embeddings come from /v1/embeddings where a model has them": (
+        "--pooler-config= --enable-flash-late-interaction",
+        None,
+    ),
+    "states are rounded to the nearest value": (
+        "--enable-mamba-cache-stochastic-rounding --mamba-cache-philox-rounds=",
+        WayOut("store states with more bits: --state-dtype float32"),
+    ),
+    "a chat template belongs to the server, not to a request": (
+        "--trust-request-chat-template",
+        WayOut("name the template at the start: --chat-template FILE"),
+    ),
+    "usage is sent to streams that ask for it": (
+        "--enable-force-include-usage",
+        WayOut('ask for it: "stream_options": {"include_usage": true}'),
+    ),
+    "pages follow from memory": (
+        "--num-gpu-blocks-override=",
+        WayOut("give the memory: --kv-cache-memory SIZE"),
+    ),
+    "a layer's window is a part of the model": ("--disable-sliding-window", None),
+    "answers are text, token ids and log-probabilities": (
+        "--watermark= --watermark-config= --return-sampling-mask --enable-return-routed-experts "
+        "--aux-output-config= --fingerprint-mode= --fingerprint-value=",
+        None,
+    ),
+    "parameters belong to a request": (
+        "--reasoning-effort-map= --tool-strict-level= --return-tokens-as-token-ids "
+        "--anthropic-disabled-thinking-effort=",
+        WayOut("set them in requests"),
+    ),
+    "traces are not sent": (
+        "--otlp-traces-endpoint= --collect-detailed-traces= --profiler-config=",
+        WayOut("measure with --log-requests, /metrics and `kvant bench`"),
+    ),
+    "formats of weights are named by --quantization": (
+        "--quantization-config= --quantization-param-path=",
+        WayOut("round the weights while loading: --quantization fp8"),
+    ),
+    "images, audio and video are not made here": (
+        "--omni --num-gpus= --usp= --ring= --ulysses-degree= --cfg-parallel-size= --vae-parallel-mode= "
+        "--vae-patch-parallel-size= --vae-use-tiling --vae-use-slicing --use-hsdp --hsdp-shard-size= "
+        "--text-encoder-tp-size= --diffusion-attention-backend= --diffusion-config= --deploy-config= "
+        "--task-type= --init-timeout= --stage-init-timeout= --enable-cpu-offload --model-class-name= "
+        "--enable-distributed-layerwise-offload --dlo-resident-layers= --dlo-no-use-allgather "
+        "--no-async-chunk --stage-configs-path=",
+        None,
+    ),
+}
+"""Reasons and ways out, and the flags that are refused for them."""
+
+
+def _listed(flags: str, **parts: object) -> dict[str, Foreign]:
+    return {
+        flag.rstrip("="): Foreign(flag.endswith("="), **parts)  # type: ignore[arg-type]
+        for flag in flags.split()
+    }
+
+
+def _object(flag: str, value: str) -> dict[str, Any]:
+    try:
+        found = json.loads(value)
+    except json.JSONDecodeError as fault:
+        raise BadValue(f"{flag}: {value!r} is not JSON", why=str(fault)) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _offload(value: str) -> str:
+    """Host memory of vLLM's connector that offloads. Raises BadValue for connectors of other engines."""
+    given = _object("--kv-transfer-config", value)
+    extra = given.get("kv_connector_extra_config") or {}
+    if given.get("kv_connector") != "OffloadingConnector" or "secondary_tiers" in extra:
+        raise BadValue(
+            f"--kv-transfer-config {value} is not served",
+            why="KV cache pages are not sent to other engines or stores",
+            ways_out=(_OFFLOAD,),
+        )
+    if not (size := extra.get("cpu_bytes_to_use")):
+        raise BadValue(
+            f"--kv-transfer-config {value} is not served",
+            why="it does not say how much host memory the pages get",
+            ways_out=(_OFFLOAD,),
+        )
+    return f"host:{size}"
+
+
+def _gibibytes(value: str) -> str:
+    return f"host:{value}GiB"
+
+
+def _events(value: str) -> str:
+    """vLLM's JSON as Kvant's `ENDPOINT[,replay=..][,topic=..]`. Raises BadValue."""
+    given = _object("--kv-events-config", value)
+    parts = [str(given.get("endpoint", "tcp://*:5557"))]
+    parts += [f"replay={given['replay_endpoint']}"] if given.get("replay_endpoint") else []
+    parts += [f"topic={given['topic']}"] if given.get("topic") else []
+    return ",".join(parts)
+
 
 VLLM: Mapping[str, Foreign] = {
-    # No effect on answers
-    "--enforce-eager": Foreign(no_effect="CUDA graphs change no answer; Kvant decides where it uses them"),
-    "--enable-chunked-prefill": Foreign(no_effect="prompts are always computed in chunks"),
-    "--no-enable-chunked-prefill": Foreign(no_effect="prompts are always computed in chunks"),
-    "--disable-log-requests": Foreign(no_effect=_LOG),
-    "--no-enable-log-requests": Foreign(no_effect=_LOG),
-    "--max-log-len": Foreign(True, no_effect=_LOG),
-    "--disable-log-stats": Foreign(no_effect="statistics are at /metrics"),
-    "--disable-uvicorn-access-log": Foreign(no_effect=_LOG),
-    "--uvicorn-log-level": Foreign(True, no_effect=_LOG),
-    "--trust-remote-code": Foreign(no_effect="Kvant never runs code of a checkpoint"),
-    "--async-scheduling": Foreign(no_effect="steps are always scheduled ahead"),
-    "--no-async-scheduling": Foreign(no_effect="steps are always scheduled ahead"),
-    "--compilation-config": Foreign(True, no_effect="Kvant compiles nothing of a model"),
-    "-O": Foreign(True, no_effect="Kvant compiles nothing of a model"),
-    "--cudagraph-capture-sizes": Foreign(True, no_effect="Kvant chooses the sizes of its graphs"),
-    "--max-seq-len-to-capture": Foreign(True, no_effect="Kvant chooses the sizes of its graphs"),
-    "--swap-space": Foreign(True, no_effect="a preempted sequence is computed again"),
+    **{k: v for why, flags in _NO_EFFECT.items() for k, v in _listed(flags, no_effect=why).items()},
+    **{
+        flag: one
+        for why, (flags, way) in _REFUSED.items()
+        for flag, one in _listed(flags, refused=why, way_out=way).items()
+    },
+    # Another name
+    "--enable-log-requests": Foreign(becomes=("--log-requests",)),
+    "--disable-prefix-caching": Foreign(becomes=("--no-enable-prefix-caching",)),
+    "--device-memory-utilization": Foreign(True, becomes=("--gpu-memory-utilization",)),
+    "--max-logprobs": Foreign(True, becomes=("--max-top-logprobs",)),
+    "--sse-keep-alive-interval": Foreign(True, becomes=("--ping-interval",)),
+    "--kv-cache-memory-bytes": Foreign(True, becomes=("--kv-cache-memory",)),
+    "--kv-offloading-size": Foreign(True, becomes=("--kv-offload",), convert=_gibibytes),
+    "--kv-events-config": Foreign(True, becomes=("--kv-events",), convert=_events),
+    # Some values
+    "--kv-offloading-backend": Foreign(
+        True, no_effect="Kvant moves the pages itself", refused="Kvant moves the pages itself",
+        neutral=("native", ""),
+    ),
     "--tokenizer-mode": Foreign(
         True, no_effect="the tokenizers library is always used", refused="no other tokenizer is offered",
         neutral=("auto", "hf", "fast", "mistral", "slow"),
     ),
-    "--distributed-executor-backend": Foreign(True, no_effect=_ONE_DEVICE),
-    "--limit-mm-per-prompt": Foreign(True, no_effect=_TEXT_ONLY),
-    "--mm-processor-kwargs": Foreign(True, no_effect=_TEXT_ONLY),
-    "--mm-processor-cache-gb": Foreign(True, no_effect=_TEXT_ONLY),
-    "--mm-encoder-tp-mode": Foreign(True, no_effect=_TEXT_ONLY),
-    "--allowed-local-media-path": Foreign(True, no_effect=_TEXT_ONLY),
-    "--enable-prompt-tokens-details": Foreign(no_effect="usage always has the details"),
-    "--enable-tokenizer-info-endpoint": Foreign(no_effect="/tokenizer_info is always there"),
-    "--enable-request-id-headers": Foreign(no_effect="X-Request-Id is always returned"),
-    "--enable-force-include-usage": Foreign(
-        refused="usage is sent to streams that ask for it",
-        way_out=WayOut('ask for it: "stream_options": {"include_usage": true}'),
+    "--config-format": Foreign(
+        True, no_effect="config.json is read", refused="config.json is read",
+        neutral=("auto", "hf", "mistral"),
     ),
-    # Another name
-    "--enable-log-requests": Foreign(becomes=("--log-requests",)),
-    "--max-logprobs": Foreign(True, becomes=("--max-top-logprobs",)),
     "--chat-template-content-format": Foreign(
         True, no_effect="text parts are joined", refused="text parts are joined into one text",
         neutral=("auto", "string"),
     ),
-    # Refused
-    "--enable-expert-parallel": Foreign(refused=_ONE_DEVICE),
+    "--runner": Foreign(
+        True, no_effect="answers are generated", refused="answers are generated",
+        neutral=("auto", "generate"), way_out=WayOut("serve a pooling model with another server"),
+    ),
+    "--convert": Foreign(
+        True, no_effect="answers are generated", refused="answers are generated", neutral=("auto", "none"),
+        way_out=WayOut("serve a pooling model with another server"),
+    ),
+    "--logprobs-mode": Foreign(
+        True, no_effect="log-probabilities are the model's own",
+        refused="log-probabilities are the model's own", neutral=("raw_logprobs",),
+    ),
+    "--scheduling-policy": Foreign(
+        True, no_effect="requests run in the order of their arrival",
+        refused="requests run in the order of their arrival", neutral=("fcfs",),
+    ),
+    "--structured-outputs-config": Foreign(
+        True, no_effect="llguidance compiles every schema, regex and grammar"
+    ),
+    "--guided-decoding-backend": Foreign(
+        True, no_effect="llguidance compiles every schema, regex and grammar"
+    ),
+    "--response-role": Foreign(
+        True, no_effect="answers are the assistant's", refused="answers are the assistant's",
+        neutral=("assistant",),
+    ),
     "--data-parallel-size": Foreign(
-        True, no_effect="one engine serves", refused=_ONE_DEVICE, neutral=("1",),
-        way_out=WayOut("start one server on each device, behind a router"),
+        True, no_effect="one engine serves", refused="one engine serves", neutral=("1",), way_out=_ROUTER
     ),
     "--pipeline-parallel-size": Foreign(
-        True, no_effect="one engine serves", refused=_ONE_DEVICE, neutral=("1",)
+        True, no_effect="one engine serves", refused="a model is not divided by layers", neutral=("1",),
+        way_out=_TENSOR_PARALLEL,
     ),
-    "--kv-transfer-config": Foreign(True, refused="KV cache pages are not sent anywhere"),
+    "--kv-transfer-config": Foreign(True, becomes=("--kv-offload",), convert=_offload),
     "--hf-overrides": Foreign(
         True, refused="a checkpoint's config.json is taken as it is", neutral=("{}",),
         way_out=WayOut("change the value in a copy of the model's config.json"),
     ),
-    "--chat-template": Foreign(
-        True, refused="conversations use the checkpoint's own template",
-        way_out=WayOut("put the template into chat_template.jinja of the model's directory"),
+    "--hf-config-path": Foreign(
+        True, refused="the configuration is the checkpoint's own",
+        way_out=WayOut("put config.json into the model's directory"),
     ),
-    "--enable-auto-tool-choice": Foreign(no_effect=_FAMILY),
-    "--tool-call-parser": Foreign(True, no_effect=_FAMILY),
-    "--reasoning-parser": Foreign(True, no_effect=_FAMILY),
+    "--override-generation-config": Foreign(
+        True, refused="sampling defaults are the checkpoint's own", neutral=("{}",),
+        way_out=WayOut("set them in requests, or in the model's generation_config.json"),
+    ),
     "--tokenizer": Foreign(
         True, refused="the tokenizer is the checkpoint's own",
         way_out=WayOut("put the tokenizer's files into the model's directory"),
     ),
-    "--enable-lora": Foreign(refused="LoRA adapters are not offered", way_out=_MERGE),
-    "--lora-modules": Foreign(True, refused="LoRA adapters are not offered", way_out=_MERGE),
-    "--max-loras": Foreign(True, refused="LoRA adapters are not offered", way_out=_MERGE),
-    "--max-lora-rank": Foreign(True, refused="LoRA adapters are not offered", way_out=_MERGE),
-    "--ssl-keyfile": Foreign(True, refused="there is no TLS", way_out=WayOut("put a proxy in front")),
-    "--ssl-certfile": Foreign(True, refused="there is no TLS", way_out=WayOut("put a proxy in front")),
-    "--root-path": Foreign(True, refused="paths begin at /", way_out=WayOut("strip it in the proxy")),
-    "--cpu-offload-gb": Foreign(True, refused="weights are not offloaded", neutral=("0",)),
+    "--tokenizer-revision": Foreign(
+        True, refused="the tokenizer is the checkpoint's own",
+        way_out=WayOut("put the tokenizer's files into the model's directory"),
+    ),
+    "--hf-token": Foreign(True, refused="a variable holds the key", way_out=WayOut("set HF_TOKEN")),
+    "--download-dir": Foreign(True, refused="a variable names it", way_out=WayOut("set HF_HUB_CACHE")),
+    "--device-ids": Foreign(
+        True, refused="a variable names them", way_out=WayOut("set CUDA_VISIBLE_DEVICES")
+    ),
+    "--cpu-offload-gb": Foreign(
+        True, no_effect="weights are not offloaded", refused="weights are not offloaded", neutral=("0",),
+        way_out=WayOut("round the weights while loading: --quantization int4"),
+    ),
 }  # fmt: skip
 
+SHORT: Mapping[str, str] = {
+    "-ac": "--attention-config", "-cc": "--compilation-config", "-O": "--optimization-level",
+    "-dc": "--diffusion-config", "-dcp": "--decode-context-parallel-size", "-dp": "--data-parallel-size",
+    "-dpa": "--data-parallel-address", "-dpb": "--data-parallel-backend",
+    "-dpe": "--data-parallel-external-lb", "-dph": "--data-parallel-hybrid-lb",
+    "-dpl": "--data-parallel-size-local", "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dpn": "--data-parallel-rank", "-dpp": "--data-parallel-rpc-port",
+    "-dpr": "--data-parallel-start-rank", "-ep": "--enable-expert-parallel", "-n": "--nnodes",
+    "-pcp": "--prefill-context-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
+    "-r": "--node-rank", "-sc": "--speculative-config", "--spec-method": "--speculative-config.method",
+    "--spec-model": "--speculative-config.model",
+    "--spec-tokens": "--speculative-config.num_speculative_tokens",
+    "--tensor-parallel": "--tensor-parallel-size",
+}  # fmt: skip
+"""vLLM's short flags."""
+
+_STORED = dict.fromkeys(
+    ("ascend", "auto-round", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp_quant", "gguf",
+     "gptq", "gptq_marlin", "humming", "inc", "modelopt", "modelopt_fp4", "modelopt_mixed", "moe_wna16",
+     "mxfp4", "quark", "torchao"),
+    "",
+)  # fmt: skip
+_STREAMED = dict.fromkeys(
+    ("safetensors", "hf", "mistral", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"
+)
+_KERNELS = dict.fromkeys(
+    ("flash_attn", "flash_attn_diffkv", "flashinfer_mla", "flashinfer_mla_sparse", "flashmla",
+     "flashmla_sparse", "flex_attention", "cutlass_mla", "triton_mla", "tree_attn", "xformers",
+     "tokenspeed_mla", "hpc_attn", "b12x", "rocm_attn", "rocm_aiter_fa", "rocm_aiter_mla",
+     "rocm_aiter_mla_sparse", "rocm_aiter_unified_attn", "torch_sdpa", "triton_flashinfer"),
+    "auto",
+)  # fmt: skip
+
 VALUES: Mapping[str, Mapping[str, str]] = {
-    "--load-format": {"safetensors": "auto", "hf": "auto"},
+    "--load-format": _STREAMED,
     "--generation-config": {"vllm": "none"},
+    "--dtype": {"half": "float16", "float": "float32"},
+    "--quantization": {
+        **_STORED,
+        "fp8_per_tensor": "fp8",
+        "fp8_per_channel": "fp8_dynamic",
+        "int8_per_channel_weight_only": "int8",
+    },
+    "--attention-backend": {**_KERNELS, "triton_attn": "triton"},
 }
-"""Flags that both programs have: values of the other one, and what they are called here."""
+"""Flags that both programs have: values of the other one, in lower case, and what they are called here. An
+empty text leaves the flag out: the checkpoint says how its weights are stored.
+"""

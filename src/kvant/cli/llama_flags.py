@@ -131,21 +131,15 @@ _TABLE: Sequence[tuple[tuple[str, ...], Foreign]] = (
     (("--jinja",), Foreign(no_effect="chat templates are always Jinja")),
     (("--no-jinja",), Foreign(refused="chat templates are always Jinja")),
     (
-        ("--chat-template", "--chat-template-file"),
+        ("--chat-template",),
         Foreign(
             True,
-            refused="conversations use the checkpoint's own template",
-            way_out=WayOut("put the template into chat_template.jinja of the model's directory"),
+            refused="templates have no names here",
+            way_out=WayOut("name a file: --chat-template-file FILE"),
         ),
     ),
-    (
-        ("--chat-template-kwargs",),
-        Foreign(
-            True,
-            refused="values for templates belong to a request",
-            way_out=WayOut("set chat_template_kwargs in requests"),
-        ),
-    ),
+    (("--chat-template-file",), Foreign(True, becomes=("--chat-template",))),
+    (("--chat-template-kwargs",), Foreign(True, becomes=("--default-chat-template-kwargs",))),
     (("--reasoning-format",), Foreign(True, no_effect=_BY_TEMPLATE)),
     (
         ("--reasoning-budget",),

@@ -22,6 +22,7 @@ from kvant.server.access import (
     read_origins,
 )
 from kvant.server.config import EVENT_OPTIONS, ServerConfig
+from kvant.server.parameters import read_template_values
 
 
 def _server_config(settings: Settings) -> ServerConfig:
@@ -33,7 +34,8 @@ def _server_config(settings: Settings) -> ServerConfig:
     if config.api_key_file is not None:
         keys = (*config.api_keys, *read_keys(Path(config.api_key_file)))
         config = replace(config, api_keys=keys)
-    _ = config.events.parsed
+    _ = config.events.parsed, config.own_template
+    read_template_values(config.default_chat_template_kwargs)
     check_names(config.served_names)
     check_keys(config.api_keys)
     check_origins(config.allowed_origins)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
+from kvant.errors import BadValue, WayOut
 from kvant.kv.events import EventsConfig, parse_events
 from kvant.plan.options import option, options_of
 from kvant.sampling.sampling_params import (
@@ -278,6 +280,20 @@ class ServerConfig:
         metavar="auto|none",
         panel=_SERVER,
     )
+    chat_template: str | None = option(
+        None,
+        "Jinja file that writes conversations.",
+        metavar="FILE",
+        unset="the checkpoint's",
+        panel=_SERVER,
+    )
+    default_chat_template_kwargs: str | None = option(
+        None,
+        "Values for the chat template of requests that set none.",
+        metavar="JSON",
+        unset="none",
+        panel=_SERVER,
+    )
     log_requests: bool = option(
         False, "Print one line for each request, without its contents.", panel=_SERVER
     )
@@ -288,6 +304,20 @@ class ServerConfig:
     @property
     def model_defaults(self) -> bool:
         return self.generation_config == "auto"
+
+    @property
+    def own_template(self) -> str | None:
+        """The text of the file that --chat-template names. Raises BadValue."""
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as fault:
+            raise BadValue(
+                f"--chat-template {self.chat_template} cannot be read",
+                why=str(fault),
+                ways_out=(WayOut("leave it out: the checkpoint's own template is used"),),
+            ) from None
 
 
 SERVER_OPTIONS = options_of(ServerConfig)

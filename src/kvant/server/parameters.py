@@ -6,8 +6,12 @@ knows is refused. docs/parameters.md is written from this module.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from kvant.errors import BadValue, WayOut
 
 IsNeutral = Callable[[object], bool]
 
@@ -283,3 +287,26 @@ RESERVED_TEMPLATE_NAMES = frozenset(
         "return_assistant_tokens_mask", "truncation", "padding", "max_length",
     }
 )  # fmt: skip
+
+
+def read_template_values(given: str | None) -> dict[str, Any]:
+    """What --default-chat-template-kwargs says. Raises BadValue."""
+    try:
+        values = {} if given is None else json.loads(given)
+    except json.JSONDecodeError as fault:
+        why = str(fault)
+    else:
+        if isinstance(values, dict) and not (taken := RESERVED_TEMPLATE_NAMES & values.keys()):
+            return values
+        why = (
+            f"the server sets {min(taken)}" if isinstance(values, dict) else "it must be an object"
+        )
+    raise BadValue(
+        f"--default-chat-template-kwargs {given} gives no values",
+        why=why,
+        ways_out=(
+            WayOut(
+                "write an object", ("--default-chat-template-kwargs", '{"enable_thinking": false}')
+            ),
+        ),
+    )

@@ -61,7 +61,8 @@ class Facts:
     """What the server knows about its model.
 
     defaults: sampling parameters of requests that do not set them. template: the chat template; None
-    without one. reply: how its answers are written, see `kvant.server.reply`; None if unknown.
+    without one. template_values: for the template, where a request sets none. reply: how its answers are
+    written, see `kvant.server.reply`; None if unknown.
     infill: see `infill_form`.
     """
 
@@ -71,6 +72,7 @@ class Facts:
     has_tokenizer: bool
     defaults: SamplingParams
     template: str | None = None
+    template_values: Mapping[str, Any] = field(default_factory=dict)
     reply: dict[str, Any] | None = None
     infill: str | None = None
 
@@ -636,7 +638,7 @@ def _variables(body: ChatBody | TokenizeBody, facts: Facts) -> dict[str, Any]:
         given["reasoning_effort"] = body.reasoning_effort
     ignored = [name for name in given if name not in (facts.template or "")]
     note_ignored(f"chat_template_kwargs.{name}" for name in ignored)
-    return given
+    return {**facts.template_values, **given}
 
 
 def _tools(body: ChatBody, facts: Facts) -> Tools | None:

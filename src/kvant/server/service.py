@@ -32,6 +32,7 @@ from kvant.server.api_error import (
 from kvant.server.config import ServerConfig
 from kvant.server.messages import Failure, Piece, Ready, Report
 from kvant.server.metrics import Activity, Metrics
+from kvant.server.parameters import read_template_values
 from kvant.server.reply import reply_format
 from kvant.server.requests import (
     Conversation,
@@ -220,6 +221,8 @@ class Service:
         if self.facts is None:
             path = Path(ready.path)
             self.tokenizing = open_tokenizer(path)
+            if self.tokenizing is not None and (own := self.config.own_template) is not None:
+                self.tokenizing.tokenizer.chat_template = own
             template = self._template()
             self.facts = Facts(
                 names=self.config.served_names,
@@ -230,6 +233,7 @@ class Service:
                 if self.config.model_defaults
                 else SamplingParams(),
                 template=template,
+                template_values=read_template_values(self.config.default_chat_template_kwargs),
                 reply=None if template is None else reply_format(template),
                 infill=self._infill(),
             )

@@ -6,6 +6,9 @@ divided; whole heads stay together. A weight without a rule is replicated.
     columns of outputs   q, k, v, gate, up, the head: each rank computes its own outputs
     rows of inputs       o, down: each rank computes a partial sum of all outputs, and the sums are added
     once                 a bias of such a sum: rank 0 adds it
+
+A latent of all heads (MLA) is computed and stored by every rank; what expands it is divided by heads. A
+recurrence is divided by its heads, and so are its states and the channels of its convolution.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvant.kv.geometry import ModelGeometry
-from kvant.models.sharding.shard import Shard
+from kvant.models.sharding.shard import Shard, recurrence_of
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -37,6 +40,8 @@ class Rule(Enum):
     EXPERT_COLUMNS = "each expert's last dimension"
     EXPERT_ONCE = "added once, for each expert"
     ONCE = "added once"
+    CHANNELS = "heads of q, k and v of a recurrence, one behind the other in the first dimension"
+    MIXER_INPUTS = "the last dimension, to be summed behind the layer's mixer"
     HEADS_OF_A_NORM = "query heads of a norm over all heads"
     KV_HEADS_OF_A_NORM = "KV heads of a norm over all heads"
     VOCABULARY = "rows of the vocabulary"
@@ -44,6 +49,10 @@ class Rule(Enum):
 
 SUMMED = frozenset((Rule.Q_INPUTS, Rule.INPUTS))
 """Matrices whose products are partial sums."""
+
+_LAST = frozenset(
+    (Rule.Q_INPUTS, Rule.INPUTS, Rule.MIXER_INPUTS, Rule.EXPERT_INPUTS, Rule.EXPERT_COLUMNS)
+)
 
 _ATTENTION = {
     r"self_attn\.q_proj\.(weight|bias)": Rule.Q_OUTPUTS,
@@ -63,6 +72,24 @@ _EXPERTS = {
     r"(mlp|block_sparse_moe)\.experts\.\d+\.(down_proj|w2)\.weight": Rule.INPUTS,
 }
 _DENSE = {**_ATTENTION, **_MLP}
+_SHARED_EXPERT = {
+    r"mlp\.shared_experts?\.(gate|up)_proj\.weight": Rule.OUTPUTS,
+    r"mlp\.shared_experts?\.down_proj\.weight": Rule.INPUTS,
+}
+_LATENT = {
+    r"self_attn\.(q_proj|q_b_proj|kv_b_proj)\.weight": Rule.Q_OUTPUTS,
+    r"self_attn\.o_proj\.weight": Rule.Q_INPUTS,
+    r"self_attn\.o_proj\.bias": Rule.ONCE,
+    **_MLP, **_EXPERTS, **_SHARED_EXPERT,
+}  # fmt: skip
+_DELTA = {
+    r"linear_attn\.(in_proj_qkv|conv1d)\.weight": Rule.CHANNELS,
+    # Qwen3-Next joins them by heads of keys.
+    r"linear_attn\.in_proj_(z|b|a|qkvz|ba)\.weight": Rule.OUTPUTS,
+    r"linear_attn\.(dt_bias|A_log)(\.weight)?": Rule.OUTPUTS,
+    r"linear_attn\.out_proj\.weight": Rule.MIXER_INPUTS,
+    **_DENSE, **_EXPERTS, **_SHARED_EXPERT,
+}  # fmt: skip
 
 RULES: Mapping[str, Mapping[str, Rule]] = {
     "llama": _DENSE,
@@ -95,11 +122,15 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         r"mlp\.experts\.\d+\.(gate_proj|up_proj)\.weight": Rule.OUTPUTS,
         r"mlp\.experts\.\d+\.down_proj\.weight": Rule.INPUTS,
     },
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA
+    ),
 }
 """By model_type: patterns of the names behind `layers.N.`, and the rule of each."""
 
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
-_TOWER = re.compile(r"vision|visual|audio")
+_TOWER = re.compile(r"vision|visual|audio|(?:^|\.)mtp\.")
 _HEAD = re.compile(r"(?:^|\.)lm_head\.(weight|bias)$")
 
 
@@ -148,7 +179,7 @@ class Cuts:
             return None
         assert rule is not None
         dim = -len(shape)
-        if rule in (Rule.Q_INPUTS, Rule.INPUTS, Rule.EXPERT_INPUTS, Rule.EXPERT_COLUMNS):
+        if rule in _LAST:
             dim = -1
         elif rule in (Rule.EXPERT_PAIRED_OUTPUTS, Rule.EXPERT_ROWS):
             dim = -2
@@ -176,6 +207,15 @@ class Cuts:
             (of_q,) = self._even(q)
             heads = of_q, (q + first, q + last), (q + kv + first, q + kv + last)
             return tuple((a * each, b * each) for a, b in heads)
+        if rule is Rule.CHANNELS:
+            heads_of = recurrence_of(self._geometry.layers[_layer_of(name)])
+            assert heads_of is not None
+            starts, found = 0, []
+            for width in (heads_of.key_width, heads_of.key_width, heads_of.value_width):
+                ((start, end),) = self._even(width)
+                found.append((starts + start, starts + end))
+                starts += width
+            return tuple(found)
         if rule in (Rule.KV_OUTPUTS, Rule.KV_HEADS_OF_A_NORM):
             kv = self._geometry.layers[_layer_of(name)].num_kv_heads
             first, last = shard.kv_heads(kv)

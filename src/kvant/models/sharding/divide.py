@@ -108,8 +108,11 @@ class Divided:
             self.cut[path] = cut, tuple(parameter.shape)
             shape = list(parameter.shape)
             shape[cut.dim] = cut.length
-            empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-            setattr(owner, name, nn.Parameter(empty, requires_grad=False))
+            if parameter.ndim == 1:  # it may keep the value that it was made with
+                held = cut_of(parameter.data, cut)
+            else:
+                held = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            setattr(owner, name, nn.Parameter(held, requires_grad=False))
             if isinstance(owner, nn.Linear):
                 owner.out_features, owner.in_features = owner.weight.shape
 
@@ -173,6 +176,10 @@ class Divided:
                 parameter.data.zero_()
             if rule in SUMMED and isinstance(owner, (nn.Linear, NarrowLinear)):
                 owner.register_forward_hook(lambda _module, _inputs, out: group.sum(out))
+            if rule is Rule.MIXER_INPUTS:  # forwards that call the mixer alone sum by themselves
+                mixer = module.get_submodule(path.rsplit(".", 2)[0])
+                mixer.register_forward_hook(lambda _module, _inputs, out: group.sum(out))
+                self._adjust_mixer(mixer)
             if rule in (Rule.HEADS_OF_A_NORM, Rule.KV_HEADS_OF_A_NORM):
                 at, _, last = path.removesuffix(".weight").rpartition(".")
                 repeats = self._cuts.kv_repeats(path) if rule is Rule.KV_HEADS_OF_A_NORM else 1
@@ -201,6 +208,13 @@ class Divided:
         # Without setattr of the class, which would check the fields against each other.
         config.num_attention_heads, config.num_key_value_heads = q // size, max(1, kv // size)
         attention.config = config
+
+    def _adjust_mixer(self, mixer: Any) -> None:
+        """Tell a recurrent module how many heads it has."""
+        size = self._cuts.shard.size
+        for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"):
+            if hasattr(mixer, name):
+                setattr(mixer, name, getattr(mixer, name) // size)
 
     def _divide_head(self, module: Any) -> None:
         head = module.get_output_embeddings()

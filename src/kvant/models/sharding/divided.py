@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvant.errors import NotServable, WayOut
-from kvant.kv.geometry import ModelGeometry
+from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.sharding.cuts import RULES, Cut, Cuts
-from kvant.models.sharding.shard import Shard
+from kvant.models.sharding.shard import Shard, recurrence_of
 from kvant.weights.format import WeightFormat
 
 _FLAG = "--tensor-parallel-size"
@@ -70,7 +70,17 @@ def _reason(config: Mapping[str, Any], geometry: ModelGeometry, size: int) -> st
             return f"its {q} query heads do not divide among {size} ranks"
         if kv % size and size % kv:
             return f"its {kv} KV heads divide neither among {size} ranks nor {size} by them"
-    for name in ("intermediate_size", "moe_intermediate_size"):
+        found = recurrence_of(layer)
+        if layer.states and found is None:
+            return "its layers keep states that are not divided by heads"
+        if found is not None and (found.heads % size or found.key_heads % size):
+            return (
+                f"the {found.heads} heads and {found.key_heads} heads of keys of its recurrent layers "
+                f"do not divide among {size} ranks"
+            )
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, Mapping) else config
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         width = config.get(name)
         if isinstance(width, int) and width % size:
             return f"its {name} {width} does not divide among {size} ranks"
@@ -118,7 +128,7 @@ def _within(cut: Cut, unit: int, shared: int) -> bool:
 def _cut_of(weight: Weight, cuts: Cuts) -> Cut | None:
     """What a rank holds of a listed weight."""
     is_matrix = weight.kind is not WeightKind.OTHER
-    shape = (weight.rows, weight.columns) if is_matrix else (weight.columns,)
+    shape = (weight.rows, weight.columns) if is_matrix or weight.rows > 1 else (weight.columns,)
     name = weight.name
     if is_matrix or not name.endswith(".bias"):
         name += ".weight"
@@ -147,8 +157,13 @@ def rank_weight_bytes(
 def replicated(geometry: ModelGeometry, size: int, *, tied: bool) -> tuple[str, ...]:
     """What every rank holds whole, in words."""
     found = ["the embedding (which is the head too)" if tied else "the embedding", "norms"]
-    if geometry.model_type in ("mixtral", "qwen3_moe", "gpt_oss"):
-        found.append("routers")
+    if any(rule.name.startswith("EXPERT") for rule in RULES[geometry.model_type].values()):
+        found.append("routers")  # of families that may have experts
+    if any(layer.attention is Attention.MLA for layer in geometry.layers):
+        found.append(
+            "latents: every rank stores them all, so capacity grows by memory of weights alone"
+        )
+        return tuple(found)
     few = sorted({g.num_kv_heads for g in geometry.layers if 0 < g.num_kv_heads < size})
     for count in few:
         found.append(

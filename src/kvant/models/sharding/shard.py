@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvant.kv.geometry import LayerGeometry, ModelGeometry
-from kvant.kv.spec import KVPlan
+from kvant.kv.geometry import LayerGeometry, ModelGeometry, StateGeometry, StateKind
+from kvant.kv.spec import KVPlan, LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,58 @@ class Shard:
 WHOLE = Shard()
 
 
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The heads of a recurrent layer, and of the queries and keys that they share in equal parts."""
+
+    heads: int
+    key_heads: int
+    values: int
+    keys: int
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.keys
+
+    @property
+    def value_width(self) -> int:
+        return self.heads * self.values
+
+
+def recurrence_of(layer: LayerGeometry) -> Recurrence | None:
+    """The heads that the states of a layer tell; None for a layer without a recurrence by heads."""
+    shapes = {state.kind: state.shape for state in layer.states}
+    matrix, conv = shapes.get(StateKind.RECURRENT), shapes.get(StateKind.CONV)
+    if matrix is None or conv is None or len(matrix) != 3:
+        return None
+    heads, values, keys = matrix
+    return Recurrence(heads, (conv[-1] - heads * values) // (2 * keys), values, keys)
+
+
 def rank_layer(layer: LayerGeometry, size: int) -> LayerGeometry:
     """A layer as each of `size` ranks computes it. KV heads fewer than ranks are replicated."""
-    if size == 1 or not layer.num_q_heads:
+    if size == 1:
+        return layer
+    layer = replace(layer, states=_rank_states(layer, size))
+    if not layer.num_q_heads:
         return layer
     return replace(
         layer,
         num_q_heads=layer.num_q_heads // size,
         num_kv_heads=max(1, layer.num_kv_heads // size),
     )
+
+
+def _rank_states(layer: LayerGeometry, size: int) -> tuple[StateGeometry, ...]:
+    found = recurrence_of(layer)
+    if found is None:
+        return layer.states
+    channels = (2 * found.key_width + found.value_width) // size
+    shapes = {
+        StateKind.CONV: lambda shape: (*shape[:-1], channels),
+        StateKind.RECURRENT: lambda shape: (found.heads // size, *shape[1:]),
+    }
+    return tuple(replace(one, shape=shapes[one.kind](one.shape)) for one in layer.states)
 
 
 def rank_geometry(geometry: ModelGeometry, size: int) -> ModelGeometry:
@@ -53,5 +96,11 @@ def rank_plan(plan: KVPlan, size: int) -> KVPlan:
     """What each of `size` ranks stores of a whole model's plan."""
     if size == 1:
         return plan
-    layers = (replace(spec, geometry=rank_layer(spec.geometry, size)) for spec in plan.layers)
-    return replace(plan, layers=tuple(layers))
+    return replace(plan, layers=tuple(_rank_spec(spec, size) for spec in plan.layers))
+
+
+def _rank_spec(spec: LayerSpec, size: int) -> LayerSpec:
+    layer = rank_layer(spec.geometry, size)
+    states = zip(spec.states, layer.states, strict=True) if spec.states else ()
+    cut = tuple(replace(state, geometry=of_rank) for state, of_rank in states)
+    return replace(spec, geometry=layer, states=cut)

@@ -45,6 +45,8 @@ def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = path / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
     (path / "chat_template.jinja").unlink(missing_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # so that a bias can ask for a call
+        (path / name).write_text((path / name).read_text().replace("<|pad|>", "<tool_call>"))
     with Server(path) as server:
         yield server
 
@@ -102,6 +104,69 @@ def test_arguments_of_a_named_call_are_streamed(tooled: Server) -> None:
     assert len(json.loads("".join(part["function"]["arguments"] for part in parts))["a"]) >= 300
 
 
+STRICT: dict[str, Any] = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+CALL, END = 0, 2
+"""Tokens: a call's mark, and the end of the answer."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_strict_tool_holds_where_the_model_decides_to_call(tooled: Server, seed: int) -> None:
+    """A bias makes the random model call; only the grammar makes it fit the schema."""
+    body = {
+        "messages": HELLO, "tools": [STRICT], "max_tokens": 300, "seed": seed, "temperature": 1,
+        "parallel_tool_calls": False, "logit_bias": {CALL: 100, END: 50},
+    }  # fmt: skip
+    answer = tooled.post(CHAT, body)
+    assert answer.status == 200, answer.body
+    found = answer.json["choices"][0]
+    (call,) = found["message"]["tool_calls"]
+    assert found["finish_reason"] == "tool_calls"
+    assert call["function"]["name"] == "add"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments.keys() == {"a"}
+    assert 0 <= arguments["a"] <= 9
+
+    chunks = events(tooled.post(CHAT, {**body, "stream": True}).body)
+    parts = [p for k in chunks for c in k["choices"] for p in c["delta"].get("tool_calls", ())]
+    assert json.loads("".join(part["function"]["arguments"] for part in parts)) == arguments
+    assert parts[0]["function"]["name"] == "add"
+
+
+def test_a_strict_tool_leaves_text_free(tooled: Server) -> None:
+    body = {"messages": HELLO, "tools": [STRICT], "max_tokens": 20, "seed": 1}
+    free = tooled.post(CHAT, {**body, "logit_bias": {CALL: -100}}).json["choices"][0]
+    assert free["finish_reason"] in ("length", "stop")
+    assert "tool_calls" not in free["message"]
+    assert free["message"]["content"]
+
+
+def test_strict_arguments_are_streamed_as_they_come(tooled: Server) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "minLength": 300, "maxLength": 320}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {**STRICT["function"], "parameters": parameters}}
+    body = {
+        "messages": HELLO, "tools": [tool], "max_tokens": 1500, "seed": 1, "stream": True,
+        "parallel_tool_calls": False, "logit_bias": {CALL: 100, END: 50},
+    }  # fmt: skip
+    chunks = events(tooled.post(CHAT, body).body)
+    parts = [p for k in chunks for c in k["choices"] for p in c["delta"].get("tool_calls", ())]
+    assert len(parts) > 1
+    assert len(json.loads("".join(part["function"]["arguments"] for part in parts))["a"]) >= 300
+
+
+def test_the_other_wire_forms_take_strict_tools(tooled: Server) -> None:
+    function = STRICT["function"]
+    asked = {"input": "hello", "tools": [{"type": "function", **function}], "max_output_tokens": 9}
+    assert tooled.post("/v1/responses", asked).status == 200
+    tool = {"name": "add", "input_schema": function["parameters"], "strict": True}
+    answer = tooled.post("/v1/messages", {"messages": HELLO, "tools": [tool], "max_tokens": 9})
+    assert answer.status == 200, answer.body
+
+
 def test_tools_reach_the_template_only_where_they_may_be_called(tooled: Server) -> None:
     plain = tooled.post(CHAT, {"messages": HELLO, "max_tokens": 1}).json["usage"]["prompt_tokens"]
     told = ask(tooled, tool_choice="auto", max_tokens=1)["usage"]["prompt_tokens"]
@@ -148,6 +213,9 @@ def test_thinking_that_the_template_opened_is_reasoning(tooled: Server) -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"tool_choice": "required", "min_tokens": 2}, "min_tokens"),
+        ({"tools": [STRICT], "guided_regex": "a"}, "tools"),
+        ({"tools": [STRICT], "ignore_eos": True}, "ignore_eos"),
+        ({"tools": [STRICT], "add_generation_prompt": False}, "tools"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [
                 {"function": {"name": "add", "arguments": "{"}}]}]},

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_MOST_BRANCHES = 16
 _log = logging.getLogger(__name__)
 
 
@@ -34,6 +35,11 @@ class Tools:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(spec["function"]["name"] for spec in self.specs)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a call's arguments must fit their schema though no call is forced."""
+        return self.forced is None and any(spec["function"].get("strict") for spec in self.specs)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -57,6 +63,39 @@ class Tools:
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = function.get("parameters") or {"type": "object", "properties": {}}
     return found
+
+
+def _with_types(spec: dict[str, Any]) -> dict[str, Any]:
+    """A tool as the parser takes it, which reads the types of arguments and follows no reference."""
+    function = spec["function"]
+    return {**spec, "function": {**function, "parameters": inlined(_parameters(function))}}
+
+
+def inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of an object whose properties have their own types instead of references to definitions."""
+    found: dict[str, Any] = _resolved(schema, schema)
+    properties = found.get("properties")
+    if not isinstance(properties, dict):
+        return found
+    return {**found, "properties": {key: _resolved(one, schema) for key, one in properties.items()}}
+
+
+def _resolved(value: Any, schema: dict[str, Any], most_steps: int = 8) -> Any:
+    """A value's schema behind its references. References in a circle end after some steps."""
+    if not isinstance(value, dict) or not most_steps:
+        return value
+    path, several = value.get("$ref"), value.get("anyOf")
+    if isinstance(path, str) and path.startswith("#/"):
+        target: Any = schema
+        for step in path[2:].split("/"):
+            target = target.get(step) if isinstance(target, dict) else None
+        rest = {key: one for key, one in value.items() if key != "$ref"}
+        found = {**target, **rest} if isinstance(target, dict) else rest
+        return _resolved(found, schema, most_steps - 1)
+    if isinstance(several, list):
+        each = [_resolved(one, schema, most_steps - 1) for one in several[:_MOST_BRANCHES]]
+        return {**value, "anyOf": each}
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +133,9 @@ class ReplyReader:
             anchor = format["start_anchor"]
             anchors = [anchor] if isinstance(anchor, str) else anchor
             start = max((prefix.rfind(one) for one in anchors), default=-1)
-            specs: list[Any] | None = list(tools.specs) if tools is not None else None
+            specs: list[Any] | None = None
+            if tools is not None:
+                specs = [_with_types(spec) for spec in tools.specs]
             self._parser = ResponseParser(format, prefix[start:] if start >= 0 else "", tools=specs)
 
     @property

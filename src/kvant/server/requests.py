@@ -19,6 +19,7 @@ from kvant.errors import RequestError
 from kvant.sampling.sampling_params import PARAMS, SamplingParams
 from kvant.sampling.structured_outputs import StructuredOutputs
 from kvant.server.api_error import ApiError, bad_request, of_request
+from kvant.server.call_grammar import TokenId, call_grammar
 from kvant.server.config import Limits
 from kvant.server.parameters import (
     CHAT,
@@ -238,6 +239,14 @@ def _of_chat(body: ChatBody, raw: Raw, limits: Limits, facts: Facts) -> Generati
     if tools is not None and tools.forced is not None:
         form = _forced_form(tools, found.sampling, limits)
         found = replace(found, sampling=replace(found.sampling, structured_outputs=form))
+    if tools is not None and tools.is_strict:
+        _check_alone(found.sampling, "strict, with tool_choice auto,", "tools")
+        if not talk.add_generation_prompt:
+            raise bad_request(
+                "strict tools with tool_choice auto need an answer from its beginning: leave "
+                "continue_final_message and add_generation_prompt out",
+                "tools",
+            )
     reads = tools is not None or (
         facts.reply is not None and writes_reasoning(facts.template or "")
     )
@@ -682,17 +691,41 @@ def _without_none(value: Any) -> Any:
 
 
 def _forced_form(tools: Tools, sampling: SamplingParams, limits: Limits) -> StructuredOutputs:
-    if sampling.structured_outputs is not None:
-        raise bad_request("tool_choice contradicts a form of the answer", "tool_choice")
-    for name in ("min_tokens", "ignore_eos"):
-        if getattr(sampling, name):
-            raise bad_request(f"{name} contradicts tool_choice", name)
+    _check_alone(sampling, "tool_choice", "tool_choice")
+    return _tools_form(limits, json=json.dumps(tools.form))
+
+
+def strict_form(
+    tools: Tools, rendered: str, token_id: TokenId, facts: Facts, limits: Limits
+) -> StructuredOutputs:
+    """The form of an answer that may call strict tools. rendered: the conversation as text.
+
+    ApiError 400 where the model's way to write calls cannot be enforced.
+    """
+    assert facts.reply is not None
+    for spec in tools.specs:
+        if parameters := spec["function"].get("parameters"):
+            _tools_form(limits, json=parameters)  # for its limits
+    return _tools_form(limits, grammar=call_grammar(facts.reply, tools, rendered, token_id))
+
+
+def _tools_form(limits: Limits, **form: Any) -> StructuredOutputs:
     try:
-        form = StructuredOutputs(json=json.dumps(tools.form), asked_as="tools")
-        form.require_within(limits.form)
+        found = StructuredOutputs(**form, asked_as="tools")
+        found.require_within(limits.form)
     except RequestError as fault:
         raise of_request(fault) from None
-    return form
+    return found
+
+
+def _check_alone(sampling: SamplingParams, what: str, param: str) -> None:
+    """ApiError 400 if something else decides the form or the end of an answer with calls."""
+    if sampling.structured_outputs is not None:
+        form = sampling.structured_outputs.asked_as
+        raise bad_request(f"{what} contradicts a form of the answer: leave {form} out", param)
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(sampling, name):
+            raise bad_request(f"{name} contradicts {what}", name)
 
 
 # -- checks ------------------------------------------------------------------------------------

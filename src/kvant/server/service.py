@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvant.engine.text import Tokenizing, TooManyTokens
@@ -33,7 +33,7 @@ from kvant.server.config import ServerConfig
 from kvant.server.messages import Failure, Piece, Ready, Report
 from kvant.server.metrics import Activity, Metrics
 from kvant.server.parameters import read_template_values
-from kvant.server.reply import reply_format
+from kvant.server.reply import Tools, reply_format
 from kvant.server.requests import (
     Conversation,
     Facts,
@@ -43,6 +43,7 @@ from kvant.server.requests import (
     check_prompt_logprobs,
     infill_form,
     renamed,
+    strict_form,
 )
 from kvant.server.store import ResponseStore
 from kvant.server.supervisor import Channel, Event, State, Supervisor
@@ -299,6 +300,8 @@ class Service:
         try:
             prompts, rendered = await self.tokenise(generation, facts)
             self.require()  # it may have died meanwhile
+            if generation.tools is not None and generation.tools.is_strict:
+                generation = self._with_form(generation, generation.tools, rendered, facts)
             self.admission.take_tokens(sum(map(len, prompts)))
             salt = self.salt_of(key, generation.salt)
             running = self._submit(generation, prompts, salt, counted)
@@ -308,6 +311,14 @@ class Service:
         except BaseException:
             self.admission.give_back(generation.num_sequences)
             raise
+
+    def _with_form(
+        self, generation: Generation, tools: Tools, rendered: str, facts: Facts
+    ) -> Generation:
+        token_id = self._with_tokenizer("tools").backend.token_to_id
+        form = strict_form(tools, rendered, token_id, facts, self.config.limits)
+        sampling = replace(generation.sampling, structured_outputs=form)
+        return replace(generation, sampling=sampling)
 
     async def events(self, running: Running) -> AsyncIterator[list[tuple[Sequence, Piece]] | None]:
         """Yields pieces as they come, several at once if they have waited. Yields None after ping_seconds

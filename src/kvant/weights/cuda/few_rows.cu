@@ -98,6 +98,60 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
     __syncthreads();
 #endif
     const int units = EXPERTS == 3 ? TOP_K * BLOCKS : BLOCKS;
+#if EXPERTS != 3
+    // What this lane fetches of block 0.
+    const u8* const codes_from = weight + (i64)expert * N * (NIBBLES ? K / 2 : K) + 16 * t;
+    u32 row_at[RT][2];
+#pragma unroll
+    for (int i = 0; i < RT; i++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) row_at[i][h] = (u32)lane_row(i, h) * (u32)(NIBBLES ? K / 2 : K);
+    }
+#if SCALES == 2
+    const u8* const scales_from = scales + ((i64)expert * N + base_row(0, lane % 2)) / 128 * scale_stride * 4;
+#elif SCALES == 1
+    constexpr int SIZE = SCALE_BYTES, GROUPS = FINE ? 128 / GROUP : 1;
+    constexpr int HALVES = SIZE == 4 ? 2 : 1;  // copies for 8 rows
+    constexpr int SCALE_COPIES = GROUPS * RT * 2 * HALVES;
+    const int scale_q = lane % HALVES, scale_h = lane / HALVES % 2, scale_i = lane / (2 * HALVES) % RT;
+    const int scale_k = lane / (2 * HALVES * RT) % GROUPS;
+    const u8* const scales_from = scales + ((i64)scale_k * scale_stride + (i64)expert * N +
+                                            base_row(scale_i, scale_h) + 4 * scale_q) * SIZE;
+    const int scale_to = (scale_k * 16 * RT + scale_i * 16 + scale_h * 8 + 4 * scale_q) * SIZE;
+#endif
+#if ZEROS
+    const u8* const zeros_from = zeros + (i64)expert * N + base_row(lane / 2 % RT, lane % 2);
+#endif
+    auto fetch = [&](int slot, int b) {
+        u8* to = ring + slot * SLOT;
+        const u8* from = codes_from + (u32)(b * 64 * PIECES);
+#pragma unroll
+        for (int i = 0; i < RT; i++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+#pragma unroll
+                for (int p = 0; p < PIECES; p++) {
+                    const bool in = !RAGGED || b * 128 + column + 64 * p < K;
+                    const u8* at = in ? from + row_at[i][h] + 64 * p : weight;
+                    copy16(to + (((i * 2 + h) * PIECES + p) * 32 + lane) * 16, at, in ? 16 : 0);
+                }
+            }
+        }
+#if SCALES == 2
+        if (lane < 2) copy4(to + CODE_ROOM + 4 * lane, scales_from + 4 * b);
+#elif SCALES == 1
+        if (lane < SCALE_COPIES) {
+            const bool in = !RAGGED || b * 128 + scale_k * GROUP < K;
+            const u8* at = in ? scales_from + (i64)b * (GROUPS * SIZE * scale_stride) : scales;
+            if (SIZE == 1) copy8(to + CODE_ROOM + scale_to, at, in ? 8 : 0);
+            else copy16(to + CODE_ROOM + scale_to, at, in ? 16 : 0);
+        }
+#endif
+#if ZEROS
+        if (lane < 2 * RT) copy8(to + CODE_ROOM + SCALE_ROOM + 8 * lane, zeros_from + (i64)b * scale_stride, 8);
+#endif
+    };
+#else
     auto fetch = [&](int slot, int unit) {
         int b = unit, e = expert;
 #if EXPERTS == 3
@@ -146,6 +200,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
         }
 #endif
     };
+#endif
 
 #if ONE
     u16* staged = (u16*)(shared + (RING > SUMS ? RING : SUMS));  // [rows of x, K]
@@ -268,6 +323,9 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
         }
 #endif
         float acc[RT][NT][4] = {};
+#if ONE
+        uint4 columns[1] = {make_uint4(0, 0, 0, 0)};  // of lanes that have no token: always zeros
+#endif
 
         for (int turn = 0; warp + turn * WARPS < units; turn++) {
             const int unit = warp + turn * WARPS, slot = turn % STAGES;
@@ -300,15 +358,15 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
 #pragma unroll
             for (int q = 0; q < 4; q++) {  // half q % 2 of the lane's piece q / 2, which is 16 columns
                 const int c = q / 2;
-                uint4 columns[NT];
 #if ONE
-                columns[0] = make_uint4(0, 0, 0, 0);
                 const int offset = b * 128 + column + c * half + q % 2 * 8;
-                if (g == 0 && (!RAGGED || offset < K)) {
+                if (g == 0) {
                     const int row = EXPERTS == 3 ? unit / BLOCKS : 0;
-                    columns[0] = *(const uint4*)(staged + row * K + offset);
+                    if (RAGGED) columns[0] = make_uint4(0, 0, 0, 0);
+                    if (!RAGGED || offset < K) columns[0] = *(const uint4*)(staged + row * K + offset);
                 }
 #else
+                uint4 columns[NT];
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     uint4 v = make_uint4(0, 0, 0, 0);

@@ -85,6 +85,7 @@ static uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
     }
     return made;
 }
+static uint32_t and_or(uint32_t a, uint32_t mask, uint32_t base) { return (a & mask) | base; }
 static float e4m3(uint8_t code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
     const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);

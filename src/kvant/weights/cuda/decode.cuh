@@ -60,6 +60,13 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
     return d;
 }
 
+// (a & mask) | base, which the compiler makes two instructions of where both are constants.
+__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 base) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(base));
+    return d;
+}
+
 // Two e4m3 codes to two numbers of 16 bits with 11-bit significands.
 __device__ __forceinline__ u32 e4m3_half2(u16 codes) {
     u32 d;
@@ -125,8 +132,8 @@ __device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u
     second = e4m3_half2((u16)(word >> 16));
 #elif CODE == 1 && OPERAND_BFLOAT16  // 128 + the low seven bits, less 128 or 256
     u32 a = __byte_perm(word, 0, 0x4140), b = __byte_perm(word, 0, 0x4342);
-    first = fma2((a & 0x00800080u) | 0x43004300u, 0xbf80bf80u, (a & 0x007f007fu) | 0x43004300u);
-    second = fma2((b & 0x00800080u) | 0x43004300u, 0xbf80bf80u, (b & 0x007f007fu) | 0x43004300u);
+    first = fma2(and_or(a, 0x00800080u, 0x43004300u), 0xbf80bf80u, and_or(a, 0x007f007fu, 0x43004300u));
+    second = fma2(and_or(b, 0x00800080u, 0x43004300u), 0xbf80bf80u, and_or(b, 0x007f007fu, 0x43004300u));
 #elif CODE == 1  // 1024 + 128 + the code
     const u32 moved = word ^ 0x80808080u;
     first = fma2(__byte_perm(moved, 0x64646464u, 0x4140), 0x3c003c00u, 0xe480e480u);
@@ -138,15 +145,15 @@ __device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u
     const u32 a = word, b = word >> 8;
 #endif
 #if CODE == 2 && OPERAND_BFLOAT16  // 128 + the code
-    first = fma2(((HIGH ? a >> 4 : a) & 0x000f000fu) | 0x43004300u, 0x3f803f80u, fine.zero);
-    second = fma2(((HIGH ? b >> 4 : b) & 0x000f000fu) | 0x43004300u, 0x3f803f80u, fine.zero);
+    first = fma2(and_or(HIGH ? a >> 4 : a, 0x000f000fu, 0x43004300u), 0x3f803f80u, fine.zero);
+    second = fma2(and_or(HIGH ? b >> 4 : b, 0x000f000fu, 0x43004300u), 0x3f803f80u, fine.zero);
 #elif CODE == 2  // 1024 + the code, or 1024 + 16 times the code
     if (HIGH) {
-        first = fma2((a & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, fine.high);
-        second = fma2((b & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, fine.high);
+        first = fma2(and_or(a, 0x00f000f0u, 0x64006400u), 0x2c002c00u, fine.high);
+        second = fma2(and_or(b, 0x00f000f0u, 0x64006400u), 0x2c002c00u, fine.high);
     } else {
-        first = fma2((a & 0x000f000fu) | 0x64006400u, 0x3c003c00u, fine.zero);
-        second = fma2((b & 0x000f000fu) | 0x64006400u, 0x3c003c00u, fine.zero);
+        first = fma2(and_or(a, 0x000f000fu, 0x64006400u), 0x3c003c00u, fine.zero);
+        second = fma2(and_or(b, 0x000f000fu, 0x64006400u), 0x3c003c00u, fine.zero);
     }
 #else  // the code's bits in their places, times a power of two for the bias and for the group
     const u32 c = HIGH ? a << 8 : a << 12, d = HIGH ? b << 8 : b << 12;

@@ -370,7 +370,7 @@ class _Quantizer(HfQuantizer):
         return name == "weight" and isinstance(part, NarrowLinear)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        return param.element_size()
+        return 1.0 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def get_quantize_ops(self) -> ConversionOps:
         assert isinstance(self.quantization_config, NarrowConfig)
@@ -379,6 +379,13 @@ class _Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         assert isinstance(self.quantization_config, NarrowConfig)
         self.quantization_config.prepare(model)
+        for name, awaited in list(model.named_parameters()):
+            if self.param_needs_quantization(model, name):
+                # transformers below 5.23 casts what arrives to the dtype that it finds here: bytes would
+                # be zeros. Codes take this place.
+                owner, _, short = name.rpartition(".")
+                wide = torch.empty_like(awaited, dtype=model.dtype)
+                setattr(model.get_submodule(owner), short, nn.Parameter(wide, requires_grad=False))
 
     def is_serializable(self, **_: Any) -> bool:
         return False

@@ -39,14 +39,18 @@ def _words(codes: np.ndarray[Any, Any], bits: int, order: list[int] | None = Non
 
 
 def _fp8(scales: tuple[int, ...] | None, name: str) -> Layer:
-    """scales: their shape; None for one per output."""
+    """scales: their shape; None for one per output, (1, 1) for one per block of 128 x 128."""
 
     def make(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]:
-        rows = weight.shape[0]
+        rows, columns = weight.shape
         shape = (rows, 1) if scales is None else scales
+        if scales == (1, 1):
+            shape = -(-rows // 128), -(-columns // 128)
         factor = torch.rand(shape, generator=generator) * 0.01 + 0.01
         codes = (weight * 64).to(torch.float8_e4m3fn)
-        spread = factor if scales is None else factor.reshape(1, 1)
+        spread = factor if scales is None else factor.reshape(1, 1) if scales == (1,) else factor
+        if scales == (1, 1):
+            spread = spread.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
         return {"weight": codes, name: factor}, codes.float() * spread
 
     return make

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.info import INFO as FUSED
+from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quantization import Quantization
 from kvant.models.select import choose
-from kvant.weights.codecs import decode
+from kvant.weights.codecs import NarrowStack, decode
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import tiny, tiny_narrow_experts
 from tests.models.tiny_narrow import DIALECTS, build
 from tests.parallel.together import ThreadGroup, by_all
 
@@ -37,9 +39,11 @@ def load(
     only: ForwardInfo,
     group: ThreadGroup | None = None,
     quantization: Quantization | None = None,
+    family: str = "llama",
+    **sizes: Any,
 ) -> LoadedModel:
     """On this CPU, as a GPU would load it."""
-    geometry = tiny.geometry("llama")
+    geometry = tiny.geometry(family, **sizes)
     plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
     config = json.loads((path / "config.json").read_text())
     size = 1 if group is None else group.shard.size
@@ -101,3 +105,88 @@ def test_each_rank_rounds_its_part_while_it_is_loaded(asked: Quantization, tmp_p
     expected = wide.train(False)(torch.tensor([TEXT])).logits[0].detach()
     for _, found in ranks:
         assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+
+
+WIDE_ENOUGH = {
+    "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 256, "intermediate_size": 128},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 128},
+}
+
+
+@pytest.mark.parametrize("dialect", ["fp8 block", "ct fp8 channel", "ct int4", "gptq", "mxfp4"])
+@pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
+def test_ranks_compute_what_one_device_does_with_narrow_experts(
+    only: ForwardInfo, dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = "gpt_oss" if dialect == "mxfp4" else "qwen3_moe"
+    sizes = WIDE_ENOUGH[family]
+    monkeypatch.setitem(tiny_narrow_experts.SIZES, family, sizes)
+    if dialect == "mxfp4":
+        path, _ = tiny_narrow_experts.build_mxfp4(tmp_path)
+    else:
+        path, _ = tiny_narrow_experts.build(tmp_path, dialect)
+    whole = load(path, only, family=family, **sizes)
+    expected = logits(whole)
+
+    def rank(group: ThreadGroup) -> tuple[LoadedModel, Tensor]:
+        model = load(path, only, group, family=family, **sizes)
+        return model, logits(model)
+
+    ranks = by_all(2, rank)
+    for _, found in ranks:
+        assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+    parts = [_experts(model) for model, _ in ranks]
+    for name, module in _experts(whole).items():
+        for product, dim in (("gate_up", 1), ("down", 2)):
+            of_ranks = [decode_stack(getattr(part[name], product)) for part in parts]
+            found = torch.cat(of_ranks, dim)
+            if product == "gate_up" and not module.clamped:  # gates of all ranks, then ups
+                halves = [one.chunk(2, 1) for one in of_ranks]
+                found = torch.cat([half for pair in zip(*halves, strict=True) for half in pair], 1)
+            assert torch.equal(found, decode_stack(getattr(module, product))), (name, product)
+
+
+def _experts(model: LoadedModel) -> dict[str, NarrowExperts]:
+    found = {n: p for n, p in model._module.named_modules() if isinstance(p, NarrowExperts)}
+    assert found
+    return found
+
+
+def decode_stack(stack: NarrowStack) -> Tensor:
+    return torch.stack([decode(stack.one(i)) for i in range(stack.shape[0])])
+
+
+@pytest.mark.parametrize("asked", [Quantization.FP8, Quantization.INT4])
+def test_each_rank_rounds_its_part_of_experts(asked: Quantization, tmp_path: Path) -> None:
+    sizes = WIDE_ENOUGH["qwen3_moe"]
+    path = tiny.build("qwen3_moe", tmp_path, **sizes)
+
+    def rank(group: ThreadGroup) -> tuple[LoadedModel, Tensor]:
+        model = load(path, FUSED, group, asked, "qwen3_moe", **sizes)
+        return model, logits(model)
+
+    ranks = by_all(2, rank)
+    whole = AutoModelForCausalLM.from_pretrained(path)
+    parts = [dict(model._module.named_modules()) for model, _ in ranks]
+    with torch.no_grad():
+        for name, module in whole.named_modules():
+            held = [part.get(name) for part in parts]
+            if isinstance(held[0], NarrowLinear):
+                dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
+                _replace(module.weight, torch.cat([decode(one.narrow) for one in held], dim))
+            elif isinstance(held[0], NarrowExperts):
+                _replace(module.down_proj, torch.cat([decode_stack(one.down) for one in held], 2))
+                halves = [decode_stack(one.gate_up).chunk(2, 1) for one in held]
+                pairs = zip(*halves, strict=True)
+                _replace(
+                    module.gate_up_proj, torch.cat([half for pair in pairs for half in pair], 1)
+                )
+        expected = whole(torch.tensor([TEXT])).logits[0]
+    for _, found in ranks:
+        assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+
+
+def _replace(weight: Tensor, rounded: Tensor) -> None:
+    """Take numbers that are near those of the weight."""
+    assert (rounded - weight).abs().max() < 0.2 * weight.abs().max()
+    weight.copy_(rounded)

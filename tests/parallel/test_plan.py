@@ -168,13 +168,17 @@ def test_narrow_weights_that_would_be_decoded_are_refused(tmp_path: Path) -> Non
         plan(path, 2)
 
 
-def test_narrow_experts_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}, {"quantization": "int4"}])
+def test_narrow_experts_are_divided_in_whole_groups(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text((CONFIGS / "qwen3-30b-a3b.json").read_text())
-    assert on_gpu(tmp_path, 2).division is not None
-    for change in ({}, {"quantization": "fp8"}):
-        if not change:
-            narrow(tmp_path, FP8)
-        else:
-            (tmp_path / "config.json").write_text((CONFIGS / "qwen3-30b-a3b.json").read_text())
-        with pytest.raises(NotServable, match="experts"):
-            on_gpu(tmp_path, 2, **change)
+    if not options:
+        narrow(tmp_path, FP8)
+    one, two = (on_gpu(tmp_path, size, **options) for size in (1, 2))
+    assert one.weights_bytes is not None
+    assert two.weights_bytes is not None
+    assert two.weights_bytes < 0.6 * one.weights_bytes
+    if not options:  # 768 / 4 numbers are no whole blocks of 128
+        with pytest.raises(NotServable, match=r"groups of 128 .* of .*experts"):
+            on_gpu(tmp_path, 4)

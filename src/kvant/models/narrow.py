@@ -294,7 +294,7 @@ def await_stored(
     for name, part in list(model.named_modules()):
         if is_experts(part) and stored.scheme(f"{name}.0.gate_proj") is not None:
             made = NarrowExperts(part, None)
-            experts[name] = StoredExperts.find(name, made, stored, entries, home)
+            experts[name] = StoredExperts.find(name, made, stored, entries, home, cut)
             model.set_submodule(name, made)
             continue
         scheme = stored.scheme(name) if type(part) in (nn.Linear, nn.Embedding) else None

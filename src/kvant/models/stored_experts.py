@@ -6,7 +6,7 @@ Kvant reads them itself, layer by layer: transformers would stack them as number
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import TensorEntry
 from kvant.models.fused.narrow_experts import NarrowExperts
+from kvant.models.sharding.cuts import Cut, Rule
+from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.weights.codecs import NarrowStack, NarrowWeight, can_join, join
 from kvant.weights.dialects import (
@@ -32,20 +34,82 @@ from kvant.weights.format import Dialect, Scheme
 _APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-def read_tensor(file: Path, name: str, device: str = "cpu") -> Tensor:
-    """One tensor [..] of a safetensors file."""
+def read_tensor(file: Path, name: str, device: str = "cpu", cut: Cut | None = None) -> Tensor:
+    """One tensor [..] of a safetensors file, or the parts of it that a rank holds."""
     with safe_open(file, "pt", device=device) as opened:
-        found: Tensor = opened.get_tensor(name)
-    return found
+        if cut is None:
+            found: Tensor = opened.get_tensor(name)
+            return found
+        source = opened.get_slice(name)
+        at = (slice(None),) * (len(source.get_shape()) + cut.dim)
+        return torch.cat([source[(*at, slice(start, end))] for start, end in cut.ranges], cut.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCut:
+    """What a rank holds of each expert's matrix [rows, columns], as the files store it."""
+
+    rows: int
+    columns: int
+    cut: Cut | None
+
+    @staticmethod
+    def of(
+        shape: tuple[int, int, int],
+        parts: int,
+        cut: tuple[Cut, tuple[int, ...]] | None,
+        *,
+        turned: bool,
+    ) -> ExpertCut:
+        """shape: of the rank's experts. parts: matrices that are joined by rows. cut: of the parameter of
+        transformers' module, and its whole shape, whose last dimensions are `turned` against `shape`.
+        """
+        if cut is None:
+            return ExpertCut(shape[1] // parts, shape[2], None)
+        (_, rows, columns), dim = cut[1], cut[0].dim
+        if turned:
+            rows, columns, dim = columns, rows, -3 - dim
+        ranges, width = cut[0].ranges, cut[0].width
+        if cut[0].rule is Rule.EXPERT_PAIRED_OUTPUTS:
+            ranges, width = ranges[:1], width // 2
+        return ExpertCut(rows // parts, columns, Cut(cut[0].rule, dim, ranges, width))
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Rows and columns that the rank holds."""
+        if self.cut is None:
+            return self.rows, self.columns
+        if self.cut.dim == -2:
+            return self.cut.length, self.columns
+        return self.rows, self.cut.length
+
+    def of_part(self, scheme: Scheme, short: str, shape: tuple[int, ...]) -> Cut | None:
+        """What the rank holds of one expert's tensor [*shape]."""
+        if self.cut is None:
+            return None
+        return cut_part(scheme, short, shape, (self.rows, self.columns), self.cut)
+
+    def of_stack(self, scheme: Scheme) -> Cut | None:
+        """What the rank holds of blocks or scales of all experts: dimensions [experts, rows, groups, ..]."""
+        if self.cut is None or self.cut.dim == -2:
+            return self.cut
+        unit = scheme.format.columns
+        ranges = tuple((start // unit, end // unit) for start, end in self.cut.ranges)
+        return Cut(self.cut.rule, -1, ranges, self.columns // unit)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """Where the tensors of one layer's experts are. name: of their module. files: by a tensor's name."""
+    """Where the tensors of one layer's experts are.
+
+    name: of their module. files, shapes: by a tensor's name. cuts: by product.
+    """
 
     name: str
     schemes: Mapping[str, Scheme]
     files: Mapping[str, Path]
+    shapes: Mapping[str, tuple[int, ...]]
+    cuts: Mapping[str, ExpertCut]
 
     @staticmethod
     def find(
@@ -54,14 +118,17 @@ class StoredExperts:
         stored: Stored,
         entries: Mapping[str, TensorEntry],
         home: Mapping[str, Path],
+        cut: Mapping[str, tuple[Cut, tuple[int, ...]]],
     ) -> StoredExperts:
-        """Find and check the tensors that `module` needs, by the files' headers.
+        """Find and check the tensors that `module` needs, by the files' headers. cut: as in `NarrowConfig`.
 
         BadCheckpoint, naming the tensor, for missing ones and for other shapes or dtypes.
         """
         schemes: dict[str, Scheme] = {}
         files: dict[str, Path] = {}
-        for product, (count, rows, columns) in module.shapes.items():
+        shapes: dict[str, tuple[int, ...]] = {}
+        cuts: dict[str, ExpertCut] = {}
+        for product, shape_of_rank in module.shapes.items():
             parts = _APART[product]
             scheme = stored.scheme(f"{name}.0.{parts[0]}")
             if scheme is None:
@@ -69,11 +136,17 @@ class StoredExperts:
                     f"{name}: some products of experts are narrow, others are not",
                     why=f"no format is declared for {product}",
                 )
-            refusal = scheme.format.refuse(rows // len(parts), columns)
+            count, is_joined = shape_of_rank[0], scheme.dialect is Dialect.MXFP4_EXPERTS
+            found = cuts[product] = ExpertCut.of(
+                shape_of_rank, 1 if is_joined else len(parts), cut.get(f"{name}.{product}"),
+                turned=module.clamped,
+            )  # fmt: skip
+            rows, columns = found.rows, found.columns
+            refusal = scheme.format.refuse(*found.held)
             if refusal is not None:
                 raise BadCheckpoint(f"{name}.{product} cannot be stored as declared", why=refusal)
             schemes[product] = scheme
-            if scheme.dialect is Dialect.MXFP4_EXPERTS:
+            if is_joined:
                 wanted = {
                     f"{name}.{product}_{short}": part
                     for short, part in expert_parts(scheme, count, rows, columns).items()
@@ -83,30 +156,31 @@ class StoredExperts:
                     f"{name}.{expert}.{one}.{short}": part
                     for expert in range(count)
                     for one in parts
-                    for short, part in parts_of(scheme, rows // len(parts), columns).items()
+                    for short, part in parts_of(scheme, rows, columns).items()
                 }
             for full, part in wanted.items():
                 entry = entries.get(full)
                 shape = None if entry is None else tuple(entry.shape)
                 check_part(full, part, None if entry is None else entry.dtype, shape)
-                if entry is not None:
-                    files[full] = home[full]
-        return StoredExperts(name, schemes, files)
+                if shape is not None:
+                    files[full], shapes[full] = home[full], shape
+        return StoredExperts(name, schemes, files, shapes, cuts)
 
     def read_into(self, module: NarrowExperts, device: torch.device) -> None:
         """Read all weights to the device. BadCheckpoint for scales and codes that are no numbers."""
         for product, (count, rows, columns) in module.shapes.items():
-            scheme = self.schemes[product]
+            scheme, of = self.schemes[product], self.cuts[product]
             if scheme.dialect is Dialect.MXFP4_EXPERTS:
-                full = f"{self.name}.{product}"
+                full, held = f"{self.name}.{product}", of.of_stack(scheme)
                 tensors = {
-                    short: self._tensor(f"{full}_{short}", device) for short in ("blocks", "scales")
+                    short: self._tensor(f"{full}_{short}", device, _at(held, dims))
+                    for short, dims in (("blocks", 4), ("scales", 3))
                 }
                 module.put(product, read_experts(full, scheme, count, rows, columns, tensors))
                 continue
             parts = _APART[product]
             weights = [
-                self._read_one(f"{self.name}.{expert}.{one}", scheme, rows // len(parts), columns, device)
+                self._read_one(f"{self.name}.{expert}.{one}", scheme, of, device)
                 for expert in range(count)
                 for one in parts
             ]  # fmt: skip
@@ -118,18 +192,24 @@ class StoredExperts:
             module.put(product, NarrowStack(join(weights), count))
 
     def _read_one(
-        self, layer: str, scheme: Scheme, rows: int, columns: int, device: torch.device
+        self, layer: str, scheme: Scheme, of: ExpertCut, device: torch.device
     ) -> NarrowWeight:
         tensors: dict[str, Tensor] = {}
-        for short, part in parts_of(scheme, rows, columns).items():
+        for short, part in parts_of(scheme, of.rows, of.columns).items():
             full = f"{layer}.{short}"
             if full in self.files:
-                tensors[short] = self._tensor(full, device)
+                if short.endswith("g_idx"):
+                    check_order(full, self._tensor(full, device), scheme.format.columns)
+                cut = of.of_part(scheme, short, self.shapes[full])
+                tensors[short] = self._tensor(full, device, cut)
                 if part.is_scale:
                     check_scales(full, tensors[short])
-                if short.endswith("g_idx"):
-                    check_order(full, tensors[short], scheme.format.columns)
-        return read(layer, scheme, rows, columns, tensors)
+        return read(layer, scheme, *of.held, tensors)
 
-    def _tensor(self, name: str, device: torch.device) -> Tensor:
-        return read_tensor(self.files[name], name, str(device))
+    def _tensor(self, name: str, device: torch.device, cut: Cut | None = None) -> Tensor:
+        return read_tensor(self.files[name], name, str(device), cut)
+
+
+def _at(cut: Cut | None, num_dims: int) -> Cut | None:
+    """A cut of rows (-2) or groups (-1) in a tensor [experts, rows, groups, ..]."""
+    return None if cut is None else replace(cut, dim=(1 if cut.dim == -2 else 2) - num_dims)

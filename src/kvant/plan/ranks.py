@@ -68,7 +68,7 @@ def divide(
             if isinstance(recipe, Recipe):
                 found = recipe.stored_bytes(weight)
             elif narrow is not None and (fmt := narrow(weight, weight.rows, weight.columns)):
-                found = fmt.matrix_bytes(weight.rows, weight.columns)
+                found = weight.copies * fmt.matrix_bytes(weight.rows, weight.columns)
             return weight.numel * element if found is None else found
 
         of_rank = rank_weight_bytes(whole.bytes, listed, geometry, ranks, bytes_of)

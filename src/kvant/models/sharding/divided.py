@@ -103,15 +103,13 @@ def _refuse_narrow(
             fmt = format_of(weight, rows, held)
             if fmt is None:
                 continue
-            if weight.kind is WeightKind.EXPERT:
-                return (
-                    f"narrow weights of experts are not divided yet: {weight.name} ({fmt.summary})"
-                )
             shared = fmt.rows if along == 0 else fmt.columns
             # Codes of 4 bits lie in words of eight outputs or inputs, those of 8 bits in words of four.
             unit = max(shared, 32 // fmt.code.bits)
             ends = [end for one in cut.ranges for end in one]
-            if any(end % unit for end in ends) and not _within(cut, unit, shared):
+            # Experts are joined, and share no scale with the next one.
+            within = weight.kind is not WeightKind.EXPERT and _within(cut, unit, shared)
+            if any(end % unit for end in ends) and not within:
                 what = "inputs" if along else "outputs"
                 return f"ranks would cut groups of {unit} {what} of {weight.name} ({fmt.summary})"
             refusal = fmt.refuse(rows, held)

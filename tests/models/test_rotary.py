@@ -12,6 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvant import LLM, SamplingParams
 from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint, NotServable
+from kvant.models.fused.decoder import AngleSource
+from kvant.models.fused.recipe import Angles
 from kvant.models.geometry import fix_rotary, read_geometry
 from kvant.models.geometry.rope import ROPE_TYPES
 from kvant.models.loaded import LoadedModel
@@ -150,3 +152,26 @@ def test_several_moving_types_are_refused_in_the_plan() -> None:
 
 def test_the_known_types_are_those_of_transformers() -> None:
     assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
+
+
+class _Transposed(torch.nn.Module):
+    """Angles as transformers 5.17 computes those of gpt-oss: views of a transposed product."""
+
+    rope_type = "default"
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        frequencies = 0.5 ** torch.arange(4, dtype=torch.float32)
+        angles = (frequencies[None, :, None] @ positions[:, None].float()).transpose(1, 2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+@pytest.mark.parametrize("layout", [Angles.ONCE, Angles.TWICE, Angles.NEIGHBOURS])
+def test_angles_are_contiguous_as_the_kernels_read_them(layout: Angles) -> None:
+    source, positions = AngleSource(_Transposed(), (), layout), torch.arange(6)
+    given, _ = source.rotary(torch.zeros(1), positions[None])
+    assert not given[0].is_contiguous()
+    for found in source.angles(torch.zeros(6, 8), positions):
+        assert found.is_contiguous()
+        assert found.shape == (6, 4 if layout is Angles.ONCE else 2)

@@ -115,7 +115,7 @@ def fuse(
     if tiled is not None:
         latent.prove(tiled, model)
     rotary = getattr(decoder_of(module), "rotary_emb", None)
-    sources = tuple(_Source(rotary, one, recipe.attention.angles) for one in arguments)
+    sources = tuple(AngleSource(rotary, one, recipe.attention.angles) for one in arguments)
     most = min(getattr(config, "max_position_embeddings", None) or MOST_ANGLES, MOST_ANGLES)
     return FusedDecoder(model, sources, most, tiled, Ranks.of(group, config))
 
@@ -131,7 +131,7 @@ class FusedDecoder:
     def __init__(
         self,
         model: Model,
-        sources: Sequence[_Source],
+        sources: Sequence[AngleSource],
         most_angles: int,
         tiled: TiledLinear | None = None,
         ranks: Ranks | None = None,
@@ -148,7 +148,7 @@ class FusedDecoder:
         self._nothing = Turns.none(model.embedding)
         self._kept = tuple(self._table(source, most_angles) for source in self._sources)
 
-    def _table(self, source: _Source, most: int) -> Turns | None:
+    def _table(self, source: AngleSource, most: int) -> Turns | None:
         """Angles of all positions, on a GPU, where a position's do not depend on other tokens."""
         if self.model.embedding.device.type == "cpu" or not source.is_fixed:
             return None
@@ -457,7 +457,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class AngleSource:
     """A module of rotary embeddings, with the arguments that choose its angles."""
 
     rotary: Any
@@ -476,7 +476,7 @@ class _Source:
         return hasattr(self.rotary, "mrope_section") or "mrope_section" in said
 
     def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, R / 2] in the dtype of x: transformers' own. positions: [T]."""
+        """cos and sin [T, R / 2] in the dtype of x, contiguous: transformers' own. positions: [T]."""
         at = positions[None]
         if self.layout is Angles.COMPLEX:
             turns = self.rotary(x[None], at, *self.arguments)[0]
@@ -489,8 +489,8 @@ class _Source:
         return self._once(cos), self._once(sin)
 
     def _once(self, table: Tensor) -> Tensor:
-        if self.layout is Angles.ONCE:
-            return table
+        if self.layout is Angles.ONCE:  # a transposed product in some versions of transformers
+            return table.contiguous()
         if self.layout is Angles.NEIGHBOURS:
             return table[:, ::2].contiguous()
         return table[:, : table.shape[1] // 2].contiguous()
@@ -498,7 +498,7 @@ class _Source:
 
 def frequencies(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [T, head_dim / 2]: transformers' own, whose second half repeats the first."""
-    return _Source(rotary, (), Angles.TWICE).angles(x, positions)
+    return AngleSource(rotary, (), Angles.TWICE).angles(x, positions)
 
 
 def kernels_for(weight: Tensor, *, batch_invariant: bool = False) -> Kernels:

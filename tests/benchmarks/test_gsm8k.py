@@ -31,7 +31,7 @@ from tests.engine import tiny_chat
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEMS = ROOT / "data" / "gsm8k" / "gsm8k_test.jsonl"
 CI_COUNT = 50
-CI_ANSWERS = 4
+CI_ANSWERS = 2
 CI_ANSWER_TOKENS = 24
 
 

@@ -30,6 +30,8 @@ from tests.engine.fakes import finish
 from tests.models import tiny
 
 FORMATS = [d.format.name for d in KVDtype if d.format.name in known_names()]
+COVERING = ("float32", "fp8_e4m3", "int8_per_token_head", "int4_feedback", "nvfp4", "turboquant_k3")
+"""One format of each kind of page: native, a scale for all, scales in the row, feedback, blocks, codebook."""
 
 
 def llama_for_every_format(directory: Path) -> Path:

@@ -13,7 +13,7 @@ import pytest
 
 from kvant import LLM, SamplingParams
 from kvant.kv.dtype import KVDtype
-from tests.engine.equality import FORMATS, Bench, llama_for_every_format, run, tokens
+from tests.engine.equality import COVERING, FORMATS, Bench, llama_for_every_format, run, tokens
 
 PROMPTS = [[(11 * i + 5 * j * j + j) % 125 + 3 for j in range(3 + 5 * i % 14)] for i in range(34)]
 FEW = PROMPTS[:5]
@@ -60,6 +60,11 @@ def test_no_scheduling_changes_a_token(bench: Bench) -> None:
     assert tokens(warm) == expected, "from cached pages"
 
 
+@pytest.mark.parametrize(
+    "bench",
+    [name if name in COVERING else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS],
+    indirect=True,
+)
 def test_a_pool_of_32_pages_gives_34_prompts_the_tokens_of_a_large_one(bench: Bench) -> None:
     large = bench.engine(num_pages=2000, caching=True)
     expected = tokens(run(large, PROMPTS, NUM_TOKENS))

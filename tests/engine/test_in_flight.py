@@ -99,7 +99,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("num_pages", [16, 30, 200], ids=["dry", "short", "ample"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_answers_are_those_of_each_request_alone(
     seed: int, num_pages: int, launches: Counter[str]
 ) -> None:
@@ -146,8 +146,17 @@ def test_answers_are_those_of_each_request_alone(
     assert launches["drawn"] > (5 if num_pages == 16 else 60)
 
 
-@pytest.mark.parametrize("mixed", [0, 24], ids=["prompts one by one", "prompts recorded"])
-@pytest.mark.parametrize("num_pages", [26, 40, 200], ids=["dry", "short", "ample"])
+@pytest.mark.parametrize(
+    ("num_pages", "mixed"),
+    [
+        pytest.param(26, 0, id="dry-prompts one by one"),
+        pytest.param(26, 24, id="dry-prompts recorded"),
+        pytest.param(40, 24, id="short-prompts recorded"),
+        pytest.param(200, 0, id="ample-prompts one by one"),
+        pytest.param(40, 0, id="short-prompts one by one", marks=pytest.mark.slow),
+        pytest.param(200, 24, id="ample-prompts recorded", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("seed", "tokens", "stride"), [(0, 24, 1), (1, 11, 4), (2, 70, 8)])
 def test_answers_are_the_same_while_prompts_run_in_pieces(
     seed: int, tokens: int, stride: int, num_pages: int, mixed: int, launches: Counter[str]

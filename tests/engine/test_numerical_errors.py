@@ -130,7 +130,7 @@ def test_nan_and_inf_in_one_row_of_logits_end_that_request_alone(path: Path, ste
         assert [results[n].token_ids for n in kept] == [e for i, e in enumerate(expected) if i != 2]
 
 
-@pytest.mark.parametrize("byte", [0xFF, 0x7F])
+@pytest.mark.parametrize("byte", [0xFF, pytest.param(0x7F, marks=pytest.mark.slow)])
 def test_pages_full_of_other_bytes_give_the_tokens_of_a_fresh_pool(bench: Bench, byte: int) -> None:
     expected = bench.alone(FEW, NUM_TOKENS)
     engine = bench.engine(num_pages=40, caching=True)

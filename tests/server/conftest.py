@@ -31,8 +31,19 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         "--api-key", "sesame", "--api-key-file", str(keys),
         "--allowed-origins", "https://app.example", "--max-body-bytes", "2000",
         "--header-timeout", "1", "--body-timeout", "1", "--max-num-seqs", "2",
-        "--max-num-queued-reqs", "1", "--request-timeout", "2",
+        "--max-num-queued-reqs", "1", "--request-timeout", "2", "--max-stored-responses", "2",
         "--max-connections", str(CONNECTIONS), "--keep-alive-timeout", "1", "--ping-interval", "0.3",
     )  # fmt: skip
     with Server(model, flags, key="sesame") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def strict(model: Path) -> Iterator[Server]:
+    """A server that runs one sequence, keeps no responses, has no files of pages, and logs requests."""
+    flags = (
+        "--log-requests", "--max-stored-responses", "0", "--kv-offload", "host:16MiB",
+        "--max-num-seqs", "1", "--max-num-queued-tokens", "100",
+    )  # fmt: skip
+    with Server(model, flags) as server:
         yield server

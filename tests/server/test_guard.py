@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -296,21 +295,21 @@ def test_a_silent_stream_shows_signs_of_life(guarded: Server) -> None:
     guarded.wait_idle(3)
 
 
-def test_prompts_wait_up_to_the_limit_of_tokens(model: Path) -> None:
-    flags = ("--max-num-seqs", "1", "--max-num-queued-tokens", "100")
-    with Server(model, flags) as server, ExitStack() as running:
-        running.enter_context(server.open_stream(max_tokens=4000))
-        while not server.metric("kvant:num_requests_running"):
+def test_prompts_wait_up_to_the_limit_of_tokens(strict: Server) -> None:
+    with ExitStack() as running:
+        running.enter_context(strict.open_stream(max_tokens=4000))
+        while not strict.metric("kvant:num_requests_running"):
             time.sleep(0.01)
-        while server.metric("kvant:queued_prompt_tokens"):
+        while strict.metric("kvant:queued_prompt_tokens"):
             time.sleep(0.01)
-        running.enter_context(server.open_stream(prompt=[5] * 60, max_tokens=9))
-        refused = server.complete([5] * 41, max_tokens=1)
+        running.enter_context(strict.open_stream(prompt=[5] * 60, max_tokens=9))
+        refused = strict.complete([5] * 41, max_tokens=1)
         assert refused.status == 429
         assert "60 tokens wait" in refused.error["message"]
-        running.enter_context(server.open_stream(prompt=[5] * 40, max_tokens=9))
-        assert server.metric("kvant:queued_prompt_tokens") == 100
-        assert server.complete([5], max_tokens=1).status == 429
+        running.enter_context(strict.open_stream(prompt=[5] * 40, max_tokens=9))
+        assert strict.metric("kvant:queued_prompt_tokens") == 100
+        assert strict.complete([5], max_tokens=1).status == 429
+    strict.wait_idle(5)
 
 
 def test_what_is_no_http_is_refused_in_the_common_shape(guarded: Server) -> None:

@@ -270,18 +270,19 @@ def test_the_store_holds_its_limits_and_not_one_more() -> None:
     assert not ResponseStore(0, 100).is_on
 
 
-def test_the_store_is_bounded_and_apart_for_each_key(model: Any) -> None:
-    flags = ("--api-key", "a", "--api-key", "b", "--max-stored-responses", "2")
-    with Server(model, flags, key="a") as server:
-        body = {"input": "hello", "max_output_tokens": 2}
-        ids = [server.post(PATH, body).json["id"] for _ in range(3)]
-        seen = [server.get(f"{PATH}/{id}").status for id in ids]
-        assert seen == [404, 200, 200]
-        foreign = server.send("GET", f"{PATH}/{ids[2]}", headers={"Authorization": "Bearer b"})
-        assert foreign.status == 404
-    with Server(model, ("--max-stored-responses", "0")) as server:
-        answer = server.post(PATH, body).json
-        assert answer["store"] is False
-        assert server.get(f"{PATH}/{answer['id']}").status == 404
-        refused = server.post(PATH, {**body, "store": True})
-        assert (refused.status, refused.error["param"]) == (400, "store")
+def test_the_store_is_bounded_and_apart_for_each_key(guarded: Server) -> None:
+    body = {"input": "hello", "max_output_tokens": 2}
+    ids = [guarded.post(PATH, body).json["id"] for _ in range(3)]
+    seen = [guarded.get(f"{PATH}/{id}").status for id in ids]
+    assert seen == [404, 200, 200]
+    foreign = guarded.send("GET", f"{PATH}/{ids[2]}", headers={"Authorization": "Bearer other"})
+    assert foreign.status == 404
+
+
+def test_a_server_that_stores_nothing_says_so(strict: Server) -> None:
+    body = {"input": "hello", "max_output_tokens": 2}
+    answer = strict.post(PATH, body).json
+    assert answer["store"] is False
+    assert strict.get(f"{PATH}/{answer['id']}").status == 404
+    refused = strict.post(PATH, {**body, "store": True})
+    assert (refused.status, refused.error["param"]) == (400, "store")

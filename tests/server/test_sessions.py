@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from tests.server.harness import Server, build_model
+from tests.server.harness import Server
 
 TALK = [{"role": "user", "content": "Tell me of the sea and of ships. " * 6}]
 MORE = [
@@ -15,11 +13,6 @@ MORE = [
     {"role": "assistant", "content": "The sea is wide."},
     {"role": "user", "content": "And of storms?"},
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("sessions"))
 
 
 def flags(directory: Path, *more: str) -> tuple[str, ...]:
@@ -44,28 +37,26 @@ def test_a_session_survives_a_restart_bit_for_bit(model: Path, tmp_path: Path) -
         assert saved.status == 200, saved.body
         card = saved.json
         assert card["saved_tokens"] == card["num_tokens"] // 8 * 8
+        assert server.post("/v1/kv/sessions/boats", {"messages": TALK}).status == 200
         assert server.get("/v1/kv/sessions/none").error["code"] == "session_not_found"
         assert server.get("/v1/kv/sessions/..%2f..%2fx").status in (400, 404)
     with Server(model, flags(tmp_path)) as server:
         listed = server.get("/v1/kv/sessions").json["data"]
-        assert [one["id"] for one in listed] == ["ships"]
+        assert sorted(one["id"] for one in listed) == ["boats", "ships"]
         restored = server.get("/v1/kv/sessions/ships")
         assert restored.json["messages"] == MORE
         found, cached = answer(server, restored.json["messages"])
         assert found == expected
         assert cached >= card["saved_tokens"] - 8
         assert server.send("DELETE", "/v1/kv/sessions/ships").json["deleted"] is True
-        assert server.get("/v1/kv/sessions").json["data"] == []
+        assert [one["id"] for one in server.get("/v1/kv/sessions").json["data"]] == ["boats"]
     with Server(model, flags(tmp_path, "--kv-cache-dtype", "fp8_per_token_head")) as server:
-        server.post("/v1/kv/sessions/ships", {"messages": TALK})
-    with Server(model, flags(tmp_path)) as server:
-        fault = server.get("/v1/kv/sessions/ships")
+        fault = server.get("/v1/kv/sessions/boats")
         assert fault.status == 409
         assert fault.error["code"] == "session_foreign"
         assert "formats is" in fault.error["message"]
 
 
-def test_without_files_there_are_no_sessions(model: Path) -> None:
-    with Server(model, ("--kv-offload", "host:16MiB")) as server:
-        for method, path in (("GET", "/v1/kv/sessions"), ("DELETE", "/v1/kv/sessions/a")):
-            assert server.send(method, path).error["code"] == "sessions_off"
+def test_without_files_there_are_no_sessions(strict: Server) -> None:
+    for method, path in (("GET", "/v1/kv/sessions"), ("DELETE", "/v1/kv/sessions/a")):
+        assert strict.send(method, path).error["code"] == "sessions_off"

@@ -28,10 +28,10 @@ FORMATS = [
 SHAPE = Shape(rows=16, tile=16, warps=1, stages=1, programs=4)
 STEPS: dict[str, dict[str, Any]] = {
     "decode": {"sequences": ((40, 1), (17, 1), (1, 1))},
-    "verify": {"sequences": ((40, 3), (33, 5)), "padding": 2},
-    "prompt": {"sequences": ((23, 23), (40, 9))},
+    "verify": {"heads": (8, 1), "sequences": ((40, 3), (33, 5)), "padding": 2},
+    "prompt": {"heads": (4, 1), "sequences": ((23, 23), (40, 9))},
     "few heads": {"heads": (2, 1), "sequences": ((40, 3), (33, 17))},
-    "many heads": {"heads": (40, 1), "sequences": ((40, 1), (33, 2))},
+    "many heads": {"heads": (20, 1), "sequences": ((40, 1), (33, 2))},
     "uneven": {"head_dims": (56, 40), "sequences": ((40, 1), (33, 2))},
     "small pages": {"page_size": 4, "sequences": ((40, 1), (33, 2))},
 }

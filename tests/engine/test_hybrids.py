@@ -17,6 +17,7 @@ from kvant.kv.dtype import KVDtype
 from kvant.models.quiet import quiet_transformers
 from kvant.plan import planning
 from tests.models import families
+from tests.speculative import scripted
 from tests.speculative.recorded import Again
 
 NAMES = ("qwen3_5_text", "falcon_h1", "lfm2")
@@ -149,8 +150,6 @@ def test_what_a_state_cannot_be_is_refused(models: dict[str, Path], tmp_path: Pa
         opened(hybrid, conv_state_dtype="fp8")
     with pytest.raises(BadValue, match="no layer with a recurrent state"):
         opened(hybrid, kv_cache_rules=["3:state=bf16"])
-    with pytest.raises(NotServable, match="speculative"):
-        opened(hybrid, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     with pytest.raises(NotServable, match="batch-invariant"):
         opened(hybrid, batch_invariant=True)
     config = json.loads((hybrid / "config.json").read_text())
@@ -158,6 +157,49 @@ def test_what_a_state_cannot_be_is_refused(models: dict[str, Path], tmp_path: Pa
     (tmp_path / "model.safetensors").symlink_to(hybrid / "model.safetensors")
     wished = opened(tmp_path).plan.layers[0].states[1].choice
     assert (wished.dtype, wished.because) == (KVDtype.BFLOAT16, "config.json: mamba_ssm_dtype")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_change_no_token(models: dict[str, Path], name: str) -> None:
+    """Every seventh token is drafted wrong; states go on behind the last one that is right."""
+    asked = {
+        "method": "tests.speculative.scripted:METHOD",
+        "num_speculative_tokens": 4,
+        "adaptive": False,
+    }
+    given = {"max_num_seqs": 3, "max_num_batched_tokens": 41}
+    expected = texts(opened(models[name], **given))
+    known = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    least = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 200, "page_size": 4}
+    for options in (given, least):
+        if options is least:
+            memory = opened(models[name], **least).planned.bytes_for(200)
+            options = {**least, "kv_cache_memory": memory}
+        llm = opened(models[name], **options, speculative_config=asked)
+        assert llm.engine.limits.draft_states == 4 * llm.engine.limits.max_num_seqs
+        scripted.speculate(llm.engine, known, wrong_every=7)
+        assert texts(llm) == expected
+        assert texts(llm) == expected  # from the prefix cache, where there was room
+        stats = llm.engine.stats.speculation
+        assert stats is not None
+        assert 0.3 < stats.acceptance_rate < 0.9
+        if options is not given:
+            assert llm.engine.stats.num_preemptions > 0
+
+
+def test_steps_without_drafts_are_recorded_beside_others(models: dict[str, Path]) -> None:
+    asked = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 64}
+    expected = texts(opened(models["lfm2"], **options))
+    llm = opened(models["lfm2"], **options, speculative_config=asked)
+    runner, limits = llm.engine.runner, llm.engine.limits
+    assert isinstance(runner, ModelRunner)
+    runner.record(Again(), limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
+    assert texts(llm) == expected
+    drafting = llm.engine.stats.speculation
+    assert drafting is not None
+    assert drafting.num_plain_steps > 0
+    assert drafting.num_drafts > 0
 
 
 def answers(llm: LLM, prompts: list[list[int]], count: int = 12) -> list[tuple[list[int], int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -51,9 +51,12 @@ class Step:
     lists: what a backend computed from the lengths in one layer, for later layers. A step whose lengths
     change in place, as between replays of a graph, gets a new Step when it is recorded.
     slices: likewise, steps for parts of the queries, by their first token and end.
+    kept: likewise, anything else.
     rows: [num_seqs] int64, the rows in which the sequences keep their states (`StatePool`); of padding, the
     scratch row. None for a model without states.
     lengths: query tokens of each sequence on the host; None if each has one, or if no layer asks.
+    draft_states: where the states behind a sequence's drafts go, the first of consecutive places for each
+    sequence; -1 for one without drafts. None for a step without drafts, or for a model without states.
     others: the same step through the page tables of the second and later groups of pages; see `of`.
     page_table, slot_mapping and what holds them are those of the first group.
     """
@@ -71,6 +74,7 @@ class Step:
     wanted: Step | None = None
     rows: Tensor | None = None
     lengths: tuple[int, ...] | None = None
+    draft_states: tuple[int, ...] | None = None
     others: tuple[Step, ...] = ()
     lists: dict[Hashable, Tensor] = field(
         init=False, default_factory=dict, repr=False, compare=False
@@ -78,6 +82,7 @@ class Step:
     slices: dict[tuple[int, int], Step] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
+    kept: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def of(self, group: int) -> Step:
         """The step through the page table of a group of pages (`kvant.kv.groups`)."""

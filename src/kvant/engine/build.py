@@ -115,6 +115,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
                 num_pages,
                 max_num_seqs=limits.max_num_seqs,
                 layout=planned.layout,
+                draft_states=limits.draft_states,
             )
             if team is None
             else team.meet(model)

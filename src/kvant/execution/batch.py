@@ -120,6 +120,7 @@ def build_batch(
         others=tuple(listed[1:]),
         rows=torch.from_numpy(rows),
         lengths=None if step.max_seqlen_q == 1 else tuple(lengths.tolist()),
+        draft_states=_draft_states(schedule, num_drafts),
     )
     if not scored and 0 < num_sampled < len(positions):
         have = slice(None) if num_rows.all() else np.flatnonzero(num_rows)
@@ -136,6 +137,13 @@ def build_batch(
         first_rows=before.tolist(),
         scored=[piece for _, piece in scored],
     )
+
+
+def _draft_states(schedule: Schedule, num_drafts: NDArray[np.int64]) -> tuple[int, ...] | None:
+    """`Step.draft_states` of a step with these drafts of each sequence."""
+    if schedule.max_drafts is None or not num_drafts.any():
+        return None
+    return tuple(np.where(num_drafts > 0, schedule.draft_states, -1).tolist())
 
 
 def newest_tokens(schedule: Schedule) -> list[int]:

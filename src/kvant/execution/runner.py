@@ -63,7 +63,8 @@ class ModelRunner:
     """A loaded model over a pool of its plan, or of one that differs from it in formats only.
 
     num_pages: superblocks of its arena. layout: of the arena; without one, a superblock is a page of all
-    layers, and states have an arena of their own. max_num_seqs: rows of the row table.
+    layers, and states have an arena of their own. max_num_seqs: rows of the row table. draft_states: as in
+    `Limits`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ModelRunner:
         *,
         max_num_seqs: int = 1,
         layout: ArenaLayout | None = None,
+        draft_states: int = 0,
     ) -> None:
         self.model = model
         stored = model.plan if plan is None else plan
@@ -83,7 +85,9 @@ class ModelRunner:
         )
         self.states: StatePool | None = None
         if stored.has_states:
-            self.states = StatePool(stored, max_num_seqs, model.device, arena)
+            self.states = StatePool(
+                stored, max_num_seqs, model.device, arena, num_drafts=draft_states
+            )
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
         self._graphs: StepGraphs | None = None
         self._proposer: Proposer | None = None
@@ -134,6 +138,7 @@ class ModelRunner:
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
         if self.states is None:
             return self._launch(schedule, table, drafts)
+        self.states.accept(schedule.states_to_accept)
         self.states.place(
             [row for row, _ in schedule.states_to_place],
             [page for _, page in schedule.states_to_place],

@@ -24,10 +24,12 @@ class StateCache:
     """One state of one layer.
 
     planes: [num_pages, *shape[:-1], width] each, in the order of the format. Pages may have any stride.
+    drafts: the same state behind drafts that are verified; None without speculation.
     """
 
     spec: StateSpec
     planes: tuple[Tensor, ...]
+    drafts: StateCache | None = None
 
     @property
     def numbers(self) -> Tensor:
@@ -42,12 +44,21 @@ class StatePool:
     num_rows: rows of the row table; the row behind them is of padding. Without an arena, the pool has one of
     its own, in which every row has a page from the start.
     pages: [num_rows + 1] int64, the page of each row; the scratch page of a row without one, and of padding.
+    num_drafts: drafts of a step whose states are stored beside, each for itself, until it is known which of
+    them are accepted.
     """
 
     def __init__(
-        self, plan: KVPlan, num_rows: int, device: torch.device, arena: Arena | None = None
+        self,
+        plan: KVPlan,
+        num_rows: int,
+        device: torch.device,
+        arena: Arena | None = None,
+        *,
+        num_drafts: int = 0,
     ) -> None:
         self.plan = plan
+        self.drafts = StatePool(plan, num_drafts, device) if num_drafts else None
         self.pages = torch.full((num_rows + 1,), SCRATCH_PAGE, dtype=torch.int64, device=device)
         if arena is None:
             arena = Arena(_alone(plan), num_rows + 1, device)
@@ -57,7 +68,13 @@ class StatePool:
         assert group.window == STATES
         self._whole = arena.bytes.view(arena.num_pages(place), group.page_bytes)
         self._states = {
-            (layer.geometry.index, state.geometry.kind): StateCache(state, tuple(planes))
+            (layer.geometry.index, state.geometry.kind): StateCache(
+                state,
+                tuple(planes),
+                None
+                if self.drafts is None
+                else self.drafts.get(layer.geometry.index, state.geometry.kind),
+            )
             for layer in plan.layers
             if layer.states
             for state, planes in zip(
@@ -78,6 +95,17 @@ class StatePool:
         """Copy whole pages, (from, to), one after the other."""
         for source, target in copies:
             self._whole[target].copy_(self._whole[source])
+
+    def accept(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the states behind the last accepted drafts: (place among drafts, page) each."""
+        for place, target in copies:
+            assert self.drafts is not None
+            self._whole[target].copy_(self.drafts._whole[draft_page(place)])
+
+
+def draft_page(place: int) -> int:
+    """The page of a state among drafts: its pool's first page is for padding."""
+    return place + 1
 
 
 def _alone(plan: KVPlan) -> ArenaLayout:

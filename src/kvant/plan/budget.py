@@ -40,6 +40,7 @@ def choose_kv_bytes(plan: Plan, memory: DeviceMemory) -> int:
     """
     weights = plan.weights_bytes or 0
     beside = 0 if plan.workspaces is None else plan.workspaces.total
+    beside += plan.draft_state_bytes
     asked = plan.request.kv_cache_bytes
     if asked is not None:
         if weights + asked > memory.free - beside:

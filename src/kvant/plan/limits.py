@@ -17,6 +17,7 @@ class Limits:
     per step whose log-probabilities can be requested; each takes a row of logits. prompt_stride: a
     prompt is split at multiples of this number, in steps with room for one stride. state_slots: states
     of recurrent layers that are kept for prompts with equal beginnings, at multiples of state_stride.
+    draft_states: with recurrent layers, drafts of one step over all sequences; each has a state of its own.
     """
 
     max_num_seqs: int
@@ -28,6 +29,7 @@ class Limits:
     prompt_stride: int = 1
     state_slots: int = 0
     state_stride: int = 4096
+    draft_states: int = 0
 
 
 def default_num_seqs(device: DeviceFacts) -> int:

@@ -179,6 +179,11 @@ class Plan:
         return self.draft_counts[0] if self.draft_counts else 0
 
     @property
+    def draft_state_bytes(self) -> int:
+        """Bytes of the states behind drafts that are verified."""
+        return self.limits.draft_states * self.target.kv.bytes_per_sequence
+
+    @property
     def rotary_length(self) -> int | None:
         """Tokens for which moving rotary frequencies are fixed; None for a model that has none."""
         return None if self.rotary is None else self.rotary.length
@@ -284,7 +289,8 @@ class Plan:
             rank_plan(kv, self.num_ranks),
             draft=None if self.draft is None else self.draft.kv,
             draft_weights_bytes=(self.draft.weights.bytes or 0) if self.draft else 0,
-            workspace_bytes=0 if self.workspaces is None else self.workspaces.total,
+            workspace_bytes=self.draft_state_bytes
+            + (0 if self.workspaces is None else self.workspaces.total),
             utilization=self.request.utilization,
             kv_cache_bytes=self.kv_cache_bytes,
             layout=self._layout_of(kv),

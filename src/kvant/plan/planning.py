@@ -31,12 +31,15 @@ from kvant.plan.limits import Limits, default_num_batched_tokens, default_num_se
 from kvant.plan.plan import Plan, PlannedModel, PlanRequest
 from kvant.plan.ranks import check_ranks, divide
 from kvant.plan.resolution import resolve_kv
-from kvant.plan.speculative_config import SpeculativeConfig
+from kvant.plan.speculative_config import FLAG, SpeculativeConfig
 from kvant.plan.workspaces import workspaces
 from kvant.speculative.dflash.files import read_network
 
 _STATE_STRIDES = {True: 512, False: 2048}
 """Tokens between states that are kept, on a CPU and on a GPU: prompts are cut there."""
+
+_MOST_DRAFT_STATES = 32
+"""Drafts of one step over recurrent layers, each of which has a state of its own."""
 
 
 def make_plan(request: PlanRequest, facts: Facts) -> Plan:
@@ -66,14 +69,17 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     if request.activations is not None:
         check_activations(request.activations, request.device, forward)
         forward = replace(forward, activations=request.activations)
+    _refuse_drafts_over_states(request, geometry)
     draft: PlannedModel | None = None
     draft_facts: DraftFacts | None = None
     if request.speculative is not None and facts.draft is not None:
         draft, draft_facts = _plan_draft(request, request.speculative, facts.draft, geometry)
-    _refuse_drafts_over_states(request, geometry)
     _refuse_offload(request, geometry)
     limits = _limits(request, target)
     counts = _draft_counts(request.speculative, draft_facts, limits)
+    if geometry.has_states and counts:
+        places = min(_MOST_DRAFT_STATES, limits.max_num_seqs * max(counts))
+        limits = replace(limits, draft_states=places)
     beside = None
     if not request.on_cpu:
         beside = workspaces(
@@ -129,12 +135,22 @@ def _check_length(request: PlanRequest, geometry: ModelGeometry) -> None:
 
 
 def _refuse_drafts_over_states(request: PlanRequest, geometry: ModelGeometry) -> None:
-    if request.speculative is not None and geometry.has_states:
-        raise NotServable(
-            f"--speculative-config is not offered for {request.model}",
-            why="a rejected draft would have to be taken out of the states of its recurrent layers again",
-            ways_out=(WayOut("run without --speculative-config"),),
-        )
+    """Refuse drafters beside recurrent layers, but for those on the host that read tokens alone."""
+    asked = request.speculative
+    if asked is None or not geometry.has_states:
+        return
+    if asked.method.has_model:
+        why = "only the host knows which drafts' states to go on from, and this method drafts on the device"
+        ways = [WayOut("draft from the text itself", (FLAG, '{"method": "ngram"}'))]
+    elif request.tensor_parallel_size > 1:
+        why, ways = "states behind drafts are not kept on several ranks yet", []
+    else:
+        return
+    raise NotServable(
+        f"{FLAG} is not offered for {request.model} as asked",
+        why=why,
+        ways_out=(*ways, WayOut("run without --speculative-config")),
+    )
 
 
 def _refuse_offload(request: PlanRequest, geometry: ModelGeometry) -> None:

@@ -51,6 +51,8 @@ class Schedule:
     states_to_place: (row, page) of states of sequences that were admitted.
     states_to_load, states_to_keep: (page, page), from and to: kept states that sequences begin with, copied
     before the step, and states that it leaves behind, copied after it.
+    states_to_accept: (place among drafts, page), the states behind the last drafts that were accepted in
+    the step before, copied first of all.
     """
 
     sequences: list[Sequence]
@@ -70,6 +72,7 @@ class Schedule:
     states_to_place: list[tuple[int, int]] = field(default_factory=list)
     states_to_load: list[tuple[int, int]] = field(default_factory=list)
     states_to_keep: list[tuple[int, int]] = field(default_factory=list)
+    states_to_accept: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_decodes(self) -> int:
@@ -81,6 +84,12 @@ class Schedule:
         if self.max_drafts is None:
             return self.samples.astype(np.int64)
         return np.where(self.samples, 1 + self.max_drafts, 0)
+
+    @property
+    def draft_states(self) -> NDArray[np.int64]:
+        """[n] int64, where the states behind each sequence's drafts go: the first of as many places."""
+        assert self.max_drafts is not None
+        return np.cumsum(self.max_drafts) - self.max_drafts
 
     @property
     def num_tokens(self) -> int:
@@ -151,6 +160,7 @@ class Scheduler:
         )
         self._states_to_place: list[tuple[int, int]] = []
         self._states_to_load: list[tuple[int, int]] = []
+        self._states_to_accept: list[tuple[int, int]] = []
         self._waiting: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
         # `_running` and its rows, replaced whenever it changes.
@@ -253,6 +263,8 @@ class Scheduler:
         if num_found is not None:
             missing = schedule.most_tokens - num_found
         is_same = self.table.owner[rows] == schedule.numbers
+        if self.allocator.states is not None and drafts is not None:
+            self._accept(schedule, num_found, is_same)
         if is_same.all():
             self.table.read(rows, schedule.samples, drafts, missing)
             return
@@ -263,6 +275,20 @@ class Scheduler:
             None if drafts is None else drafts[here],
             None if missing is None else missing[here],
         )
+
+    def _accept(
+        self,
+        schedule: Schedule,
+        num_found: NDArray[np.int64] | None,
+        is_same: NDArray[np.bool_],
+    ) -> None:
+        """The states behind the last accepted drafts become those of their sequences."""
+        accepted = (schedule.most_tokens if num_found is None else num_found) - 1
+        places = schedule.draft_states + accepted - 1
+        there = is_same & (accepted > 0)
+        assert schedule.max_drafts is not None
+        for i in np.flatnonzero(there & (schedule.max_drafts > 0)).tolist():
+            self._states_to_accept.append((int(places[i]), schedule.sequences[i].state_page))
 
     def abandon(self) -> list[int]:
         """Forget the scheduled steps that were not committed.
@@ -494,6 +520,8 @@ class Scheduler:
         # Where the position is not known the device drops drafts behind `Schedule.limits`.
         room = np.where(uncertain > 0, wanted, room)
         taken = np.cumsum(room) - room
+        if self.allocator.states is not None:
+            budget = min(budget, self.limits.draft_states)
         chosen: NDArray[np.int64] = np.clip(budget - taken, 0, room)
         return chosen
 
@@ -544,8 +572,9 @@ class Scheduler:
             states_to_place=self._states_to_place,
             states_to_load=self._states_to_load,
             states_to_keep=self._keep(chosen),
+            states_to_accept=self._states_to_accept,
         )
-        self._states_to_place, self._states_to_load = [], []
+        self._states_to_place, self._states_to_load, self._states_to_accept = [], [], []
         if sequences:
             self._in_flight.append(schedule)
             table.launched(rows, counts, samples, max_drafts)

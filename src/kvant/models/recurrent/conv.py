@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvant.kv.state_pool import StateCache
-from kvant.models.recurrent.packed import Packed, read_state, takes_kernels, write_state
+from kvant.models.recurrent.packed import (
+    Packed,
+    in_turns,
+    read_state,
+    takes_kernels,
+    write_state,
+)
 
 
 def causal_conv(
@@ -19,6 +27,17 @@ def causal_conv(
     [channels]. silu: apply x * sigmoid(x). Returns [T, channels] in x's dtype, computed in float32 or
     wider. Replaces the states by each sequence's last kernel - 1 inputs.
     """
+
+    def run(some: Sequence[Tensor], stored: StateCache, part: Packed) -> Tensor:
+        return _convolved(some[0], weight, bias, stored, part, silu=silu)
+
+    return in_turns(run, (x,), cache, packed)
+
+
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, packed: Packed, *, silu: bool
+) -> Tensor:
+    """`causal_conv` of a step without drafts."""
     size = weight.shape[1]
     if takes_kernels(x, cache):
         from kvant.models.recurrent.kernels import conv_prompts, conv_step

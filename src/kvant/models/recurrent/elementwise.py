@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvant.kv.state_pool import StateCache
+from kvant.kv.state_pool import StateCache, draft_page
 from kvant.models.recurrent.packed import Packed, read_state, write_state
 
 _AT_ONCE = 64
@@ -32,7 +33,7 @@ def elementwise_scan(make: Make, use: Use, cache: StateCache, packed: Packed) ->
         write_state(cache, packed, None, found)
         use(every, found)
         return
-    first = 0
+    first, drafts = 0, packed.step.draft_states
     for place, length in enumerate(packed.lengths):
         if not length:
             continue
@@ -46,7 +47,14 @@ def elementwise_scan(make: Make, use: Use, cache: StateCache, packed: Packed) ->
             use(there, found)
             state = found[-1]
         assert state is not None
-        write_state(cache, packed, [place], state[None])
+        if drafts is not None and drafts[place] >= 0:
+            assert cache.drafts is not None
+            assert length <= _AT_ONCE
+            write_state(cache, packed, [place], found[:1])
+            rows = torch.arange(length - 1, device=found.device) + draft_page(drafts[place])
+            write_state(cache.drafts, replace(packed, rows=rows), None, found[1:])
+        else:
+            write_state(cache, packed, [place], state[None])
         first += length
 
 

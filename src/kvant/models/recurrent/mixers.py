@@ -6,7 +6,7 @@ Each works on packed tokens [T, hidden] with the weights, projections and norms 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +17,7 @@ from kvant.kv.geometry import StateGeometry, StateKind
 from kvant.kv.state_pool import StateCache
 from kvant.models.recurrent.conv import causal_conv
 from kvant.models.recurrent.elementwise import elementwise_scan
-from kvant.models.recurrent.packed import Packed, takes_kernels
+from kvant.models.recurrent.packed import Packed, in_turns, takes_kernels
 from kvant.models.recurrent.scan import CHUNK, scan
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -216,6 +216,16 @@ class GatedDeltaNet(_DeltaRule):
 
     def _recur(self, mixed: Tensor, a: Tensor, b: Tensor, states: LayerStates) -> Tensor:
         """The delta rule with its gates: a, b [T, heads] -> [T, heads, values]."""
+
+        def run(some: Sequence[Tensor], cache: StateCache, packed: Packed) -> Tensor:
+            mixed, a, b = some
+            return self._recurred(mixed, a, b, replace(states, recurrent=cache, packed=packed))
+
+        assert states.recurrent is not None
+        return in_turns(run, (mixed, a, b), states.recurrent, states.packed)
+
+    def _recurred(self, mixed: Tensor, a: Tensor, b: Tensor, states: LayerStates) -> Tensor:
+        """`_recur` of a step without drafts."""
         m, packed, cache = self.module, states.packed, states.recurrent
         assert cache is not None
         strongest, kernels = self._strongest, takes_kernels(mixed, cache)

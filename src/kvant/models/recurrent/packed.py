@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvant.attention.base import Step
 from kvant.errors import EngineFault
 from kvant.kv.codecs import codec_for
-from kvant.kv.state_pool import StateCache
+from kvant.kv.state_pool import StateCache, draft_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,15 @@ class Packed:
             found = step.lists.get("state pages")
             rows = step.lists["state pages"] = pages[rows] if found is None else found
         return Packed(step, rows, starts, step.cu_seqlens_q, step.lengths)
+
+    def turns(self) -> list[Turn] | None:
+        """The step in turns, where drafts are verified; None for a step without drafts."""
+        if self.step.draft_states is None:
+            return None
+        if "turns" not in self.step.kept:
+            self.step.kept["turns"] = _turns(self, self.step.draft_states)
+        found: list[Turn] = self.step.kept["turns"]
+        return found
 
     @property
     def owners(self) -> Tensor:
@@ -134,6 +143,79 @@ class Packed:
             size, [place for _, place in longer], tokens_, found_, where_, counts, begins,
             bounds.view(2, n), pieces.view(2, m),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens of a step with drafts that run at once: first the step without drafts, then the next draft of
+    every sequence that has as many.
+
+    tokens: [k] int64, their places in T. packed: their sequences. before: [k] int64, pages of the states that
+    a later turn begins with, in the sequences' own storage for the first drafts, among drafts for others.
+    """
+
+    tokens: Tensor
+    packed: Packed
+    before: Tensor | None = None
+    is_first_draft: bool = False
+
+
+def _turns(packed: Packed, places: Sequence[int]) -> list[Turn]:
+    """places: `Step.draft_states`."""
+    assert packed.lengths is not None
+    device = packed.rows.device
+
+    def sent(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device)
+
+    offsets = np.cumsum([0, *packed.lengths]).tolist()
+    lengths = [1 if at >= 0 else n for n, at in zip(packed.lengths, places, strict=True)]
+    first = [t for at, n in zip(offsets[:-1], lengths, strict=True) for t in range(at, at + n)]
+    kept = None if max(lengths) == 1 else tuple(lengths)
+    cu_seqlens = sent(np.cumsum([0, *lengths]).tolist(), torch.int32)
+    step = replace(packed.step, cu_seqlens_q=cu_seqlens, lengths=kept, draft_states=None)
+    found = [Turn(sent(first), Packed(step, packed.rows, packed.starts, cu_seqlens, kept))]
+    for j in range(1, max(n for n, at in zip(packed.lengths, places, strict=True) if at >= 0)):
+        some = [i for i, at in enumerate(places) if at >= 0 and packed.lengths[i] > j]
+        rows = sent([draft_page(places[i] + j - 1) for i in some])
+        before = packed.rows[sent(some)] if j == 1 else rows - 1
+        ones = torch.ones(len(some), dtype=torch.int32, device=device)
+        ends = torch.arange(len(some) + 1, dtype=torch.int32, device=device)
+        step = replace(packed.step, cu_seqlens_q=ends, rows=rows, lengths=None, draft_states=None)
+        turn = Packed(step, rows, ones, ends, None)
+        found.append(Turn(sent([offsets[i] + j for i in some]), turn, before, j == 1))
+    return found
+
+
+def in_turns(
+    run: Callable[[Sequence[Tensor], StateCache, Packed], Tensor],
+    inputs: Sequence[Tensor],
+    cache: StateCache,
+    packed: Packed,
+) -> Tensor:
+    """run(inputs, cache, packed) for numbers [T, ..] of a step, which gives [T, ..].
+
+    Drafts run one after the other, as they do without speculation. Each of them leaves its state among
+    `cache.drafts`, beside the sequence's own state, which stands behind the token before them.
+    """
+    turns = packed.turns()
+    if turns is None:
+        return run(inputs, cache, packed)
+    out: Tensor | None = None
+    for turn in turns:
+        stored = cache
+        if turn.before is not None:
+            assert cache.drafts is not None
+            stored = cache.drafts
+            begin = cache if turn.is_first_draft else stored
+            for to, plane in zip(stored.planes, begin.planes, strict=True):
+                to[turn.packed.rows] = plane[turn.before]
+        part = run([x[turn.tokens] for x in inputs], stored, turn.packed)
+        if out is None:
+            out = part.new_empty(len(inputs[0]), *part.shape[1:])
+        out[turn.tokens] = part
+    assert out is not None
+    return out
 
 
 def read_state(

@@ -17,11 +17,20 @@ Mamba2 is the case without a delta rule: q = C, k = B, v = dt x, g = dt A.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvant.kv.state_pool import StateCache
-from kvant.models.recurrent.packed import Chunks, Packed, read_state, takes_kernels, write_state
+from kvant.models.recurrent.packed import (
+    Chunks,
+    Packed,
+    in_turns,
+    read_state,
+    takes_kernels,
+    write_state,
+)
 
 CHUNK = 64
 """Tokens of a chunk where all keys of a head decay alike."""
@@ -41,6 +50,19 @@ def scan(
     [T, heads], or None without a delta rule. singles: False leaves sequences with one token alone; their
     results are undefined. Returns [T, heads, values] in float32 or wider.
     """
+
+    def run(some: Sequence[Tensor], stored: StateCache, part: Packed) -> Tensor:
+        beta = some[4] if len(some) > 4 else None
+        return _scanned(*some[:4], beta=beta, cache=stored, packed=part, singles=singles)
+
+    return in_turns(run, [x for x in (q, k, v, g, beta) if x is not None], cache, packed)
+
+
+def _scanned(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor | None, cache: StateCache,
+    packed: Packed, singles: bool,
+) -> Tensor:  # fmt: skip
+    """`scan` of a step without drafts."""
     work = torch.promote_types(v.dtype, torch.float32)
     q, k, v, g = (x.to(work) for x in (q, k, v, g))
     beta = None if beta is None else beta.to(work)

@@ -234,11 +234,15 @@ class PageAllocator:
         for page in pages:
             assert page in self._hash_of, f"page {page} has no contents to join"
             if not self._ref_counts[page]:
-                self._wake(page // self.per_superblock)
-                del self._idle[page]
                 self._num_idle -= 1
-                self._hold_in_live(page)
                 self._num_held += 1
+                if self.per_superblock == 1:  # what follows, for a superblock of one page
+                    del self.superblocks.resting[page]
+                    self._held_in[page] = 1
+                else:
+                    self._wake(page // self.per_superblock)
+                    del self._idle[page]
+                    self._hold_in_live(page)
             self._ref_counts[page] += 1
 
     def remember(self, page: int, digest: bytes) -> bool:
@@ -299,6 +303,11 @@ class PageAllocator:
             if count:
                 continue
             self._num_held -= 1
+            if self.per_superblock == 1 and page in self._hash_of:  # what follows, for one page
+                self._held_in[page] = 0
+                self._num_idle += 1
+                self.superblocks.resting[page] = self
+                continue
             superblock = page // self.per_superblock
             self._move(superblock, -1)
             if page in self._hash_of:

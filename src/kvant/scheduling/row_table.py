@@ -495,12 +495,13 @@ class HeldPages:
         return len(hashes), lacking
 
     def hash_some(self, sequence: Sequence, most: int) -> bool:
-        """Hash up to `most` further pages of a sequence. False if `find_prefix` would hash others."""
+        """Whether `find_prefix` would hash no page of a sequence; else hash up to `most` of them."""
         whole = (sequence.num_tokens - 1) // self._page_size
-        reached = min(whole, len(sequence.prefix_hashes) - 1 + most)
-        if self._prefix_caching:
-            self._hash(sequence, reached)
-        return reached == whole or not self._prefix_caching
+        known = len(sequence.prefix_hashes) - 1
+        if not self._prefix_caching or known >= whole:
+            return True
+        self._hash(sequence, min(whole, known + most))
+        return whole <= most // 2  # too few to take a step of their own
 
     def told_of(self, sequence: Sequence, keys: Items[Key]) -> list[Told | None]:
         """What indexers outside may learn of pages of a sequence; None where nothing is to be told."""

@@ -29,7 +29,7 @@ from kvant.plan.limits import Limits
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.row_table import HeldPages, KeptStates
 
-HASHED_PAGES = 1024
+HASHED_PAGES = 512
 """Pages of a waiting prompt that one step hashes, so that running sequences are not held up."""
 
 

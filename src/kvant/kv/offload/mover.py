@@ -130,6 +130,7 @@ class PageMover:
         self._storing, self._loading = make_copier(), make_copier()
         self._stores = ThreadPoolExecutor(1, "kvant-store")
         self._loads = ThreadPoolExecutor(1, "kvant-load")
+        self._checks = ThreadPoolExecutor(1, "kvant-check")
         self._hashers = ThreadPoolExecutor(_HASHERS, "kvant-checksum")
         self._done: deque[Moved] = deque()
 
@@ -147,7 +148,7 @@ class PageMover:
     def load(self, job: int, moves: Sequence[Move]) -> None:
         mark, chunks = self._loading.mark(), self._chunks(moves)
         # Before the jobs in front are done: pages are checked while others cross the bus.
-        checked = [self._hashers.submit(self._sums, moves, places) for _, places in chunks]
+        checked = self._checks.submit(self._check, moves, chunks)
         work = partial(self._load, chunks, checked)
         self._loads.submit(self._guarded, work, job, tuple(moves), mark)
 
@@ -193,14 +194,14 @@ class PageMover:
         return self._moved(job, moves, sums, started)
 
     def _load(
-        self, chunks: list[tuple[int, list[int]]], checked: list[Future[list[bytes]]],
+        self, chunks: list[tuple[int, list[int]]], checked: Future[list[Future[list[bytes]]]],
         job: int, moves: tuple[Move, ...], mark: object,
     ) -> Moved:  # fmt: skip
         started = time.perf_counter()
         self._loading.begin(mark)
         sums: list[bytes | None] = [None] * len(moves)
         waits: list[Callable[[], None]] = []
-        for (group, places), found in zip(chunks, checked, strict=True):
+        for (group, places), found in zip(chunks, checked.result(), strict=True):
             good = [
                 place
                 for place, total in zip(places, found.result(), strict=True)
@@ -215,6 +216,12 @@ class PageMover:
         for wait in waits:
             wait()
         return self._moved(job, moves, sums, started)
+
+    def _check(
+        self, moves: Sequence[Move], chunks: list[tuple[int, list[int]]]
+    ) -> list[Future[list[bytes]]]:
+        """Begin to compute checksums. A thread does it: waking others takes the engine's thread long."""
+        return [self._hashers.submit(self._sums, moves, places) for _, places in chunks]
 
     def _chunks(self, moves: Sequence[Move]) -> list[tuple[int, list[int]]]:
         """Places of moves of one group whose rows fit into a chunk."""

@@ -90,7 +90,7 @@ class _Store:
 
 @dataclass(slots=True)
 class _Load:
-    """What a request waits for: keys, and the device page that each of them gets.
+    """What a request waits for: keys, whose device pages are allocated as their copies begin.
 
     held: pages of the device by group that it holds; pages that were there already come first. num_tokens:
     whose K and V the keys are. num_begun: keys whose copies began. num_jobs: jobs that run. is_whole: False
@@ -100,7 +100,6 @@ class _Load:
     number: int
     keys: list[Key]
     told: list[Told | None]
-    pages: list[int]
     held: list[list[int]]
     num_tokens: int
     started: float
@@ -168,6 +167,7 @@ class Tiers:
         self._stores: dict[int, _Store] = {}
         self._loads: dict[int, _Load] = {}
         self._parts: dict[int, _Part] = {}
+        self._kept: dict[int, list[list[int]]] = {}
         self._fetches: dict[Key, int] = {}  # by page: its place in host memory
         self._waiting: dict[int, _Waiting] = {}
         self._unsaved: OrderedDict[Key, None] = OrderedDict()  # in host memory alone
@@ -227,7 +227,8 @@ class Tiers:
 
     def held(self) -> list[list[list[int]]]:
         """The device's pages that each load holds, by group."""
-        return [[load.held[place] for load in self._loads.values()] for place in self._groups]
+        every = [*(load.held for load in self._loads.values()), *self._kept.values()]
+        return [[held[place] for held in every] for place in self._groups]
 
     def audit(self) -> list[str]:
         """Faults in words: every page of host memory has one owner."""
@@ -429,13 +430,10 @@ class Tiers:
             return False
         for group, pages in zip(self._shared.groups, joined, strict=True):
             group.join(pages)
-        taken = self._shared.allocate(counts, clear=False)
-        assert taken is not None
-        fresh = [iter(pages) for pages in taken]
         load = next(self._jobs)
         self._loads[load] = _Load(
-            number, list(keys), list(told), [next(fresh[key.group]) for key in keys],
-            [[*old, *new] for old, new in zip(joined, taken, strict=True)], num_tokens, time.monotonic(),
+            number, list(keys), list(told), [list(pages) for pages in joined], num_tokens,
+            time.monotonic(),
         )  # fmt: skip
         waiting = self._waiting.setdefault(number, _Waiting())
         waiting.progress, waiting.load = Progress.MOVING, load
@@ -456,22 +454,32 @@ class Tiers:
             self._end_load(load)
 
     def _begin(self, load: int, found: _Load) -> None:
-        first, moves = found.num_begun, list[Move]()
-        last = first + LOAD_PAGES
-        for key, page in zip(found.keys[first:last], found.pages[first:last], strict=True):
-            host = self._host.groups[key.group]
-            host_page = host.find(key.digest)
+        first, host_pages = found.num_begun, list[int]()
+        keys = found.keys[first : first + LOAD_PAGES]
+        for key in keys:
+            host_page = self._host.groups[key.group].find(key.digest)
             if host_page is None:
-                found.is_whole = False  # it gave way to others meanwhile
-                break
-            host.join([host_page])
-            moves.append(Move(key.group, page, host_page, self._sums[key.group, host_page]))
-        if moves:
-            found.num_begun += len(moves)
-            found.num_jobs += 1
-            job = next(self._jobs)
-            self._parts[job] = _Part(load, first, moves)
-            self._mover.load(job, moves)
+                break  # it gave way to others meanwhile
+            host_pages.append(host_page)
+        del keys[len(host_pages) :]
+        counts = [sum(key.group == place for key in keys) for place in self._groups]
+        taken = self._shared.allocate(counts, clear=False) if keys else None
+        if taken is None:
+            found.is_whole = False
+            return
+        found.is_whole = first + len(keys) == len(found.keys) or len(keys) == LOAD_PAGES
+        fresh, moves = [iter(pages) for pages in taken], list[Move]()
+        for key, host_page in zip(keys, host_pages, strict=True):
+            self._host.groups[key.group].join([host_page])
+            checksum = self._sums[key.group, host_page]
+            moves.append(Move(key.group, next(fresh[key.group]), host_page, checksum))
+        for held, pages in zip(found.held, taken, strict=True):
+            held += pages
+        found.num_begun += len(moves)
+        found.num_jobs += 1
+        job = next(self._jobs)
+        self._parts[job] = _Part(load, first, moves)
+        self._mover.load(job, moves)
 
     def _loaded(self, done: Moved) -> None:
         part = self._parts.pop(done.job)
@@ -505,29 +513,36 @@ class Tiers:
 
     def _end_load(self, number: int) -> None:
         load = self._loads.pop(number)
-        for group, pages in zip(self._shared.groups, load.held, strict=True):
-            group.release(pages)
         waiting = self._waiting.get(load.number)
         if waiting is None or waiting.load != number:
+            self._release(load.held)
             return
+        # The request joins them before they are released: they never rest, which would cost a step.
+        self._kept[load.number] = load.held
         waiting.progress = Progress.SETTLED
         self._num_restores += 1
         self._restore_seconds += time.monotonic() - load.started
         if load.is_whole:
             self._num_restored_tokens += load.num_tokens
 
+    def _release(self, held: list[list[int]]) -> None:
+        for group, pages in zip(self._shared.groups, held, strict=True):
+            group.release(pages)
+
     def give_back(self) -> bool:
         """End all loads, since running requests need their pages. False if there were none.
 
         Waits for the copies that run, which takes milliseconds.
         """
-        if not self._loads:
+        if not self._loads and not self._kept:
             return False
         numbers = [load.number for load in self._loads.values()]
         for load in list(self._loads):
             self._finish(load)
         for number in numbers:
             self.settle(number)
+        while self._kept:
+            self._release(self._kept.popitem()[1])
         return True
 
     def end(self, number: int) -> None:
@@ -535,6 +550,8 @@ class Tiers:
         waiting = self._waiting.pop(number, None)
         if waiting is not None and waiting.load is not None:
             self._finish(waiting.load)
+        if number in self._kept:
+            self._release(self._kept.pop(number))
 
     def _finish(self, load: int) -> None:
         """Begin no further job of a load, and wait for its running jobs."""

@@ -157,7 +157,7 @@ def test_the_known_types_are_those_of_transformers() -> None:
 class _Transposed(torch.nn.Module):
     """Angles as transformers 5.17 computes those of gpt-oss: views of a transposed product."""
 
-    rope_type = "default"
+    rope_type, config = "default", None
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor

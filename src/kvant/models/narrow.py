@@ -383,7 +383,7 @@ class _Quantizer(HfQuantizer):
             if self.param_needs_quantization(model, name):
                 # transformers below 5.23 casts what arrives to the dtype that it finds here: bytes would
                 # be zeros. Codes take this place.
-                owner, short = ("", *name.rsplit(".", 1))[-2:]
+                owner, short = name.rpartition(".")[::2]
                 wide = torch.empty_like(awaited, dtype=model.dtype)
                 setattr(model.get_submodule(owner), short, nn.Parameter(wide, requires_grad=False))
 

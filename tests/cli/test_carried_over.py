@@ -108,6 +108,9 @@ def test_a_command_line_of_vllms_documents_starts_the_same_server() -> None:
             ],
             ["--kv-offload", "host:9"],
         ),
+        (["--runner=pooling", "--convert", "auto"], ["--task", "embed"]),
+        (["--convert", "embed"], ["--task", "embed"]),
+        (["--runner", "generate"], ["--task", "generate"]),
     ],
     ids=str,
 )
@@ -122,7 +125,7 @@ def test_spellings_are_read(given: list[str], read: list[str]) -> None:
         (["--max-model-length", "5"], ["did you mean --max-model-len?"]),
         (["-pp", "2"], ["--pipeline-parallel-size 2", "--tensor-parallel-size"]),
         (["--data-parallel-size", "4"], ["--data-parallel-size 4", "behind a router"]),
-        (["--runner=pooling"], ["--runner pooling", "another server"]),
+        (["--convert=classify"], ["classify", "--task embed"]),
         (["--kv-transfer-config", '{"kv_connector": "Far"}'], ["other engines", "--kv-offload"]),
         (["--kv-events-config", "{"], ["is not JSON"]),
         (["--strange", "--nnodes", "2"], ["2 flags", "--strange", "--nnodes 2", "one machine"]),

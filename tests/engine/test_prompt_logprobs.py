@@ -159,7 +159,7 @@ def test_a_prompt_alone_can_be_scored_up_to_the_last_token_of_the_context() -> N
     assert first.prompt_logprobs == first.result.prompt_logprobs
     assert same(first.prompt_logprobs, expected(prompt, 1))
     with pytest.raises(RequestError, match="max_tokens is 0"):
-        SamplingParams(max_tokens=0)
+        engine.submit(prompt, SamplingParams(max_tokens=0))
     with pytest.raises(RequestError, match="44 tokens a sequence may have"):
         engine.submit([*prompt, 5], SamplingParams(max_tokens=0, prompt_logprobs=1))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types import completion_create_params
+from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from scripts.parameters_doc import ENDPOINTS, rows
@@ -47,6 +47,10 @@ VLLM = {
     "/tokenize": """model prompt add_special_tokens return_token_strs messages add_generation_prompt
     continue_final_message chat_template chat_template_kwargs mm_processor_kwargs media_io_kwargs""",
     "/detokenize": "model tokens",
+    "/v1/embeddings": """model user input messages truncate_prompt_tokens truncation_side dimensions
+    encoding_format use_activation add_special_tokens priority request_id mm_processor_kwargs embed_dtype
+    endianness cache_salt chat_template chat_template_kwargs add_generation_prompt
+    continue_final_message""",
 }
 """The parameters of vLLM 0.33's requests."""
 
@@ -55,6 +59,7 @@ def _of_openai() -> dict[str, set[str]]:
     return {
         "/v1/chat/completions": set(chat_create_params.CompletionCreateParamsBase.__annotations__),
         "/v1/completions": set(completion_create_params.CompletionCreateParamsBase.__annotations__),
+        "/v1/embeddings": set(embedding_create_params.EmbeddingCreateParams.__annotations__),
         "/v1/responses": set(response_create_params.ResponseCreateParamsBase.__annotations__),
     }
 

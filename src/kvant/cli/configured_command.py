@@ -198,7 +198,7 @@ def _put(into: dict[str, Any], keys: str, value: str) -> None:
 
 
 def _carried_over(flag: str, value: str, one: Foreign) -> Iterator[str]:
-    if one.becomes:
+    if one.becomes and value not in one.neutral:
         yield from one.becomes
         if one.takes_value:
             yield one.convert(value)

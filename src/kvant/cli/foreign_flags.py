@@ -34,6 +34,7 @@ _DIVIDED = (
 )
 _TENSOR_PARALLEL = WayOut("divide the model over devices of one machine: --tensor-parallel-size N")
 _ROUTER = WayOut("start one server on each device, behind a router")
+_NO_SCORES = "a model generates or embeds"
 _LOG = "a line for each request is printed with --log-requests only"
 _MERGE = WayOut("merge the adapter into the weights first (peft: merge_and_unload)")
 _PROXY = WayOut("put a proxy in front")
@@ -245,6 +246,18 @@ def _offload(value: str) -> str:
     return f"host:{size}"
 
 
+def _task(value: str) -> str:
+    """vLLM's runner or conversion as Kvant's task. Raises BadValue."""
+    tasks = {"generate": "generate", "pooling": "embed", "embed": "embed"}
+    if value not in tasks:
+        raise BadValue(
+            f"{value} is not served",
+            why=_NO_SCORES,
+            ways_out=(WayOut("embed texts with a model", ("--task", "embed")),),
+        )
+    return tasks[value]
+
+
 def _gibibytes(value: str) -> str:
     return f"host:{value}GiB"
 
@@ -292,12 +305,12 @@ VLLM: Mapping[str, Foreign] = {
         neutral=("auto", "string"),
     ),
     "--runner": Foreign(
-        True, no_effect="answers are generated", refused="answers are generated",
-        neutral=("auto", "generate"), way_out=WayOut("serve a pooling model with another server"),
+        True, becomes=("--task",), convert=_task, no_effect="the model decides",
+        refused=_NO_SCORES, neutral=("auto",),
     ),
     "--convert": Foreign(
-        True, no_effect="answers are generated", refused="answers are generated", neutral=("auto", "none"),
-        way_out=WayOut("serve a pooling model with another server"),
+        True, becomes=("--task",), convert=_task, no_effect="--task decides", refused=_NO_SCORES,
+        neutral=("auto", "none"),
     ),
     "--logprobs-mode": Foreign(
         True, no_effect="log-probabilities are the model's own",

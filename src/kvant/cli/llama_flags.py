@@ -168,11 +168,21 @@ _TABLE: Sequence[tuple[tuple[str, ...], Foreign]] = (
         Foreign(True, refused="it belongs to --model-draft"),
     ),
     (
-        ("--embedding", "--embeddings", "--rerank", "--reranking"),
+        ("--embedding", "--embeddings"),
+        Foreign(becomes=("--task", "embed")),
+    ),
+    (
+        ("--pooling",),
         Foreign(
-            refused="it generates text",
-            way_out=WayOut("serve an embedding model with another server"),
+            True,
+            no_effect="the last token is the vector",
+            refused="the last token is the vector",
+            neutral=("last",),
         ),
+    ),
+    (
+        ("--rerank", "--reranking"),
+        Foreign(refused="no answer is a score", way_out=WayOut("ask for prompt_logprobs")),
     ),
     (
         ("--lora", "--lora-scaled", "--control-vector"),

@@ -17,6 +17,7 @@ from kvant.errors import DoesNotFit, NotServable, WayOut
 from kvant.kv.pages import CacheIdentity
 from kvant.kv.spec import KVPlan
 from kvant.models.local import Progress
+from kvant.models.pooling import Pooling, choose_pooling
 from kvant.plan.config import EngineConfig
 from kvant.plan.device import torch_device
 from kvant.plan.plan import Plan
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 class BuiltEngine:
     """engine: ready to step. planned: what `kvant plan` would show for it. tokenizing: None for a model
     without tokenizer files. notes: lines for the user about what was chosen. warnings: lines about what
-    is worse than it could be, including the plan's.
+    is worse than it could be, including the plan's. pooling: None for an engine that generates.
     """
 
     engine: Engine
@@ -44,6 +45,7 @@ class BuiltEngine:
     tokenizing: Tokenizing | None
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    pooling: Pooling | None = None
 
     @property
     def kv(self) -> KVPlan:
@@ -63,6 +65,10 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     begin("planning")
     planned = plan_engine(config, progress=progress)
     target, limits = planned.target, planned.limits
+    width = target.geometry.hidden_size
+    pooling = choose_pooling(config.task, target.local.path, target.config, width)
+    if pooling is not None:
+        _refuse_to_embed(planned)
     if planned.request.offload is not None:
         check_host_memory(planned, planned.request.offload)
     begin("importing torch and transformers")
@@ -116,6 +122,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
                 max_num_seqs=limits.max_num_seqs,
                 layout=planned.layout,
                 draft_states=limits.draft_states,
+                embeds=pooling is not None,
             )
             if team is None
             else team.meet(model)
@@ -148,8 +155,28 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         scale_audit=ScaleAudit(runner.pools),
         compile_limits=config.compile_limits,
         offload=offload,
+        embeds=pooling is not None,
     )
-    return BuiltEngine(engine, planned, tokenizing, notes, warnings)
+    return BuiltEngine(engine, planned, tokenizing, notes, warnings, pooling)
+
+
+def _refuse_to_embed(planned: Plan) -> None:
+    """Raise NotServable for what an engine that embeds cannot have."""
+    if planned.request.speculative is not None:
+        raise NotServable(
+            "an engine that embeds has no drafter",
+            why="it generates no tokens that could be drafted",
+            ways_out=(
+                WayOut("leave --speculative-config out"),
+                WayOut("generate text", ("--task", "generate")),
+            ),
+        )
+    if planned.num_ranks > 1:
+        raise NotServable(
+            "an engine that embeds runs on one device",
+            why="hidden states of divided models are not offered",
+            ways_out=(WayOut("use one device", ("--tensor-parallel-size", "1")),),
+        )
 
 
 def _verify(planned: Plan) -> None:

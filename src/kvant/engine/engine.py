@@ -24,7 +24,7 @@ from kvant.engine.cache_audit import CacheAudit, saturation_warning
 from kvant.engine.requests import Forms, Live, LiveRequests, TokenStream, check_request
 from kvant.engine.result import EngineStats, Progress, Result
 from kvant.engine.text import TextStream
-from kvant.errors import EngineFault
+from kvant.errors import EngineFault, RequestError
 from kvant.execution.batch import Launched
 from kvant.execution.runner import Runner
 from kvant.execution.speculation import Speculation
@@ -36,7 +36,7 @@ from kvant.kv.saturation import Saturated
 from kvant.kv.scale_audit import ScaleAudit
 from kvant.plan.limits import Limits
 from kvant.sampling.logit_rules import make_rules
-from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.sampling_params import EMBEDDING, SamplingParams
 from kvant.sampling.structured_outputs import CompileLimits
 from kvant.scheduling.request import Request, Sequence
 from kvant.scheduling.scheduler import Schedule, Scheduler
@@ -56,7 +56,7 @@ class Engine:
     one, every superblock is a page of all layers. seed: seeds the requests that bring
     no seed, so that a run of the same requests in the same order can be repeated. scale_audit: checks the
     runner's pool in `audit_scales`. compile_limits: for structured output. offload: makes the tiers behind
-    the engine's pages.
+    the engine's pages. embeds: the runner's rows are hidden states, so every request is `EMBEDDING`.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class Engine:
         scale_audit: ScaleAudit | None = None,
         compile_limits: CompileLimits = _COMPILE_LIMITS,
         offload: Callable[[SharedPages], Tiers] | None = None,
+        embeds: bool = False,
     ) -> None:
+        self.embeds = embeds
         self.runner = runner
         self.speculation = speculation
         self.limits = limits
@@ -92,7 +94,7 @@ class Engine:
         if scale_audit is not None:
             self._cache_audit = CacheAudit(self.scheduler.allocator, scale_audit)
         self._forms = Forms(tokenizer, vocab_size, self.eos_token_ids, compile_limits)
-        self._live = LiveRequests(self.scheduler, self._forms)
+        self._live = LiveRequests(self.scheduler, self._forms, embeds=embeds)
         self._is_stepping = False
         self._dropped: list[int] = []  # while a step ran
         self._next_number = 0
@@ -347,6 +349,13 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
             has_forms=self._forms.can_be_asked,
         )
+        if params.max_tokens == 0 and params.prompt_logprobs is None and not self.embeds:
+            raise RequestError("max_tokens is 0; it must be at least 1", param="max_tokens")
+        if self.embeds and params != EMBEDDING:
+            raise RequestError(
+                "this engine gives embeddings and generates nothing; `task` generate makes one that does",
+                param="prompt",
+            )
 
     def _text_stream(self, request: Request) -> TextStream | None:
         if self.tokenizer is None:

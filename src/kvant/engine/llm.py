@@ -8,16 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvant.engine.build import BuiltEngine, build_engine
 from kvant.engine.result import Result, as_metrics
 from kvant.engine.text import Message, Tokenizing
-from kvant.errors import RequestError
+from kvant.errors import EngineFault, RequestError
 from kvant.kv.spec import KVPlan
 from kvant.models import local
 from kvant.plan.config import EngineConfig, LLMOptions, config_of
 from kvant.plan.plan import Plan
 from kvant.sampling.generation_defaults import recommended_params
-from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.sampling_params import EMBEDDING, SamplingParams
 
 if TYPE_CHECKING:
     from kvant.engine.engine import Engine
@@ -162,6 +165,32 @@ class LLM:
         several = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
         prompts = [self.encode_chat(conversation) for conversation in several]
         return self.generate(prompts, sampling_params, salt=salt)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        salt: str = "",
+    ) -> list[NDArray[np.float32]]:
+        """The vector [hidden_size] of each prompt, from an LLM made with `task="embed"` or of a checkpoint of
+        sentence-transformers; of length 1 unless normalize is False.
+
+        dimensions: its first numbers only, where the checkpoint was trained for it. Prompts as in `generate`.
+        """
+        pooling = self._built.pooling
+        if pooling is None:
+            raise RequestError('this LLM generates text: make it with task="embed"', param="prompt")
+        if dimensions is not None and not pooling.allows(dimensions):
+            raise RequestError(pooling.refusal(dimensions), param="dimensions")
+        results = self.generate(prompts, EMBEDDING, salt=salt)
+        found = []
+        for result in results:
+            if result.hidden is None:
+                raise EngineFault("the model computed NaN or Inf for a prompt")
+            found.append(pooling.vector(result.hidden, dimensions, normalize=normalize))
+        return found
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, salt: str = ""

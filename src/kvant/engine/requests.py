@@ -13,6 +13,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from kvant.engine.result import Progress, Result
@@ -143,6 +144,7 @@ class Live:
     is_simple: bool = field(init=False)
     stop_reason: str | int | None = None
     error: RequestError | None = None
+    hidden: bytes | None = None
     stream: weakref.ref[TokenStream] | None = None  # weak: a stream that is dropped cancels
 
     def __post_init__(self) -> None:
@@ -216,6 +218,7 @@ class Live:
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            hidden=self.hidden,
         )
 
 
@@ -321,10 +324,12 @@ class LiveRequests:
     """Gives requests their tokens, and ends them.
 
     by_number: every request from its submission to its end, also while its grammar is compiled.
+    embeds: rows of a step are hidden states.
     """
 
-    def __init__(self, scheduler: Scheduler, forms: Forms) -> None:
+    def __init__(self, scheduler: Scheduler, forms: Forms, *, embeds: bool = False) -> None:
         self._scheduler = scheduler
+        self._embeds = embeds
         self._forms = forms
         self.by_number: dict[int, Live] = {}
         self._batch: _Batch | None = None
@@ -423,6 +428,10 @@ class LiveRequests:
 
     def _sampler(self, launched: Launched, outcome: Outcome) -> Sample:
         """What chooses the tokens of a step's rows."""
+        if self._embeds:
+            return lambda row: Sampled(
+                outcome.tokens[row] if outcome.sound[row] else None, hidden=launched.logits[row]
+            )
         if outcome.is_final:
             return lambda row: Sampled(outcome.tokens[row] if outcome.sound[row] else None)
         schedule, drafts = launched.schedule, outcome.drafts
@@ -479,6 +488,8 @@ class LiveRequests:
             return Progress(number, (), "", result)
         prompt_logprobs = live.prompt_logprobs if first else None
         if sequence.num_tokens == sequence.request.max_total_tokens:  # max_tokens 0
+            if sampled.hidden is not None:
+                live.hidden = sampled.hidden.to("cpu", torch.float32).numpy().tobytes()
             result = self._finish(live, FinishReason.LENGTH)
             return Progress(number, (), result.text, result, (), prompt_logprobs)
         token = sampled.token_id

@@ -21,7 +21,8 @@ class Result:
     string. stop_reason: the stop string or stop token that ended it, None for an end-of-sequence token.
     num_cached_tokens: prompt tokens whose K and V came from the prefix cache. num_pages: pages it held
     when it ended. prompt_logprobs: one entry a prompt token, None for the first, which follows nothing;
-    None if they were not requested or not finished. error: why it was refused.
+    None if they were not requested or not finished. error: why it was refused. hidden: of the last token
+    behind the final norm, little-endian float32, from an engine that embeds.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Result:
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: RequestError | None = None
+    hidden: bytes | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

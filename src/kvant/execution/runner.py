@@ -64,7 +64,7 @@ class ModelRunner:
 
     num_pages: superblocks of its arena. layout: of the arena; without one, a superblock is a page of all
     layers, and states have an arena of their own. max_num_seqs: rows of the row table. draft_states: as in
-    `Limits`.
+    `Limits`. embeds: rows of a step are hidden states behind the final norm, in place of logits.
     """
 
     def __init__(
@@ -76,8 +76,10 @@ class ModelRunner:
         max_num_seqs: int = 1,
         layout: ArenaLayout | None = None,
         draft_states: int = 0,
+        embeds: bool = False,
     ) -> None:
         self.model = model
+        self._last = model.last if embeds else None
         stored = model.plan if plan is None else plan
         arena = None if layout is None else Arena(layout, num_pages, model.device)
         self.pool = KVPool(
@@ -157,7 +159,7 @@ class ModelRunner:
     def run(self, batch: Batch) -> Tensor:
         """Run a batch whose tokens are all known, and write its K and V.
 
-        Returns logits [len(batch.logits_index), vocab_size], in float32 or wider.
+        Returns logits [len(batch.logits_index), vocab_size], or hidden states, in float32 or wider.
         """
         logits = self._run(batch, to_device(batch.input_ids, self.device))
         return logits.to(widened(logits.dtype))
@@ -202,6 +204,8 @@ class ModelRunner:
                 max_num_batched_tokens,
                 max_model_len,
             )
+        if self._last is not None:  # prompts only, whose rows the host reads
+            return
         try:
             self.record(
                 CudaRecorder(self.device),
@@ -253,8 +257,13 @@ class ModelRunner:
         self._graphs = graphs
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
-        """Logits as they were computed."""
+        """Logits as they were computed, or hidden states."""
         call = StepCall(step, self.pool, self._backends, self.states)
+        if self._last is not None:
+            layer, norm = self._last
+            _, (output,) = self.model.forward_with_hidden(input_ids, call, logits_index, (layer,))
+            found: Tensor = norm(output[logits_index])
+            return found
         logits, hidden = self.model.forward_with_hidden(input_ids, call, logits_index, self._taps)
         if self._proposer is not None and self._taps:
             self._proposer.learn(step, hidden)

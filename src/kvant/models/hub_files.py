@@ -9,6 +9,7 @@ from pathlib import Path
 from kvant.errors import BadCheckpoint, ModelNotFound, WayOut
 from kvant.kv.checkpoint.safetensors_header import INDEX_NAME, SINGLE_NAME
 from kvant.models.directory import CONFIG_NAME, PICKLE_SUFFIXES, indexed_files, missing_weights
+from kvant.models.pooling import POOLING_NAME
 
 _PLAN = (CONFIG_NAME, "generation_config.json", "hf_quant_config.json", INDEX_NAME)
 _TEXTS = ("merges.txt", "vocab.txt", "mask_embedding.pt")
@@ -27,6 +28,8 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _is_small(name: str) -> bool:
+    if name == POOLING_NAME:
+        return True
     if "/" in name or name in _LEFT_OVER_FROM_TRAINING:
         return False
     if name.endswith(".index.json"):

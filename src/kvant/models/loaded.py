@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from kvant.attention.base import StepCall
 from kvant.attention.watch import check_all_were_reached, watch
-from kvant.errors import NotServable
+from kvant.errors import NotServable, WayOut
 from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
 from kvant.models.forward import Forward
@@ -163,6 +163,22 @@ class LoadedModel:
         self._proved = True
         return found
 
+    @property
+    def last(self) -> tuple[int, nn.Module]:
+        """The last decoder layer's index, and what norms its output for the head.
+
+        NotServable where more lies between them.
+        """
+        decoder = self._module.get_decoder()  # type: ignore[no-untyped-call]
+        found = next((getattr(decoder, one) for one in _FINAL_NORMS if hasattr(decoder, one)), None)
+        if not isinstance(found, nn.Module) or hasattr(decoder, "altup_projections"):
+            raise NotServable(
+                f"embeddings of {type(self._module).__name__} are not offered",
+                why="its last layer's output is not what its final norm reads",
+                ways_out=(WayOut("generate text with it", ("--task", "generate")),),
+            )
+        return len(decoder.layers) - 1, found
+
     def refit(self, other: LoadedModel) -> None:
         """Copy weights and scales from a model of the same plan, which may be on another device.
 
@@ -194,6 +210,9 @@ class LoadedModel:
         hidden may have another dtype, from a drafter.
         """
         return self._forward.score(hidden.to(self.dtype))
+
+
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

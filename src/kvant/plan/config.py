@@ -25,6 +25,7 @@ from kvant.kv.request import (
     parse_skips,
 )
 from kvant.kv.wide import ask_wide
+from kvant.models.pooling import Task
 from kvant.models.quantization import Activations, Quantization
 from kvant.plan.device import host_device
 from kvant.plan.limits import default_num_seqs
@@ -242,6 +243,12 @@ class EngineOptions(PlanOptions):
         choices=("auto", "dummy"),
         panel=_RUN,
     )
+    task: str = option(
+        "auto",
+        "embed gives embeddings instead of text; auto embeds with a checkpoint of sentence-transformers.",
+        choices=tuple(Task),
+        panel=_RUN,
+    )
     structured_timeout: float = option(
         _COMPILE.seconds,
         "Seconds that compiling a schema, regex or grammar may take.",
@@ -296,6 +303,7 @@ class LLMOptions(TypedDict, total=False):
     device: str | None
     seed: int | None
     load_format: str | None
+    task: str | None
     structured_timeout: float | None
     structured_cache_bytes: int | None
     gpu_memory_utilization: float | None
@@ -306,7 +314,7 @@ class LLMOptions(TypedDict, total=False):
 class EngineConfig:
     """plan: the model, its device, its KV cache and its limits. seed: seeds the seeds of requests without
     one; None draws it. dummy_weights: make random weights instead of reading them, for timings. settings:
-    what all of it was made of, from which other ranks make theirs.
+    what all of it was made of, from which other ranks make theirs. task: what the engine is for.
     """
 
     plan: PlanRequest
@@ -314,6 +322,7 @@ class EngineConfig:
     dummy_weights: bool = False
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
     settings: Settings = field(default_factory=Settings)
+    task: Task = Task.AUTO
 
 
 def engine_config(settings: Settings, *, num_requests: int | None = None) -> EngineConfig:
@@ -338,6 +347,7 @@ def engine_config(settings: Settings, *, num_requests: int | None = None) -> Eng
         options.load_format == "dummy",
         CompileLimits(options.structured_timeout, options.structured_cache_bytes),
         settings,
+        Task(options.task),
     )
 
 

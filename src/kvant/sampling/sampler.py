@@ -53,12 +53,13 @@ class Sampled:
     """One row's token; None where there is none to choose.
 
     error: the request's own rules leave no token. Without an error the logits hold NaN or +Inf, or
-    nothing but -Inf.
+    nothing but -Inf. hidden: the row itself, where it is a hidden state.
     """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     error: RequestError | None = None
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class SamplingParams:
         or the answer contains; 1 changes nothing.
     seed: makes the same request return the same tokens in any batch. None draws a seed.
     max_tokens: maximum number of new tokens. None continues to the end of the context. 0 only computes
-        the prompt and needs prompt_logprobs.
+        the prompt, for prompt_logprobs or an embedding.
     min_tokens: minimum number of new tokens before the answer may end.
     stop: strings that end the answer. The text excludes them unless include_stop_str_in_output is set.
     stop_token_ids: tokens that end the answer, in addition to the model's end-of-sequence tokens.
@@ -208,8 +208,6 @@ class SamplingParams:
     def _check_lengths(self) -> None:
         if self.max_tokens is None:
             return
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise RequestError("max_tokens is 0; it must be at least 1", param="max_tokens")
         if self.max_tokens == 0 and self.n > 1:
             raise RequestError("n must be 1 when max_tokens is 0", param="n")
         if self.min_tokens > self.max_tokens:
@@ -405,3 +403,6 @@ _SCALARS = tuple(
     if (kind := scalar_type(name)) is not None
 )
 _BIAS = _Scalar(float, False, Param("", -100.0, 100.0))
+
+EMBEDDING = SamplingParams(temperature=0, max_tokens=0)
+"""What every request asks of an engine that embeds."""

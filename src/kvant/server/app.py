@@ -37,11 +37,13 @@ from kvant.server.anthropic.wire import (
 )
 from kvant.server.anthropic.write import error_body
 from kvant.server.api_error import ApiError, Disconnected, bad_request, internal, of_request
+from kvant.server.embeddings import embed
 from kvant.server.guard import App, Guard, Receive, Scope, Send, header, with_cors
 from kvant.server.live import live_of, page
 from kvant.server.parameters import (
     CHAT,
     COMPLETIONS,
+    EMBEDDINGS,
     MESSAGES,
     NONE,
     NOT_OFFERED,
@@ -315,6 +317,10 @@ ENDPOINTS = (
     Endpoint(
         "GET", "/v1/responses/{id}/input_items", "What a stored response was asked",
         read_input_items, InputItems, errors=(404, 503),
+    ),
+    Endpoint(
+        "POST", "/v1/embeddings", "Embed texts or token ids", embed, wire.EmbeddingList,
+        wire.EmbeddingBody, EMBEDDINGS, errors=_GENERATES, generates=True,
     ),
     Endpoint(
         "POST", "/v1/messages", "Answer with Anthropic's Messages API", message, MessagesAnswer,

@@ -194,6 +194,7 @@ def _piece(job: Job[int], news: Progress) -> Piece:
         None if result is None else result.stop_reason,
         0 if result is None else result.num_cached_tokens,
         None if result is None else _times(job),
+        None if result is None else result.hidden,
     )
 
 
@@ -224,6 +225,7 @@ def _ready(built: BuiltEngine) -> Ready:
         fingerprint=plan["fingerprint"],
         notes=(*built.notes, *(f"warning: {line}" for line in built.warnings)),
         page_store=_page_store(built),
+        pooling=built.pooling,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from kvant.kv.offload.stats import OffloadStats
+from kvant.models.pooling import Pooling
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason
@@ -53,7 +54,9 @@ class PageStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """The engine takes requests. plan: the JSON of `kvant plan`. path: where the tokenizer lies."""
+    """The engine takes requests. plan: the JSON of `kvant plan`. path: where the tokenizer lies.
+    pooling: None for an engine that generates.
+    """
 
     model: str
     path: str
@@ -69,6 +72,7 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
     fingerprint: str
     notes: tuple[str, ...]
     page_store: PageStore | None = None
+    pooling: Pooling | None = None
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fault"):
@@ -91,7 +95,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
     logprobs: of these tokens, if they were requested. prompt_logprobs: of every prompt token but the first,
     with the first piece, if they were requested. The last piece sets the other fields.
-    num_cached_tokens: of the prompt.
+    num_cached_tokens: of the prompt. hidden: see `Result`.
     """
 
     id: int
@@ -103,6 +107,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     times: Times | None = None
+    hidden: bytes | None = None
 
 
 FailureKind = Literal["refused", "numerical_error", "engine_fault", "engine_died", "shutting_down"]

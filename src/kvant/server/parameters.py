@@ -224,13 +224,36 @@ TOKENIZE = Table(
     },
     {"parse_special": "marks of special tokens in a text always become these tokens"},
 )
+EMBEDDINGS = Table(
+    {
+        **{
+            name: Refused(way_out="send the conversation's text, or its token ids, as input")
+            for name in (
+                "messages",
+                "chat_template",
+                "chat_template_kwargs",
+                "add_generation_prompt",
+                "continue_final_message",
+            )
+        },
+        "embed_dtype": Refused(_is("float32"), "use encoding_format base64, which is float32"),
+        "endianness": Refused(_is("native", "little")),
+        "input_type": Refused(way_out="put the model's instruction into the text"),
+        "mm_processor_kwargs": _TEXT_ONLY,
+        "pooling": Refused(_is("last"), "the last token's state is the vector"),
+        "priority": Refused(_is(0)),
+        "truncate_prompt_tokens": Refused(way_out="shorten the input; /tokenize counts its tokens"),
+        "truncation_side": _NEVER,
+        "use_activation": Refused(_is(True), "use normalize"),
+    },
+    {"user": _CLIENT},
+)
 NONE = Table()
 
 NOT_OFFERED: Mapping[str, str] = {
     "/infill": "use /v1/completions with prompt and suffix",
-    "/embeddings": "it generates text; serve an embedding model with another server",
-    "/embedding": "it generates text; serve an embedding model with another server",
-    "/pooling": "it generates text; serve an embedding model with another server",
+    "/embedding": "use /v1/embeddings",
+    "/pooling": "use /v1/embeddings",
     "/classify": "ask for one of several texts with structured_outputs.choice",
     "/score": "ask for prompt_logprobs of /v1/completions",
     "/rerank": "ask for prompt_logprobs of /v1/completions",

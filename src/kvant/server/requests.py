@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvant.errors import RequestError
-from kvant.sampling.sampling_params import PARAMS, SamplingParams
+from kvant.models.pooling import Pooling
+from kvant.sampling.sampling_params import EMBEDDING, PARAMS, SamplingParams
 from kvant.sampling.structured_outputs import StructuredOutputs
 from kvant.server.api_error import ApiError, bad_request, of_request
 from kvant.server.call_grammar import TokenId, call_grammar
@@ -64,7 +65,7 @@ class Facts:
     defaults: sampling parameters of requests that do not set them. template: the chat template; None
     without one. template_values: for the template, where a request sets none. reply: how its answers are
     written, see `kvant.server.reply`; None if unknown.
-    infill: see `infill_form`.
+    infill: see `infill_form`. pooling: of an engine that embeds; None for one that generates.
     """
 
     names: tuple[str, ...]
@@ -76,6 +77,7 @@ class Facts:
     template_values: Mapping[str, Any] = field(default_factory=dict)
     reply: dict[str, Any] | None = None
     infill: str | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,7 @@ def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
     body, raw = parse(data, CompletionBody)
     refuse_unserved(raw, CompletionBody, COMPLETIONS)
     check_model(body.model, facts)
-    prompts = _prompts(body.prompt, limits, facts)
+    prompts = read_prompts(body.prompt, limits, facts)
     if body.suffix:
         prompts = tuple(_with_suffix(prompt, body, facts) for prompt in prompts)
     if body.logprobs is not None:
@@ -351,7 +353,7 @@ def _generation(
         stream=stream,
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
-        salt=_salt(body.cache_salt, limits),
+        salt=read_salt(body.cache_salt, limits),
         max_tokens=_max_tokens(body),
         echo=echo,
         prompt_logprobs=body.prompt_logprobs,
@@ -513,7 +515,8 @@ def _schema(value: Any, name: str) -> Any:
 # -- prompts and conversations -----------------------------------------------------------------
 
 
-def _prompts(given: str | list[Any], limits: Limits, facts: Facts) -> tuple[Prompt, ...]:
+def read_prompts(given: str | list[Any], limits: Limits, facts: Facts) -> tuple[Prompt, ...]:
+    """A text, texts, token ids, or lists of these as prompts; `prompt` is the field of errors."""
     if isinstance(given, list) and not given:
         raise bad_request("prompt is empty", "prompt")
     if isinstance(given, list) and len(given) > max(facts.max_model_len, limits.prompts):
@@ -741,6 +744,23 @@ def check_tokens(tokens: Sequence[int], name: str, facts: Facts) -> None:
     )
 
 
+def check_task(generation: Generation, facts: Facts) -> None:
+    """ApiError 400 for a text from an engine that embeds, or an embedding from one that generates."""
+    embeds = generation.sampling == EMBEDDING
+    if facts.pooling is not None and not embeds:
+        raise bad_request(
+            "this server gives embeddings and generates nothing: use /v1/embeddings, or start it with "
+            "--task generate",
+            generation.source,
+        )
+    if facts.pooling is None and embeds and generation.source == "input":
+        raise bad_request(
+            "this server generates text and gives no embeddings: serve an embedding model, or start it "
+            "with --task embed",
+            "model",
+        )
+
+
 def check_length(count: int, generation: Generation, name: str, facts: Facts) -> None:
     """ApiError 400 if a prompt of `count` tokens and its max_tokens exceed the context."""
     if not count:
@@ -800,7 +820,8 @@ def function_tool(
     return {"type": "function", "function": function}
 
 
-def _salt(given: str | None, limits: Limits) -> str:
+def read_salt(given: str | None, limits: Limits) -> str:
+    """The client's salt. ApiError 400 for one of other characters."""
     if given is None:
         return ""
     if not _SALT.fullmatch(given) or len(given) > limits.cache_salt_chars:

@@ -41,6 +41,7 @@ from kvant.server.requests import (
     Prompt,
     check_length,
     check_prompt_logprobs,
+    check_task,
     infill_form,
     renamed,
     strict_form,
@@ -237,6 +238,7 @@ class Service:
                 template_values=read_template_values(self.config.default_chat_template_kwargs),
                 reply=None if template is None else reply_format(template),
                 infill=self._infill(),
+                pooling=ready.pooling,
             )
 
     def _infill(self) -> str | None:
@@ -296,6 +298,7 @@ class Service:
         counted: gets the request's numbers when it is closed.
         """
         facts = self.require()
+        check_task(generation, facts)
         self.admission.take(generation.num_sequences)
         try:
             prompts, rendered = await self.tokenise(generation, facts)

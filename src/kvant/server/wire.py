@@ -224,6 +224,19 @@ class DetokenizeBody(Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
+class EmbeddingBody(Struct, frozen=True, kw_only=True):
+    input: Annotated[
+        str | list[str | int | list[int]], Meta(extra_json_schema={"anyOf": _PROMPT_FORMS})
+    ]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=INT64 - 1)] | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
 # -- answers -----------------------------------------------------------------------------------
 
 Count = Annotated[int, Meta(ge=0)]
@@ -404,6 +417,26 @@ class CompletionChunk(Struct, kw_only=True):
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
+
+
+class Embedding(Struct):
+    """embedding: numbers, or little-endian float32 in base64."""
+
+    index: Count
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class EmbeddingList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
 
 
 class StoredKV(Struct):

@@ -84,8 +84,3 @@ template <class CODE> struct EightBit : Format {
       for (int e = 0; e < 4; ++e) CODE::split(x[c][e], a.chunk[c][e], a.chunk[c][4 + e]);
   }
 };
-
-struct E4m3 {
-  static __device__ __forceinline__ void pairs(u32 x, u32& a, u32& b) { a = cvt_lo(x); b = cvt_hi(x); }
-  static __device__ __forceinline__ void split(u32 x, u32& a, u32& b) { x = prmt(x, 0, 0x3120); a = cvt_lo(x); b = cvt_hi(x); }
-};

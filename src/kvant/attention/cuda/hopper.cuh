@@ -35,6 +35,13 @@ __device__ __forceinline__ u16 half_of(float x) { u16 d; asm("cvt.rn.f16.f32 %0,
 __device__ __forceinline__ u32 cvt_lo(u32 x) { u32 d; asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, a; }" : "=r"(d) : "r"(x)); return d; }
 __device__ __forceinline__ u32 cvt_hi(u32 x) { u32 d; asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, b; }" : "=r"(d) : "r"(x)); return d; }
 
+// Codes as float16. pairs: four codes to (first two, last two). split: codes of two tokens (bytes a0 b0 a1 b1) to
+// (a of both, b of both). Formats have more of these.
+struct E4m3 {
+  static __device__ __forceinline__ void pairs(u32 x, u32& a, u32& b) { a = cvt_lo(x); b = cvt_hi(x); }
+  static __device__ __forceinline__ void split(u32 x, u32& a, u32& b) { x = prmt(x, 0, 0x3120); a = cvt_lo(x); b = cvt_hi(x); }
+};
+
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }

@@ -1,7 +1,6 @@
 // What a program computes: which rows of which sequence, against which stretch of its keys.
 
-constexpr int HALF = 128, THREADS = 2 * HALF;  // a warpgroup; a program
-constexpr int WARPS = THREADS / 32;
+constexpr int WARPS = THREADS / 32;  // of a program, eight at most
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct Item { int seq, first, splits; };

@@ -20,6 +20,7 @@
 using KeyFormat = FORMAT_K;
 using ValueFormat = FORMAT_V;
 
+constexpr int HALF = 128;  // threads of a warpgroup
 constexpr float LOWEST = -1.0e30f;
 constexpr float SHIFT = 7.0f;       // log2 of what the largest probability is stored as
 constexpr u32 LIMIT = 0x78007800u;  // 2^15 twice, as float16: above it the maximum is renewed

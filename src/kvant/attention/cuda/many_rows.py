@@ -101,7 +101,7 @@ def _kernel(
     defines = {
         **_side_defines("K", k), **_side_defines("V", v),
         "HEADS": heads, "GROUP": group, "PAGE": page_size, "STAGES": shape.stages,
-        "PROGRAMS": shape.programs, "BFLOAT16": int(dtype is torch.bfloat16),
+        "PROGRAMS": shape.programs, "THREADS": 32 * WARPS, "BFLOAT16": int(dtype is torch.bfloat16),
     }  # fmt: skip
     shared = shared_bytes(k, v)
     return build.build(__package__, sources(k, v), "many_rows", defines, shared, _ARGUMENTS)

@@ -16,7 +16,7 @@ from kvant.attention.base import (
     HeadRotation,
     Step,
 )
-from kvant.attention.cuda import many_rows
+from kvant.attention.cuda import latent_rows, many_rows
 from kvant.attention.launching import Shape, outer
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
 from kvant.attention.triton import dense_prefill, prefill, rotated_store
@@ -228,6 +228,8 @@ class TritonBackend:
         if self.batch_invariant:
             rows = 1
         if cache.spec.v is None:
+            if not self.batch_invariant and latent_rows.serves(cache, q.dtype):
+                return attend(cache, q, step, params, latent_rows.SHAPE, wide=True)
             shape = latent_shape(cache.spec.k.dtype, full=q.dtype is torch.float32)
             if self.batch_invariant:
                 return attend_fixed(cache, q, step, params, shape)
@@ -332,8 +334,9 @@ def attend(
 ) -> Tensor:
     """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v], with launches of a given shape.
 
-    fixed: items end at fixed positions, for batch invariance. wide: use the kernel for many rows, which
-    must serve the layer. form: read the keys of one form; the first one returns its float32 rows.
+    fixed: items end at fixed positions, for batch invariance. wide: use the CUDA kernel for many rows, or
+    the one for latents, which must serve the layer. form: read the keys of one form; the first one returns
+    its float32 rows.
     """
     spec = cache.spec
     assert spec.k is not None
@@ -371,10 +374,11 @@ def attend(
     partial = q.new_empty((*shape_of_parts, head_v), dtype=torch.float32)
     partial_lse = q.new_empty(shape_of_parts, dtype=torch.float32)
     if wide:
-        many_rows.launch(
-            cache, q, step, params, out, partial, partial_lse,
-            items=cut.items, target=cut.target, least=cut.least,
-        )  # fmt: skip
+        sizes = {"items": cut.items, "target": cut.target, "least": cut.least}
+        if spec.v is None:
+            latent_rows.launch(cache, q, step, params, out, partial, partial_lse, shape, **sizes)
+        else:
+            many_rows.launch(cache, q, step, params, out, partial, partial_lse, **sizes)
     elif spec.v is None:
         _launch_latents(cache, q, step, params, cut, out, partial, partial_lse)
     else:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from kvant.cli.chat import Words
 from kvant.cli.progress import bars
+from kvant.engine.llm import LLM
 from tests.engine import tiny_chat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,22 @@ def test_a_start_tells_its_phases_in_order(path: Path) -> None:
     assert phases[0] == "planning"
     assert phases.index("verifying kernels") < phases.index("loading weights")
     assert "kvant: " not in done.stdout
+
+
+def test_loading_tells_how_much_of_the_weights_is_there(path: Path) -> None:
+    told: list[tuple[int, int]] = []
+
+    def progress(task: str, done: int, total: int) -> None:
+        if task == "loading weights":
+            told.append((done, total))
+
+    llm = LLM(path, kv_cache_memory="1MiB", progress=progress)
+    assert told[0] == (0, 0), "a phase begins"
+    shares = [done for done, _ in told[1:]]
+    assert shares == sorted(shares)
+    assert {total for _, total in told[1:]} == {llm.planned.memory.weights_bytes}
+    assert shares[-1] == llm.planned.memory.weights_bytes
+    assert len(shares) > 10
 
 
 def test_a_server_says_at_once_that_it_starts_and_health_says_what_it_does(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tests.server.harness import Server, build_model
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+
+COUNTED = ("held", "idle", "usable")
 
 
 def test_the_page_has_nothing_from_elsewhere_and_no_handlers(server: Server) -> None:
@@ -50,11 +53,21 @@ def test_live_numbers_count_requests_and_pages(server: Server) -> None:
     assert after["requests"][0]["cached"] > 0
     assert after["pages"]["idle"] > 0
     assert after["pages"]["held"] == 0
+    assert after["fraction"] is None
+    (group,) = after["pages"]["groups"]
+    assert group == {"kept": "every token", "shared": 0, **{k: after["pages"][k] for k in COUNTED}}
     with server.open_stream(max_tokens=2000) as stream:
         stream.readline()
         live = server.get("/v1/kv/live").json
         assert live["requests"][0]["cached"] is None
         assert live["pages"]["held"] > 0
+        assert live["pages"]["groups"][0]["held"] == live["pages"]["held"]
+    server.wait_idle(5)
+    with server.open_stream(prompt=prompt, max_tokens=2000, n=2) as stream:
+        stream.readline()
+        ended = time.monotonic() + 10
+        while not (live := server.get("/v1/kv/live").json)["pages"]["groups"][0]["shared"]:
+            assert time.monotonic() < ended, live
     server.wait_idle(5)
 
 
@@ -112,6 +125,9 @@ def test_a_browser_talks_stops_and_sees_the_cache(
     assert len(notes) == 2
     assert all(re.search(r"\d+ tokens · .*prompt tokens cached", note) for note in notes), notes
     assert not page.locator(".fault").count()
+    shown = page.locator("#pages").inner_text()
+    for word in ("every token", "used", "shared", "cached", "free"):
+        assert word in shown
     page.wait_for_selector("#requests tr:nth-child(2)")
 
     page.locator("#max_tokens").fill("3500")

@@ -106,6 +106,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         rotary_length=planned.rotary_length,
         dummy_weights=config.dummy_weights,
         group=None if team is None else team.group,
+        told=_share_of("loading weights", planned.memory.weights_bytes, progress),
     )
     notes = (*planned.notes, *_unused(model, target.checkpoint))
     if config.dummy_weights:
@@ -192,6 +193,15 @@ def _verify(planned: Plan) -> None:
 def _phases(progress: Progress | None) -> Callable[[str], None]:
     """Tells `progress` that a phase of unknown length begins."""
     return lambda task: None if progress is None else progress(task, 0, 0)
+
+
+def _share_of(
+    task: str, num_bytes: int | None, progress: Progress | None
+) -> Callable[[float], None] | None:
+    """Tells `progress` the bytes that a share of a task's stands for."""
+    if progress is None or not num_bytes:
+        return None
+    return lambda share: progress(task, int(share * num_bytes), num_bytes)
 
 
 @contextmanager

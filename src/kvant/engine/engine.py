@@ -130,6 +130,7 @@ class Engine:
             saturated=self._saturated,
             num_compiling=len(self._forms.numbers),
             offload=None if self.tiers is None else self.tiers.stats,
+            groups=allocator.by_group,
         )
 
     def submit(

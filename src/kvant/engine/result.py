@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from kvant.errors import RequestError
 from kvant.kv.offload.stats import OffloadStats
+from kvant.kv.pages import GroupPages
 from kvant.kv.saturation import Saturated
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.scheduling.request import FinishReason
@@ -64,7 +65,8 @@ class EngineStats:
 
     speculation: counts of drafts; None without a drafter. saturated: layers that received values beyond
     the range of their formats, as of the last look. num_compiling: waiting requests whose form is still
-    being compiled; num_waiting includes them. offload: of the tiers behind the pages; None without.
+    being compiled; num_waiting includes them. offload: of the tiers behind the pages; None without. groups:
+    pages of each group of layers.
     """
 
     num_running: int
@@ -79,18 +81,20 @@ class EngineStats:
     saturated: tuple[Saturated, ...] = ()
     num_compiling: int = 0
     offload: OffloadStats | None = None
+    groups: tuple[GroupPages, ...] = ()
 
 
 def as_metrics(stats: EngineStats) -> dict[str, Any]:
     """Return the numbers by name; with speculation, `spec_decode_*` too.
 
-    kv_saturated_values: counts of K and V by layer; layers without any are omitted. offload: of the tiers,
-    if there are some.
+    groups: of pages. kv_saturated_values: counts of K and V by layer; layers without any are omitted.
+    offload: of the tiers, if there are some.
     """
     found = {field.name: getattr(stats, field.name) for field in fields(stats)}
     found["kv_saturated_values"] = {
         one.layer: {"k": one.k, "v": one.v} for one in found.pop("saturated")
     }
+    found["groups"] = [asdict(group) for group in stats.groups]
     offload = found.pop("offload")
     if offload is not None:
         found["offload"] = asdict(offload)

@@ -66,6 +66,20 @@ def _packer(count: int) -> Callable[..., bytes]:
     return Struct(f"={count}q").pack
 
 
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """The pages of one group now. window, sink: as in `PageGroup`. shared: held by
+    several sequences. idle: see above. usable: if the group had the whole arena.
+    """
+
+    window: int | None
+    sink: int
+    held: int
+    shared: int
+    idle: int
+    usable: int
+
+
 class Superblocks:
     """Superblocks of an arena, lent to groups of pages. The only place that knows which group has which.
 
@@ -104,7 +118,7 @@ class PageAllocator:
         self.num_pages = (superblocks.num_usable + 1) * per_superblock
         self._ref_counts = [0] * self.num_pages
         self._held_in = [0] * (superblocks.num_usable + 1)  # held pages of each superblock
-        self._num_held = self._num_idle = 0
+        self._num_held = self._num_idle = self._num_shared = 0
         # In live superblocks only: unused pages, by superblock, and idle pages, longest unused first.
         self._spots: dict[int, list[int]] = {}
         self._num_spots = 0
@@ -139,6 +153,11 @@ class PageAllocator:
     def num_idle(self) -> int:
         """Pages without a holder that a later request may find by their prefix."""
         return self._num_idle
+
+    @property
+    def num_shared(self) -> int:
+        """Pages that several sequences refer to."""
+        return self._num_shared
 
     @property
     def num_known(self) -> int:
@@ -244,6 +263,7 @@ class PageAllocator:
                     del self._idle[page]
                     self._hold_in_live(page)
             self._ref_counts[page] += 1
+            self._num_shared += self._ref_counts[page] == 2
 
     def remember(self, page: int, digest: bytes) -> bool:
         """Make a full, written page findable. False if these contents are known as another page."""
@@ -300,6 +320,7 @@ class PageAllocator:
             count = self._ref_counts[page] - 1
             assert count >= 0, f"page {page} was given back twice"
             self._ref_counts[page] = count
+            self._num_shared -= count == 1
             if count:
                 continue
             self._num_held -= 1
@@ -382,6 +403,8 @@ class PageAllocator:
         counted = (len(held), num_idle, sum(spots.values()))
         if counted != (self._num_held, self._num_idle, self._num_spots):
             faults.append("held, idle or free pages are counted wrongly")
+        if self._num_shared != sum(count > 1 for count in held.values()):
+            faults.append("shared pages are counted wrongly")
         return faults
 
     # -- superblocks ---------------------------------------------------------------------------
@@ -554,6 +577,16 @@ class SharedPages:
     def num_idle(self) -> int:
         """Superblocks that hold only pages which a later request may find by their prefix."""
         return len(self.superblocks.resting)
+
+    @property
+    def by_group(self) -> tuple[GroupPages, ...]:
+        """What each group has now, those of states last."""
+        windows = (*self.windows, STATES)
+        sinks = (*self.sinks, 0)
+        return tuple(
+            GroupPages(window, sink, one.num_held, one.num_shared, one.num_idle, one.num_usable)
+            for window, sink, one in zip(windows, sinks, self._all, strict=False)
+        )
 
     def fit(self, counts: Sequence[int], joined: Sequence[Sequence[int]] = ()) -> bool:
         """Whether `allocate` could hand out that many pages of each group, if `joined` were joined first.

@@ -39,7 +39,7 @@ from kvant.models.quantized import (
     is_compressed,
     leave_weights_only,
 )
-from kvant.models.quiet import quiet_compressed_tensors, quiet_transformers
+from kvant.models.quiet import Told, quiet_compressed_tensors, quiet_transformers
 from kvant.models.recurrent.hook import hook_mixers
 from kvant.models.rotary import fix_frequencies
 from kvant.models.sharding.cuts import Cuts
@@ -65,13 +65,15 @@ def load_model(
     rotary_length: int | None = None,
     dummy_weights: bool = False,
     group: Group | None = None,
+    told: Told | None = None,
 ) -> LoadedModel:
     """The model in the directory `path`, computing in the plan's dtype.
 
     Reads safetensors only and runs no code that comes with the checkpoint. forward: what runs it, as
     the plan says. rotary_length: tokens for which moving rotary frequencies are fixed, None for their
     original length. dummy_weights: read no weight, for timings. group: the ranks that share the model; this
-    one reads and keeps its part. plan and geometry are those of the whole model in any case.
+    one reads and keeps its part. told: the share of tensors that are read. plan and geometry are those of the
+    whole model in any case.
     Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or of other
     shapes, DoesNotFit where the device has no room for them.
     """
@@ -85,7 +87,7 @@ def load_model(
         divided = Divided(cuts, group, forward.stored)
         plan = rank_plan(plan, group.shard.size)
     register()
-    with quiet_transformers(), _room_for(path, device):
+    with quiet_transformers(told), _room_for(path, device):
         config = _read_config(path)
         stored = forward.stored
         if not dummy_weights and stored is None:

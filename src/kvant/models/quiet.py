@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from functools import partial
 from io import StringIO
 from logging import ERROR
 from typing import Any
@@ -15,16 +16,21 @@ from transformers.utils import logging
 _alone = threading.RLock()
 
 
+Told = Callable[[float], None]
+"""Takes the share of a model's tensors that are loaded."""
+
+
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def quiet_transformers(told: Told | None = None) -> Iterator[None]:
     """Silence transformers' bars and all logs but errors in this context.
 
+    told: called while weights are loaded, at most a hundred times a model.
     One thread at a time, others wait: verbosity, bars and warning filters are process-wide, and so is the
     dtype that transformers makes the default one while it loads weights.
     """
     with _alone:
         verbosity = logging.get_verbosity()
-        hook = logging.set_tqdm_hook(_without_bar)
+        hook = logging.set_tqdm_hook(partial(_without_bar, told))
         logging.set_verbosity(ERROR)
         try:
             with warnings.catch_warnings():
@@ -43,6 +49,31 @@ def quiet_compressed_tensors(applies: bool) -> Iterator[None]:
 
 
 def _without_bar(
-    factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+    told: Told | None,
+    factory: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> object:
+    if told is not None and options.get("desc") == "Loading weights" and arguments:
+        arguments = (_Counted(arguments[0], told), *arguments[1:])
     return factory(*arguments, **{**options, "disable": True})
+
+
+class _Counted:
+    """Items of known number, whose passing is told."""
+
+    def __init__(self, items: Iterable[Any], told: Told) -> None:
+        self._items = list(items)
+        self._told = told
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        before = 0
+        for place, item in enumerate(self._items):
+            if (percent := 100 * place // len(self._items)) > before:
+                before = percent
+                self._told(place / len(self._items))
+            yield item
+        self._told(1.0)

@@ -241,8 +241,8 @@ def _state(service: Service, good: bool) -> Response:
     loading = service.supervisor.loading
     if loading is not None and not good:
         answer.phase = loading.task
-        if loading.total:
-            answer.fraction = min(1.0, loading.done / loading.total)
+        if loading.fraction is not None:
+            answer.fraction = loading.fraction
     return as_json(answer, 200 if good else 503, headers)
 
 

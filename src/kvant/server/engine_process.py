@@ -169,6 +169,7 @@ def report_of(driver: Driver[int], events: list[Event[int]]) -> Report:
             tuple((one.layer, one.k, one.v) for one in stats.saturated),
             stats.num_compiling,
             stats.offload,
+            stats.groups,
         ),
         tuple(pieces),
         tuple(failures),

@@ -10,6 +10,8 @@ import time
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from kvant.kv.groups import STATES
+from kvant.kv.pages import GroupPages
 from kvant.server import wire
 from kvant.server.metrics import numbers_of
 
@@ -29,6 +31,7 @@ def live_of(service: Service) -> wire.Live:
     return wire.Live(
         status="draining" if service.draining else supervisor.state.value,
         phase=None if loading is None else loading.task,
+        fraction=None if loading is None else loading.fraction,
         model=service.config.served_names[0],
         fingerprint=None if ready is None else ready.fingerprint,
         seconds=time.monotonic(),
@@ -39,6 +42,10 @@ def live_of(service: Service) -> wire.Live:
             stats.num_idle_pages,
             stats.num_usable_pages,
             0 if ready is None else ready.page_size,
+            [
+                wire.LiveGroup(_kept(one), one.held, one.shared, one.idle, one.usable)
+                for one in stats.groups
+            ],
         ),
         prompt_tokens=activity.prompt_tokens,
         cached_tokens=activity.cached_tokens,
@@ -46,6 +53,15 @@ def live_of(service: Service) -> wire.Live:
         drafts=shown,
         requests=[*map(numbers_of, activity.running.values()), *activity.ended],
     )
+
+
+def _kept(group: GroupPages) -> str:
+    if group.window == STATES:
+        return "recurrent states"
+    if group.window is None:
+        return "every token"
+    first = f"first {group.sink:,} and " if group.sink else ""
+    return f"{first}last {group.window:,} tokens"
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from kvant.kv.offload.stats import OffloadStats
+from kvant.kv.pages import GroupPages
 from kvant.models.pooling import Pooling
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampling_params import SamplingParams
@@ -37,11 +38,15 @@ ToEngine = Submit | Cancel
 
 
 class Loading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loading"):
-    """A download or conversion during start-up, in bytes; total 0: a phase of unknown length."""
+    """A download, conversion or loading during start-up, in bytes; total 0: a phase of unknown length."""
 
     task: str
     done: int
     total: int
+
+    @property
+    def fraction(self) -> float | None:
+        return min(1.0, self.done / self.total) if self.total else None
 
 
 class PageStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +142,7 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     saturated: tuple[tuple[str, int, int], ...] = ()
     num_compiling: int = 0
     offload: OffloadStats | None = None
+    groups: tuple[GroupPages, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):

@@ -506,13 +506,24 @@ class State(Struct):
     fraction: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
 
 
+class LiveGroup(Struct):
+    """Pages of layers that keep the same tokens. kept: in words. shared: held by several sequences."""
+
+    kept: str
+    held: Count
+    shared: Count
+    idle: Count
+    usable: Count
+
+
 class LivePages(Struct):
-    """held: by sequences. idle: cached, without a sequence. usable: in all."""
+    """held: by sequences. idle: cached, without a sequence. usable: in all. groups share these."""
 
     held: Count
     idle: Count
     usable: Count
     page_size: Count
+    groups: list[LiveGroup]
 
 
 class LiveRequest(Struct):
@@ -531,13 +542,15 @@ class LiveDrafts(Struct):
 
 
 class Live(Struct, kw_only=True):
-    """The cache now. seconds: of a clock that only moves on. requests: running ones, then the last ended.
+    """The cache now. phase, fraction: as in `State`. seconds: of a clock that only moves on. requests:
+    running ones, then the last ended.
 
     prompt_tokens, cached_tokens: of ended requests. generated: new tokens of all requests.
     """
 
     status: Literal["starting", "ready", "restarting", "stopped", "draining"]
     phase: str | None
+    fraction: float | None
     model: str
     fingerprint: str | None
     seconds: float

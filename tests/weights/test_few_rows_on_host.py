@@ -21,6 +21,7 @@ from kvant.weights.format import (
     WeightFormat,
     int4_groups,
 )
+from kvant.weights.linear import rounded_numbers
 from tests.weights.host.run import multiply, multiply_shared
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -79,10 +80,12 @@ def test_rows(
         pytest.param(INT8_CHANNEL, 10, Shares(4, 1, 2, 5), marks=slow),
         pytest.param(INT4, 17, Shares(1, 2, 4, 2), marks=slow),
         (ZEROS, 9, Shares(2, 2, 3, 2)),
-        (ZEROS, 33, Shares(1, 2, 3, 2, laid=True)),
-        pytest.param(FP8_CHANNEL, 13, Shares(2, 2, 3, 2, laid=True), marks=slow),
-        pytest.param(FP8_BLOCK, 5, Shares(2, 2, 3, 1, laid=True), marks=slow),
+        (ZEROS, 33, Shares(1, 4, 3, 2, laid=True)),
+        pytest.param(FP8_CHANNEL, 13, Shares(2, 4, 3, 2, laid=True), marks=slow),
+        pytest.param(FP8_CHANNEL, 20, Shares(1, 8, 3, 1, laid=True), marks=slow),
+        pytest.param(FP8_BLOCK, 5, Shares(2, 4, 3, 1, laid=True), marks=slow),
         pytest.param(INT8_CHANNEL, 12, Shares(2, 4, 2, 1, laid=True), marks=slow),
+        (FP8_CHANNEL, 11, Shares(2, 4, 3, 2, laid=True, rounded=True)),
         pytest.param(MXFP4, 20, Shares(2, 1, 3, 2), marks=slow),
     ],
 )
@@ -97,6 +100,7 @@ def test_rows_that_warps_share(
     weight = encode(torch.randn(rows, columns) * columns**-0.5, fmt)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
     found = multiply_shared(tmp_path, x, weight, bias, cut, Act.SILU if gated else None)
+    x = rounded_numbers(x, fmt) if cut.rounded else x
     expected = x.double() @ exact(weight).T + bias.double()
     if gated:
         gate, up = expected.chunk(2, -1)

@@ -49,11 +49,11 @@ static void check(const void* from, int bytes) {
 
 static std::vector<uint8_t> memory;
 static uint8_t* host_shared() {
-    return (uint8_t*)(((uintptr_t)memory.data() + 15) / 16 * 16);
+    return (uint8_t*)(((uintptr_t)memory.data() + 1023) / 1024 * 1024);
 }
 static void copy(void* to, const void* from, int size, uint32_t bytes) {
     if ((uintptr_t)to % size) fail("a copy's place is not aligned");
-    if ((uint8_t*)to + size > memory.data() + memory.size() - 16) fail("a copy's place is not in shared memory");
+    if ((uint8_t*)to + size > memory.data() + memory.size()) fail("a copy's place is not in shared memory");
     std::memset(to, 0, size);
     if (bytes) { check(from, size); std::memcpy(to, from, bytes); }
 }
@@ -144,6 +144,48 @@ static void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
     __syncwarp();
 }
 
+#if LAID
+// wgmma: a warp's 16 of 64 rows. Columns of x lie in rows of 128 bytes, whose pieces of 16 bytes are swizzled.
+static void copies_are_visible() {}
+static void begin_wide() {}
+static void commit_wide() {}
+static void wait_wide() {}
+typedef uint64_t Place;
+static Place place_of(const uint8_t* at) { return (Place)at; }
+static void multiply_wide(float (&c)[NT][4], const uint32_t (&a)[4], Place x, int more) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    auto& all = exchanged[warp];
+    for (int i = 0; i < 4; i++) all[lane][i] = a[i];
+    __syncwarp();
+    for (int n = 0; n < NT; n++) {
+        for (int e = 0; e < 4; e++) {
+            const int h = e / 2, token = 8 * n + 2 * t + e % 2;
+            double sum = more ? c[n][e] : 0;
+            const int depth = ROUNDED ? 32 : 16, size = ROUNDED ? 1 : 2;
+            for (int k = 0; k < depth; k++) {
+                const int high = k / (depth / 2), bytes = k % (depth / 2) * size;
+                uint64_t at = x - (uint64_t)host_shared() + token / 8 * 1024 + token % 8 * 128 + k * size;
+                at ^= (at >> 7 & 7) << 4;
+                const uint8_t* found = host_shared() + at;
+                const uint32_t word = all[g * 4 + bytes / 4][h + 2 * high] >> 8 * (bytes % 4);
+                if (ROUNDED) {
+                    sum += (double)e4m3(word & 255) * e4m3(*found);
+                } else {
+                    uint16_t bits;
+                    std::memcpy(&bits, found, 2);
+                    sum += (double)from_half(word) * from_half(bits);
+                }
+            }
+            c[n][e] = (float)sum;
+        }
+    }
+    __syncwarp();
+}
+#define lay_rows extern_lay_rows
+static uint32_t to_e4m3(float, float) { return 0; }
+struct uint2 { uint32_t x, y; };
+#endif
+
 #include SOURCE
 
 static float operand(uint16_t bits) { return OPERAND_BFLOAT16 ? from_bfloat16(bits) : from_half(bits); }
@@ -197,7 +239,7 @@ extern "C" void run(const Given* values, int across, int down, int shared_bytes,
     for (int y = 0; y < down; y++) {
         for (int program = 0; program < across; program++) {
             blockIdx = {(unsigned)program, (unsigned)y, 0};
-            memory.assign(shared_bytes + 32, 0xff);
+            memory.assign(shared_bytes + 1056, 0xff);
             done.assign(num_threads, 0);
             whole = Barrier();
             warps.assign(WARPS, Barrier());

@@ -29,8 +29,7 @@ _LAY_THREADS = 512
 class Shares:
     """How a product is cut: tiles of 16 rows of a warp, warps, blocks in flight, parts of the columns.
 
-    laid: rows of x become float16 before the product, each times a power of two, so that fewer instructions
-    decode a code.
+    laid: four warps multiply together, with x as `lay_rows` writes it. rounded: x becomes e4m3 by token.
     """
 
     tiles: int
@@ -38,11 +37,12 @@ class Shares:
     stages: int
     parts: int
     laid: bool = False
+    rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """What `lay_rows` makes of x: float16 [T, columns], and factors of their sums [T]."""
+    """What `lay_rows` makes of x: bytes in the order of shared memory, and factors of sums [T]."""
 
     numbers: Tensor
     unscale: Tensor
@@ -80,6 +80,7 @@ def defines(
     del made["K"]
     return {
         **made, "NEIGHBOURS": int(not cut.laid), "SPLIT": int(cut.parts > 1), "LAID": int(cut.laid),
+        "ROUNDED": int(cut.rounded),
     }  # fmt: skip
 
 
@@ -90,7 +91,11 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
     codes = rows * (64 if m["CODE"] >= 2 else 128)
     size = {0: 4, 1: 2, 2: 2, 3: 1}[m["SCALE_TYPE"]]
     scales = {0: 0, 1: max(1, BLOCK // m["GROUP"]) * rows * size, 2: 16 * m["WARPS"]}[m["SCALES"]]
-    return m["STAGES"] * (codes + scales + (rows if m["ZEROS"] else 0) + 8 * m["NT"] * 272)
+    slot = codes + scales + (rows if m["ZEROS"] else 0)
+    if not m["LAID"]:
+        return m["STAGES"] * (slot + 8 * m["NT"] * 272)
+    slot += m["NT"] * (1024 if m["ROUNDED"] else 2048)
+    return m["STAGES"] * -(-slot // 1024) * 1024 + 1008  # from a multiple of 1024 on
 
 
 @functools.cache
@@ -147,7 +152,8 @@ def multiply(
 
 def lay(x: Tensor, fmt: WeightFormat, cut: Shares, act: Act | None, *, bias: bool) -> Laid:
     """x [T, columns] for products with weights of this format, in a launch of its own."""
-    found = Laid(torch.empty_like(x, dtype=torch.float16), x.new_empty(len(x), dtype=torch.float32))
+    room = 8 * token_tiles(len(x)) * x.shape[1] * (1 if cut.rounded else 2)
+    found = Laid(x.new_empty(room, dtype=torch.uint8), x.new_empty(len(x), dtype=torch.float32))
     macros = defines(fmt, token_tiles(len(x)), x.dtype, compiled_as(cut), act, bias=bias)
     built = _layer(tuple(macros.items()))
     values = address(x), address(found.numbers), address(found.unscale), x.shape[1]

@@ -64,6 +64,8 @@ def _print_forward(plan: Plan, console: Console) -> None:
     console.print(Text(f"forward: {forward.name}"), soft_wrap=True)
     if plan.target.narrow is not None:
         console.print(Text(f"weights: {plan.target.narrow}"), soft_wrap=True)
+    if forward.activations_because:
+        console.print(Text(f"activations: {forward.activations_because}"), soft_wrap=True)
     if plan.target.shape_source is not ShapeSource.CONFIG:
         console.print(Text(f"geometry: {plan.target.shape_source.value}"), soft_wrap=True)
     for one in forward.refused:
@@ -71,7 +73,7 @@ def _print_forward(plan: Plan, console: Console) -> None:
 
 
 def _weights(plan: Plan) -> str:
-    asked, activations = plan.request.quantization, plan.request.activations
+    asked, activations = plan.request.quantization, plan.forward.activations
     said = "" if asked is None else f"weights quantised to {asked.value}, "
     if activations is not None:
         said += f"activations rounded to {activations.value} in products, "

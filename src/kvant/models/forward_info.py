@@ -115,7 +115,8 @@ class ForwardChoice:
 
     info: None for a model that can be planned and not run. refused: the faster forwards. stored: how
     narrow weights of the checkpoint run as they are stored; None where they do not. activations: how
-    products with narrow weights round them; None for not at all.
+    products with narrow weights round them; None for not at all. activations_because: that in words and who
+    decided it, "" where nothing did.
     """
 
     info: ForwardInfo | None
@@ -125,6 +126,7 @@ class ForwardChoice:
     batch_invariant: bool = False
     stored: Stored | None = None
     activations: Activations | None = None
+    activations_because: str = ""
 
     @property
     def name(self) -> str | None:

@@ -30,8 +30,8 @@ from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.key_rounding import read_rounding
 from kvant.models.loaded import LoadedModel
-from kvant.models.narrow import NarrowConfig, make_narrow
-from kvant.models.quantization import Quantization
+from kvant.models.narrow import NarrowConfig, make_narrow, round_activations
+from kvant.models.quantization import Activations, Quantization
 from kvant.models.quantized import (
     check_nothing_quantises_kv,
     check_weights,
@@ -124,6 +124,8 @@ def load_model(
     if text._attn_implementation != ATTENTION_NAME:
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
+    if forward.activations is Activations.FP8:
+        round_activations(module)
     hook_mixers(module)
     with _room_for(path, device):
         loaded = LoadedModel(module, plan, scales, device, unused, forward, group, read_outside)

@@ -93,7 +93,7 @@ def make_narrow(
         linear, experts = _stored_formats(model, stored)
     for name, fmt in linear.items():
         old = _linear(model, name)
-        new = _awaiting(old, fmt, asked)
+        new = _awaiting(old, fmt)
         bias = None if old.bias is None else torch.zeros_like(numbers(old.bias))
         new.put(encode_in_parts(numbers(old.weight), fmt), bias)
         model.set_submodule(name, new)
@@ -209,7 +209,7 @@ class NarrowConfig(QuantizationConfigMixin):
         try:
             if self._asked is not None:
                 for name, fmt in chosen_layers(model, self._asked).items():
-                    model.set_submodule(name, _awaiting(_linear(model, name), fmt, self._asked))
+                    model.set_submodule(name, _awaiting(_linear(model, name), fmt))
                 for name, formats in chosen_experts(model, self._asked).items():
                     model.set_submodule(name, NarrowExperts(model.get_submodule(name), formats))
             if self._stored is not None:
@@ -444,10 +444,16 @@ def _register() -> None:
     register_quantizer(_METHOD)(_Quantizer)
 
 
-def _awaiting(old: nn.Linear, fmt: WeightFormat, asked: Quantization | None) -> NarrowLinear:
+def round_activations(model: PreTrainedModel) -> None:
+    """Make every narrow linear layer round what it multiplies in steps of many rows."""
+    for part in model.modules():
+        if isinstance(part, NarrowLinear):
+            part.rounds = True
+
+
+def _awaiting(old: nn.Linear, fmt: WeightFormat) -> NarrowLinear:
     bias = None if old.bias is None else old.bias.dtype
-    rounds = asked is not None and asked.rounds_activations
-    return NarrowLinear(fmt, old.out_features, old.in_features, bias, rounds=rounds)
+    return NarrowLinear(fmt, old.out_features, old.in_features, bias)
 
 
 def _linear(model: PreTrainedModel, name: str) -> nn.Linear:

@@ -44,7 +44,9 @@ class Quantization(Enum):
 class Activations(Enum):
     """How `--weight-activations` rounds what products with narrow weights multiply."""
 
-    INT8 = "int8"  # -127..127 and a scale for 32 numbers
+    INT8 = "int8"  # on a CPU: -127..127 and a scale for 32 numbers
+    FP8 = "fp8"  # on a GPU, in steps of many tokens: e4m3 and a scale a token, or for 128 numbers
+    EXACT = "exact"  # 16 bits, also where a checkpoint declares otherwise
 
 
 def format_of(asked: Quantization, columns: int) -> WeightFormat:
@@ -77,6 +79,12 @@ def check_quantization(asked: Quantization, device: DeviceFacts, compute: Comput
             ways_out=(without, WayOut("run on the CPU", ("--device", "cpu"))),
         )
     if device.kind is DeviceKind.CUDA:
+        if asked.rounds_activations and compute is not ComputeDtype.BFLOAT16:
+            raise NotServable(
+                f"{flag} does not compute in {compute.value}",
+                why="products of two matrices of 8-bit floats give bfloat16",
+                ways_out=(WayOut("compute in bfloat16", ("--dtype", "bfloat16")), without),
+            )
         if compute not in (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16):
             raise NotServable(
                 f"{flag} does not compute in {compute.value} on a GPU",

@@ -5,14 +5,12 @@ To add a forward: one package under `kvant/models/` with a torch-free `info.py`,
 
 from __future__ import annotations
 
-from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable, WayOut
 from kvant.models.cpu.info import INFO as CPU
 from kvant.models.forward_info import ForwardChoice, ForwardFacts, ForwardInfo, Refused
 from kvant.models.fused.few_rows_info import INFO as FEW_ROWS
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.modules.info import INFO as MODULES
-from kvant.models.quantization import Activations
 
 FORWARDS: tuple[ForwardInfo, ...] = (CPU, FEW_ROWS, FUSED, MODULES)
 """Every forward, fastest first: the first that does not refuse runs the model."""
@@ -49,31 +47,6 @@ def choose(
         facts.batch_invariant,
         facts.stored if keeps else None,
     )
-
-
-def check_activations(asked: Activations, device: DeviceFacts, forward: ForwardChoice) -> None:
-    """Raise NotServable, with ways out, where products do not round activations as asked."""
-    flag = f"--weight-activations {asked.value}"
-    without = WayOut("run without --weight-activations")
-    if device.kind is not DeviceKind.CPU:
-        raise NotServable(
-            f"{flag} runs on CPUs only",
-            why="products on a GPU take 16-bit activations",
-            ways_out=(without, WayOut("round to 8-bit floats", ("--quantization", "fp8_dynamic"))),
-        )
-    if not forward.rounds_itself:
-        raise NotServable(
-            f"{flag} cannot be had here",
-            why=f"the forward {forward.name} multiplies numbers",
-            tried=[f"{one.forward}: {one.reason}" for one in forward.refused],
-            ways_out=(without,),
-        )
-    if forward.quantization is None and forward.stored is None:
-        raise NotServable(
-            f"{flag} changes nothing here",
-            why="the model's weights are numbers, which multiply activations as they are",
-            ways_out=(WayOut("round the weights too", ("--quantization", "int8")), without),
-        )
 
 
 def _nothing_runs(facts: ForwardFacts, refused: list[Refused]) -> NotServable:

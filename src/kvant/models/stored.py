@@ -17,6 +17,7 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.fields import Fields, shown
 from kvant.models.geometry.weight_recipe import names_chosen
+from kvant.models.quantization import Activations
 from kvant.weights.format import (
     BLOCK_TYPES,
     FP8_BLOCK,
@@ -40,25 +41,23 @@ _HALF = (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16)
 class Stored:
     """Schemes of a checkpoint's layers: the first group whose names match decides; None keeps numbers.
 
-    activations: what the checkpoint declares about activations, "" for nothing. Products compute with
-    16-bit activations in any case. words: the formats by their own names, where they have some.
+    activations: what the checkpoint declares about activations, "" for nothing. rounding: the same as Kvant's
+    products round them; None where none does. words: the formats by their own names, where they have some.
     """
 
     groups: tuple[tuple[Callable[[str], bool] | None, Scheme], ...]
     left_alone: Callable[[str], bool]
     activations: str = ""
     words: str = ""
+    rounding: Activations | None = None
 
     @property
     def summary(self) -> str:
-        """The formats in words, and what is declared about activations and not done."""
+        """The formats in words."""
         if self.words:
             return self.words
         formats = ", ".join(dict.fromkeys(scheme.format.summary for _, scheme in self.groups))
-        text = f"linear layers run as they are stored: {formats}"
-        if self.activations:
-            text += f"; declared activations ({self.activations}) are computed in 16 bits instead"
-        return text
+        return f"linear layers run as they are stored: {formats}"
 
     def scheme(self, name: str) -> Scheme | None:
         """The scheme of a linear layer by its path, such as model.layers.0.mlp.up_proj."""
@@ -194,7 +193,8 @@ def _fp8(fields: Fields) -> Stored | NotStored:
     names = fields.words("modules_to_not_convert") or ()
     said = fields.text("activation_scheme")
     activations = f"8-bit floats, {said}" if said else ""
-    return _whole(scheme, names, activations)
+    rounding = Activations.FP8 if said == "dynamic" else None
+    return _whole(scheme, names, activations, rounding)
 
 
 def _awq(fields: Fields) -> Stored | NotStored:
@@ -257,6 +257,7 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
         return NotStored("the weights are sparse")
     groups: list[tuple[Callable[[str], bool] | None, Scheme]] = []
     declared: list[str] = []
+    rounded: list[bool] = []
     listed = fields.inside("config_groups")
     for name in () if listed is None else listed.names():
         assert listed is not None
@@ -271,6 +272,7 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
         targets = group.words("targets") or ()
         groups.append((None if "Linear" in targets else names_chosen(targets), scheme))
         inputs = group.inside("input_activations")
+        rounded.append(inputs is not None and _is_dynamic_fp8(inputs, scheme))
         if inputs is not None:
             kind = "floats" if inputs.text("type") == "float" else "integers"
             when = "dynamic" if inputs.flag("dynamic", False) else "static"
@@ -278,7 +280,18 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
     if not groups:
         return None  # it describes the KV cache alone
     left = names_chosen(fields.words("ignore") or ())
-    return Stored(tuple(groups), left, ", ".join(sorted(set(declared))))
+    rounding = Activations.FP8 if all(rounded) else None
+    return Stored(tuple(groups), left, ", ".join(sorted(set(declared))), rounding=rounding)
+
+
+def _is_dynamic_fp8(inputs: Fields, scheme: Scheme) -> bool:
+    """Whether activations are declared as products with this weight round them."""
+    by_block = scheme.format == FP8_BLOCK
+    wanted = "group" if by_block else "token"
+    is_fp8 = inputs.text("type") == "float" and inputs.integer("num_bits", most=16) == 8
+    size = inputs.optional_integer("group_size", least=-1)
+    fits = not by_block or size in (None, FP8_BLOCK.columns)
+    return is_fp8 and inputs.flag("dynamic", False) and inputs.text("strategy") == wanted and fits
 
 
 def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
@@ -326,8 +339,11 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
     )
 
 
-def _whole(scheme: Scheme, names: Sequence[str], activations: str = "") -> Stored:
-    return Stored(((None, scheme),), names_chosen(("lm_head", *names)), activations)
+def _whole(
+    scheme: Scheme, names: Sequence[str], said: str = "", rounding: Activations | None = None
+) -> Stored:
+    left = names_chosen(("lm_head", *names))
+    return Stored(((None, scheme),), left, said, rounding=rounding)
 
 
 _READERS: Mapping[str, Callable[[Fields], Stored | NotStored | None]] = {

@@ -182,9 +182,9 @@ class PlanOptions:
     )
     weight_activations: str | None = option(
         None,
-        "Round what narrow weights multiply, by blocks of 32: faster, less exact. CPUs only.",
+        "Round what narrow weights multiply: faster, less exact. int8 on CPUs, fp8 on GPUs.",
         choices=tuple(a.value for a in Activations),
-        unset="not rounded",
+        unset="as the checkpoint declares",
     )
     speculative_config: str | None = option(
         None,

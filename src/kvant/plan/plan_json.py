@@ -24,8 +24,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "page_size": plan.target.kv.page_size,
         "batch_invariant": plan.request.batch_invariant,
         "weight_activations": None
-        if plan.request.activations is None
-        else plan.request.activations.value,
+        if plan.forward.activations is None
+        else plan.forward.activations.value,
         "quantization": None
         if plan.request.quantization is None
         else plan.request.quantization.value,

@@ -13,10 +13,11 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import KVRequest
 from kvant.kv.spec import Role
+from kvant.models.activations import with_activations
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
 from kvant.models.quantization import check_quantization
-from kvant.models.select import check_activations, select_forward
+from kvant.models.select import select_forward
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.shard import rank_geometry
 from kvant.models.stored import NotStored, Stored, read_stored
@@ -60,15 +61,11 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     division = None
     if ranks > 1:
         target, division = divide(request, target, drafts=facts.draft is not None)
-    forward = select_forward(
-        ForwardFacts(
-            target.config, geometry, target.kv.compute_dtype, request.device,
-            request.quantization, request.batch_invariant, ranks,
-        )
+    asked = ForwardFacts(
+        target.config, geometry, target.kv.compute_dtype, request.device,
+        request.quantization, request.batch_invariant, ranks,
     )  # fmt: skip
-    if request.activations is not None:
-        check_activations(request.activations, request.device, forward)
-        forward = replace(forward, activations=request.activations)
+    forward = with_activations(select_forward(asked), request.activations, asked)
     _refuse_drafts_over_states(request, geometry)
     draft: PlannedModel | None = None
     draft_facts: DraftFacts | None = None

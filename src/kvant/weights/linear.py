@@ -80,11 +80,9 @@ class NarrowLinear(nn.Module):
         rows: int,
         columns: int,
         bias: torch.dtype | None,
-        *,
-        rounds: bool = False,
     ) -> None:
         super().__init__()
-        self.rounds = rounds
+        self.rounds = False
         self.format, self.out_features, self.in_features = fmt, rows, columns
         packed = columns * fmt.code.bits // 8
         scales = scale_shape(fmt, rows, columns)

@@ -1,0 +1,113 @@
+"""How products with narrow weights round what they multiply: asked, or declared by a checkpoint. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvant.attention.need import DeviceKind
+from kvant.errors import NotServable, WayOut
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.forward_info import ForwardChoice, ForwardFacts
+from kvant.models.quantization import Activations, Quantization
+from kvant.models.stored import Stored, lists_experts
+from kvant.weights.format import Code, Scale
+
+_DYNAMIC = "by token, or by 128 inputs with weights in blocks, in steps of more than 64 tokens"
+
+
+def with_activations(
+    forward: ForwardChoice, asked: Activations | None, facts: ForwardFacts
+) -> ForwardChoice:
+    """The choice with its activations and who decided them.
+
+    A flag wins over a checkpoint's declaration. NotServable, with ways out, where products cannot round as a
+    flag asks. A declaration that cannot be followed leaves 16 bits, and the choice says why.
+    """
+    method, stored = facts.quantization, forward.stored
+    if asked is Activations.EXACT:
+        if method is not None and method.rounds_activations:
+            raise NotServable(
+                f"--weight-activations exact contradicts --quantization {method.value}",
+                why="that method rounds activations",
+                ways_out=(WayOut("round weights alone", ("--quantization", "fp8")),),
+            )
+        return replace(forward, activations_because="16 bits, from --weight-activations exact")
+    if asked is Activations.INT8:
+        _check_int8(forward, facts)
+        because = "int8 by 32 numbers, from --weight-activations"
+        return replace(forward, activations=asked, activations_because=because)
+    if asked is Activations.FP8:
+        refusal = _refuse_fp8(forward, facts)
+        if refusal is not None:
+            without = WayOut("run without --weight-activations")
+            raise NotServable(
+                "--weight-activations fp8 cannot be had here", why=refusal, ways_out=(without,)
+            )
+        because = f"fp8 {_DYNAMIC}, from --weight-activations"
+        return replace(forward, activations=asked, activations_because=because)
+    if method is not None and method.rounds_activations:
+        because = f"fp8 {_DYNAMIC}, from --quantization {method.value}"
+        return replace(forward, activations=Activations.FP8, activations_because=because)
+    if stored is None or not stored.activations:
+        return forward
+    declared = f"the checkpoint declares {stored.activations}"
+    refusal = _refuse_fp8(forward, facts) if stored.rounding is Activations.FP8 else None
+    if stored.rounding is Activations.FP8 and refusal is None:
+        because = f"fp8 {_DYNAMIC}, as {declared}"
+        return replace(forward, activations=Activations.FP8, activations_because=because)
+    why = refusal or "Kvant has no products for such activations"
+    return replace(forward, activations_because=f"16 bits, though {declared}: {why}")
+
+
+def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts) -> str | None:
+    """Why products do not round activations to 8-bit floats, or None."""
+    device = facts.device
+    if device.kind is not DeviceKind.CUDA or device.arch < "sm_89":
+        return "8-bit floats are multiplied on NVIDIA GPUs from compute capability 8.9 on"
+    if facts.compute is not ComputeDtype.BFLOAT16:
+        return f"products of 8-bit floats give bfloat16, and the model computes in {facts.compute.value}"
+    if facts.batch_invariant:
+        return "steps of few tokens do not round, so results would depend on the batch"
+    if facts.num_ranks > 1:
+        return "ranks hold parts of a token, which would have scales of their own"
+    if lists_experts(facts.config):
+        return "products with experts take 16-bit activations"
+    if facts.quantization in (Quantization.FP8, Quantization.FP8_DYNAMIC):
+        return None
+    if facts.quantization is not None:
+        return f"weights of {facts.quantization.value} are multiplied with 16-bit activations"
+    return _refuse_weights(forward.stored)
+
+
+def _refuse_weights(stored: Stored | None) -> str | None:
+    if stored is None:
+        return "the model's weights are numbers, which multiply activations as they are"
+    for _, scheme in stored.groups:
+        fmt = scheme.format
+        if fmt.code is not Code.E4M3 or fmt.scale is not Scale.FLOAT32:
+            return f"weights of {fmt.name} are multiplied with 16-bit activations"
+    return None
+
+
+def _check_int8(forward: ForwardChoice, facts: ForwardFacts) -> None:
+    flag = f"--weight-activations {Activations.INT8.value}"
+    without = WayOut("run without --weight-activations")
+    if facts.device.kind is not DeviceKind.CPU:
+        raise NotServable(
+            f"{flag} runs on CPUs only",
+            why="products on a GPU take 16-bit activations or 8-bit floats",
+            ways_out=(without, WayOut("round to 8-bit floats", ("--weight-activations", "fp8"))),
+        )
+    if not forward.rounds_itself:
+        raise NotServable(
+            f"{flag} cannot be had here",
+            why=f"the forward {forward.name} multiplies numbers",
+            tried=[f"{one.forward}: {one.reason}" for one in forward.refused],
+            ways_out=(without,),
+        )
+    if forward.quantization is None and forward.stored is None:
+        raise NotServable(
+            f"{flag} changes nothing here",
+            why="the model's weights are numbers, which multiply activations as they are",
+            ways_out=(WayOut("round the weights too", ("--quantization", "int8")), without),
+        )

@@ -1,0 +1,111 @@
+"""Who decides how activations are rounded, and what the plan says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import NotServable
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.activations import with_activations
+from kvant.models.forward_info import ForwardChoice, ForwardFacts
+from kvant.models.geometry import read_geometry
+from kvant.models.quantization import Activations, Quantization
+from kvant.models.select import select_forward
+
+CONFIG = json.loads((Path(__file__).parents[1] / "configs" / "qwen3-8b.json").read_text())
+GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def compressed(**inputs: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    group = {"weights": weights, "targets": ["Linear"]}
+    if inputs:
+        group["input_activations"] = {"num_bits": 8, "type": "float"} | inputs
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"a": group},
+    }
+
+
+INT4 = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+
+
+def facts_of(declared: dict[str, Any] | None = None, **options: Any) -> ForwardFacts:
+    config = CONFIG if declared is None else CONFIG | {"quantization_config": declared}
+    found = ForwardFacts(config, read_geometry(config), ComputeDtype.BFLOAT16, GPU)
+    return replace(found, **options)
+
+
+def choose(facts: ForwardFacts, asked: Activations | None = None) -> ForwardChoice:
+    return with_activations(select_forward(facts), asked, facts)
+
+
+@pytest.mark.parametrize(
+    "declared", [BLOCKS, compressed(strategy="token", dynamic=True)], ids=["blocks", "token"]
+)
+def test_a_declaration_is_followed_and_a_flag_wins(declared: dict[str, Any]) -> None:
+    facts = facts_of(declared)
+    found = choose(facts)
+    assert found.activations is Activations.FP8
+    assert "the checkpoint declares 8-bit floats, dynamic" in found.activations_because
+    exact = choose(facts, Activations.EXACT)
+    assert exact.activations is None
+    assert exact.activations_because == "16 bits, from --weight-activations exact"
+
+
+@pytest.mark.parametrize(
+    ("declared", "options", "why"),
+    [
+        (compressed(strategy="tensor", dynamic=False), {}, "no products for such activations"),
+        (compressed(strategy="tensor", dynamic=True), {}, "no products for such activations"),
+        (BLOCKS, {"batch_invariant": True}, "depend on the batch"),
+        (BLOCKS, {"num_ranks": 2}, "ranks hold parts"),
+        (BLOCKS, {"device": DeviceFacts(DeviceKind.CUDA, "sm_80")}, "8.9 on"),
+        (BLOCKS, {"compute": ComputeDtype.FLOAT16}, "computes in float16"),
+    ],
+)
+def test_a_declaration_that_cannot_be_followed_is_explained(
+    declared: dict[str, Any], options: dict[str, Any], why: str
+) -> None:
+    found = choose(facts_of(declared, **options))
+    assert found.activations is None
+    assert found.activations_because.startswith("16 bits, though the checkpoint declares")
+    assert why in found.activations_because
+
+
+def test_weights_without_a_declaration_take_16_bits() -> None:
+    found = choose(facts_of(compressed()))
+    assert (found.activations, found.activations_because) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        (facts_of(), "the model's weights are numbers"),
+        (facts_of(INT4), "weights of int4 are multiplied with 16-bit activations"),
+        (facts_of(quantization=Quantization.INT8), "weights of int8"),
+        (facts_of(device=DeviceFacts(DeviceKind.CPU)), "on NVIDIA GPUs"),
+    ],
+)
+def test_fp8_is_refused_where_it_is_not_offered(facts: ForwardFacts, why: str) -> None:
+    with pytest.raises(NotServable) as caught:
+        with_activations(ForwardChoice(None, stored=facts.stored), Activations.FP8, facts)
+    assert why in str(caught.value.why)
+
+
+@pytest.mark.parametrize("asked", [Quantization.FP8, Quantization.FP8_DYNAMIC])
+def test_fp8_weights_take_rounded_activations(asked: Quantization) -> None:
+    found = choose(facts_of(quantization=asked), Activations.FP8)
+    assert found.activations is Activations.FP8
+    if asked is Quantization.FP8_DYNAMIC:
+        assert choose(facts_of(quantization=asked)).activations is Activations.FP8
+        with pytest.raises(NotServable, match="contradicts"):
+            choose(facts_of(quantization=asked), Activations.EXACT)

@@ -15,6 +15,7 @@ from kvant.engine.engine import Engine
 from kvant.errors import EngineFault, RankLost
 from kvant.parallel import ranks, team
 from kvant.parallel.runner import RankedRunner
+from kvant.parallel.watched import WatchedMark
 from tests.models import tiny
 from tests.parallel.test_equality import make
 
@@ -117,3 +118,24 @@ def _lives(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+class _Never:
+    """An event behind a kernel that waits for a lost rank."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
+
+
+def test_waiting_for_a_kernel_that_never_ends_ends_with_the_rank() -> None:
+    asked = []
+
+    def check() -> None:
+        asked.append(time.monotonic())
+        if len(asked) > 3:
+            raise RankLost("rank 1 was killed")
+
+    with pytest.raises(RankLost, match="rank 1 was killed"):
+        WatchedMark(_Never(), check).synchronize()  # type: ignore[arg-type]

@@ -208,7 +208,7 @@ class ModelRunner:
             return
         try:
             self.record(
-                CudaRecorder(self.device),
+                self._recorder(),
                 max_num_seqs,
                 max_num_batched_tokens,
                 max_model_len,
@@ -224,6 +224,9 @@ class ModelRunner:
                 why=str(fault).splitlines()[0],
             ) from None
         torch.cuda.synchronize(self.device)
+
+    def _recorder(self) -> Recorder:
+        return CudaRecorder(self.device)
 
     @torch.no_grad()
     def record(

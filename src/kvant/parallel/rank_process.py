@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvant.speculative.base import Proposer
 
 PULSE_SECONDS = 1.0
-SPIN_SECONDS = 500e-6
+SPIN_SECONDS = 100e-6
 """A rank on a GPU looks for its next step for so long without a pause: it then begins with rank 0."""
 
 _log = logging.getLogger(__name__)
@@ -75,9 +75,9 @@ def _serve(link: Connection[bytes, bytes]) -> None:
     import torch
 
     from kvant.execution.proposing import load_proposer
-    from kvant.execution.runner import ModelRunner
     from kvant.models.load import load_model
     from kvant.parallel.group import RankGroup
+    from kvant.parallel.watched import FollowingRunner
 
     torch.set_num_threads(start.num_threads)
     device = torch.device("cpu")
@@ -103,7 +103,7 @@ def _serve(link: Connection[bytes, bytes]) -> None:
     )  # fmt: skip
     assert isinstance(read_to_rank(ring.receive()), Connect), "ranks meet before they run"
     group.connect(Path(start.directory), model.hidden_size, model.dtype)
-    runner = ModelRunner(
+    runner = FollowingRunner(
         model, start.num_pages, max_num_seqs=start.max_num_seqs, layout=plan.layout
     )
     proposer = None

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvant.errors import NotServable, RankLost, WayOut
 from kvant.execution.batch import Drafts, Launched, Outcome
+from kvant.execution.recorder import Recorder
 from kvant.execution.runner import ModelRunner
 from kvant.kv.groups import ArenaLayout
 from kvant.kv.saturation import Saturated
@@ -15,6 +16,7 @@ from kvant.parallel.group import RankGroup
 from kvant.parallel.messages import Capture, Counted, CountSaturated, Propose
 from kvant.parallel.mirror import Sender, SentAsk, sent_zero
 from kvant.parallel.ranks import Ranks
+from kvant.parallel.watched import WatchedRecorder
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.base import Ask
@@ -37,6 +39,9 @@ class RankedRunner(ModelRunner):
         self.ranks = ranks
         self._group = group
         self._sender = Sender()
+
+    def _recorder(self) -> Recorder:
+        return WatchedRecorder(self.device, self.ranks.check)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         self.ranks.send_array(sent_zero(pages))

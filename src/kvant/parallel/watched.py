@@ -1,0 +1,47 @@
+"""Waits for a GPU that end when a rank is lost, and do not spin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from kvant.execution.recorder import CudaRecorder, Recorder
+from kvant.execution.runner import ModelRunner
+
+_NAP_SECONDS = 50e-6
+
+
+class WatchedMark:
+    """A `Mark` whose wait ends with the loss of a rank, too: kernels that wait for it may never end."""
+
+    def __init__(self, event: torch.cuda.Event, check: Callable[[], None]) -> None:
+        self._event, self._check = event, check
+
+    def record(self) -> None:
+        self._event.record()
+
+    def synchronize(self) -> None:
+        """Raises what `check` raises. The next step runs meanwhile, so short sleeps cost it nothing."""
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            self._check()
+            time.sleep(_NAP_SECONDS)
+
+
+class WatchedRecorder(CudaRecorder):
+    """A `CudaRecorder` that makes `WatchedMark`s."""
+
+    def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
+        super().__init__(device)
+        self._check = check
+
+    def mark(self) -> WatchedMark:
+        return WatchedMark(torch.cuda.Event(), self._check)  # type: ignore[no-untyped-call]
+
+
+class FollowingRunner(ModelRunner):
+    """Another rank's part. Its waits sleep: a core that spins may share its time with rank 0's."""
+
+    def _recorder(self) -> Recorder:
+        return WatchedRecorder(self.device, self.check)

@@ -24,27 +24,24 @@ _LAYERS = Foreign(
     way_out=WayOut("run on the CPU", ("--device", "cpu")),
 )
 
-_TABLE: Sequence[tuple[tuple[str, ...], Foreign]] = (
-    (("-m", "--model", "-hf", "-hfr", "--hf-repo"), Foreign(True, becomes=(_MODEL,))),
+_TABLE: Sequence[tuple[str, Foreign]] = (
+    ("-m --model -hf -hfr --hf-repo", Foreign(True, becomes=(_MODEL,))),
+    ("-mu --model-url", Foreign(True, refused="models come from the hub or from this machine")),
     (
-        ("-mu", "--model-url"),
-        Foreign(True, refused="models come from the hub or from this machine"),
-    ),
-    (
-        ("-hff", "--hf-file"),
+        "-hff --hf-file",
         Foreign(
             True,
             refused="a repository's files are chosen by the hub's rules",
             way_out=WayOut("download the file, and name it as the model"),
         ),
     ),
-    (("-a", "--alias"), Foreign(True, becomes=("--served-model-name",))),
-    (("-c", "--ctx-size"), Foreign(True, becomes=("--max-model-len",), neutral=("0",))),
-    (("-np", "--parallel"), Foreign(True, becomes=("--max-num-seqs",), neutral=("-1",))),
-    (("-b", "--batch-size"), Foreign(True, becomes=("--max-num-batched-tokens",))),
-    (("-ub", "--ubatch-size"), Foreign(True, no_effect="Kvant cuts its steps by itself")),
+    ("-a --alias", Foreign(True, becomes=("--served-model-name",))),
+    ("-c --ctx-size", Foreign(True, becomes=("--max-model-len",), neutral=("0",))),
+    ("-np --parallel", Foreign(True, becomes=("--max-num-seqs",), neutral=("-1",))),
+    ("-b --batch-size", Foreign(True, becomes=("--max-num-batched-tokens",))),
+    ("-ub --ubatch-size", Foreign(True, no_effect="Kvant cuts its steps by itself")),
     (
-        ("-n", "--predict", "--n-predict"),
+        "-n --predict --n-predict",
         Foreign(
             True,
             no_effect="answers go on to the end of the context",
@@ -54,18 +51,18 @@ _TABLE: Sequence[tuple[tuple[str, ...], Foreign]] = (
         ),
     ),
     (
-        ("-t", "--threads", "-tb", "--threads-batch"),
+        "-t --threads -tb --threads-batch",
         Foreign(True, no_effect="the variable OMP_NUM_THREADS sets the threads"),
     ),
-    (("--threads-http",), Foreign(True, no_effect="one thread answers")),
-    (("-ngl", "--gpu-layers", "--n-gpu-layers"), _LAYERS),
+    ("--threads-http", Foreign(True, no_effect="one thread answers")),
+    ("-ngl --gpu-layers --n-gpu-layers", _LAYERS),
     (
-        ("-sm", "--split-mode"),
+        "-sm --split-mode",
         Foreign(True, no_effect=_ONE_DEVICE, refused=_ONE_DEVICE, neutral=("none",)),
     ),
-    (("-ts", "--tensor-split"), Foreign(True, refused=_ONE_DEVICE)),
+    ("-ts --tensor-split", Foreign(True, refused=_ONE_DEVICE)),
     (
-        ("-mg", "--main-gpu"),
+        "-mg --main-gpu",
         Foreign(
             True,
             no_effect=_ONE_DEVICE,
@@ -74,75 +71,63 @@ _TABLE: Sequence[tuple[tuple[str, ...], Foreign]] = (
             way_out=WayOut("choose the GPU with the variable CUDA_VISIBLE_DEVICES"),
         ),
     ),
-    (("-ot", "--override-tensor", "-ncmoe", "--n-cpu-moe"), Foreign(True, refused=_ONE_DEVICE)),
-    (("-cmoe", "--cpu-moe"), Foreign(refused=_ONE_DEVICE)),
+    ("-ot --override-tensor -ncmoe --n-cpu-moe", Foreign(True, refused=_ONE_DEVICE)),
+    ("-cmoe --cpu-moe", Foreign(refused=_ONE_DEVICE)),
     (
-        ("-fa", "--flash-attn"),
+        "-fa --flash-attn",
         Foreign(True, no_effect="attention never stores all scores", neutral=("on", "off", "auto")),
     ),
-    (("--no-mmap", "--mmap", "--mlock"), Foreign(no_effect=_MEMORY)),
-    (("--numa",), Foreign(True, no_effect="the system decides where memory lies")),
-    (("-cb", "--cont-batching"), Foreign(no_effect="requests always run in one batch")),
+    ("--no-mmap --mmap --mlock", Foreign(no_effect=_MEMORY)),
+    ("--numa", Foreign(True, no_effect="the system decides where memory lies")),
+    ("-cb --cont-batching", Foreign(no_effect="requests always run in one batch")),
     (
-        ("-nocb", "--no-cont-batching"),
+        "-nocb --no-cont-batching",
         Foreign(
             refused="requests always run in one batch",
             way_out=WayOut("run one at a time", ("--max-num-seqs", "1")),
         ),
     ),
     (
-        ("-kvu", "--kv-unified", "--swa-full", "--context-shift", "--no-context-shift"),
+        "-kvu --kv-unified --swa-full --context-shift --no-context-shift",
         Foreign(no_effect="all sequences share one pool of pages, and contexts are never cut"),
     ),
+    ("--cache-prompt --slots --no-slots --metrics", Foreign(no_effect="it is always on")),
+    ("--no-cache-prompt", Foreign(becomes=("--no-enable-prefix-caching",))),
     (
-        ("--cache-prompt", "--slots", "--no-slots", "--metrics"),
-        Foreign(no_effect="it is always on"),
-    ),
-    (("--no-cache-prompt",), Foreign(becomes=("--no-enable-prefix-caching",))),
-    (
-        ("--cache-reuse", "-cram", "--cache-ram"),
+        "--cache-reuse -cram --cache-ram",
         Foreign(True, no_effect="the prefix cache has all free pages"),
     ),
-    (("--slot-save-path",), Foreign(True, refused="pages of the cache are not saved")),
-    (("--props",), Foreign(refused="options do not change while the server runs")),
-    (("--host",), Foreign(True, becomes=("--host",))),
-    (("--port",), Foreign(True, becomes=("--port",))),
-    (("--api-key",), Foreign(True, becomes=("--api-key",))),
-    (("--api-key-file",), Foreign(True, becomes=("--api-key-file",))),
-    (("-to", "--timeout"), Foreign(True, becomes=("--request-timeout",))),
-    (("-s", "--seed"), Foreign(True, becomes=("--seed",), neutral=("-1",))),
+    ("--slot-save-path", Foreign(True, refused="pages of the cache are not saved")),
+    ("--props", Foreign(refused="options do not change while the server runs")),
+    ("--host", Foreign(True, becomes=("--host",))),
+    ("--port", Foreign(True, becomes=("--port",))),
+    ("--api-key", Foreign(True, becomes=("--api-key",))),
+    ("--api-key-file", Foreign(True, becomes=("--api-key-file",))),
+    ("-to --timeout", Foreign(True, becomes=("--request-timeout",))),
+    ("-s --seed", Foreign(True, becomes=("--seed",), neutral=("-1",))),
     (
-        (
-            "--temp",
-            "--top-k",
-            "--top-p",
-            "--min-p",
-            "--repeat-penalty",
-            "--presence-penalty",
-            "--frequency-penalty",
-            "--samplers",
-        ),
+        "--temp --top-k --top-p --min-p --repeat-penalty --presence-penalty --frequency-penalty --samplers",
         Foreign(True, refused="the server has no sampling values of its own", way_out=_IN_REQUESTS),
     ),
     (
-        ("--grammar", "--grammar-file", "-j", "--json-schema"),
+        "--grammar --grammar-file -j --json-schema",
         Foreign(True, refused="a form belongs to a request", way_out=_IN_REQUESTS),
     ),
-    (("--jinja",), Foreign(no_effect="chat templates are always Jinja")),
-    (("--no-jinja",), Foreign(refused="chat templates are always Jinja")),
+    ("--jinja", Foreign(no_effect="chat templates are always Jinja")),
+    ("--no-jinja", Foreign(refused="chat templates are always Jinja")),
     (
-        ("--chat-template",),
+        "--chat-template",
         Foreign(
             True,
             refused="templates have no names here",
             way_out=WayOut("name a file: --chat-template-file FILE"),
         ),
     ),
-    (("--chat-template-file",), Foreign(True, becomes=("--chat-template",))),
-    (("--chat-template-kwargs",), Foreign(True, becomes=("--default-chat-template-kwargs",))),
-    (("--reasoning-format",), Foreign(True, no_effect=_BY_TEMPLATE)),
+    ("--chat-template-file", Foreign(True, becomes=("--chat-template",))),
+    ("--chat-template-kwargs", Foreign(True, becomes=("--default-chat-template-kwargs",))),
+    ("--reasoning-format", Foreign(True, no_effect=_BY_TEMPLATE)),
     (
-        ("--reasoning-budget",),
+        "--reasoning-budget",
         Foreign(
             True,
             no_effect="max_tokens bounds reasoning and answer together",
@@ -154,7 +139,7 @@ _TABLE: Sequence[tuple[tuple[str, ...], Foreign]] = (
         ),
     ),
     (
-        ("-md", "--model-draft", "-hfd"),
+        "-md --model-draft -hfd",
         Foreign(
             True,
             refused="llama.cpp's drafts are not offered",
@@ -164,15 +149,12 @@ _TABLE: Sequence[tuple[tuple[str, ...], Foreign]] = (
         ),
     ),
     (
-        ("--draft", "--draft-max", "--draft-min", "--draft-n"),
+        "--draft --draft-max --draft-min --draft-n",
         Foreign(True, refused="it belongs to --model-draft"),
     ),
+    ("--embedding --embeddings", Foreign(becomes=("--task", "embed"))),
     (
-        ("--embedding", "--embeddings"),
-        Foreign(becomes=("--task", "embed")),
-    ),
-    (
-        ("--pooling",),
+        "--pooling",
         Foreign(
             True,
             no_effect="the last token is the vector",
@@ -181,27 +163,21 @@ _TABLE: Sequence[tuple[tuple[str, ...], Foreign]] = (
         ),
     ),
     (
-        ("--rerank", "--reranking"),
+        "--rerank --reranking",
         Foreign(refused="no answer is a score", way_out=WayOut("ask for prompt_logprobs")),
     ),
     (
-        ("--lora", "--lora-scaled", "--control-vector"),
+        "--lora --lora-scaled --control-vector",
         Foreign(
             True,
             refused="adapters are not offered",
             way_out=WayOut("merge the adapter into the weights first"),
         ),
     ),
-    (("-mm", "--mmproj"), Foreign(True, refused=_TEXT_ONLY)),
-    (("--no-mmproj",), Foreign(no_effect=_TEXT_ONLY)),
+    ("-mm --mmproj", Foreign(True, refused=_TEXT_ONLY)),
+    ("--no-mmproj", Foreign(no_effect=_TEXT_ONLY)),
     (
-        (
-            "--rope-scaling",
-            "--rope-scale",
-            "--rope-freq-base",
-            "--rope-freq-scale",
-            "--yarn-orig-ctx",
-        ),
+        "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx",
         Foreign(
             True,
             refused="rotary frequencies are the checkpoint's own",
@@ -209,32 +185,23 @@ _TABLE: Sequence[tuple[tuple[str, ...], Foreign]] = (
         ),
     ),
     (
-        ("--ssl-key-file", "--ssl-cert-file"),
+        "--ssl-key-file --ssl-cert-file",
         Foreign(True, refused="there is no TLS", way_out=WayOut("put a proxy in front")),
     ),
     (
-        ("--api-prefix", "--path"),
+        "--api-prefix --path",
         Foreign(True, refused="paths begin at /", way_out=WayOut("strip it in the proxy")),
     ),
+    ("--no-webui --webui", Foreign(no_effect="the page at / is static and reads public endpoints")),
     (
-        ("--no-webui", "--webui"),
-        Foreign(no_effect="the page at / is static and reads public endpoints"),
-    ),
-    (
-        ("--warmup", "--no-warmup", "--check-tensors", "-e", "--escape"),
+        "--warmup --no-warmup --check-tensors -e --escape",
         Foreign(no_effect="Kvant does what it needs"),
     ),
-    (
-        ("-v", "--verbose", "--log-disable", "--log-timestamps", "--log-prefix"),
-        Foreign(no_effect=_LOG),
-    ),
-    (
-        ("--log-file", "-lv", "--verbosity", "--prio", "--poll", "--log-colors"),
-        Foreign(True, no_effect=_LOG),
-    ),
-    (("--offline",), Foreign(refused="a variable does it", way_out=WayOut("set HF_HUB_OFFLINE=1"))),
+    ("-v --verbose --log-disable --log-timestamps --log-prefix", Foreign(no_effect=_LOG)),
+    ("--log-file -lv --verbosity --prio --poll --log-colors", Foreign(True, no_effect=_LOG)),
+    ("--offline", Foreign(refused="a variable does it", way_out=WayOut("set HF_HUB_OFFLINE=1"))),
 )
-LLAMA_SERVER: Mapping[str, Foreign] = {flag: one for flags, one in _TABLE for flag in flags}
+LLAMA_SERVER: Mapping[str, Foreign] = {flag: one for flags, one in _TABLE for flag in flags.split()}
 
 _SIDES = {"-ctk": "k", "--cache-type-k": "k", "-ctv": "v", "--cache-type-v": "v"}
 KV_TYPES: Mapping[str, str] = {
@@ -249,7 +216,7 @@ KV_TYPES: Mapping[str, str] = {
 
 def flags_of(one: Foreign) -> str:
     """The names of a flag."""
-    return next(", ".join(flags) for flags, found in _TABLE if found is one)
+    return next(flags.replace(" ", ", ") for flags, found in _TABLE if found is one)
 
 
 def translate_llama_server(words: Sequence[str]) -> Iterator[str | Foreign]:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -206,185 +207,157 @@ class _EngineGauges(Collector):
         self._model, self._supervisor, self._admission = model, supervisor, admission
 
     def collect(self) -> Iterable[Metric]:
+        model, admission = self._model, self._admission
         stats, ready = self._supervisor.stats, self._supervisor.ready
         usage = stats.num_held_pages / stats.num_usable_pages if stats.num_usable_pages else 0.0
-        for names, text, value in (
-            (("num_requests_running",), "Sequences that run.", stats.num_running),
-            (("num_requests_waiting",), "Sequences that wait.", stats.num_waiting),
-            (("kv_cache_usage_perc", "gpu_cache_usage_perc"), "Pages in use, of 1.", usage),
+        running, waiting, used = (
+            "num_requests_running",
+            "num_requests_waiting",
+            "kv_cache_usage_perc",
+        )
+        for name, text, value in (
+            (f"vllm:{running}", "Sequences that run.", stats.num_running),
+            (f"kvant:{running}", "Sequences that run.", stats.num_running),
+            (f"vllm:{waiting}", "Sequences that wait.", stats.num_waiting),
+            (f"kvant:{waiting}", "Sequences that wait.", stats.num_waiting),
+            (f"vllm:{used}", "Pages in use, of 1.", usage),
+            ("vllm:gpu_cache_usage_perc", "Pages in use, of 1.", usage),
+            (f"kvant:{used}", "Pages in use, of 1.", usage),
+            ("kvant:pages_held", "Pages that sequences hold.", stats.num_held_pages),
+            ("kvant:pages_idle", "Cached pages without owner.", stats.num_idle_pages),
+            ("kvant:pages_usable", "Pages in all.", stats.num_usable_pages),
+            ("kvant:sequences_held", "Places in use.", admission.held),
+            ("kvant:sequences_most", "Places in all.", admission.capacity),
+            (
+                "kvant:queued_prompt_tokens",
+                "Tokens of prompts without an answer token.",
+                admission.queued_tokens,
+            ),
+            ("kvant:queued_prompt_tokens_most", "As many may wait.", admission.most_tokens),
+            ("kvant:prompt_tokens_per_second", "As measured.", admission.tokens_per_second),
+            ("kvant:engine_up", "1: ready.", float(self._supervisor.is_ready)),
         ):
-            shown = [f"vllm:{name}" for name in names] + [f"kvant:{names[0]}"]
-            for name in shown:
-                yield self._gauge(name, text, value)
-        yield self._waiting_by_reason(stats)
-        yield self._gauge("kvant:pages_held", "Pages that sequences hold.", stats.num_held_pages)
-        yield self._gauge("kvant:pages_idle", "Cached pages without owner.", stats.num_idle_pages)
-        yield self._gauge("kvant:pages_usable", "Pages in all.", stats.num_usable_pages)
-        admission = self._admission
-        yield self._gauge("kvant:sequences_held", "Places in use.", admission.held)
-        yield self._gauge("kvant:sequences_most", "Places in all.", admission.capacity)
-        yield self._gauge(
-            "kvant:queued_prompt_tokens",
-            "Tokens of prompts without an answer token.",
-            admission.queued_tokens,
-        )
-        yield self._gauge(
-            "kvant:queued_prompt_tokens_most", "As many may wait.", admission.most_tokens
-        )
-        yield self._gauge(
-            "kvant:prompt_tokens_per_second", "As measured.", admission.tokens_per_second
-        )
-        deaths = CounterMetricFamily(
-            "kvant:engine_deaths", "Engines that died.", labels=("model_name",)
-        )
-        deaths.add_metric((self._model,), self._supervisor.num_deaths)
-        yield deaths
-        yield saturation_metric(self._model, stats)
+            yield _gauge(model, name, text, value)
+        # capacity: waits for a place in a step. deferred: waits until its form is compiled.
+        reasons: _Values = {
+            ("capacity",): stats.num_waiting - stats.num_compiling,
+            ("deferred",): stats.num_compiling,
+        }
+        name = "vllm:num_requests_waiting_by_reason"
+        yield _gauge(model, name, "Sequences that wait, by reason.", reasons, "reason")
+        deaths = self._supervisor.num_deaths
+        yield _counter(model, "kvant:engine_deaths", "Engines that died.", deaths)
+        yield saturation_metric(model, stats)
         if stats.speculation is not None:
-            yield from draft_metrics(self._model, stats.speculation)
+            yield from draft_metrics(model, stats.speculation)
         if stats.offload is not None:
-            yield from offload_metrics(self._model, stats.offload)
-        yield self._gauge("kvant:engine_up", "1: ready.", float(self._supervisor.is_ready))
+            yield from offload_metrics(model, stats.offload)
         if ready is not None:
-            info = GaugeMetricFamily(
-                "vllm:cache_config_info",
-                "The cache's shape, in its labels.",
-                labels=("model_name", "block_size", "num_gpu_blocks"),
-            )
-            pages = str(stats.num_usable_pages)
-            info.add_metric((self._model, str(ready.page_size), pages), 1)
-            yield info
-            bytes_ = self._gauge(
-                "kvant:kv_bytes_per_token", "Stored for each token.", ready.bytes_per_token
-            )
-            yield bytes_
+            shape: _Values = {(str(ready.page_size), str(stats.num_usable_pages)): 1}
+            text = "The cache's shape, in its labels."
+            labels = ("block_size", "num_gpu_blocks")
+            yield _gauge(model, "vllm:cache_config_info", text, shape, *labels)
+            size = ready.bytes_per_token
+            yield _gauge(model, "kvant:kv_bytes_per_token", "Stored for each token.", size)
             yield from self._layers(ready, stats)
 
     def _layers(self, ready: Ready, stats: Stats) -> Iterable[Metric]:
         """What every layer stores, and how much of each format is held."""
-        label = ("model_name", "k", "v")
-        each = GaugeMetricFamily(
-            "kvant:layer_kv_bytes_per_token", "Stored by one layer.", labels=(*label, "layer")
-        )
-        held = GaugeMetricFamily(
-            "kvant:kv_bytes_held", "In pages that sequences hold.", labels=label
-        )
-        by_format: dict[tuple[str, str], int] = {}
+        each: _Values = {}
+        held: _Values = {}
+        tokens = stats.num_held_pages * ready.page_size
         for layer in layers_of(ready.plan):
-            formats = (self._model, layer.k, layer.v)
-            each.add_metric((*formats, str(layer.index)), layer.bytes_per_token)
-            by_format[layer.k, layer.v] = (
-                by_format.get((layer.k, layer.v), 0) + layer.bytes_per_token
-            )
-        for (k, v), size in by_format.items():
-            held.add_metric((self._model, k, v), size * stats.num_held_pages * ready.page_size)
-        yield each
-        yield held
+            formats, size = (layer.k, layer.v), layer.bytes_per_token
+            each[*formats, str(layer.index)] = size
+            held[formats] = held.get(formats, 0) + size * tokens
+        name = "kvant:layer_kv_bytes_per_token"
+        yield _gauge(self._model, name, "Stored by one layer.", each, "k", "v", "layer")
+        text = "In pages that sequences hold."
+        yield _gauge(self._model, "kvant:kv_bytes_held", text, held, "k", "v")
 
-    def _waiting_by_reason(self, stats: Stats) -> Metric:
-        """capacity: waits for a place in a step. deferred: waits until its form is compiled."""
-        found = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason",
-            "Sequences that wait, by reason.",
-            labels=("model_name", "reason"),
-        )
-        found.add_metric((self._model, "capacity"), stats.num_waiting - stats.num_compiling)
-        found.add_metric((self._model, "deferred"), stats.num_compiling)
-        return found
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._model,), value)
-        return family
+_Values = dict[tuple[str, ...], float]
+"""By the values of labels."""
+
+
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    model: str,
+    name: str,
+    text: str,
+    values: float | _Values,
+    *labels: str,
+) -> Metric:
+    """A family of metrics. labels: beside the model's; without any, `values` is the only one."""
+    family = kind(name, text, labels=("model_name", *labels))
+    for own, value in values.items() if isinstance(values, dict) else (((), values),):
+        family.add_metric((model, *own), value)
+    return family
+
+
+_counter = partial(_family, CounterMetricFamily)
+_gauge = partial(_family, GaugeMetricFamily)
 
 
 def saturation_metric(model: str, stats: Stats) -> Metric:
     """By layer and side; layers that held everything are left out."""
-    found = CounterMetricFamily(
-        "kvant:kv_saturated_values",
-        "Values beyond what a layer holds, stored as its largest.",
-        labels=("model_name", "layer", "side"),
-    )
+    found: _Values = {}
     for layer, k, v in stats.saturated:
-        for side, count in (("k", k), ("v", v)):
-            found.add_metric((model, layer, side), count)
-    return found
+        found |= {(layer, "k"): k, (layer, "v"): v}
+    text = "Values beyond what a layer holds, stored as its largest."
+    return _counter(model, "kvant:kv_saturated_values", text, found, "layer", "side")
 
 
-_TIER_COUNTERS = (
-    ("pages_stored", "Pages that a tier took.", "stored"),
-    ("pages_restored", "Pages that came back from a tier.", "restored"),
-    ("pages_bad", "Pages that were not what was stored; computed again.", "bad"),
-    ("pages_evicted", "Pages that gave way to others.", "evicted"),
-    ("pages_dropped", "Pages that a tier could not take in time.", "dropped"),
-    ("bytes_stored", "Bytes that a tier took.", "bytes_stored"),
-    ("bytes_restored", "Bytes that came back from a tier.", "bytes_restored"),
-    ("late", "Requests that did not wait for a tier any longer.", "late"),
-)
-_TIER_GAUGES = (
-    ("pages", "Pages in a tier.", "num_pages"),
-    ("bytes", "Bytes in a tier.", "num_bytes"),
+_TIER_METRICS = (
+    (_counter, "pages_stored", "Pages that a tier took.", "stored"),
+    (_counter, "pages_restored", "Pages that came back from a tier.", "restored"),
+    (_counter, "pages_bad", "Pages that were not what was stored; computed again.", "bad"),
+    (_counter, "pages_evicted", "Pages that gave way to others.", "evicted"),
+    (_counter, "pages_dropped", "Pages that a tier could not take in time.", "dropped"),
+    (_counter, "bytes_stored", "Bytes that a tier took.", "bytes_stored"),
+    (_counter, "bytes_restored", "Bytes that came back from a tier.", "bytes_restored"),
+    (_counter, "late", "Requests that did not wait for a tier any longer.", "late"),
+    (_gauge, "pages", "Pages in a tier.", "num_pages"),
+    (_gauge, "bytes", "Bytes in a tier.", "num_bytes"),
 )
 
 
 def offload_metrics(model: str, offload: OffloadStats) -> Iterable[Metric]:
     """Counters of the tiers behind the device's pages, and what they hold."""
     tiers = {"host": offload.host, "disk": offload.disk}
-    for name, text, field_name in _TIER_COUNTERS:
-        counter = CounterMetricFamily(f"kvant:offload_{name}", text, labels=("model_name", "tier"))
-        for tier, counts in tiers.items():
-            if counts is not None:
-                counter.add_metric((model, tier), getattr(counts, field_name))
-        yield counter
-    for name, text, field_name in _TIER_GAUGES:
-        gauge = GaugeMetricFamily(f"kvant:offload_{name}", text, labels=("model_name", "tier"))
-        for tier, counts in tiers.items():
-            if counts is not None:
-                gauge.add_metric((model, tier), getattr(counts, field_name))
-        yield gauge
+    for kind, name, text, field_name in _TIER_METRICS:
+        values: _Values = {
+            (tier,): getattr(counts, field_name)
+            for tier, counts in tiers.items()
+            if counts is not None
+        }
+        yield kind(model, f"kvant:offload_{name}", text, values, "tier")
     for name, text, value in (
         ("restores", "Requests whose pages came back.", offload.num_restores),
         ("tokens_restored", "Tokens that were not computed again.", offload.num_restored_tokens),
         ("restore_seconds", "Time that requests waited for copies.", offload.restore_seconds),
     ):
-        total = CounterMetricFamily(f"kvant:offload_{name}", text, labels=("model_name",))
-        total.add_metric((model,), value)
-        yield total
+        yield _counter(model, f"kvant:offload_{name}", text, value)
 
 
 def draft_metrics(model: str, drafts: SpeculationStats) -> Iterable[Metric]:
     """vLLM's counters of drafts. Call only for an engine that drafts: dashboards take the name as a yes."""
-    for name, text, count in (
-        ("num_drafts", "Sequences that had drafts, over all steps.", drafts.num_drafts),
-        ("num_draft_tokens", "Tokens drafted.", drafts.num_draft_tokens),
-        ("num_accepted_tokens", "Drafted tokens that stood.", drafts.num_accepted_tokens),
-    ):
-        counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=("model_name",))
-        counter.add_metric((model,), count)
-        yield counter
-    by_place = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Drafted tokens that stood, by their place among the drafts.",
-        labels=("model_name", "position"),
-    )
-    for position, count in enumerate(drafts.accepted_per_position):
-        by_place.add_metric((model, str(position)), count)
-    yield by_place
-    plain = CounterMetricFamily(
-        "kvant:spec_decode_num_plain_steps",
-        "Steps of answering sequences without drafts.",
-        labels=("model_name",),
-    )
-    plain.add_metric((model,), drafts.num_plain_steps)
-    yield plain
+    places: _Values = {(str(at),): n for at, n in enumerate(drafts.accepted_per_position)}
     length = drafts.num_emitted_tokens / drafts.num_drafts if drafts.num_drafts else 0.0
-    for name, text, value in (
-        ("mean_acceptance_length", "Tokens of a step with drafts, the target's own too.", length),
-        ("pays", "1: the next step will draft.", float(drafts.pays)),
-    ):
-        gauge = GaugeMetricFamily(f"kvant:spec_decode_{name}", text, labels=("model_name",))
-        gauge.add_metric((model,), value)
-        yield gauge
+    of_vllm, own = "vllm:spec_decode", "kvant:spec_decode"
+    text = "Sequences that had drafts, over all steps."
+    yield _counter(model, f"{of_vllm}_num_drafts", text, drafts.num_drafts)
+    name = f"{of_vllm}_num_draft_tokens"
+    yield _counter(model, name, "Tokens drafted.", drafts.num_draft_tokens)
+    name, text = f"{of_vllm}_num_accepted_tokens", "Drafted tokens that stood."
+    yield _counter(model, name, text, drafts.num_accepted_tokens)
+    text = "Drafted tokens that stood, by their place among the drafts."
+    yield _counter(model, f"{name}_per_pos", text, places, "position")
+    text = "Steps of answering sequences without drafts."
+    yield _counter(model, f"{own}_num_plain_steps", text, drafts.num_plain_steps)
+    text = "Tokens of a step with drafts, the target's own too."
+    yield _gauge(model, f"{own}_mean_acceptance_length", text, length)
+    yield _gauge(model, f"{own}_pays", "1: the next step will draft.", float(drafts.pays))
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,14 +122,6 @@ class _Part:
 
 
 @dataclass(slots=True)
-class _Fetch:
-    """Pages on their way from files to host memory."""
-
-    number: int
-    left: set[Key]
-
-
-@dataclass(slots=True)
 class _Waiting:
     """A request that waits.
 

@@ -69,7 +69,7 @@ def _kernel(
     dtype: KVDtype, group: int, page_size: int, compute: torch.dtype, shape: Shape
 ) -> Kernel:
     shared = shared_bytes(shape)
-    defines = {
+    defines: dict[str, int | str] = {
         "FORMAT_K": dtype.format.name, "SCALED_K": int(dtype.format.scale_place is ScalePlace.PLANE),
         "GROUP": group, "PAGE": page_size, "TILE": shape.tile, "STAGES": shape.stages,
         "PROGRAMS": shape.programs, "THREADS": 32 * shape.warps, "SHARED_BYTES": shared,

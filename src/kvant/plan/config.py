@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -37,8 +38,8 @@ from kvant.plan.speculative_config import parse_speculative_config
 from kvant.sampling.structured_outputs import CompileLimits
 
 DEFAULT_MODEL = "smollm2"
-_KV = "KV cache"
-_RUN = "Engine"
+_kv = partial(option, panel="KV cache")
+_run = partial(option, panel="Engine")
 _COMPILE = CompileLimits()
 
 
@@ -49,124 +50,105 @@ class PlanOptions:
     model: str = option(DEFAULT_MODEL, "Directory, hub id, .gguf file, or smollm2.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.", unset="main")
     dtype: str = option("auto", "Dtype to compute in; auto is the config's.", metavar="D")
-    kv_cache_dtype: str | None = option(
+    kv_cache_dtype: str | None = _kv(
         None,
         "Format of the KV cache: a name, K/V, auto (the checkpoint's wish) or model "
         "(the model dtype).",
         metavar="F|K/V",
         unset="auto",
-        panel=_KV,
     )
-    kv_cache_dtype_skip_layers: tuple[str, ...] = option(
+    kv_cache_dtype_skip_layers: tuple[str, ...] = _kv(
         (),
         "Layers that store the model dtype: 0,1,-1,4-7,re:PATTERN,sliding_window,full.",
         kind=Kind.LAYERS,
         metavar="L,..",
-        panel=_KV,
     )
-    kv_cache_rules: tuple[str, ...] = option(
+    kv_cache_rules: tuple[str, ...] = _kv(
         (),
         "Format for some layers, such as 0-3:bf16 or full:k=fp8; repeatable.",
         flag_name="--kv-cache-rule",
         metavar="L,..:F",
-        panel=_KV,
     )
-    kv_cache_policy: str | None = option(
-        None,
-        "YAML file with kv_cache_dtype, skip_layers and rules.",
-        metavar="FILE",
-        unset="none",
-        panel=_KV,
+    kv_cache_policy: str | None = _kv(
+        None, "YAML file with kv_cache_dtype, skip_layers and rules.", metavar="FILE", unset="none"
     )
-    state_dtype: str | None = option(
+    state_dtype: str | None = _kv(
         None,
         "Format of recurrent states (linear attention, Mamba): float32, bfloat16, fp8_per_token_head or "
         "int8_per_token_head, with a scale per row.",
         metavar="F",
         unset="the checkpoint's wish, else float32",
         aliases=("mamba_ssm_cache_dtype",),
-        panel=_KV,
     )
-    conv_state_dtype: str | None = option(
+    conv_state_dtype: str | None = _kv(
         None,
         "Format of the inputs that convolutions keep.",
         metavar="F",
         unset="the model dtype",
         aliases=("mamba_cache_dtype",),
-        panel=_KV,
     )
-    state_cache_memory: str | None = option(
+    state_cache_memory: str | None = _kv(
         None,
         "Most of the pages' memory for states of recurrent layers that the prefix cache continues from.",
         kind=Kind.SIZE,
         metavar="SIZE",
         unset="a state for every four of max_num_seqs",
-        panel=_KV,
     )
-    kv_recent_tokens: int = option(
+    kv_recent_tokens: int = _kv(
         0,
         "Last tokens that attention reads wide. Their rows are stored a second time where the KV cache is "
         "narrower; 128 is a good number for 4 bits.",
         low=0,
         high=2**20,
-        panel=_KV,
     )
-    kv_sink_tokens: int | None = option(
+    kv_sink_tokens: int | None = _kv(
         None,
         "First tokens that attention reads wide, beside the last ones.",
         low=0,
         high=2**20,
         unset="4 with --kv-recent-tokens",
-        panel=_KV,
     )
-    kv_recent_dtype: str | None = option(
+    kv_recent_dtype: str | None = _kv(
         None,
         "Format of rows that are stored wide: a name of 8 bits or more, or K/V.",
         metavar="F|K/V",
         unset="the model dtype",
-        panel=_KV,
     )
-    kv_offload: str | None = option(
+    kv_offload: str | None = _kv(
         None,
         "Where cached pages go that the device has no room for: host memory, then files.",
         metavar="host:SIZE[,disk:DIR:SIZE]",
         unset="they are computed again",
-        panel=_KV,
     )
-    kv_missing_scales: str = option(
+    kv_missing_scales: str = _kv(
         "error",
         "What to do if scales that the checkpoint promises are missing.",
         choices=("error", "one"),
-        panel=_KV,
     )
-    kv_format_defaults: str = option(
+    kv_format_defaults: str = _kv(
         "on",
         "Whether a format may store the first and last layers in the model dtype, as turboquant's do.",
         choices=("on", "off"),
-        panel=_KV,
     )
-    strict: bool = option(
+    strict: bool = _kv(
         False,
         "Refuse a checkpoint's KV format that cannot be served, instead of using the model dtype.",
-        panel=_KV,
     )
-    page_size: int = option(
-        DEFAULT_PAGE_SIZE, "Tokens per page.", low=1, high=256, aliases=("block_size",), panel=_KV
+    page_size: int = _kv(
+        DEFAULT_PAGE_SIZE, "Tokens per page.", low=1, high=256, aliases=("block_size",)
     )
-    kv_cache_memory: str | None = option(
+    kv_cache_memory: str | None = _kv(
         None,
         "Memory for the KV cache, such as 2GiB.",
         kind=Kind.SIZE,
         metavar="SIZE",
         unset="CPU: a quarter of free memory, or less if the requests cannot fill it",
-        panel=_KV,
     )
-    gpu_memory_utilization: float = option(
+    gpu_memory_utilization: float = _kv(
         UTILIZATION,
         "Share of a GPU's memory for weights, workspaces and pages.",
         low=0.01,
         high=1.0,
-        panel=_KV,
     )
     attention_backend: str = option("auto", "auto, or one backend by name.", metavar="B")
     batch_invariant: bool = option(
@@ -193,12 +175,11 @@ class PlanOptions:
         metavar="JSON",
         unset="no drafter",
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = _run(
         None,
         "Most tokens of one sequence, prompt and answer.",
         low=1,
         unset="the model's, or what fits",
-        panel=_RUN,
     )
     expected_length: int | None = option(
         None,
@@ -216,50 +197,34 @@ class PlanOptions:
 class EngineOptions(PlanOptions):
     """Options of a running engine: the plan's, and how requests share it."""
 
-    max_num_seqs: int | None = option(
-        None,
-        "Most sequences that run at once.",
-        low=1,
-        high=2**16,
-        unset="32 on a CPU, else 256",
-        panel=_RUN,
+    max_num_seqs: int | None = _run(
+        None, "Most sequences that run at once.", low=1, high=2**16, unset="32 on a CPU, else 256"
     )
-    max_num_batched_tokens: int | None = option(
+    max_num_batched_tokens: int | None = _run(
         None,
         "Most tokens of one step.",
         low=1,
         high=2**20,
         unset="512 on a CPU, else 8192 + max_num_seqs",
-        panel=_RUN,
     )
-    enable_prefix_caching: bool = option(
-        True, "Share pages between requests with equal beginnings.", panel=_RUN
-    )
-    device: str = option("auto", "auto, cpu or cuda.", panel=_RUN)
-    seed: int | None = option(None, "Seed for requests that have none.", unset="random", panel=_RUN)
-    load_format: str = option(
+    enable_prefix_caching: bool = _run(True, "Share pages between requests with equal beginnings.")
+    device: str = _run("auto", "auto, cpu or cuda.")
+    seed: int | None = _run(None, "Seed for requests that have none.", unset="random")
+    load_format: str = _run(
         "auto",
         "auto reads the weights; dummy makes random ones for timings, from a config.json alone.",
         choices=("auto", "dummy"),
-        panel=_RUN,
     )
-    task: str = option(
+    task: str = _run(
         "auto",
         "embed gives embeddings instead of text; auto embeds with a checkpoint of sentence-transformers.",
         choices=tuple(Task),
-        panel=_RUN,
     )
-    structured_timeout: float = option(
-        _COMPILE.seconds,
-        "Seconds that compiling a schema, regex or grammar may take.",
-        low=0.1,
-        panel=_RUN,
+    structured_timeout: float = _run(
+        _COMPILE.seconds, "Seconds that compiling a schema, regex or grammar may take.", low=0.1
     )
-    structured_cache_bytes: int = option(
-        _COMPILE.cached_bytes,
-        "Bytes of schemas, regexes and grammars that stay compiled.",
-        low=0,
-        panel=_RUN,
+    structured_cache_bytes: int = _run(
+        _COMPILE.cached_bytes, "Bytes of schemas, regexes and grammars that stay compiled.", low=0
     )
 
 

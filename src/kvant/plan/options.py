@@ -4,7 +4,7 @@ The fields of configuration classes form the table of options:
 
     @dataclass(frozen=True, slots=True)
     class Limits:
-        body_bytes: int = option(32 * 2**20, "Bytes of a request's body.", name="max_body_bytes", low=1)
+        body_bytes: int = option(32 * 2**20, "Bytes of a request's body.", prefix="max_", low=1)
 
 This field defines the flag --max-body-bytes, the variable KVANT_MAX_BODY_BYTES, the YAML key
 max_body_bytes, the check of its values, and a line of docs/configuration.md. `kvant.plan.settings` reads
@@ -198,7 +198,10 @@ def _json(mapping: Mapping[object, object]) -> str | None:
 
 
 def option(default: Any, help: str, *, kind: Kind | None = None, **details: Any) -> Any:
-    """A dataclass field that is an option. kind: if the type does not imply it. details: see `Option`."""
+    """A dataclass field that is an option. kind: if the type does not imply it. details: see `Option`.
+
+    prefix: of the option's name, before the field's.
+    """
     return dataclasses.field(
         default=default, metadata={_METADATA: {"help": help, "kind": kind, **details}}
     )
@@ -220,7 +223,7 @@ def options_of(*tables: type, nested: bool = True) -> tuple[Option, ...]:
 def _option(field: dataclasses.Field[Any], type_: object) -> Option:
     details = dict(field.metadata[_METADATA])
     kind = details.pop("kind") or _KINDS[_without_none(type_)]
-    name = details.pop("name", field.name)
+    name = details.pop("prefix", "") + details.pop("name", field.name)
     default: Any = field.default
     return Option(name, field.name, kind, default, **details)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from pathlib import Path
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from kvant.cli.output import writable
 from kvant.errors import BadValue, NotServable, WayOut
 from kvant.kv.dtype import KVDtype
+from kvant.look import LIGHT, NUM_SERIES
 from kvant.plan.plan import Plan
 
 _SUFFIXES = (".svg", ".png")
@@ -38,33 +40,44 @@ def plot_plan(plan: Plan, path: Path) -> None:
     from matplotlib import pyplot
 
     layers = plan.target.kv.layers
-    figure, axes = pyplot.subplots(
-        figsize=(max(6.0, len(layers) * 0.16), 3.2), layout="constrained"
-    )
-    palette = dict(zip(KVDtype, pyplot.get_cmap("tab20").colors, strict=False))  # type: ignore[attr-defined]
-    named: set[KVDtype] = set()
-    for layer in layers:
-        g, floor = layer.geometry, 0
-        for side, choice, size in (("K", layer.k, g.head_dim_k), ("V", layer.v, g.head_dim_v)):
-            if choice is None:
-                continue
-            height = g.num_kv_heads * choice.dtype.format.row_bytes(size)
-            label = None if choice.dtype in named else str(choice.dtype)
-            named.add(choice.dtype)
-            axes.bar(
-                g.index,
-                height,
-                bottom=floor,
-                color=palette[choice.dtype],
-                alpha=1.0 if side == "K" else 0.7,
-                label=label,
+    style = {
+        "font.family": "sans-serif", "font.size": 9, "text.color": LIGHT["ink"],
+        "axes.edgecolor": LIGHT["line"], "axes.labelcolor": LIGHT["soft"], "xtick.color": LIGHT["soft"],
+        "ytick.color": LIGHT["soft"], "axes.spines.top": False, "axes.spines.right": False,
+        "axes.axisbelow": True, "svg.fonttype": "none",
+    }  # fmt: skip
+    with pyplot.rc_context(style):
+        figure, axes = pyplot.subplots(
+            figsize=(max(6.0, len(layers) * 0.16), 3.2), layout="constrained"
+        )
+        axes.grid(axis="y", color=LIGHT["line"], linewidth=0.8)
+        colours: dict[KVDtype, str] = {}
+        sizes: Counter[KVDtype] = Counter()
+        for layer in layers:
+            g, floor = layer.geometry, 0
+            for choice, size in ((layer.k, g.head_dim_k), (layer.v, g.head_dim_v)):
+                if choice is None:
+                    continue
+                height = g.num_kv_heads * choice.dtype.format.row_bytes(size)
+                hue = colours.setdefault(choice.dtype, LIGHT[f"c{len(colours) % NUM_SERIES}"])
+                axes.bar(
+                    g.index, height, bottom=floor, width=0.82, color=hue, edgecolor=LIGHT["sheet"],
+                    linewidth=0.6,
+                )  # fmt: skip
+                sizes[choice.dtype] += height
+                floor += height
+        axes.set_xlabel("layer")
+        axes.set_ylabel("bytes per token (K below, V above)")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.margins(x=0.01)
+        total = plan.target.kv.bytes_per_token
+        title = f"{plan.target.local.name}: {total:,} bytes per token"
+        axes.set_title(title, fontsize="medium", loc="left", fontweight="bold")
+        shown = [pyplot.Rectangle((0, 0), 1, 1, color=hue) for hue in colours.values()]
+        names = [f"{dtype} {sizes[dtype]:,} B" for dtype in colours]
+        if names:
+            figure.legend(
+                shown, names, loc="outside lower left", ncols=3, frameon=False, fontsize="small"
             )
-            floor += height
-    axes.set_xlabel("layer")
-    axes.set_ylabel("bytes per token (K below, V above)")
-    total = plan.target.kv.bytes_per_token
-    axes.set_title(f"{plan.target.local.name}: {total:,} bytes per token", fontsize="medium")
-    if named:
-        axes.legend(fontsize="small")
-    figure.savefig(path)
-    pyplot.close(figure)
+        figure.savefig(path, dpi=160)
+        pyplot.close(figure)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvant.kv.groups import STATES
 from kvant.kv.pages import GroupPages
+from kvant.look import stylesheet
 from kvant.server import wire
 from kvant.server.metrics import numbers_of
 
@@ -68,6 +69,7 @@ def _kept(group: GroupPages) -> str:
 def page() -> tuple[bytes, dict[str, str]]:
     """Returns the page and its headers. The policy allows its own script and style, by their hashes."""
     data = resources.files("kvant.server").joinpath("page.html").read_bytes()
+    data = data.replace(b"/* kvant.look */", stylesheet().encode())
     allowed = {tag: _hash(data, tag) for tag in ("script", "style")}
     policy = (
         f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "

@@ -7,20 +7,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvant.look import NUM_SERIES, stylesheet
+
 _WIDTH, _HEIGHT = 720, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 20, 50
-_COLOURS = (
-    "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2",
-    "#7f7f7f", "#bcbd22", "#393b79", "#637939", "#843c39", "#7b4173",
-)  # fmt: skip
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2em .7em; text-align: right; border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child { text-align: left; }
+_STYLE = (
+    stylesheet()
+    + """
+body { max-width: 60em; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.25rem; letter-spacing: .01em; }
+th, td { padding: .2em .7em; }
 svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-figure { margin: 1.5em 0; } figcaption { color: #555; }
+svg text { fill: var(--ink); }
+figure { background: var(--sheet); border: 1px solid var(--line); border-radius: .6rem; }
+figure { margin: 1.5em 0; padding: 1em; }
+figcaption { color: var(--soft); font-size: .86rem; }
 """
+)
 
 Point = tuple[float, float]
 
@@ -74,7 +77,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _cycle(count: int) -> list[str]:
-    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
+    return [f"var(--c{i % NUM_SERIES})" for i in range(count)]
 
 
 def _facts(found: Mapping[str, Any]) -> str:
@@ -137,12 +140,12 @@ class _Axes:
     def frame(self, label: str, ticks: Sequence[float]) -> list[str]:
         found = [
             f'<rect x="{_LEFT}" y="{_TOP}" width="{_WIDTH - _LEFT - _RIGHT}" '
-            f'height="{_HEIGHT - _TOP - _BOTTOM}" fill="none" stroke="#999"/>'
+            f'height="{_HEIGHT - _TOP - _BOTTOM}" fill="none" stroke="var(--soft)"/>'
         ]
         for power in range(self._low, self._high + 1):
             y = self.y(10.0**power)
             found.append(
-                f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#eee"/>'
+                f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>'
                 f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>'
             )
         for tick in ticks:
@@ -169,7 +172,7 @@ def _scatter(
     axes = _Axes((x for x, _ in points.values()), (y for _, y in points.values()), log_x=True)
     parts = axes.frame("bytes of K and V per token", sorted({x for x, _ in points.values()})[::3])
     joined = " ".join(f"{axes.x(points[n][0]):.1f},{axes.y(points[n][1]):.1f}" for n in front)
-    parts.append(f'<polyline points="{joined}" fill="none" stroke="#bbb" stroke-width="2"/>')
+    parts.append(f'<polyline points="{joined}" fill="none" stroke="var(--none)" stroke-width="2"/>')
     for name, (size, kl) in points.items():
         x, y = axes.x(size), axes.y(kl)
         end = x > _WIDTH * 0.7
@@ -214,7 +217,7 @@ def _bars(names: Sequence[str], values: Sequence[Sequence[float]], series: Seque
     for index, name in enumerate(series):
         x = left + index * 160
         parts.append(
-            f'<rect x="{x}" y="4" width="10" height="10" fill="{_COLOURS[index]}"/>'
+            f'<rect x="{x}" y="4" width="10" height="10" fill="var(--c{index % NUM_SERIES})"/>'
             f'<text x="{x + 14}" y="13">{html.escape(name)}</text>'
         )
     for name, row in zip(names, values, strict=True):
@@ -226,7 +229,7 @@ def _bars(names: Sequence[str], values: Sequence[Sequence[float]], series: Seque
             width = max(1.0, (math.log10(value) - low) * scale) if value > 0 else 1.0
             parts.append(
                 f'<rect x="{left}" y="{y:.1f}" width="{width:.1f}" height="{each - 3}" '
-                f'fill="{_COLOURS[index]}"/><text x="{left + width + 5:.1f}" y="{y + 10:.1f}">'
+                f'fill="var(--c{index % NUM_SERIES})"/><text x="{left + width + 5:.1f}" y="{y + 10:.1f}">'
                 f"{value:.1e}</text>"
             )
             y += each

@@ -65,12 +65,19 @@ def tokenizers(has_marks: bool) -> tuple[Tokenizer, LLTokenizer]:
     return found, LLTokenizer(found.to_str(), n_vocab=size, eos_token=[end])
 
 
-def taken(recorded: Recorded, text: str, tools: Tools, *, has_marks: bool = True) -> str:
+def taken(
+    recorded: Recorded,
+    text: str,
+    tools: Tools,
+    *,
+    has_marks: bool = True,
+    schema: str | None = None,
+) -> str:
     """The part of an answer that its grammar takes; with "<eos>" if the answer may end there."""
     tokenizer, matching = tokenizers(has_marks)
     format = reply_format(recorded.template)
     assert format is not None
-    grammar = call_grammar(format, tools, recorded.prefix, tokenizer.token_to_id)
+    grammar = call_grammar(format, tools, recorded.prefix, tokenizer.token_to_id, schema=schema)
     matcher = LLMatcher(matching, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = [*tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.get_vocab()["<eos>"]]
@@ -121,6 +128,33 @@ def test_a_call_may_not_end_early_but_text_may(recorded: Recorded) -> None:
 def test_one_call_is_all_where_several_are_not_wanted(recorded: Recorded) -> None:
     found = taken(recorded, recorded.output, strict(parallel=False))
     assert "Oslo" not in found
+
+
+FORM = json.dumps(
+    {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+     "additionalProperties": False}
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recorded", CALLING, ids=lambda recorded: recorded.name)
+def test_an_answer_without_a_call_keeps_its_own_form(recorded: Recorded) -> None:
+    if recorded.name.startswith("llama"):
+        with pytest.raises(ApiError, match="contradict a form"):
+            taken(recorded, "", strict(), schema=FORM)
+        return
+
+    def answered(text: str) -> str:
+        head = "<|channel|>final<|message|>" if "<|channel|>" in recorded.output else ""
+        if recorded.prefix.rstrip().endswith("<think>"):
+            head = "Hm.</think>"
+        return taken(recorded, head + text, strict(), schema=FORM)
+
+    assert answered('{"ok": true}').endswith("<eos>")
+    assert not answered('{"ok": 1}').endswith("<eos>")
+    assert not answered("Yes.").endswith("<eos>")
+    # The call itself, without the text before it.
+    output = recorded.output.replace(recorded.content, "") if recorded.content else recorded.output
+    assert taken(recorded, output, strict(), schema=FORM).endswith("<eos>")
 
 
 def _named(name: str) -> Recorded:

@@ -132,6 +132,20 @@ def test_a_strict_tool_holds_where_the_model_decides_to_call(tooled: Server, see
     assert parts[0]["function"]["name"] == "add"
 
 
+def test_a_form_of_the_answer_stands_beside_strict_tools(tooled: Server) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    body = {
+        "messages": HELLO, "tools": [STRICT], "max_tokens": 200, "seed": 1, "response_format": form,
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    text = tooled.post(CHAT, {**body, "logit_bias": {CALL: -100}}).json["choices"][0]["message"]
+    assert json.loads(text["content"]).keys() == {"ok"}
+    called = tooled.post(CHAT, {**body, "logit_bias": {CALL: 100, END: 50}}).json["choices"][0]
+    assert called["finish_reason"] == "tool_calls"
+
+
 def test_a_strict_tool_leaves_text_free(tooled: Server) -> None:
     body = {"messages": HELLO, "tools": [STRICT], "max_tokens": 20, "seed": 1}
     free = tooled.post(CHAT, {**body, "logit_bias": {CALL: -100}}).json["choices"][0]

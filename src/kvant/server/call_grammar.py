@@ -92,12 +92,20 @@ _STYLES: tuple[tuple[Mapping[str, Any], _Style], ...] = (
 )  # fmt: skip
 
 
-def call_grammar(format: Mapping[str, Any], tools: Tools, rendered: str, token_id: TokenId) -> str:
+def call_grammar(
+    format: Mapping[str, Any],
+    tools: Tools,
+    rendered: str,
+    token_id: TokenId,
+    *,
+    schema: str | None = None,
+) -> str:
     """Returns the grammar of answers to `rendered`, a conversation as text, in the family's format.
 
-    ApiError 400 for a family whose calls no grammar describes, or a schema that its form cannot hold.
+    schema: a JSON schema of answers without a call; None leaves them free. ApiError 400 for a family whose
+    calls no grammar describes, or a schema that its form cannot hold.
     """
-    writer = _Writer(tools, token_id)
+    writer = _Writer(tools, token_id, schema)
     if format is reply._HARMONY and token_id("<|channel|>") is not None:
         return writer.harmony()
     style = next((style for known, style in _STYLES if known is format), None)
@@ -106,6 +114,12 @@ def call_grammar(format: Mapping[str, Any], tools: Tools, rendered: str, token_i
             "strict tools are not offered with tool_choice auto for this model: no grammar describes how "
             "it writes calls. tool_choice required, or a function, enforces the schema; without strict, "
             "the model's own arguments come unchecked",
+            "tools",
+        )
+    if style.opens_whole and schema is not None:
+        raise bad_request(
+            "strict tools contradict a form of the answer here: this model writes calls as JSON without a "
+            "mark. Ask for one of them in a request",
             "tools",
         )
     thinks = format["fields"].get("reasoning_content")
@@ -123,30 +137,34 @@ def _opens(rendered: str, format: Mapping[str, Any]) -> bool:
 class _Writer:
     """Writes one grammar."""
 
-    def __init__(self, tools: Tools, token_id: TokenId) -> None:
+    def __init__(self, tools: Tools, token_id: TokenId, schema: str | None) -> None:
         self._functions = [spec["function"] for spec in tools.specs]
         self._parallel = tools.parallel
         self._token_id = token_id
         self._rules: dict[str, str] = {}  # name and attribute by body
+        # What answers without a call have to be; None leaves text free, before a call too.
+        self._form = None if schema is None else f"SPACE {self._json(json.loads(schema))} SPACE"
 
     # -- answers -------------------------------------------------------------------------------
 
     def answer(self, style: _Style, thinks: Mapping[str, str] | None, *, is_open: bool) -> str:
         """An answer in the form of most families."""
-        plain, thoughts = "TEXT", ""
+        plain, thoughts = self._form or "TEXT", ""
         if thinks is not None:
-            begin, end = self._until(thinks["open"]), self._until(thinks["close"])
-            plain = f"(TEXT | {begin} TEXT)"  # reasoning that is cut
+            begin, end = self._before(thinks["open"]), self._until(thinks["close"])
+            plain = f"({plain} | {begin} TEXT)"  # reasoning that is cut
             thoughts = f"({begin} {end})*"
         call = self._rule(" | ".join({self._call(style, one): None for one in self._functions}))
-        head, trigger = self._until(style.trigger), self._written(style.trigger)
+        head, trigger = self._before(style.trigger), self._written(style.trigger)
         if style.opening:
-            head = f"({head} | {self._until(style.opening)} SPACE {trigger})"
+            head = f"({head} | {self._before(style.opening)} SPACE {trigger})"
         calls = f"{head} {call}"
         if style.opens_whole:
             begin = self._rule(rf'/\s*\{{\s*"{style.keys[0]}"/', "[lazy]")
             bare = [self._whole(style, one, begin) for one in self._functions]
             body = " | ".join([plain, calls, *bare])
+        elif style.text_after and self._form:
+            body = f"{thoughts} ({plain} | ({calls}){'+' if self._parallel else ''} SPACE)"
         elif style.text_after and self._parallel:
             segment = self._rule(f"{thoughts.removesuffix('*')} | {calls}" if thoughts else calls)
             body = f"{segment}* {plain}"
@@ -176,9 +194,12 @@ class _Writer:
         for one in self._functions:
             name = json.dumps(f" to=functions.{one['name']}")
             calls.append(f"({way} {name} | {name} {way}) {form} {self._arguments(one)}")
-        plain = self._rule(f'{channel} ("analysis" | "commentary" | "final") {message} {text}')
+        free = '"analysis" | "commentary"' + ("" if self._form else ' | "final"')
+        plain = last = self._rule(f"{channel} ({free}) {message} {text}")
+        if self._form:
+            last = self._rule(f'{channel} "final" {message} {self._form}')
         again = f'{self._written("<|end|><|start|>")} "assistant"'
-        return self._grammar(f"({plain} {again})* ({plain} | {self._rule(' | '.join(calls))})")
+        return self._grammar(f"({plain} {again})* ({last} | {self._rule(' | '.join(calls))})")
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -274,6 +295,10 @@ class _Writer:
         found = self._rule(f"TEXT {json.dumps(mark, ensure_ascii=False)}", "[lazy]")
         id = self._token_id(mark)
         return found if id is None else self._rule(f"{found} | TEXT <[{id}]>")
+
+    def _before(self, mark: str) -> str:
+        """What may stand before a call, and the mark that begins it."""
+        return f"SPACE {self._written(mark)}" if self._form else self._until(mark)
 
     def _written(self, form: str, meant: Mapping[str, Callable[[], str]] | None = None) -> str:
         """A form with its marks, and with what stands in its places."""

@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_MOST_BRANCHES = 16
+_MOST_BRANCHES = 64
+_MOST_STEPS = 4
+"""From a reference to its definition; references may go in a circle."""
 _log = logging.getLogger(__name__)
 
 
@@ -80,21 +82,25 @@ def inlined(schema: dict[str, Any]) -> dict[str, Any]:
     return {**found, "properties": {key: _resolved(one, schema) for key, one in properties.items()}}
 
 
-def _resolved(value: Any, schema: dict[str, Any], most_steps: int = 8) -> Any:
-    """A value's schema behind its references. References in a circle end after some steps."""
-    if not isinstance(value, dict) or not most_steps:
-        return value
-    path, several = value.get("$ref"), value.get("anyOf")
-    if isinstance(path, str) and path.startswith("#/"):
+def _resolved(value: Any, schema: dict[str, Any]) -> Any:
+    """A value's schema behind its references, and the branches of its choice behind theirs."""
+    found = _followed(value, schema)
+    several = found.get("anyOf") if isinstance(found, dict) else None
+    if not isinstance(several, list):
+        return found
+    return {**found, "anyOf": [_followed(one, schema) for one in several[:_MOST_BRANCHES]]}
+
+
+def _followed(value: Any, schema: dict[str, Any]) -> Any:
+    for _ in range(_MOST_STEPS):
+        path = value.get("$ref") if isinstance(value, dict) else None
+        if not isinstance(path, str) or not path.startswith("#/"):
+            break
         target: Any = schema
         for step in path[2:].split("/"):
             target = target.get(step) if isinstance(target, dict) else None
         rest = {key: one for key, one in value.items() if key != "$ref"}
-        found = {**target, **rest} if isinstance(target, dict) else rest
-        return _resolved(found, schema, most_steps - 1)
-    if isinstance(several, list):
-        each = [_resolved(one, schema, most_steps - 1) for one in several[:_MOST_BRANCHES]]
-        return {**value, "anyOf": each}
+        value = {**target, **rest} if isinstance(target, dict) else rest
     return value
 
 

@@ -242,7 +242,10 @@ def _of_chat(body: ChatBody, raw: Raw, limits: Limits, facts: Facts) -> Generati
         form = _forced_form(tools, found.sampling, limits)
         found = replace(found, sampling=replace(found.sampling, structured_outputs=form))
     if tools is not None and tools.is_strict:
-        _check_alone(found.sampling, "strict, with tool_choice auto,", "tools")
+        otherwise, alone = found.sampling.structured_outputs, found.sampling
+        if otherwise is not None and otherwise.schema is not None:  # of answers without a call
+            alone = replace(alone, structured_outputs=None)
+        _check_alone(alone, "strict, with tool_choice auto,", "tools")
         if not talk.add_generation_prompt:
             raise bad_request(
                 "strict tools with tool_choice auto need an answer from its beginning: leave "
@@ -699,9 +702,15 @@ def _forced_form(tools: Tools, sampling: SamplingParams, limits: Limits) -> Stru
 
 
 def strict_form(
-    tools: Tools, rendered: str, token_id: TokenId, facts: Facts, limits: Limits
+    tools: Tools,
+    rendered: str,
+    token_id: TokenId,
+    facts: Facts,
+    limits: Limits,
+    otherwise: StructuredOutputs | None,
 ) -> StructuredOutputs:
-    """The form of an answer that may call strict tools. rendered: the conversation as text.
+    """The form of an answer that may call strict tools. rendered: the conversation as text. otherwise: the
+    form of an answer that calls none.
 
     ApiError 400 where the model's way to write calls cannot be enforced.
     """
@@ -709,7 +718,9 @@ def strict_form(
     for spec in tools.specs:
         if parameters := spec["function"].get("parameters"):
             _tools_form(limits, json=parameters)  # for its limits
-    return _tools_form(limits, grammar=call_grammar(facts.reply, tools, rendered, token_id))
+    schema = None if otherwise is None else otherwise.schema
+    grammar = call_grammar(facts.reply, tools, rendered, token_id, schema=schema)
+    return _tools_form(limits, grammar=grammar)
 
 
 def _tools_form(limits: Limits, **form: Any) -> StructuredOutputs:

@@ -304,7 +304,10 @@ class Service:
             prompts, rendered = await self.tokenise(generation, facts)
             self.require()  # it may have died meanwhile
             if generation.tools is not None and generation.tools.is_strict:
-                generation = self._with_form(generation, generation.tools, rendered, facts)
+                generation = await asyncio.to_thread(
+                    self._with_form, generation, generation.tools, rendered, facts
+                )
+                self.require()
             self.admission.take_tokens(sum(map(len, prompts)))
             salt = self.salt_of(key, generation.salt)
             running = self._submit(generation, prompts, salt, counted)
@@ -319,7 +322,8 @@ class Service:
         self, generation: Generation, tools: Tools, rendered: str, facts: Facts
     ) -> Generation:
         token_id = self._with_tokenizer("tools").backend.token_to_id
-        form = strict_form(tools, rendered, token_id, facts, self.config.limits)
+        otherwise = generation.sampling.structured_outputs
+        form = strict_form(tools, rendered, token_id, facts, self.config.limits, otherwise)
         sampling = replace(generation.sampling, structured_outputs=form)
         return replace(generation, sampling=sampling)
 

@@ -17,7 +17,7 @@ from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
-from kvant.models.geometry.draft_weights import draft_weights
+from kvant.models.geometry.draft import draft_weights
 from kvant.models.geometry.families import find_family, is_drafter, is_listed, text_fields
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import Fields

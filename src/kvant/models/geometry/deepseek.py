@@ -8,9 +8,10 @@ Only these are stored: one KV head, a "K" of both parts together, no V.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from kvant.kv.geometry import Attention, LayerGeometry
-from kvant.models.geometry.family import Family, Layers
+from kvant.models.geometry.family import NORMS, Family, Layers
 from kvant.models.geometry.fields import MAX_LAYERS, Fields
 from kvant.models.geometry.parameters import (
     Weight,
@@ -69,7 +70,7 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
     for layer in layers:
         at = layer.name.removesuffix(".self_attn")
         yield from _attention(fields, layer, hidden)
-        yield from norms(at, hidden, "input_layernorm", "post_attention_layernorm")
+        yield from norms(at, hidden, *NORMS)
         if layer.index < first_sparse:
             yield from mlp(f"{at}.mlp", hidden, intermediate, bias=bias)
             continue
@@ -81,19 +82,11 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
             yield from mlp(f"{at}.mlp.shared_experts", hidden, shared * size, bias=bias)
 
 
-def _v2_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
-    return _weights(fields, layers, v3=False)
-
-
-def _v3_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
-    return _weights(fields, layers, v3=True)
-
-
 DEEPSEEK_V2 = Family(
-    "DeepSeek-V2", ("deepseek_v2",), ("DeepseekV2ForCausalLM",), _layers, _v2_weights,
+    "DeepSeek-V2", ("deepseek_v2",), ("DeepseekV2ForCausalLM",), _layers, partial(_weights, v3=False),
     defaults={"n_shared_experts": 2},
 )  # fmt: skip
 DEEPSEEK_V3 = Family(
-    "DeepSeek-V3", ("deepseek_v3",), ("DeepseekV3ForCausalLM",), _layers, _v3_weights,
+    "DeepSeek-V3", ("deepseek_v3",), ("DeepseekV3ForCausalLM",), _layers, partial(_weights, v3=True),
     defaults={"n_shared_experts": 1, "first_k_dense_replace": 3},
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The shape of a DFlash drafter, and what it needs to know about its target.
+"""The shape and weights of a DFlash drafter, and what it needs to know about its target.
 
 Two styles of config.json. z-lab's is a Qwen3 config with a `dflash_config` section; speculators' is
 a config of its own with a `transformer_layer_config` section. Both describe the same network: a few
@@ -20,15 +20,16 @@ looks both ways in the block still sees a window's width of the past.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.geometry import LayerGeometry, ModelGeometry
-from kvant.models.geometry.family import attention_layer
+from kvant.models.geometry.family import attention_layer, dense_weights
 from kvant.models.geometry.fields import MAX_LAYERS, MAX_TOKENS, Fields, shown
 from kvant.models.geometry.heads import read_heads
+from kvant.models.geometry.parameters import QKNorm, Weight, linear, norms
 from kvant.models.geometry.read import read_dtype, read_max_model_len
 from kvant.models.geometry.windows import LayerType, num_layers, read_layer_types, read_window
 
@@ -85,6 +86,28 @@ def read_draft_geometry(
         why="it has neither dflash_config nor speculators_model_type",
         ways_out=(WayOut("give a DFlash drafter that was trained for this target"),),
     )
+
+
+def draft_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[Weight] | str:
+    """Every weight, or why they cannot be listed.
+
+    z-lab's drafters bring their layers and the projection of the target's hidden states: they embed
+    and score tokens with the target's matrices.
+    """
+    top = Fields(config)
+    dflash = top.inside("dflash_config")
+    if dflash is None:
+        return (
+            "Kvant does not know what a speculators checkpoint brings beside the drafter's layers"
+        )
+    return _z_lab_weights(top, dflash, geometry)
+
+
+def _z_lab_weights(top: Fields, dflash: Fields, geometry: ModelGeometry) -> Iterator[Weight]:
+    yield from dense_weights(reads_bias=True, qk_norm=QKNorm.HEAD)(top, geometry.layers)
+    hidden, ids = geometry.hidden_size, dflash.integers("target_layer_ids", most=MAX_LAYERS)
+    yield from linear("fc", hidden, hidden * len(ids or geometry.layers))
+    yield from norms("", hidden, "hidden_norm", "norm")
 
 
 def _z_lab(top: Fields, target: ModelGeometry) -> tuple[ModelGeometry, DraftFacts]:

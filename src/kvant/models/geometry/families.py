@@ -21,9 +21,8 @@ from kvant.models.geometry.gemma4 import (
     GEMMA4_UNIFIED_TEXT,
 )
 from kvant.models.geometry.gpt_oss import GPT_OSS
-from kvant.models.geometry.llama import LLAMA, MISTRAL, OLMO2, PHI3
+from kvant.models.geometry.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, PHI3
 from kvant.models.geometry.mimo import MIMO_V2, MIMO_V2_FLASH
-from kvant.models.geometry.mixtral import MIXTRAL
 from kvant.models.geometry.qwen import QWEN2, QWEN3, QWEN3_MOE
 from kvant.models.geometry.qwen_hybrid import (
     QWEN3_5,

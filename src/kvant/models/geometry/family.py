@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -10,9 +10,12 @@ from typing import Any
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.heads import Heads
-from kvant.models.geometry.parameters import Weight
+from kvant.models.geometry.parameters import QKNorm, Weight, attention, mlp, norms
 
 Layers = tuple[LayerGeometry, ...]
+Weights = Callable[[Fields, Layers], Iterable[Weight]]
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Family:
     model_types: tuple[str, ...]
     architectures: tuple[str, ...]
     layers: Callable[[Fields, str], Layers]
-    weights: Callable[[Fields, Layers], Iterable[Weight]]
+    weights: Weights
     prefix: str = "model.layers"
     in_text_config: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -84,3 +87,32 @@ def attention_layer(
         softcap=softcap,
         causal=causal,
     )
+
+
+def dense_weights(
+    *,
+    qkv_bias: bool = False,
+    reads_bias: bool = False,
+    reads_mlp_bias: bool = False,
+    qk_norm: QKNorm = QKNorm.NONE,
+    norm_names: Sequence[str] = NORMS,
+) -> Weights:
+    """Weights of layers that each have attention, one feed-forward network and norms.
+
+    qkv_bias: q, k and v have biases, regardless of the config. reads_bias, reads_mlp_bias: the class
+    heeds `attention_bias` and `mlp_bias`.
+    """
+
+    def weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
+        hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
+        bias = reads_bias and fields.flag("attention_bias")
+        mlp_bias = reads_mlp_bias and fields.flag("mlp_bias")
+        for layer in layers:
+            at = layer.name.removesuffix(".self_attn")
+            yield from attention(
+                layer, hidden, qkv_bias=qkv_bias or bias, o_bias=bias, qk_norm=qk_norm
+            )
+            yield from mlp(f"{at}.mlp", hidden, intermediate, bias=mlp_bias)
+            yield from norms(at, hidden, *norm_names)
+
+    return weights

@@ -7,27 +7,18 @@ number) and caps nothing: its class reads `attn_logit_softcapping` and does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from kvant.models.geometry.family import Family, Layers, attention_layers
+from kvant.models.geometry.family import Family, Layers, attention_layers, dense_weights
 from kvant.models.geometry.fields import MAX_LAYERS, Fields
 from kvant.models.geometry.heads import read_heads
-from kvant.models.geometry.parameters import QKNorm, Weight, attention, mlp, norms
+from kvant.models.geometry.parameters import QKNorm
 from kvant.models.geometry.towers import siglip_tower
-from kvant.models.geometry.windows import (
-    LayerType,
-    every_nth_is,
-    num_layers,
-    read_layer_types,
-    read_window,
-    windows_of,
-)
+from kvant.models.geometry.windows import full_every, read_window, windows_of
 
 _HEAD_DIM = 256  # the classes' default
 _SOFTCAP = 50.0  # Gemma2Config's default; null switches it off
 _PATTERN = 6
 
-NORMS = (
+FOUR_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -47,9 +38,7 @@ def refuse_encoder(fields: Fields) -> None:
 def _gemma2_layers(fields: Fields, prefix: str) -> Layers:
     refuse_encoder(fields)
     heads = read_heads(fields, head_dim=_HEAD_DIM)
-    alternating = every_nth_is(LayerType.FULL, LayerType.SLIDING, 2, num_layers(fields))
-    kinds = read_layer_types(fields, alternating)
-    windows = windows_of(fields, kinds, read_window(fields))
+    windows = windows_of(fields, full_every(fields, 2), read_window(fields))
     softcap = 0.0
     if not fields.is_null("attn_logit_softcapping"):
         softcap = fields.number("attn_logit_softcapping", _SOFTCAP)
@@ -62,29 +51,11 @@ def _gemma3_layers(fields: Fields, prefix: str) -> Layers:
     refuse_encoder(fields)
     heads = read_heads(fields, head_dim=_HEAD_DIM)
     pattern = fields.optional_integer("sliding_window_pattern", most=MAX_LAYERS) or _PATTERN
-    default = every_nth_is(LayerType.FULL, LayerType.SLIDING, pattern, num_layers(fields))
-    kinds = read_layer_types(fields, default)
-    windows = windows_of(fields, kinds, read_window(fields))
+    windows = windows_of(fields, full_every(fields, pattern), read_window(fields))
     return attention_layers(prefix, heads, windows)
 
 
-def _weights(fields: Fields, layers: Layers, qk_norm: QKNorm) -> Iterator[Weight]:
-    hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
-    bias = fields.flag("attention_bias")
-    for layer in layers:
-        at = layer.name.removesuffix(".self_attn")
-        yield from attention(layer, hidden, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
-        yield from mlp(f"{at}.mlp", hidden, intermediate)
-        yield from norms(at, hidden, *NORMS)
-
-
-def _gemma2_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
-    return _weights(fields, layers, QKNorm.NONE)
-
-
-def _gemma3_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
-    return _weights(fields, layers, QKNorm.HEAD)
-
+_gemma3_weights = dense_weights(reads_bias=True, qk_norm=QKNorm.HEAD, norm_names=FOUR_NORMS)
 
 # Google's configs of multimodal Gemma 3 leave these to transformers' Gemma3TextConfig.
 _GEMMA3_DEFAULTS = {
@@ -96,7 +67,8 @@ _GEMMA3_DEFAULTS = {
 }
 
 GEMMA2 = Family(
-    "Gemma 2", ("gemma2",), ("Gemma2ForCausalLM",), _gemma2_layers, _gemma2_weights,
+    "Gemma 2", ("gemma2",), ("Gemma2ForCausalLM",), _gemma2_layers,
+    dense_weights(reads_bias=True, norm_names=FOUR_NORMS),
     defaults={"sliding_window": 4096}, tied=True,
 )  # fmt: skip
 GEMMA3_TEXT = Family(

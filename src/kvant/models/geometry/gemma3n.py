@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from kvant.models.geometry.family import Family, Layers, attention_layer
 from kvant.models.geometry.fields import Fields
-from kvant.models.geometry.gemma2 import NORMS, refuse_encoder
+from kvant.models.geometry.gemma2 import FOUR_NORMS, refuse_encoder
 from kvant.models.geometry.heads import read_heads
-from kvant.models.geometry.kv_sharing import sources
 from kvant.models.geometry.parameters import (
     QKNorm,
     Weight,
@@ -24,14 +23,7 @@ from kvant.models.geometry.parameters import (
     vector,
 )
 from kvant.models.geometry.towers import gemma3n_towers
-from kvant.models.geometry.windows import (
-    LayerType,
-    every_nth_is,
-    num_layers,
-    read_layer_types,
-    read_window,
-    windows_of,
-)
+from kvant.models.geometry.windows import full_every, kv_sources, read_window, windows_of
 
 # What Gemma3nTextConfig takes for fields that a config leaves out.
 _DEFAULTS = {
@@ -49,12 +41,13 @@ _DEFAULTS = {
 def _layers(fields: Fields, prefix: str) -> Layers:
     refuse_encoder(fields)
     heads = read_heads(fields)
-    default = every_nth_is(LayerType.FULL, LayerType.SLIDING, 5, num_layers(fields))
-    kinds = read_layer_types(fields, default)
+    kinds = full_every(fields, 5)
     windows = windows_of(fields, kinds, read_window(fields))
     return tuple(
         attention_layer(index, prefix, heads, window, shared_with=source)
-        for index, (window, source) in enumerate(zip(windows, sources(fields, kinds), strict=True))
+        for index, (window, source) in enumerate(
+            zip(windows, kv_sources(fields, kinds), strict=True)
+        )
     )
 
 
@@ -67,7 +60,7 @@ def _weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
         at = layer.name.removesuffix(".self_attn")
         yield from attention(layer, hidden, qkv_bias=bias, o_bias=bias, qk_norm=QKNorm.HEAD)
         yield from mlp(f"{at}.mlp", hidden, sizes[layer.index])
-        yield from norms(at, hidden, *NORMS)
+        yield from norms(at, hidden, *FOUR_NORMS)
         yield from linear(f"{at}.altup.correction_coefs", copies, copies)
         yield from linear(f"{at}.altup.prediction_coefs", copies * copies, copies)
         yield from linear(f"{at}.altup.modality_router", copies, hidden)

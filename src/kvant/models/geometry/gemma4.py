@@ -14,10 +14,9 @@ from dataclasses import replace
 
 from kvant.models.geometry.family import Family, Layers, attention_layer
 from kvant.models.geometry.fields import Fields
-from kvant.models.geometry.gemma2 import NORMS, refuse_encoder
+from kvant.models.geometry.gemma2 import FOUR_NORMS, refuse_encoder
 from kvant.models.geometry.gemma3n import per_layer_embedding
 from kvant.models.geometry.heads import Heads, read_heads, refuse_uneven
-from kvant.models.geometry.kv_sharing import sources
 from kvant.models.geometry.parameters import (
     QKNorm,
     Weight,
@@ -32,9 +31,8 @@ from kvant.models.geometry.parameters import (
 from kvant.models.geometry.towers import gemma4_towers, unified_towers
 from kvant.models.geometry.windows import (
     LayerType,
-    every_nth_is,
-    num_layers,
-    read_layer_types,
+    full_every,
+    kv_sources,
     read_window,
     windows_of,
 )
@@ -57,19 +55,14 @@ _PATTERN = 6
 
 def _layers(fields: Fields, prefix: str) -> Layers:
     refuse_encoder(fields)
-    kinds = _kinds(fields)
+    kinds = (*full_every(fields, _PATTERN)[:-1], LayerType.FULL)
     windows = windows_of(fields, kinds, read_window(fields))
     return tuple(
         attention_layer(index, prefix, heads, window, shared_with=source)
         for index, (heads, window, source) in enumerate(
-            zip(_heads(fields, kinds), windows, sources(fields, kinds), strict=True)
+            zip(_heads(fields, kinds), windows, kv_sources(fields, kinds), strict=True)
         )
     )
-
-
-def _kinds(fields: Fields) -> Sequence[LayerType]:
-    default = every_nth_is(LayerType.FULL, LayerType.SLIDING, _PATTERN, num_layers(fields))
-    return (*read_layer_types(fields, default)[:-1], LayerType.FULL)
 
 
 def _heads(fields: Fields, kinds: Sequence[LayerType]) -> Sequence[Heads]:
@@ -119,7 +112,7 @@ def _weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
         )  # fmt: skip
         double = wide and layer.shared_with is not None
         yield from mlp(f"{at}.mlp", hidden, intermediate * (2 if double else 1))
-        yield from norms(at, hidden, *NORMS)
+        yield from norms(at, hidden, *FOUR_NORMS)
         yield vector(f"{at}.layer_scalar", 1)
         if per_layer:
             yield from linear(f"{at}.per_layer_input_gate", per_layer, hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvant.models.geometry.family import Family, Layers, attention_layers
+from kvant.models.geometry.family import NORMS, Family, Layers, attention_layers
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import (
@@ -16,23 +16,14 @@ from kvant.models.geometry.parameters import (
     router,
     vector,
 )
-from kvant.models.geometry.windows import (
-    LayerType,
-    every_nth_is,
-    num_layers,
-    read_layer_types,
-    read_window,
-    windows_of,
-)
+from kvant.models.geometry.windows import full_every, read_window, windows_of
 
 _HEAD_DIM = 64  # GptOssConfig's default
 
 
 def _layers(fields: Fields, prefix: str) -> Layers:
     heads = read_heads(fields, head_dim=_HEAD_DIM, kv_defaults_to_q=True)
-    alternating = every_nth_is(LayerType.FULL, LayerType.SLIDING, 2, num_layers(fields))
-    kinds = read_layer_types(fields, alternating)
-    windows = windows_of(fields, kinds, read_window(fields))
+    windows = windows_of(fields, full_every(fields, 2), read_window(fields))
     return attention_layers(prefix, heads, windows, sinks=True)
 
 
@@ -47,7 +38,7 @@ def _weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
         yield vector(f"{at}.mlp.router.bias", count)
         yield from experts(f"{at}.mlp", count, hidden, size)
         yield Weight(f"{at}.mlp.experts.bias", WeightKind.OTHER, count, 2 * size + hidden)
-        yield from norms(at, hidden, "input_layernorm", "post_attention_layernorm")
+        yield from norms(at, hidden, *NORMS)
 
 
 GPT_OSS = Family(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvant.models.geometry.family import Family, Layers, attention_layer
+from kvant.models.geometry.family import NORMS, Family, Layers, attention_layer
 from kvant.models.geometry.fields import MAX_TOKENS, Fields
 from kvant.models.geometry.heads import Heads, refuse_uneven
 from kvant.models.geometry.parameters import (
@@ -106,7 +106,7 @@ def _weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
     for layer in layers:
         at = layer.name.removesuffix(".self_attn")
         yield from attention(layer, hidden, qkv_bias=bias)
-        yield from norms(at, hidden, "input_layernorm", "post_attention_layernorm")
+        yield from norms(at, hidden, *NORMS)
         if sparse[layer.index]:
             yield router(f"{at}.mlp.gate", count, hidden)
             yield vector(f"{at}.mlp.gate.e_score_correction_bias", count)

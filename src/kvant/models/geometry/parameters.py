@@ -7,7 +7,7 @@ elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -121,8 +121,3 @@ def router(name: str, count: int, hidden: int) -> Weight:
 
 def embedding(name: str, rows: int, width: int) -> Weight:
     return Weight(name, WeightKind.EMBEDDING, rows, width)
-
-
-def total(weights: Iterable[Weight]) -> int:
-    """Number of elements."""
-    return sum(weight.numel for weight in weights)

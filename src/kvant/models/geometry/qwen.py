@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvant.models.geometry.family import Family, Layers, attention_layers
+from kvant.models.geometry.family import NORMS, Family, Layers, attention_layers, dense_weights
 from kvant.models.geometry.fields import MAX_LAYERS, Fields
 from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import (
@@ -60,26 +60,6 @@ def _qwen3_moe_layers(fields: Fields, prefix: str) -> Layers:
     return attention_layers(prefix, read_heads(fields), every_layer(fields, switched=True))
 
 
-def _qwen2_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
-    """Biases on q, k and v always."""
-    hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
-    for layer in layers:
-        at = layer.name.removesuffix(".self_attn")
-        yield from attention(layer, hidden, qkv_bias=True)
-        yield from mlp(f"{at}.mlp", hidden, intermediate)
-        yield from norms(at, hidden, "input_layernorm", "post_attention_layernorm")
-
-
-def _qwen3_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
-    hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
-    bias = fields.flag("attention_bias")
-    for layer in layers:
-        at = layer.name.removesuffix(".self_attn")
-        yield from attention(layer, hidden, qkv_bias=bias, o_bias=bias, qk_norm=QKNorm.HEAD)
-        yield from mlp(f"{at}.mlp", hidden, intermediate)
-        yield from norms(at, hidden, "input_layernorm", "post_attention_layernorm")
-
-
 def _qwen3_moe_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
     hidden = fields.integer("hidden_size")
     bias = fields.flag("attention_bias")
@@ -88,7 +68,7 @@ def _qwen3_moe_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
     for layer in layers:
         at = layer.name.removesuffix(".self_attn")
         yield from attention(layer, hidden, qkv_bias=bias, o_bias=bias, qk_norm=QKNorm.HEAD)
-        yield from norms(at, hidden, "input_layernorm", "post_attention_layernorm")
+        yield from norms(at, hidden, *NORMS)
         if is_sparse(fields, layer.index):
             yield router(f"{at}.mlp.gate", count, hidden)
             yield from experts(f"{at}.mlp", count, hidden, moe_size)
@@ -103,8 +83,13 @@ def is_sparse(fields: Fields, index: int) -> bool:
     return index not in dense and (index + 1) % step == 0
 
 
-QWEN2 = Family("Qwen2", ("qwen2",), ("Qwen2ForCausalLM",), _qwen2_layers, _qwen2_weights)
-QWEN3 = Family("Qwen3", ("qwen3",), ("Qwen3ForCausalLM",), _qwen3_layers, _qwen3_weights)
+QWEN2 = Family(
+    "Qwen2", ("qwen2",), ("Qwen2ForCausalLM",), _qwen2_layers, dense_weights(qkv_bias=True)
+)
+QWEN3 = Family(
+    "Qwen3", ("qwen3",), ("Qwen3ForCausalLM",), _qwen3_layers,
+    dense_weights(reads_bias=True, qk_norm=QKNorm.HEAD),
+)  # fmt: skip
 QWEN3_MOE = Family(
     "Qwen3-MoE", ("qwen3_moe",), ("Qwen3MoeForCausalLM",), _qwen3_moe_layers, _qwen3_moe_weights
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvant.kv.geometry import Attention, LayerGeometry, StateGeometry, StateKind
-from kvant.models.geometry.family import Family, Layers, attention_layer
+from kvant.models.geometry.family import NORMS, Family, Layers, attention_layer
 from kvant.models.geometry.fields import MAX_LAYERS, Fields
 from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import (
@@ -25,7 +25,7 @@ from kvant.models.geometry.parameters import (
     vector,
 )
 from kvant.models.geometry.qwen import is_sparse
-from kvant.models.geometry.windows import LayerType, every_nth_is, num_layers, read_layer_types
+from kvant.models.geometry.windows import LayerType, full_every
 
 _HEAD_DIM = 256  # the classes' default
 _INTERVAL = 4  # of layers that attend
@@ -34,11 +34,7 @@ _INTERVAL = 4  # of layers that attend
 def _layers(fields: Fields, prefix: str) -> Layers:
     heads = read_heads(fields, head_dim=_HEAD_DIM)
     interval = fields.optional_integer("full_attention_interval", most=MAX_LAYERS) or _INTERVAL
-    kinds = read_layer_types(
-        fields,
-        every_nth_is(LayerType.FULL, LayerType.LINEAR, interval, num_layers(fields)),
-        allowed=(LayerType.FULL, LayerType.LINEAR),
-    )
+    kinds = full_every(fields, interval, LayerType.LINEAR)
     states = _states(fields)
     return tuple(
         attention_layer(index, prefix, heads, None)
@@ -69,7 +65,7 @@ def _states(fields: Fields) -> tuple[StateGeometry, ...]:
 
 def _mixers(fields: Fields, layer: LayerGeometry, hidden: int, at: str) -> Iterator[Weight]:
     """Attention (its q_proj makes an output gate too) or the gated delta net of one layer."""
-    yield from norms(at, hidden, "input_layernorm", "post_attention_layernorm")
+    yield from norms(at, hidden, *NORMS)
     if layer.attention is not Attention.NONE:
         bias = fields.flag("attention_bias")
         yield from attention(

@@ -71,9 +71,13 @@ def read_layer_types(
     return tuple(kinds)
 
 
-def every_nth_is(kind: LayerType, other: LayerType, n: int, count: int) -> tuple[LayerType, ...]:
-    """A repeating pattern: layer indices n-1, 2n-1, .. are `kind`, the rest `other`."""
-    return tuple(kind if (index + 1) % n == 0 else other for index in range(count))
+def full_every(
+    fields: Fields, n: int, other: LayerType = LayerType.SLIDING
+) -> tuple[LayerType, ...]:
+    """`layer_types`, else full layers at indices n-1, 2n-1, .. and `other` ones between them."""
+    count = num_layers(fields)
+    default = (other if (index + 1) % n else LayerType.FULL for index in range(count))
+    return read_layer_types(fields, default, allowed=(LayerType.FULL, other))
 
 
 def windows_of(
@@ -83,3 +87,20 @@ def windows_of(
     if window is None and LayerType.SLIDING in kinds:
         raise fields.bad("sliding_window", "layer_types has sliding layers, so there must be one")
     return tuple(window if kind is LayerType.SLIDING else None for kind in kinds)
+
+
+def kv_sources(fields: Fields, kinds: Sequence[LayerType]) -> tuple[int | None, ...]:
+    """For each layer the layer whose KV it reads, None for its own (Gemma 3n and 4).
+
+    The last `num_kv_shared_layers` layers have no keys and values of their own: each reads those of
+    the last layer before them of its own type (transformers: `kv_sharing_modes`).
+    """
+    name = "num_kv_shared_layers"
+    shared = fields.optional_integer(name, least=0, most=MAX_LAYERS) or 0
+    first = len(kinds) - shared
+    if first < 1:
+        raise fields.bad(name, f"of {len(kinds)} layers at least one must have KV of its own")
+    if shared and set(kinds[:first]) != set(kinds):
+        raise fields.bad(name, "a type of layer reads KV that no layer before them writes")
+    last = {kind: index for index, kind in enumerate(kinds[:first])}
+    return tuple(None if index < first else last[kind] for index, kind in enumerate(kinds))

@@ -10,7 +10,7 @@ pytest.importorskip("numba")
 from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.cpu.format import Kernels, codes_of, format_of
 from kvant.attention.cpu.formats import SERVED, int8_per_token_head
-from kvant.attention.cpu.layout import Scaling
+from kvant.attention.cpu.layout import Row, Scaling
 from kvant.kv.format import KVFormat, ScalePlace
 from tests.attention.made_up import added
 from tests.attention.triton import case
@@ -31,14 +31,13 @@ def test_kernels_are_those_of_the_declaration(dtype) -> None:  # type: ignore[no
 def test_a_new_format_needs_its_declaration_its_codec_and_one_file() -> None:
     from numba import njit
 
-    from kvant.attention.cpu.arithmetic import ROW_SCALES
     from kvant.kernels.cpu.vector import load_f32, load_i64, store_f32
 
     write_int8 = njit(int8_per_token_head._write)
 
     def write(row: int, _: int) -> None:
         write_int8(row, 0)
-        scale = load_i64(row + ROW_SCALES)
+        scale = load_i64(row + Row.SCALES)
         store_f32(scale, load_f32(scale) + load_f32(scale))
 
     def kernels(declared: KVFormat) -> Kernels:

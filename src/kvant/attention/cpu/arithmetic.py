@@ -27,11 +27,6 @@ from kvant.kv.codecs.conversion import MIN_ROW_SCALE
 from kvant.kv.codecs.float8 import FLOAT8, Float8
 from kvant.kv.format import Encoding
 
-ROW_X, ROW_REAL, ROW_DIM, ROW_NUMBERS, ROW_CODES, ROW_SCALES, ROW_OUTER, ROW_E4M3 = (
-    int(f) for f in (
-        Row.X, Row.REAL, Row.HEAD_DIM, Row.NUMBERS, Row.CODES, Row.SCALES, Row.OUTER, Row.E4M3
-    )
-)  # fmt: skip
 ZERO = np.float32(0)
 LEAST = np.float32(MIN_ROW_SCALE)
 LARGEST_HALF = np.float32(Encoding.FLOAT16.largest)
@@ -42,7 +37,7 @@ _BOUND = np.float32(CLAMP)
 @njit(inline="always")
 def row_of(row: int) -> tuple[int, int, int]:
     """The number of elements, and the addresses of the row in float32 and of its codes."""
-    return load_i64(row + ROW_DIM), load_i64(row + ROW_NUMBERS), load_i64(row + ROW_CODES)
+    return load_i64(row + Row.HEAD_DIM), load_i64(row + Row.NUMBERS), load_i64(row + Row.CODES)
 
 
 @njit(inline="always")

@@ -59,44 +59,6 @@ _LOWEST = np.float32(-3e38)
 _NAN = np.float32(np.nan)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
-# numba treats enum members of other modules as objects, but compiles plain ints as constants.
-(
-    C_NEXT, C_TICKET, C_NUM_SEQS, C_TOKENS, C_CU, C_LENGTHS, C_TABLE, C_TABLE_STRIDE, C_CAUSAL, C_Q,
-    C_Q_TOKEN, C_Q_HEAD, C_Q_REAL, C_OUT, C_OUT_REAL, C_SCALE, C_SOFTCAP, C_WINDOW, C_SINKS, C_FLOOR,
-    C_CEILING, C_LAG, C_STATE, C_FOLD, C_PAGE, C_STRIDE, C_HEADS, C_GROUP, C_DK, C_DV, C_K_CODES,
-    C_K_BYTES, C_K_SCALES, C_K_SCALING, C_K_OUTER,
-    C_K_OUTERS, C_K_FACTOR, C_K_ROTATED, C_K_KERNEL, C_V_CODES, C_V_BYTES, C_V_SCALES, C_V_SCALING,
-    C_V_OUTER, C_V_OUTERS, C_V_FACTOR, C_V_ROTATED, C_V_KERNEL, C_V_HALVES, C_E4M3, C_SCRATCH,
-    C_SCRATCH_STRIDE, C_PARTS, C_COUNTERS, C_ITEMS, C_NUM_ITEMS,
-) = (
-    int(f) for f in (
-        Call.NEXT, Call.TICKET, Call.NUM_SEQS, Call.TOKENS, Call.CU_SEQLENS_Q, Call.SEQLENS_KV,
-        Call.PAGE_TABLE, Call.PAGE_TABLE_STRIDE, Call.CAUSAL, Call.Q, Call.Q_TOKEN_STRIDE,
-        Call.Q_HEAD_STRIDE, Call.Q_REAL, Call.OUT, Call.OUT_REAL, Call.SCALE, Call.SOFTCAP,
-        Call.WINDOW, Call.SINKS, Call.FLOOR, Call.CEILING, Call.LAG, Call.STATE, Call.FOLD,
-        Call.PAGE_SIZE, Call.PAGE_STRIDE, Call.KV_HEADS, Call.GROUP, Call.K_HEAD_DIM,
-        Call.V_HEAD_DIM, Call.K_CODES, Call.K_ROW_BYTES, Call.K_SCALES, Call.K_SCALING, Call.K_OUTER,
-        Call.K_OUTERS, Call.K_FACTOR, Call.K_ROTATED, Call.K_KERNEL, Call.V_CODES, Call.V_ROW_BYTES,
-        Call.V_SCALES, Call.V_SCALING, Call.V_OUTER, Call.V_OUTERS, Call.V_FACTOR, Call.V_ROTATED,
-        Call.V_KERNEL, Call.V_HALVES, Call.E4M3, Call.SCRATCH, Call.SCRATCH_STRIDE, Call.PARTS,
-        Call.COUNTERS, Call.ITEMS, Call.NUM_ITEMS,
-    )
-)  # fmt: skip
-(
-    I_SEQ, I_FIRST_QUERY, I_END_QUERY, I_FIRST_HEAD, I_END_HEAD, I_FIRST_SPLIT, I_END_SPLIT,
-    I_ALL_FIRST, I_ALL_END, I_PART, I_COUNTER, I_SIZE,
-) = (int(f) for f in Item)  # fmt: skip
-(
-    T_BASE, T_SLOTS, T_ROW_WORDS, T_HEAD_DIM, T_ROWS, T_IN, T_IN_PITCH, T_OUT,
-    T_OUT_PITCH, T_WORDS, T_EXPANDED, T_BLOCK_SCALES, T_NANS, T_SIZE,
-) = (int(f) for f in Tile)  # fmt: skip
-S_NONE, S_ROW, S_ZERO_POINT, S_BLOCK, S_HALF, S_HALF_OFFSET = (
-    int(s) for s in (
-        Scaling.NONE, Scaling.ROW, Scaling.ROW_ZERO_POINT, Scaling.BLOCK, Scaling.ROW_HALF,
-        Scaling.ROW_HALF_OFFSET,
-    )
-)  # fmt: skip
-R_FLOAT16, R_BFLOAT16 = int(Real.FLOAT16), int(Real.BFLOAT16)
 _LINE = 64
 _SLOTS_BYTES = 8 * (LONGEST_SPLIT + 2 * TILE)
 WORTH_A_THREAD = 400_000
@@ -146,26 +108,26 @@ def _split_of(key: int) -> int:
 @njit(inline="always")
 def _first_seen(call: int, position: int) -> int:
     """The first key that the query at a position reads."""
-    window, floor = load_i64(call + C_WINDOW), load_i64(call + C_FLOOR)
+    window, floor = load_i64(call + Call.WINDOW), load_i64(call + Call.FLOOR)
     return floor if window == 0 else max(floor, position - window + 1)
 
 
 @njit(inline="always")
 def _end_seen(call: int, position: int, length: int) -> int:
     """The end of the keys that it reads; not behind their beginning if it reads none."""
-    window, ceiling = load_i64(call + C_WINDOW), load_i64(call + C_CEILING)
+    window, ceiling = load_i64(call + Call.WINDOW), load_i64(call + Call.CEILING)
     if ceiling:
         length = min(length, ceiling)
-    if load_i64(call + C_CAUSAL):
-        return min(length, position + 1 - load_i64(call + C_LAG))
+    if load_i64(call + Call.CAUSAL):
+        return min(length, position + 1 - load_i64(call + Call.LAG))
     return length if window == 0 else min(length, position + window)
 
 
 @njit(inline="always")
 def _number(address: int, real: int) -> Any:
-    if real == R_FLOAT16:
+    if real == Real.FLOAT16:
         return load_f16(address)
-    if real == R_BFLOAT16:
+    if real == Real.BFLOAT16:
         return load_bf16(address)
     return load_f32(address)
 
@@ -173,17 +135,17 @@ def _number(address: int, real: int) -> Any:
 @njit(error_model="numpy")
 def _load_query(call: int, token: int, head: int, kv_head: int, to: int) -> Any:
     """Load one row of q as float32, multiplied with a score's constant factors; return its sum."""
-    head_dim, real = load_i64(call + C_DK), load_i64(call + C_Q_REAL)
-    size = 4 if real != R_FLOAT16 and real != R_BFLOAT16 else 2
-    start = load_i64(call + C_Q) + token * load_i64(call + C_Q_TOKEN)
-    start += head * load_i64(call + C_Q_HEAD)
+    head_dim, real = load_i64(call + Call.K_HEAD_DIM), load_i64(call + Call.Q_REAL)
+    size = 4 if real != Real.FLOAT16 and real != Real.BFLOAT16 else 2
+    start = load_i64(call + Call.Q) + token * load_i64(call + Call.Q_TOKEN_STRIDE)
+    start += head * load_i64(call + Call.Q_HEAD_STRIDE)
     for i in range(head_dim):
         store_f32(to + 4 * i, _number(start + size * i, real))
-    factor = float_of(load_i64(call + C_SCALE)) * float_of(load_i64(call + C_K_FACTOR))
-    outer = load_i64(call + C_K_OUTER)
+    factor = float_of(load_i64(call + Call.SCALE)) * float_of(load_i64(call + Call.K_FACTOR))
+    outer = load_i64(call + Call.K_OUTER)
     if outer:
-        factor *= load_f32(outer + 4 * (kv_head if load_i64(call + C_K_OUTERS) > 1 else 0))
-    if load_i64(call + C_K_ROTATED):
+        factor *= load_f32(outer + 4 * (kv_head if load_i64(call + Call.K_OUTERS) > 1 else 0))
+    if load_i64(call + Call.K_ROTATED):
         rotate_in_place(to, head_dim)
     total = _ZERO
     for i in range(head_dim):
@@ -196,22 +158,22 @@ def _load_query(call: int, token: int, head: int, kv_head: int, to: int) -> Any:
 @njit(inline="always")
 def _scale_bytes(scaling: int, blocks: int) -> int:
     """Bytes of a row's scales in its page."""
-    if scaling == S_BLOCK:
+    if scaling == Scaling.BLOCK:
         return blocks
-    if scaling == S_HALF:
+    if scaling == Scaling.ROW_HALF:
         return 2
-    return 4 if scaling != S_NONE else 0
+    return 4 if scaling != Scaling.NONE else 0
 
 
 @njit(error_model="numpy")
 def _row_scales(planes: int, scaling: int, slots: int, scales: int, offsets: int) -> None:
     """Scale and offset of a tile's rows, which begin at planes + slots[t]: float32 [TILE] each."""
-    if scaling == S_ROW:
+    if scaling == Scaling.ROW:
         for t in range(TILE):
             store_f32(scales + 4 * t, load_f32(planes + load_i64(slots + 8 * t)))
             if t % 4 == 0:
                 prefetch_line(planes + load_i64(slots + 8 * (t + TILE)))
-    elif scaling == S_ZERO_POINT:
+    elif scaling == Scaling.ROW_ZERO_POINT:
         for t in range(TILE):
             bits = load_i32(planes + load_i64(slots + 8 * t))
             scale = float_of(bits & ~15)
@@ -219,10 +181,10 @@ def _row_scales(planes: int, scaling: int, slots: int, scales: int, offsets: int
             store_f32(offsets + 4 * t, -scale * np.float32(bits & 15))
             if t % 4 == 0:
                 prefetch_line(planes + load_i64(slots + 8 * (t + TILE)))
-    elif scaling == S_HALF:
+    elif scaling == Scaling.ROW_HALF:
         for t in range(TILE):
             store_f32(scales + 4 * t, load_f16(planes + load_i64(slots + 8 * t)))
-    elif scaling == S_HALF_OFFSET:
+    elif scaling == Scaling.ROW_HALF_OFFSET:
         for t in range(TILE):
             at = planes + load_i64(slots + 8 * t)
             store_f32(scales + 4 * t, load_f16(at))
@@ -287,13 +249,13 @@ def _blend(row: int, out: int, state: int, largest: Any, total: Any, head_dim: i
 @njit(error_model="numpy")
 def _finish(call: int, part: int, token: int, head: int, kv_head: int, row: int) -> None:
     """Divide, undo rotation, and write one output row. row: scratch, float32 [head_dim]."""
-    head_dim = load_i64(call + C_DV)
+    head_dim = load_i64(call + Call.V_HEAD_DIM)
     largest, total, offset = load_f32(part), load_f32(part + 4), load_f32(part + 8)
-    factor = float_of(load_i64(call + C_V_FACTOR))
-    outer = load_i64(call + C_V_OUTER)
+    factor = float_of(load_i64(call + Call.V_FACTOR))
+    outer = load_i64(call + Call.V_OUTER)
     if outer:
-        factor *= load_f32(outer + 4 * (kv_head if load_i64(call + C_V_OUTERS) > 1 else 0))
-    sinks = load_i64(call + C_SINKS)
+        factor *= load_f32(outer + 4 * (kv_head if load_i64(call + Call.V_OUTERS) > 1 else 0))
+    sinks = load_i64(call + Call.SINKS)
     if sinks:
         sink = load_f32(sinks + 4 * head)
         if sink > largest:
@@ -306,7 +268,7 @@ def _finish(call: int, part: int, token: int, head: int, kv_head: int, row: int)
         factor = _ZERO
     else:
         factor /= total
-    halves = load_i64(call + C_V_HALVES)
+    halves = load_i64(call + Call.V_HALVES)
     for i in range(head_dim):
         place = i
         if halves:
@@ -315,29 +277,29 @@ def _finish(call: int, part: int, token: int, head: int, kv_head: int, row: int)
             place = start + (i - start) // 2 + width * (i % 2)
         x = load_f32(part + SCALARS + 4 * place) + offset
         store_f32(row + 4 * i, x * factor)
-    if load_i64(call + C_V_ROTATED):
+    if load_i64(call + Call.V_ROTATED):
         rotate_in_place(row, head_dim)
-    real = load_i64(call + C_OUT_REAL)
-    heads = load_i64(call + C_HEADS) * load_i64(call + C_GROUP)
+    real = load_i64(call + Call.OUT_REAL)
+    heads = load_i64(call + Call.KV_HEADS) * load_i64(call + Call.GROUP)
     start = (token * heads + head) * head_dim
-    state = load_i64(call + C_STATE)
+    state = load_i64(call + Call.STATE)
     if state:
         state += 8 * (token * heads + head)
-        if load_i64(call + C_FOLD):
-            _blend(row, load_i64(call + C_OUT) + 4 * start, state, largest, total, head_dim)
+        if load_i64(call + Call.FOLD):
+            _blend(row, load_i64(call + Call.OUT) + 4 * start, state, largest, total, head_dim)
         else:
             store_f32(state, largest)
             store_f32(state + 4, total)
-    if real == R_FLOAT16:
-        out = load_i64(call + C_OUT) + 2 * start
+    if real == Real.FLOAT16:
+        out = load_i64(call + Call.OUT) + 2 * start
         for i in range(head_dim):
             store_f16(out + 2 * i, load_f32(row + 4 * i))
-    elif real == R_BFLOAT16:
-        out = load_i64(call + C_OUT) + 2 * start
+    elif real == Real.BFLOAT16:
+        out = load_i64(call + Call.OUT) + 2 * start
         for i in range(head_dim):
             store_bf16(out + 2 * i, load_f32(row + 4 * i))
     else:
-        out = load_i64(call + C_OUT) + 4 * start
+        out = load_i64(call + Call.OUT) + 4 * start
         for i in range(head_dim):
             store_f32(out + 4 * i, load_f32(row + 4 * i))
 
@@ -349,29 +311,33 @@ def _aligned(address: int) -> int:
 
 @njit(error_model="numpy")
 def _run_item(call: int, item: int, scratch: int) -> None:
-    dk, dv, group = load_i64(call + C_DK), load_i64(call + C_DV), load_i64(call + C_GROUP)
-    heads, page = load_i64(call + C_HEADS), load_i64(call + C_PAGE)
-    softcap = float_of(load_i64(call + C_SOFTCAP))
-    seq, q0, q1 = (
-        load_i64(item + I_SEQ),
-        load_i64(item + I_FIRST_QUERY),
-        load_i64(item + I_END_QUERY),
+    dk, dv, group = (
+        load_i64(call + Call.K_HEAD_DIM),
+        load_i64(call + Call.V_HEAD_DIM),
+        load_i64(call + Call.GROUP),
     )
-    h0, h1 = load_i64(item + I_FIRST_HEAD), load_i64(item + I_END_HEAD)
-    first_split, end_split = load_i64(item + I_FIRST_SPLIT), load_i64(item + I_END_SPLIT)
-    all_first, all_end = load_i64(item + I_ALL_FIRST), load_i64(item + I_ALL_END)
+    heads, page = load_i64(call + Call.KV_HEADS), load_i64(call + Call.PAGE_SIZE)
+    softcap = float_of(load_i64(call + Call.SOFTCAP))
+    seq, q0, q1 = (
+        load_i64(item + Item.SEQ),
+        load_i64(item + Item.FIRST_QUERY),
+        load_i64(item + Item.END_QUERY),
+    )
+    h0, h1 = load_i64(item + Item.FIRST_HEAD), load_i64(item + Item.END_HEAD)
+    first_split, end_split = load_i64(item + Item.FIRST_SPLIT), load_i64(item + Item.END_SPLIT)
+    all_first, all_end = load_i64(item + Item.ALL_FIRST), load_i64(item + Item.ALL_END)
     alone = first_split == all_first and end_split == all_end
-    begin = load_i32(load_i64(call + C_CU) + 4 * seq)
-    queries = load_i32(load_i64(call + C_CU) + 4 * (seq + 1)) - begin
-    length = load_i32(load_i64(call + C_LENGTHS) + 4 * seq)
+    begin = load_i32(load_i64(call + Call.CU_SEQLENS_Q) + 4 * seq)
+    queries = load_i32(load_i64(call + Call.CU_SEQLENS_Q) + 4 * (seq + 1)) - begin
+    length = load_i32(load_i64(call + Call.SEQLENS_KV) + 4 * seq)
     shift = length - queries  # position of query 0
-    table = load_i64(call + C_TABLE) + 4 * seq * load_i64(call + C_TABLE_STRIDE)
+    table = load_i64(call + Call.PAGE_TABLE) + 4 * seq * load_i64(call + Call.PAGE_TABLE_STRIDE)
     rows = (q1 - q0) * group
     all_rows = rows * (h1 - h0)
     part_bytes = SCALARS + 4 * dv
-    k_scaling, v_scaling = load_i64(call + C_K_SCALING), load_i64(call + C_V_SCALING)
+    k_scaling, v_scaling = load_i64(call + Call.K_SCALING), load_i64(call + Call.V_SCALING)
     k_blocks, v_blocks = dk // 16, dv // 16
-    numbers = load_i64(call + C_E4M3)
+    numbers = load_i64(call + Call.E4M3)
 
     q_rows = scratch
     scores = _aligned(q_rows + 4 * all_rows * dk)
@@ -388,11 +354,11 @@ def _run_item(call: int, item: int, scratch: int) -> None:
     q_sums = k_scales + 20 * TILE
     row = _aligned(q_sums + 4 * all_rows)
     tile = _aligned(row + 4 * dv)
-    slots = _aligned(tile + T_SIZE)  # where rows begin: codes and scales of keys, then of values
+    slots = _aligned(tile + Tile.END)  # where rows begin: codes and scales of keys, then of values
     k_slot_scales, v_slots = slots + _SLOTS_BYTES, slots + 2 * _SLOTS_BYTES
     v_slot_scales = slots + 3 * _SLOTS_BYTES
-    page_bytes = load_i64(call + C_STRIDE)
-    k_bytes, v_bytes = load_i64(call + C_K_BYTES), load_i64(call + C_V_BYTES)
+    page_bytes = load_i64(call + Call.PAGE_STRIDE)
+    k_bytes, v_bytes = load_i64(call + Call.K_ROW_BYTES), load_i64(call + Call.V_ROW_BYTES)
     k_scale_bytes = _scale_bytes(k_scaling, k_blocks)
     v_scale_bytes = _scale_bytes(v_scaling, v_blocks)
 
@@ -415,8 +381,8 @@ def _run_item(call: int, item: int, scratch: int) -> None:
     seen_end = _end_seen(call, shift + q1 - 1, length)
     for split in range(first_split, end_split):
         if not alone:
-            parts = load_i64(call + C_PARTS) + part_bytes * (
-                load_i64(item + I_PART) + (split - all_first) * all_rows
+            parts = load_i64(call + Call.PARTS) + part_bytes * (
+                load_i64(item + Item.PART) + (split - all_first) * all_rows
             )
         for i in range(all_rows):
             _clear(parts + i * part_bytes, dv)
@@ -442,29 +408,29 @@ def _run_item(call: int, item: int, scratch: int) -> None:
             ahead = 8 * (key - first_tile)
             for h in range(h0, h1):
                 first = (h - h0) * rows
-                if k_scaling == S_BLOCK:
+                if k_scaling == Scaling.BLOCK:
                     _block_scales(
-                        load_i64(call + C_K_SCALES) + h * k_scale_bytes, k_slot_scales + ahead,
+                        load_i64(call + Call.K_SCALES) + h * k_scale_bytes, k_slot_scales + ahead,
                         k_blocks, numbers, k_blocks_at, 4, 4 * TILE,
                     )  # fmt: skip
                 else:
                     _row_scales(
-                        load_i64(call + C_K_SCALES) + h * k_scale_bytes, k_scaling,
+                        load_i64(call + Call.K_SCALES) + h * k_scale_bytes, k_scaling,
                         k_slot_scales + ahead, k_scales, k_offsets,
                     )  # fmt: skip
-                store_i64(tile + T_BASE, load_i64(call + C_K_CODES) + h * k_bytes)
-                store_i64(tile + T_SLOTS, slots + ahead)
-                store_i64(tile + T_ROW_WORDS, k_bytes // 4)
-                store_i64(tile + T_HEAD_DIM, dk)
-                store_i64(tile + T_ROWS, rows)
-                store_i64(tile + T_IN, q_rows + 4 * dk * first)
-                store_i64(tile + T_IN_PITCH, 4 * dk)
-                store_i64(tile + T_OUT, scores)
-                store_i64(tile + T_WORDS, words)
-                store_i64(tile + T_EXPANDED, keys)
-                store_i64(tile + T_BLOCK_SCALES, k_blocks_at)
-                store_i64(tile + T_NANS, nans)
-                run_at(load_i64(call + C_K_KERNEL), tile, 0)
+                store_i64(tile + Tile.BASE, load_i64(call + Call.K_CODES) + h * k_bytes)
+                store_i64(tile + Tile.SLOTS, slots + ahead)
+                store_i64(tile + Tile.ROW_WORDS, k_bytes // 4)
+                store_i64(tile + Tile.HEAD_DIM, dk)
+                store_i64(tile + Tile.ROWS, rows)
+                store_i64(tile + Tile.IN, q_rows + 4 * dk * first)
+                store_i64(tile + Tile.IN_PITCH, 4 * dk)
+                store_i64(tile + Tile.OUT, scores)
+                store_i64(tile + Tile.WORDS, words)
+                store_i64(tile + Tile.EXPANDED, keys)
+                store_i64(tile + Tile.BLOCK_SCALES, k_blocks_at)
+                store_i64(tile + Tile.NANS, nans)
+                run_at(load_i64(call + Call.K_KERNEL), tile, 0)
                 broken = False
                 for t in range(TILE):
                     if load_i32(nans + 4 * t) != 0:
@@ -472,14 +438,14 @@ def _run_item(call: int, item: int, scratch: int) -> None:
                         store_f32(k_scales + 4 * t, _NAN)
                         store_i32(nans + 4 * t, 0)
 
-                if v_scaling == S_BLOCK:
+                if v_scaling == Scaling.BLOCK:
                     _block_scales(
-                        load_i64(call + C_V_SCALES) + h * v_scale_bytes, v_slot_scales + ahead,
+                        load_i64(call + Call.V_SCALES) + h * v_scale_bytes, v_slot_scales + ahead,
                         v_blocks, numbers, v_blocks_at, 4 * v_blocks, 4,
                     )  # fmt: skip
                 else:
                     _row_scales(
-                        load_i64(call + C_V_SCALES) + h * v_scale_bytes, v_scaling,
+                        load_i64(call + Call.V_SCALES) + h * v_scale_bytes, v_scaling,
                         v_slot_scales + ahead, v_scales, v_offsets,
                     )  # fmt: skip
                 for r in range(rows):
@@ -511,26 +477,26 @@ def _run_item(call: int, item: int, scratch: int) -> None:
                     for t in range(TILE):
                         store_f32(k_scales + 4 * t, _ONE)
 
-                store_i64(tile + T_BASE, load_i64(call + C_V_CODES) + h * v_bytes)
-                store_i64(tile + T_SLOTS, v_slots + ahead)
-                store_i64(tile + T_HEAD_DIM, dv)
-                store_i64(tile + T_IN, scores)
-                store_i64(tile + T_OUT, parts + first * part_bytes + SCALARS)
-                store_i64(tile + T_OUT_PITCH, part_bytes)
-                store_i64(tile + T_EXPANDED, values)
-                store_i64(tile + T_BLOCK_SCALES, v_blocks_at)
-                run_at(load_i64(call + C_V_KERNEL), tile, 0)
+                store_i64(tile + Tile.BASE, load_i64(call + Call.V_CODES) + h * v_bytes)
+                store_i64(tile + Tile.SLOTS, v_slots + ahead)
+                store_i64(tile + Tile.HEAD_DIM, dv)
+                store_i64(tile + Tile.IN, scores)
+                store_i64(tile + Tile.OUT, parts + first * part_bytes + SCALARS)
+                store_i64(tile + Tile.OUT_PITCH, part_bytes)
+                store_i64(tile + Tile.EXPANDED, values)
+                store_i64(tile + Tile.BLOCK_SCALES, v_blocks_at)
+                run_at(load_i64(call + Call.V_KERNEL), tile, 0)
         if alone:
             for i in range(all_rows):
                 _fold(folded + i * part_bytes, parts + i * part_bytes, dv)
 
     if not alone:
         # The thread that finishes last joins the parts.
-        counter = load_i64(call + C_COUNTERS) + 8 * load_i64(item + I_COUNTER)
+        counter = load_i64(call + Call.COUNTERS) + 8 * load_i64(item + Item.COUNTER)
         mine = end_split - first_split
         if fetch_add(counter, mine) + mine < all_end - all_first:
             return
-        base = load_i64(call + C_PARTS) + part_bytes * load_i64(item + I_PART)
+        base = load_i64(call + Call.PARTS) + part_bytes * load_i64(item + Item.PART)
         for i in range(all_rows):
             _clear(folded + i * part_bytes, dv)
             for split in range(all_end - all_first):
@@ -543,14 +509,14 @@ def _run_item(call: int, item: int, scratch: int) -> None:
 
 def _work(call: int, _: int) -> None:
     """Run on every thread: take items until none is left."""
-    ticket = fetch_add(call + C_TICKET, 1)
-    scratch = load_i64(call + C_SCRATCH) + ticket * load_i64(call + C_SCRATCH_STRIDE)
-    count, items = load_i64(call + C_NUM_ITEMS), load_i64(call + C_ITEMS)
+    ticket = fetch_add(call + Call.TICKET, 1)
+    scratch = load_i64(call + Call.SCRATCH) + ticket * load_i64(call + Call.SCRATCH_STRIDE)
+    count, items = load_i64(call + Call.NUM_ITEMS), load_i64(call + Call.ITEMS)
     while True:
-        i = fetch_add(call + C_NEXT, 1)
+        i = fetch_add(call + Call.NEXT, 1)
         if i >= count:
             return
-        _run_item(call, items + i * I_SIZE, scratch)
+        _run_item(call, items + i * Item.END, scratch)
 
 
 def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
@@ -558,13 +524,13 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
 
     parallel: address of GOMP_parallel(function, data, threads, flags), or 0 to use this thread alone.
     """
-    lengths, offsets = load_i64(call + C_LENGTHS), load_i64(call + C_CU)
-    heads, group = load_i64(call + C_HEADS), load_i64(call + C_GROUP)
-    folds = load_i64(call + C_FOLD)
-    dk, dv = load_i64(call + C_DK), load_i64(call + C_DV)
+    lengths, offsets = load_i64(call + Call.SEQLENS_KV), load_i64(call + Call.CU_SEQLENS_Q)
+    heads, group = load_i64(call + Call.KV_HEADS), load_i64(call + Call.GROUP)
+    folds = load_i64(call + Call.FOLD)
+    dk, dv = load_i64(call + Call.K_HEAD_DIM), load_i64(call + Call.V_HEAD_DIM)
     per_tile = max(1, QUERY_ROWS // group)
-    sequences = load_i64(call + C_NUM_SEQS)
-    row_bytes = heads * group * dv * (4 if load_i64(call + C_OUT_REAL) == 0 else 2)
+    sequences = load_i64(call + Call.NUM_SEQS)
+    row_bytes = heads * group * dv * (4 if load_i64(call + Call.OUT_REAL) == 0 else 2)
 
     items = np.empty(0, np.int64)
     count, parts, counters, work = 0, 0, 0, 0
@@ -576,7 +542,7 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
             queries = end - begin
             if queries <= 0 or length <= 0:
                 if fill and not folds:
-                    _zero(load_i64(call + C_OUT) + begin * row_bytes, queries * row_bytes)
+                    _zero(load_i64(call + Call.OUT) + begin * row_bytes, queries * row_bytes)
                 continue
             tiles = (queries + per_tile - 1) // per_tile
             for reversed_tile in range(tiles):
@@ -588,7 +554,8 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
                 if high <= low:
                     if fill and not folds:
                         _zero(
-                            load_i64(call + C_OUT) + (begin + q0) * row_bytes, (q1 - q0) * row_bytes
+                            load_i64(call + Call.OUT) + (begin + q0) * row_bytes,
+                            (q1 - q0) * row_bytes,
                         )
                     continue
                 work += (high - low) * rows * heads * (dk + dv)
@@ -599,38 +566,38 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
                     step = last - first if tiles > 1 else 1
                     for split in range(first, last, step):
                         if fill:
-                            at = count * I_SIZE // 8
-                            items[at + I_SEQ // 8] = seq
-                            items[at + I_FIRST_QUERY // 8] = q0
-                            items[at + I_END_QUERY // 8] = q1
-                            items[at + I_FIRST_HEAD // 8] = h0
-                            items[at + I_END_HEAD // 8] = h1
-                            items[at + I_FIRST_SPLIT // 8] = split
-                            items[at + I_END_SPLIT // 8] = split + step
-                            items[at + I_ALL_FIRST // 8] = first
-                            items[at + I_ALL_END // 8] = last
-                            items[at + I_PART // 8] = parts
-                            items[at + I_COUNTER // 8] = counters
+                            at = count * Item.END // 8
+                            items[at + Item.SEQ // 8] = seq
+                            items[at + Item.FIRST_QUERY // 8] = q0
+                            items[at + Item.END_QUERY // 8] = q1
+                            items[at + Item.FIRST_HEAD // 8] = h0
+                            items[at + Item.END_HEAD // 8] = h1
+                            items[at + Item.FIRST_SPLIT // 8] = split
+                            items[at + Item.END_SPLIT // 8] = split + step
+                            items[at + Item.ALL_FIRST // 8] = first
+                            items[at + Item.ALL_END // 8] = last
+                            items[at + Item.PART // 8] = parts
+                            items[at + Item.COUNTER // 8] = counters
                         count += 1
                     if step < last - first:
                         parts += (last - first) * rows * (h1 - h0)
                         counters += 1
         if not fill:
-            items = np.empty(count * I_SIZE // 8, np.int64)
+            items = np.empty(count * Item.END // 8, np.int64)
     used = load_i32(offsets + 4 * sequences) if sequences > 0 else 0
-    tokens = load_i64(call + C_TOKENS)
+    tokens = load_i64(call + Call.TOKENS)
     if not folds:
-        _zero(load_i64(call + C_OUT) + used * row_bytes, (tokens - used) * row_bytes)
+        _zero(load_i64(call + Call.OUT) + used * row_bytes, (tokens - used) * row_bytes)
     if count == 0:
         return 0
     room = np.empty(parts * (SCALARS + 4 * dv) + _LINE, np.uint8)
     finished = np.zeros(counters + 1, np.int64)
-    store_i64(call + C_ITEMS, items.ctypes.data)
-    store_i64(call + C_NUM_ITEMS, count)
-    store_i64(call + C_PARTS, _aligned(room.ctypes.data))
-    store_i64(call + C_COUNTERS, finished.ctypes.data)
-    store_i64(call + C_NEXT, 0)
-    store_i64(call + C_TICKET, 0)
+    store_i64(call + Call.ITEMS, items.ctypes.data)
+    store_i64(call + Call.NUM_ITEMS, count)
+    store_i64(call + Call.PARTS, _aligned(room.ctypes.data))
+    store_i64(call + Call.COUNTERS, finished.ctypes.data)
+    store_i64(call + Call.NEXT, 0)
+    store_i64(call + Call.TICKET, 0)
     threads = min(threads, count)
     if work < WORTH_A_THREAD or parallel == 0 or threads == 1:
         threads = 1

@@ -26,16 +26,6 @@ from kvant.kernels.cpu.vector import load_i64
 FEW_ROWS = 12
 """Up to this many rows, codes are unpacked again for every 6 rows; with more rows, once into float32."""
 _PITCH = 4 * TILE
-_BASE, _SLOTS, _ROW_WORDS, _HEAD_DIM, _ROWS = (
-    int(f) for f in (Tile.BASE, Tile.SLOTS, Tile.ROW_WORDS, Tile.HEAD_DIM, Tile.ROWS)
-)
-_IN, _IN_PITCH, _OUT, _OUT_PITCH, _WORDS, _EXPANDED, _BLOCK_SCALES, _NANS = (
-    int(f)
-    for f in (
-        Tile.IN, Tile.IN_PITCH, Tile.OUT, Tile.OUT_PITCH, Tile.WORDS, Tile.EXPANDED,
-        Tile.BLOCK_SCALES, Tile.NANS,
-    )
-)  # fmt: skip
 
 
 @cache
@@ -50,10 +40,10 @@ def key_kernel(number: int) -> Any:
     group = codes_of(number).group
 
     def keys(tile: int, _: int) -> None:
-        base = load_i64(tile + _BASE)
-        slots, row_words = load_i64(tile + _SLOTS), load_i64(tile + _ROW_WORDS)
-        words, scales = load_i64(tile + _WORDS), load_i64(tile + _BLOCK_SCALES)
-        nans = load_i64(tile + _NANS)
+        base = load_i64(tile + Tile.BASE)
+        slots, row_words = load_i64(tile + Tile.SLOTS), load_i64(tile + Tile.ROW_WORDS)
+        words, scales = load_i64(tile + Tile.WORDS), load_i64(tile + Tile.BLOCK_SCALES)
+        nans = load_i64(tile + Tile.NANS)
         for part in range(4):
             at, lane_slots = words + 64 * part, slots + 128 * part
             done = 0
@@ -70,10 +60,14 @@ def key_kernel(number: int) -> Any:
                           at + _PITCH * done, nans + 64 * part)  # fmt: skip
                 done += 4
         groups = row_words // group
-        rows, q, pitch = load_i64(tile + _ROWS), load_i64(tile + _IN), load_i64(tile + _IN_PITCH)
-        out = load_i64(tile + _OUT)
+        rows, q, pitch = (
+            load_i64(tile + Tile.ROWS),
+            load_i64(tile + Tile.IN),
+            load_i64(tile + Tile.IN_PITCH),
+        )
+        out = load_i64(tile + Tile.OUT)
         if rows > FEW_ROWS:
-            expanded, depth = load_i64(tile + _EXPANDED), load_i64(tile + _HEAD_DIM)
+            expanded, depth = load_i64(tile + Tile.EXPANDED), load_i64(tile + Tile.HEAD_DIM)
             expand_keys(number, words, groups, scales, expanded)
             multiply(4, False, rows, q, pitch, expanded, _PITCH, out, _PITCH, depth)
         else:
@@ -88,12 +82,12 @@ def value_kernel(number: int) -> Any:
     bits = codes_of(number).bits
 
     def values(tile: int, _: int) -> None:
-        base = load_i64(tile + _BASE)
-        slots, head_dim = load_i64(tile + _SLOTS), load_i64(tile + _HEAD_DIM)
-        scales = load_i64(tile + _BLOCK_SCALES)
-        rows, weights = load_i64(tile + _ROWS), load_i64(tile + _IN)
-        out, pitch = load_i64(tile + _OUT), load_i64(tile + _OUT_PITCH)
-        expanded = load_i64(tile + _EXPANDED)
+        base = load_i64(tile + Tile.BASE)
+        slots, head_dim = load_i64(tile + Tile.SLOTS), load_i64(tile + Tile.HEAD_DIM)
+        scales = load_i64(tile + Tile.BLOCK_SCALES)
+        rows, weights = load_i64(tile + Tile.ROWS), load_i64(tile + Tile.IN)
+        out, pitch = load_i64(tile + Tile.OUT), load_i64(tile + Tile.OUT_PITCH)
+        expanded = load_i64(tile + Tile.EXPANDED)
         scales_pitch = head_dim // 4  # 4 bytes for 16 numbers
         start = 0
         while start < head_dim:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from kvant.kernels.cpu.fields import LINE, Fields
+from kvant.kernels.cpu.fields import LINE, Fields, plain
 
 
+@plain
 class Tile(Fields):
     """One tile of keys or values of one KV head, for `decode`. Addresses, and sizes in bytes."""
 
@@ -26,6 +27,7 @@ class Tile(Fields):
     END = auto()
 
 
+@plain
 class Scaling(IntEnum):
     """Where a row's scale and offset are: number = scale * code + offset."""
 
@@ -37,6 +39,7 @@ class Scaling(IntEnum):
     ROW_HALF_OFFSET = 5  # float16 scale and offset
 
 
+@plain
 class Real(IntEnum):
     """Types of queries and outputs."""
 
@@ -45,6 +48,7 @@ class Real(IntEnum):
     BFLOAT16 = 2
 
 
+@plain
 class Call(Fields):
     """One call of `attend`. Addresses, counts, and float32 values as their bits."""
 
@@ -74,9 +78,7 @@ class Call(Fields):
     FLOOR = auto()  # the first one
     CEILING = auto()  # their end, 0 for none
     LAG = auto()  # latest keys of a query that are not
-    STATE = (
-        auto()
-    )  # float32 [tokens, query heads, 2], the largest score and the sum of weights; or 0
+    STATE = auto()  # float32 [tokens, query heads, 2]: largest score, sum of weights; or 0
     FOLD = auto()  # whether to join the result with what OUT and STATE have
     # the layer
     PAGE_SIZE = auto()
@@ -115,6 +117,7 @@ class Call(Fields):
     END = auto()
 
 
+@plain
 class Write(Fields):
     """Rows of K or of V to be written. Addresses, counts, and strides in bytes."""
 
@@ -145,6 +148,7 @@ class Write(Fields):
     END = auto()
 
 
+@plain
 class Row(Fields):
     """One row, for a writer kernel."""
 
@@ -159,6 +163,7 @@ class Row(Fields):
     END = auto()
 
 
+@plain
 class Item(Fields):
     """One piece of work: some KV heads, some queries of one sequence, some splits of its keys."""
 

@@ -23,13 +23,6 @@ AT_ONCE = 8
 """Tokens per unit of work."""
 WORTH_A_THREAD = 64
 """Tokens below which a second thread costs more than it saves."""
-(
-    W_NEXT, _, W_TICKET, W_X, W_TOKEN, W_HEAD, W_REAL, W_HEADS, W_DIM, W_PAGE, W_STRIDE, W_SLOTS, W_TOKENS,
-    W_CODES, W_ROW_BYTES, W_SCALES, W_SCALE_BYTES, W_OUTER, W_OUTERS, W_E4M3, W_KERNEL, W_SCRATCH,
-    W_SCRATCH_STRIDE, W_OTHER, _,
-) = (int(f) for f in Write)  # fmt: skip
-R_X, R_REAL, R_DIM, R_NUMBERS, R_CODES, R_SCALES, R_OUTER, R_E4M3, R_SIZE = (int(f) for f in Row)
-_FLOAT16, _BFLOAT16 = int(Real.FLOAT16), int(Real.BFLOAT16)
 _NO_SCALE = 0x3F800000  # 1.0
 
 
@@ -40,10 +33,10 @@ def scratch_bytes(head_dim: int) -> int:
 
 @njit(error_model="numpy")
 def _widen(start: int, real: int, n: int, to: int) -> None:
-    if real == _FLOAT16:
+    if real == Real.FLOAT16:
         for i in range(n):
             store_f32(to + 4 * i, load_f16(start + 2 * i))
-    elif real == _BFLOAT16:
+    elif real == Real.BFLOAT16:
         for i in range(n):
             store_f32(to + 4 * i, load_bf16(start + 2 * i))
     else:
@@ -54,46 +47,55 @@ def _widen(start: int, real: int, n: int, to: int) -> None:
 @njit(error_model="numpy")
 def _token(task: int, token: int, row: int) -> None:
     """Write the rows of one token."""
-    slot = load_i64(load_i64(task + W_SLOTS) + 8 * token)
+    slot = load_i64(load_i64(task + Write.SLOTS) + 8 * token)
     if slot < 0:
         return
-    heads, n, real = load_i64(task + W_HEADS), load_i64(task + W_DIM), load_i64(task + W_REAL)
-    numbers = row + R_SIZE
-    store_i64(row + R_REAL, real)
-    store_i64(row + R_DIM, n)
-    store_i64(row + R_NUMBERS, numbers)
-    store_i64(row + R_E4M3, load_i64(task + W_E4M3))
-    outer = load_i64(task + W_OUTER)
-    page_size = load_i64(task + W_PAGE)
-    page = slot // page_size * load_i64(task + W_STRIDE)
+    heads, n, real = (
+        load_i64(task + Write.HEADS),
+        load_i64(task + Write.HEAD_DIM),
+        load_i64(task + Write.REAL),
+    )
+    numbers = row + Row.END
+    store_i64(row + Row.REAL, real)
+    store_i64(row + Row.HEAD_DIM, n)
+    store_i64(row + Row.NUMBERS, numbers)
+    store_i64(row + Row.E4M3, load_i64(task + Write.E4M3))
+    outer = load_i64(task + Write.OUTER)
+    page_size = load_i64(task + Write.PAGE_SIZE)
+    page = slot // page_size * load_i64(task + Write.PAGE_STRIDE)
     within = slot % page_size * heads
     for head in range(heads):
-        x = load_i64(task + W_X) + token * load_i64(task + W_TOKEN) + head * load_i64(task + W_HEAD)
+        x = (
+            load_i64(task + Write.X)
+            + token * load_i64(task + Write.TOKEN_STRIDE)
+            + head * load_i64(task + Write.HEAD_STRIDE)
+        )
         _widen(x, real, n, numbers)
         place = within + head
-        store_i64(row + R_X, x)
+        store_i64(row + Row.X, x)
         store_i64(
-            row + R_CODES, load_i64(task + W_CODES) + page + place * load_i64(task + W_ROW_BYTES)
+            row + Row.CODES,
+            load_i64(task + Write.CODES) + page + place * load_i64(task + Write.ROW_BYTES),
         )
-        scales = load_i64(task + W_SCALES) + page + place * load_i64(task + W_SCALE_BYTES)
-        store_i64(row + R_SCALES, scales)
-        outers = load_i64(task + W_OUTERS)
+        scales = load_i64(task + Write.SCALES) + page + place * load_i64(task + Write.SCALE_BYTES)
+        store_i64(row + Row.SCALES, scales)
+        outers = load_i64(task + Write.OUTERS)
         if outers < 0:  # matrices, of which the kernel gets the address of one head's
-            store_i64(row + R_OUTER, outer - 4 * head * outers if outer else 0)
+            store_i64(row + Row.OUTER, outer - 4 * head * outers if outer else 0)
         elif outer:
-            store_i64(row + R_OUTER, bits_of(load_f32(outer + 4 * (head if outers > 1 else 0))))
+            store_i64(row + Row.OUTER, bits_of(load_f32(outer + 4 * (head if outers > 1 else 0))))
         else:
-            store_i64(row + R_OUTER, _NO_SCALE)
-        run_at(load_i64(task + W_KERNEL), row, 0)
+            store_i64(row + Row.OUTER, _NO_SCALE)
+        run_at(load_i64(task + Write.KERNEL), row, 0)
 
 
 def _work(task: int, _: int) -> None:
     """Run on every thread: take tokens until none is left."""
-    ticket = fetch_add(task + W_TICKET, 1)
-    row = load_i64(task + W_SCRATCH) + ticket * load_i64(task + W_SCRATCH_STRIDE)
-    tokens, other = load_i64(task + W_TOKENS), load_i64(task + W_OTHER)
+    ticket = fetch_add(task + Write.TICKET, 1)
+    row = load_i64(task + Write.SCRATCH) + ticket * load_i64(task + Write.SCRATCH_STRIDE)
+    tokens, other = load_i64(task + Write.TOKENS), load_i64(task + Write.OTHER)
     while True:
-        first = fetch_add(task + W_NEXT, AT_ONCE)
+        first = fetch_add(task + Write.NEXT, AT_ONCE)
         if first >= tokens:
             return
         for token in range(first, min(tokens, first + AT_ONCE)):
@@ -103,9 +105,9 @@ def _work(task: int, _: int) -> None:
 
 def _write(task: int, worker: int, parallel: int, threads: int) -> int:
     """Write K (task) and V (its OTHER); return the number of threads used."""
-    store_i64(task + W_NEXT, 0)
-    store_i64(task + W_TICKET, 0)
-    if threads == 1 or parallel == 0 or load_i64(task + W_TOKENS) < WORTH_A_THREAD:
+    store_i64(task + Write.NEXT, 0)
+    store_i64(task + Write.TICKET, 0)
+    if threads == 1 or parallel == 0 or load_i64(task + Write.TOKENS) < WORTH_A_THREAD:
         run_at(worker, task, 0)
         return 1
     fork(parallel, worker, task, threads)

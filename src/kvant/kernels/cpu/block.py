@@ -12,7 +12,7 @@ Block = NDArray[np.int64]
 
 def block_of(fields: type[Fields], count: int = 1) -> Block:
     """Allocate `count` consecutive blocks of zeros on a cache line, one number per field."""
-    size = count * int(fields["END"]) // 8
+    size = count * int(max(fields)) // 8  # the last field is END
     room = np.zeros(size + 8, np.int64)
     start = -room.ctypes.data % 64 // 8
     return room[start : start + size]

@@ -6,7 +6,11 @@ it needs no numpy.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from enum import IntEnum
+from typing import Any, TypeVar, cast
+
+Kind = TypeVar("Kind", bound=IntEnum)
 
 LINE = 64
 """Bytes of a cache line."""
@@ -21,3 +25,10 @@ class Fields(IntEnum):
     @staticmethod
     def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
         return last_values[-1] + 8 if last_values else 0
+
+
+def plain(kind: type[Kind]) -> type[Kind]:
+    """The members as plain ints: attributes of a named tuple, which numba compiles as constants."""
+    members = kind.__members__
+    made: Any = namedtuple(kind.__name__, members)  # type: ignore[misc]
+    return cast(type[Kind], made(*map(int, members.values())))

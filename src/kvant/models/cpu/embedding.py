@@ -17,13 +17,6 @@ from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, PackedWeight, code_bytes
 from kvant.weights.format import Scale
 
-E_NEXT, E_ROWS, E_IDS, E_WEIGHT, E_STRIDE, E_COLUMNS, E_OUT, E_OUT_STRIDE = (
-    int(f) for f in (
-        Embed.NEXT, Embed.ROWS, Embed.IDS, Embed.WEIGHT, Embed.STRIDE, Embed.COLUMNS, Embed.OUT,
-        Embed.OUT_STRIDE,
-    )
-)  # fmt: skip
-
 
 @cache
 def embedding_worker(code: Code) -> int:
@@ -41,17 +34,17 @@ def embedding_worker(code: Code) -> int:
     zero = np.float32(0.0 if has_offsets else 1 << (bits - 1))
 
     def work(task: int, _: int) -> None:
-        rows, columns = load_i64(task + E_ROWS), load_i64(task + E_COLUMNS)
-        ids, stride = load_i64(task + E_IDS), load_i64(task + E_STRIDE)
+        rows, columns = load_i64(task + Embed.ROWS), load_i64(task + Embed.COLUMNS)
+        ids, stride = load_i64(task + Embed.IDS), load_i64(task + Embed.STRIDE)
         blocks = columns // 32
         room = blocks * groups * 16 * width
         while True:
-            row = fetch_add(task + E_NEXT, 1)
+            row = fetch_add(task + Embed.NEXT, 1)
             if row >= rows:
                 return
             index = load_i64(ids + 8 * row)
-            tile, lane = load_i64(task + E_WEIGHT) + index // 16 * stride, index % 16
-            out = load_i64(task + E_OUT) + row * load_i64(task + E_OUT_STRIDE)
+            tile, lane = load_i64(task + Embed.WEIGHT) + index // 16 * stride, index % 16
+            out = load_i64(task + Embed.OUT) + row * load_i64(task + Embed.OUT_STRIDE)
             scales = tile + blocks * size
             offsets = scales + room
             factors = offsets + room if has_offsets else offsets

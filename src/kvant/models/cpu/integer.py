@@ -50,17 +50,6 @@ _LINE = 64
 _ZERO = {8: 7, 6: 5, 4: 3}
 """The code that stands for zero, by bits, in formats without offsets: 2 to this power."""
 
-(
-    P_NEXT, P_WEIGHT, P_STRIDE, P_SCALES, P_BIAS, P_OUTPUTS, P_COLUMNS, P_CHUNK, P_X, P_X_STRIDE, P_OUT,
-    P_OUT_STRIDE, P_ROWS,
-) = (
-    int(f) for f in (
-        Product.NEXT, Product.WEIGHT, Product.STRIDE, Product.SCALES, Product.BIAS, Product.OUTPUTS,
-        Product.COLUMNS, Product.CHUNK, Product.X, Product.X_STRIDE, Product.OUT, Product.OUT_STRIDE,
-        Product.ROWS,
-    )
-)  # fmt: skip
-
 
 def _codes(b: Any, code: Code, at: Any) -> list[Any]:
     """The codes of a block as 8 vectors FOURS, of inputs 4 s .. 4 s + 3, 0 .. 2^bits - 1."""
@@ -208,15 +197,15 @@ def integer_worker(code: Code, digits: int) -> int:
     number, eight = int(code), digits == EIGHT_BITS
 
     def work(task: int, _: int) -> None:
-        weight, stride = load_i64(task + P_WEIGHT), load_i64(task + P_STRIDE)
-        scales, bias = load_i64(task + P_SCALES), load_i64(task + P_BIAS)
-        outputs, blocks = load_i64(task + P_OUTPUTS), load_i64(task + P_COLUMNS) // 32
-        x, x_stride = load_i64(task + P_X), load_i64(task + P_X_STRIDE)
-        out, out_stride = load_i64(task + P_OUT), load_i64(task + P_OUT_STRIDE)
-        rows, chunk = load_i64(task + P_ROWS), load_i64(task + P_CHUNK)
+        weight, stride = load_i64(task + Product.WEIGHT), load_i64(task + Product.STRIDE)
+        scales, bias = load_i64(task + Product.SCALES), load_i64(task + Product.BIAS)
+        outputs, blocks = load_i64(task + Product.OUTPUTS), load_i64(task + Product.COLUMNS) // 32
+        x, x_stride = load_i64(task + Product.X), load_i64(task + Product.X_STRIDE)
+        out, out_stride = load_i64(task + Product.OUT), load_i64(task + Product.OUT_STRIDE)
+        rows, chunk = load_i64(task + Product.ROWS), load_i64(task + Product.CHUNK)
         tiles = (outputs + 15) // 16
         while True:
-            first = fetch_add(task + P_NEXT, chunk)
+            first = fetch_add(task + Product.NEXT, chunk)
             if first >= tiles:
                 return
             end = min(tiles, first + chunk)

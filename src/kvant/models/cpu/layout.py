@@ -4,32 +4,30 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from kvant.kernels.cpu.fields import LINE, Fields
+from kvant.kernels.cpu.fields import LINE, Fields, plain
+
+HEAD = range(0, 40, 8)
+"""Every task begins with these fields: NEXT (dealt out while running), TEAM (the block of these threads, in
+the same place in tasks of attention), TICKET, WORKER (void(task, _), which all threads run until nothing
+is left) and ROWS.
+"""
 
 
+@plain
 class Task(Fields):
-    """The head of every task. WORKER: void(task, _), which all threads run until nothing is left.
-    TEAM: the block of these threads, in the same place in tasks of attention.
-    """
+    """What all tasks have."""
 
-    NEXT = auto()  # dealt out while running
-    TEAM = auto()
-    TICKET = auto()
-    WORKER = auto()
-    ROWS = auto()
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
 
 
+@plain
 class Product(Fields):
     """out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight + bias. With a narrow weight x is rounded, see `Round`.
 
     With one, STRIDE is that of tiles of 16 outputs, and SCALES and BIAS have whole tiles.
     """
 
-    NEXT = auto()
-    TEAM = auto()
-    TICKET = auto()
-    WORKER = auto()
-    ROWS = auto()
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     WEIGHT = auto()
     STRIDE = auto()
     SCALES = auto()  # of outputs, 0 without
@@ -44,14 +42,11 @@ class Product(Fields):
     END = auto()
 
 
+@plain
 class Round(Fields):
     """out[ROWS] = x[ROWS, COLUMNS] as integers, see `kvant.models.cpu.rounding`."""
 
-    NEXT = auto()
-    TEAM = auto()
-    TICKET = auto()
-    WORKER = auto()
-    ROWS = auto()
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     X = auto()
     X_STRIDE = auto()
     OUT = auto()
@@ -60,14 +55,11 @@ class Round(Fields):
     END = auto()
 
 
+@plain
 class Embed(Fields):
     """out[ROWS, COLUMNS] = rows IDS of a narrow weight, decoded."""
 
-    NEXT = auto()
-    TEAM = auto()
-    TICKET = auto()
-    WORKER = auto()
-    ROWS = auto()
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     IDS = auto()
     WEIGHT = auto()
     STRIDE = auto()
@@ -77,14 +69,11 @@ class Embed(Fields):
     END = auto()
 
 
+@plain
 class Norm(Fields):
     """out = norm of x, or of x + residual; row i of x and residual is INDEX[i], or i without."""
 
-    NEXT = auto()
-    TEAM = auto()
-    TICKET = auto()
-    WORKER = auto()
-    ROWS = auto()
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     X = auto()
     RESIDUAL = auto()
     WEIGHT = auto()
@@ -95,14 +84,11 @@ class Norm(Fields):
     END = auto()
 
 
+@plain
 class Rotate(Fields):
     """q and k of qkv [ROWS, (Q_HEADS + 2 KV_HEADS) * HEAD_DIM] normed by head, and rotated, in place."""
 
-    NEXT = auto()
-    TEAM = auto()
-    TICKET = auto()
-    WORKER = auto()
-    ROWS = auto()
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     QKV = auto()
     Q_HEADS = auto()
     KV_HEADS = auto()
@@ -115,20 +101,18 @@ class Rotate(Fields):
     END = auto()
 
 
+@plain
 class Gate(Fields):
     """out[ROWS, WIDTH] = silu(gate) * up, of gate_up [ROWS, 2 * WIDTH]."""
 
-    NEXT = auto()
-    TEAM = auto()
-    TICKET = auto()
-    WORKER = auto()
-    ROWS = auto()
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     GATE_UP = auto()
     OUT = auto()
     WIDTH = auto()
     END = auto()
 
 
+@plain
 class StepFields(Fields):
     """Arguments that all operations of one forward share."""
 
@@ -151,6 +135,7 @@ class StepFields(Fields):
     END = auto()
 
 
+@plain
 class Team(Fields):
     """Threads that run one forward together; fields that are waited for have cache lines of their own."""
 
@@ -171,6 +156,7 @@ class Team(Fields):
     END = auto()
 
 
+@plain
 class Kind(IntEnum):
     """Kind of an operation of a program."""
 
@@ -180,6 +166,7 @@ class Kind(IntEnum):
     ATTEND = 3
 
 
+@plain
 class Operation(Fields):
     """One operation. ALONE: rows up to which one thread does it, since waking others costs more."""
 

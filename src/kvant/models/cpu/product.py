@@ -40,16 +40,6 @@ _FETCHED_AHEAD = 4096  # bytes of each weight row's own stream
 _LINE = 64
 _ZERO = every(FLOATS, 0.0)
 
-P_NEXT, P_WEIGHT, P_STRIDE, P_BIAS = (
-    int(f) for f in (Product.NEXT, Product.WEIGHT, Product.STRIDE, Product.BIAS)
-)
-P_OUTPUTS, P_COLUMNS, P_CHUNK, P_X, P_X_STRIDE, P_OUT, P_OUT_STRIDE, P_ROWS = (
-    int(f) for f in (
-        Product.OUTPUTS, Product.COLUMNS, Product.CHUNK, Product.X, Product.X_STRIDE, Product.OUT,
-        Product.OUT_STRIDE, Product.ROWS,
-    )
-)  # fmt: skip
-
 
 def _pairs(count: int, half: int) -> list[tuple[int, int, list[int], list[int]]]:
     """One level of `_sums`: which two vectors meet, and the lanes of both that are added.
@@ -155,19 +145,19 @@ def product_worker() -> int:
     most, at_once = ROWS, OUTPUTS
 
     def work(task: int, _: int) -> None:
-        weight, stride = load_i64(task + P_WEIGHT), load_i64(task + P_STRIDE)
-        outputs, columns = load_i64(task + P_OUTPUTS), load_i64(task + P_COLUMNS)
-        x, x_stride = load_i64(task + P_X), load_i64(task + P_X_STRIDE)
-        out, out_stride = load_i64(task + P_OUT), load_i64(task + P_OUT_STRIDE)
+        weight, stride = load_i64(task + Product.WEIGHT), load_i64(task + Product.STRIDE)
+        outputs, columns = load_i64(task + Product.OUTPUTS), load_i64(task + Product.COLUMNS)
+        x, x_stride = load_i64(task + Product.X), load_i64(task + Product.X_STRIDE)
+        out, out_stride = load_i64(task + Product.OUT), load_i64(task + Product.OUT_STRIDE)
         rows, chunk, bias = (
-            load_i64(task + P_ROWS),
-            load_i64(task + P_CHUNK),
-            load_i64(task + P_BIAS),
+            load_i64(task + Product.ROWS),
+            load_i64(task + Product.CHUNK),
+            load_i64(task + Product.BIAS),
         )
         pairs = columns // 32
         tiles = (rows + most - 1) // most
         while True:
-            first = fetch_add(task + P_NEXT, chunk)
+            first = fetch_add(task + Product.NEXT, chunk)
             if first >= outputs:
                 return
             end = min(outputs, first + chunk)

@@ -42,11 +42,6 @@ EXACT, EIGHT_BITS = 3, 1
 _LARGEST = {EXACT: 127.0 * 2**16, EIGHT_BITS: 127.0}
 _SMALLEST = 1e-30  # of a block's largest magnitude: below, its numbers are zero
 _ROWS_AT_ONCE = 4
-R_NEXT, R_ROWS, R_X, R_X_STRIDE, R_OUT, R_OUT_STRIDE, R_COLUMNS = (
-    int(f) for f in (
-        Round.NEXT, Round.ROWS, Round.X, Round.X_STRIDE, Round.OUT, Round.OUT_STRIDE, Round.COLUMNS,
-    )
-)  # fmt: skip
 
 
 def block_bytes(digits: int) -> int:
@@ -109,14 +104,14 @@ def round_worker(digits: int) -> int:
     size, at_once = block_bytes(digits), _ROWS_AT_ONCE
 
     def work(task: int, _: int) -> None:
-        rows, blocks = load_i64(task + R_ROWS), load_i64(task + R_COLUMNS) // 32
+        rows, blocks = load_i64(task + Round.ROWS), load_i64(task + Round.COLUMNS) // 32
         while True:
-            first = fetch_add(task + R_NEXT, at_once)
+            first = fetch_add(task + Round.NEXT, at_once)
             if first >= rows:
                 return
             for row in range(first, min(rows, first + at_once)):
-                x = load_i64(task + R_X) + row * load_i64(task + R_X_STRIDE)
-                out = load_i64(task + R_OUT) + row * load_i64(task + R_OUT_STRIDE)
+                x = load_i64(task + Round.X) + row * load_i64(task + Round.X_STRIDE)
+                out = load_i64(task + Round.OUT) + row * load_i64(task + Round.OUT_STRIDE)
                 for block in range(blocks):
                     _round(digits, x + 128 * block, out + size * block)
 

@@ -38,21 +38,6 @@ from kvant.kernels.cpu.vector import (
 from kvant.models.cpu.layout import Gate, Norm, Rotate
 
 ROWS_AT_ONCE = 4
-N_NEXT, N_ROWS, N_X, N_RESIDUAL, N_WEIGHT, N_OUT, N_INDEX, N_WIDTH, N_EPS = (
-    int(f) for f in (
-        Norm.NEXT, Norm.ROWS, Norm.X, Norm.RESIDUAL, Norm.WEIGHT, Norm.OUT, Norm.INDEX, Norm.WIDTH,
-        Norm.EPS,
-    )
-)  # fmt: skip
-R_NEXT, R_ROWS, R_QKV, R_Q_HEADS, R_KV_HEADS, R_HEAD_DIM, R_COS, R_SIN, R_Q_NORM, R_K_NORM, R_EPS = (
-    int(f) for f in (
-        Rotate.NEXT, Rotate.ROWS, Rotate.QKV, Rotate.Q_HEADS, Rotate.KV_HEADS, Rotate.HEAD_DIM,
-        Rotate.COS, Rotate.SIN, Rotate.Q_NORM, Rotate.K_NORM, Rotate.EPS,
-    )
-)  # fmt: skip
-G_NEXT, G_ROWS, G_GATE_UP, G_OUT, G_WIDTH = (
-    int(f) for f in (Gate.NEXT, Gate.ROWS, Gate.GATE_UP, Gate.OUT, Gate.WIDTH)
-)
 _PLAIN, _ADD, _ADD_ONLY_HERE = 0, 1, 2
 _ONE = np.float32(1)
 
@@ -150,12 +135,16 @@ def _factor(squares: float, width: int, eps: float) -> float:
 
 
 def _norm(task: int, _: int) -> None:
-    rows, width = load_i64(task + N_ROWS), load_i64(task + N_WIDTH)
-    eps, weight = float_of(load_i64(task + N_EPS)), load_i64(task + N_WEIGHT)
-    x, residual, out = load_i64(task + N_X), load_i64(task + N_RESIDUAL), load_i64(task + N_OUT)
-    index, vectors, size = load_i64(task + N_INDEX), width // 16, 4 * width
+    rows, width = load_i64(task + Norm.ROWS), load_i64(task + Norm.WIDTH)
+    eps, weight = float_of(load_i64(task + Norm.EPS)), load_i64(task + Norm.WEIGHT)
+    x, residual, out = (
+        load_i64(task + Norm.X),
+        load_i64(task + Norm.RESIDUAL),
+        load_i64(task + Norm.OUT),
+    )
+    index, vectors, size = load_i64(task + Norm.INDEX), width // 16, 4 * width
     while True:
-        first = fetch_add(task + N_NEXT, ROWS_AT_ONCE)
+        first = fetch_add(task + Norm.NEXT, ROWS_AT_ONCE)
         if first >= rows:
             return
         for row in range(first, min(rows, first + ROWS_AT_ONCE)):
@@ -175,21 +164,21 @@ def _norm(task: int, _: int) -> None:
 
 
 def _rotate(task: int, _: int) -> None:
-    rows, eps = load_i64(task + R_ROWS), float_of(load_i64(task + R_EPS))
-    q_heads, kv_heads = load_i64(task + R_Q_HEADS), load_i64(task + R_KV_HEADS)
-    head_dim, qkv = load_i64(task + R_HEAD_DIM), load_i64(task + R_QKV)
+    rows, eps = load_i64(task + Rotate.ROWS), float_of(load_i64(task + Rotate.EPS))
+    q_heads, kv_heads = load_i64(task + Rotate.Q_HEADS), load_i64(task + Rotate.KV_HEADS)
+    head_dim, qkv = load_i64(task + Rotate.HEAD_DIM), load_i64(task + Rotate.QKV)
     half = head_dim // 2
     while True:
-        first = fetch_add(task + R_NEXT, ROWS_AT_ONCE)
+        first = fetch_add(task + Rotate.NEXT, ROWS_AT_ONCE)
         if first >= rows:
             return
         for row in range(first, min(rows, first + ROWS_AT_ONCE)):
             start = qkv + row * (q_heads + 2 * kv_heads) * head_dim * 4
-            cos = load_i64(task + R_COS) + row * half * 4
-            sin = load_i64(task + R_SIN) + row * half * 4
+            cos = load_i64(task + Rotate.COS) + row * half * 4
+            sin = load_i64(task + Rotate.SIN) + row * half * 4
             for head in range(q_heads + kv_heads):
                 at = start + head * head_dim * 4
-                weight = load_i64(task + (R_Q_NORM if head < q_heads else R_K_NORM))
+                weight = load_i64(task + (Rotate.Q_NORM if head < q_heads else Rotate.K_NORM))
                 if weight:
                     factor = _factor(_squares(0, at, at, head_dim // 16), head_dim, eps)
                     _scaled(0, at, at, factor, weight, at, head_dim // 16)
@@ -201,10 +190,10 @@ def _rotate(task: int, _: int) -> None:
 
 
 def _gate(task: int, _: int) -> None:
-    rows, width = load_i64(task + G_ROWS), load_i64(task + G_WIDTH)
-    gate_up, out = load_i64(task + G_GATE_UP), load_i64(task + G_OUT)
+    rows, width = load_i64(task + Gate.ROWS), load_i64(task + Gate.WIDTH)
+    gate_up, out = load_i64(task + Gate.GATE_UP), load_i64(task + Gate.OUT)
     while True:
-        first = fetch_add(task + G_NEXT, ROWS_AT_ONCE)
+        first = fetch_add(task + Gate.NEXT, ROWS_AT_ONCE)
         if first >= rows:
             return
         for row in range(first, min(rows, first + ROWS_AT_ONCE)):

@@ -10,32 +10,22 @@ from kvant.models.cpu.layout import StepFields, Team
 from kvant.models.cpu.program import operate
 from kvant.models.cpu.team import share_address, take_part_address, yield_address
 
-S_PARALLEL, S_THREADS, S_TEAM = (
-    int(f) for f in (StepFields.PARALLEL, StepFields.THREADS, StepFields.TEAM)
-)
-M_JOBS, M_DONE, M_TICKET, M_STEP, M_OPERATIONS, M_FIRST, M_LAST, M_TAKE_PART = (
-    int(f) for f in (
-        Team.JOBS, Team.DONE, Team.TICKET, Team.STEP, Team.OPERATIONS, Team.FIRST, Team.LAST,
-        Team.TAKE_PART,
-    )
-)  # fmt: skip
-
 
 def _run(step: int, operations: int, first: int, end: int) -> int:
     """Operations first .. end - 1; end."""
-    parallel, threads = load_i64(step + S_PARALLEL), load_i64(step + S_THREADS)
-    team = load_i64(step + S_TEAM)
+    parallel, threads = load_i64(step + StepFields.PARALLEL), load_i64(step + StepFields.THREADS)
+    team = load_i64(step + StepFields.TEAM)
     if threads == 1 or parallel == 0:
         operate(step, operations, first, end, 0, 0)
         return end
-    store_i64(team + M_JOBS, 0)
-    store_i64(team + M_DONE, 0)
-    store_i64(team + M_TICKET, 0)
-    store_i64(team + M_STEP, step)
-    store_i64(team + M_OPERATIONS, operations)
-    store_i64(team + M_FIRST, first)
-    store_i64(team + M_LAST, end)
-    fork(parallel, load_i64(team + M_TAKE_PART), team, threads)
+    store_i64(team + Team.JOBS, 0)
+    store_i64(team + Team.DONE, 0)
+    store_i64(team + Team.TICKET, 0)
+    store_i64(team + Team.STEP, step)
+    store_i64(team + Team.OPERATIONS, operations)
+    store_i64(team + Team.FIRST, first)
+    store_i64(team + Team.LAST, end)
+    fork(parallel, load_i64(team + Team.TAKE_PART), team, threads)
     return end
 
 

@@ -21,16 +21,6 @@ from kvant.kernels.cpu.vector import I64, call, fetch_add, load_i64, run_at, sto
 from kvant.models.cpu.layout import Task, Team
 from kvant.models.cpu.program import operate
 
-(
-    M_JOBS, M_DONE, M_TICKET, M_FUNCTION, M_DATA, M_OTHERS, M_COUNT, M_YIELD, M_SHARE, M_STEP,
-    M_OPERATIONS, M_FIRST, M_LAST,
-) = (
-    int(f) for f in (
-        Team.JOBS, Team.DONE, Team.TICKET, Team.FUNCTION, Team.DATA, Team.OTHERS,
-        Team.COUNT_THREADS, Team.YIELD, Team.SHARE, Team.STEP, Team.OPERATIONS, Team.FIRST, Team.LAST,
-    )
-)  # fmt: skip
-T_TEAM = int(Task.TEAM)
 _SPINS = 2000
 
 
@@ -80,39 +70,39 @@ def _wait(address: int, value: int, give_way: int) -> None:
 @njit(error_model="numpy")
 def _announce(team: int, function: int, data: int) -> int:
     """Announce a job; return the number of jobs so far."""
-    store_i64(team + M_FUNCTION, function)
-    store_i64(team + M_DATA, data)
-    return fetch_add(team + M_JOBS, 1) + 1
+    store_i64(team + Team.FUNCTION, function)
+    store_i64(team + Team.DATA, data)
+    return fetch_add(team + Team.JOBS, 1) + 1
 
 
 def _share(function: int, data: int, threads: int, flags: int) -> None:
     """In GOMP_parallel's place: run function(data) on every thread of the team that data names."""
-    team = load_i64(data + T_TEAM)
+    team = load_i64(data + Task.TEAM)
     jobs = _announce(team, function, data)
     run_at(function, data, 0)
-    _wait(team + M_DONE, jobs * load_i64(team + M_OTHERS), load_i64(team + M_YIELD))
+    _wait(team + Team.DONE, jobs * load_i64(team + Team.OTHERS), load_i64(team + Team.YIELD))
 
 
 def _take_part(team: int, _: int) -> None:
     """What every thread of the region does."""
-    give_way = load_i64(team + M_YIELD)
-    if fetch_add(team + M_TICKET, 1) == 0:
-        store_i64(team + M_OTHERS, _ask(load_i64(team + M_COUNT)) - 1)
+    give_way = load_i64(team + Team.YIELD)
+    if fetch_add(team + Team.TICKET, 1) == 0:
+        store_i64(team + Team.OTHERS, _ask(load_i64(team + Team.COUNT_THREADS)) - 1)
         operate(
-            load_i64(team + M_STEP), load_i64(team + M_OPERATIONS), load_i64(team + M_FIRST),
-            load_i64(team + M_LAST), load_i64(team + M_SHARE), team,
+            load_i64(team + Team.STEP), load_i64(team + Team.OPERATIONS), load_i64(team + Team.FIRST),
+            load_i64(team + Team.LAST), load_i64(team + Team.SHARE), team,
         )  # fmt: skip
         _announce(team, 0, 0)
         return
     seen = 0
     while True:
         seen += 1
-        _wait(team + M_JOBS, seen, give_way)
-        function = load_i64(team + M_FUNCTION)
+        _wait(team + Team.JOBS, seen, give_way)
+        function = load_i64(team + Team.FUNCTION)
         if function == 0:
             return
-        run_at(function, load_i64(team + M_DATA), 0)
-        fetch_add(team + M_DONE, 1)
+        run_at(function, load_i64(team + Team.DATA), 0)
+        fetch_add(team + Team.DONE, 1)
 
 
 @cache

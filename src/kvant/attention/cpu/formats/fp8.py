@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvant.attention.cpu.arithmetic import ROW_OUTER, bound_row, e4m3_code, e5m2_code, row_of
+from kvant.attention.cpu.arithmetic import bound_row, e4m3_code, e5m2_code, row_of
 from kvant.attention.cpu.codes import E4M3, E4M3_FACTOR, load_bytes, unpack_bytes, wide
 from kvant.attention.cpu.format import Kernels
+from kvant.attention.cpu.layout import Row
 from kvant.kernels.cpu.vector import FLOATS, HALVES, float_of, load_f32, load_i64, store_u8
 from kvant.kv.format import Encoding, KVFormat
 
@@ -17,7 +18,7 @@ _E5M2 = wide(  # the upper half of a float16
 
 def _write_e4m3(row: int, _: int) -> None:
     n, x, codes = row_of(row)
-    outer = float_of(load_i64(row + ROW_OUTER))
+    outer = float_of(load_i64(row + Row.OUTER))
     bound_row(x, n)
     for i in range(n):
         store_u8(codes + i, e4m3_code(load_f32(x + 4 * i) / outer))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from kvant.attention.cpu.arithmetic import (
-    ROW_SCALES,
     bound_row,
     e4m3_code,
     largest_of,
@@ -14,6 +13,7 @@ from kvant.attention.cpu.arithmetic import (
 )
 from kvant.attention.cpu.codes import E4M3, E4M3_FACTOR
 from kvant.attention.cpu.format import Kernels
+from kvant.attention.cpu.layout import Row
 from kvant.kernels.cpu.vector import load_f32, load_i64, store_f32, store_u8
 from kvant.kv.format import Encoding, KVFormat
 
@@ -26,7 +26,7 @@ def _write(row: int, _: int) -> None:
     scale = row_scale(largest_of(x, n), _LARGEST)
     for i in range(n):
         store_u8(codes + i, e4m3_code(load_f32(x + 4 * i) / scale))
-    store_f32(load_i64(row + ROW_SCALES), scale)
+    store_f32(load_i64(row + Row.SCALES), scale)
 
 
 def kernels(declared: KVFormat) -> Kernels:

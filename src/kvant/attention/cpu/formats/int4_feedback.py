@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from kvant.attention.cpu.arithmetic import ROW_OUTER, ZERO, clamped, pack_nibbles, row_of
+from kvant.attention.cpu.arithmetic import ZERO, clamped, pack_nibbles, row_of
 from kvant.attention.cpu.codes import packed
 from kvant.attention.cpu.format import Kernels
 from kvant.attention.cpu.formats.int4_per_token_head import LARGEST, scaled
+from kvant.attention.cpu.layout import Row
 from kvant.kernels.cpu.vector import load_f32, load_i64, nearest, store_f32
 from kvant.kv.format import KVFormat
 
 
 def _write(row: int, _: int) -> None:
     n, x, codes = row_of(row)
-    matrix = load_i64(row + ROW_OUTER)
+    matrix = load_i64(row + Row.OUTER)
     scale, zero_point = scaled(row)
     if scale != scale:
         return

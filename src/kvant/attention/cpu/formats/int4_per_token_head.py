@@ -9,7 +9,6 @@ from numba import njit
 
 from kvant.attention.cpu.arithmetic import (
     NAN_BITS,
-    ROW_SCALES,
     ZERO,
     bound_row,
     clamped,
@@ -21,6 +20,7 @@ from kvant.attention.cpu.arithmetic import (
 )
 from kvant.attention.cpu.codes import packed
 from kvant.attention.cpu.format import Kernels
+from kvant.attention.cpu.layout import Row
 from kvant.attention.cpu.rotate import rotate_in_place
 from kvant.kernels.cpu.vector import (
     bits_of,
@@ -45,7 +45,7 @@ def scaled(row: int) -> tuple[Any, Any]:
     The scale of a row with NaN is NaN, and its codes are stored as 0.
     """
     n, x, codes = row_of(row)
-    scales = load_i64(row + ROW_SCALES)
+    scales = load_i64(row + Row.SCALES)
     bound_row(x, n)
     rotate_in_place(x, n)
     low = high = ZERO

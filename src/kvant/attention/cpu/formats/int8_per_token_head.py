@@ -8,7 +8,6 @@ import numpy as np
 from llvmlite import ir
 
 from kvant.attention.cpu.arithmetic import (
-    ROW_SCALES,
     bound_row,
     clamped,
     clear_codes,
@@ -18,6 +17,7 @@ from kvant.attention.cpu.arithmetic import (
 )
 from kvant.attention.cpu.codes import wide
 from kvant.attention.cpu.format import Kernels
+from kvant.attention.cpu.layout import Row
 from kvant.kernels.cpu.vector import (
     FLOATS,
     I8,
@@ -50,7 +50,7 @@ def _write(row: int, _: int) -> None:
     n, x, codes = row_of(row)
     bound_row(x, n)
     scale = row_scale(largest_of(x, n), _LARGEST)
-    store_f32(load_i64(row + ROW_SCALES), scale)
+    store_f32(load_i64(row + Row.SCALES), scale)
     if scale != scale:
         clear_codes(codes, n)
         return

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from kvant.attention.cpu.arithmetic import LARGEST_HALF, ROW_REAL, ROW_X, clamped, row_of
+from kvant.attention.cpu.arithmetic import LARGEST_HALF, clamped, row_of
 from kvant.attention.cpu.codes import wide
 from kvant.attention.cpu.format import Kernels
-from kvant.attention.cpu.layout import Real
+from kvant.attention.cpu.layout import Real, Row
 from kvant.kernels.cpu.vector import (
     FLOATS,
     HALVES,
@@ -27,7 +27,6 @@ from kvant.kernels.cpu.vector import (
 )
 from kvant.kv.format import Encoding, KVFormat
 
-_FLOAT16, _BFLOAT16 = int(Real.FLOAT16), int(Real.BFLOAT16)
 _LARGEST_BFLOAT16 = np.float32(3.3895313892515355e38)
 
 
@@ -54,8 +53,8 @@ def _write_floats(row: int, _: int) -> None:
 
 def _write_halves(row: int, _: int) -> None:
     n, x, codes = row_of(row)
-    if load_i64(row + ROW_REAL) == _FLOAT16:
-        given = load_i64(row + ROW_X)
+    if load_i64(row + Row.REAL) == Real.FLOAT16:
+        given = load_i64(row + Row.X)
         for i in range(2 * n):
             store_u8(codes + i, load_u8(given + i))
         return
@@ -65,8 +64,8 @@ def _write_halves(row: int, _: int) -> None:
 
 def _write_bfloats(row: int, _: int) -> None:
     n, x, codes = row_of(row)
-    if load_i64(row + ROW_REAL) == _BFLOAT16:
-        given = load_i64(row + ROW_X)
+    if load_i64(row + Row.REAL) == Real.BFLOAT16:
+        given = load_i64(row + Row.X)
         for i in range(2 * n):
             store_u8(codes + i, load_u8(given + i))
         return

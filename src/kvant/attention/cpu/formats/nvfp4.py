@@ -8,9 +8,6 @@ import numpy as np
 from numba import njit
 
 from kvant.attention.cpu.arithmetic import (
-    ROW_E4M3,
-    ROW_OUTER,
-    ROW_SCALES,
     ZERO,
     bound_row,
     clamped,
@@ -20,6 +17,7 @@ from kvant.attention.cpu.arithmetic import (
 )
 from kvant.attention.cpu.codes import packed
 from kvant.attention.cpu.format import Kernels
+from kvant.attention.cpu.layout import Row
 from kvant.kernels.cpu.vector import bits_of, float_of, load_f32, load_i64, nearest, store_u8
 from kvant.kv.codecs.e2m1 import MAGNITUDES
 from kvant.kv.format import Encoding, KVFormat
@@ -40,7 +38,7 @@ def _e2m1_code(x: Any) -> int:
 
 def _write(row: int, _: int) -> None:
     n, x, codes = row_of(row)
-    outer, numbers = float_of(load_i64(row + ROW_OUTER)), load_i64(row + ROW_E4M3)
+    outer, numbers = float_of(load_i64(row + Row.OUTER)), load_i64(row + Row.E4M3)
     bound_row(x, n)
     for block in range(n // 16):
         start = x + 64 * block
@@ -48,7 +46,7 @@ def _write(row: int, _: int) -> None:
         scale = e4m3_code(largest / _LARGEST / outer)
         if scale == 0 and largest > ZERO:
             scale = 1  # 2^-9
-        store_u8(load_i64(row + ROW_SCALES) + block, scale)
+        store_u8(load_i64(row + Row.SCALES) + block, scale)
         step = load_f32(numbers + 4 * scale) * outer
         for i in range(8):
             code = 0

@@ -11,7 +11,6 @@ from numba import njit
 from kvant.attention.cpu.arithmetic import (
     LEAST,
     NAN_BITS,
-    ROW_SCALES,
     ZERO,
     bound_row,
     clear_codes,
@@ -23,6 +22,7 @@ from kvant.attention.cpu.arithmetic import (
 )
 from kvant.attention.cpu.codes import packed
 from kvant.attention.cpu.format import Kernels
+from kvant.attention.cpu.layout import Row
 from kvant.attention.cpu.rotate import rotate_in_place
 from kvant.kernels.cpu.vector import (
     bits_of,
@@ -59,7 +59,7 @@ def _writer(centroids: tuple[float, ...]) -> Callable[[int, int], None]:
 
     def write(row: int, _: int) -> None:
         n, x, codes = row_of(row)
-        scales, sums = load_i64(row + ROW_SCALES), x + 4 * n
+        scales, sums = load_i64(row + Row.SCALES), x + 4 * n
         bound_row(x, n)
         largest = largest_of(x, n)
         if largest != largest:

@@ -8,7 +8,6 @@ import numpy as np
 
 from kvant.attention.cpu.arithmetic import (
     NAN_BITS,
-    ROW_SCALES,
     ZERO,
     bound_row,
     clamped,
@@ -21,6 +20,7 @@ from kvant.attention.cpu.arithmetic import (
 )
 from kvant.attention.cpu.codes import packed
 from kvant.attention.cpu.format import Kernels
+from kvant.attention.cpu.layout import Row
 from kvant.kernels.cpu.vector import float_of, load_f32, load_i64, nearest, store_f16, store_f32
 from kvant.kv.format import KVFormat
 
@@ -30,7 +30,7 @@ def _writer(bits: int) -> Callable[[int, int], None]:
 
     def write(row: int, _: int) -> None:
         n, x, codes = row_of(row)
-        scales = load_i64(row + ROW_SCALES)
+        scales = load_i64(row + Row.SCALES)
         bound_row(x, n)
         largest = largest_of(x, n)
         if largest != largest:

@@ -45,25 +45,34 @@ class QKNorms:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer. qkv: rows of queries, keys and values.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What every decoder layer has around that which mixes its tokens.
 
     attn_in, attn_out, ffn_in, ffn_out: norms of what attention and feed-forward read and of what they
-    give; None for no norm. rotary: which of the model's angles turn q and k; None for none. clip: limit
-    on numbers of qkv. by_head: rows of qkv are those of head 0, then of head 1, .. position_scale: queries
-    are multiplied by 1 + a log(1 + floor(position / b)) for its (a, b). factor: on what is added to the
-    residual sum. gated: rows of a head's queries are followed by those of its gate, whose sigmoid
-    multiplies what the head attends to.
+    give; None for no norm. factor: on what is added to the residual sum.
     """
 
     attn_in: Norm | None
     attn_out: Norm | None
     ffn_in: Norm | None
     ffn_out: Norm | None
+    feed_forward: Dense | Experts
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer(Frame):
+    """A decoder layer with attention. qkv: rows of queries, keys and values.
+
+    rotary: which of the model's angles turn q and k; None for none. clip: limit on numbers of qkv.
+    by_head: rows of qkv are those of head 0, then of head 1, .. position_scale: queries are multiplied
+    by 1 + a log(1 + floor(position / b)) for its (a, b). gated: rows of a head's queries are followed by
+    those of its gate, whose sigmoid multiplies what the head attends to.
+    """
+
     qkv: Linear
     output: Linear
-    feed_forward: Dense | Experts
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
@@ -73,26 +82,19 @@ class Layer:
     clip: float | None
     by_head: bool
     position_scale: tuple[float, float] | None
-    factor: float
     params: AttentionParams
     gated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class MixerLayer:
-    """A decoder layer that mixes tokens by a recurrence. The fields as in `Layer`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerLayer(Frame):
+    """A decoder layer that mixes tokens by a recurrence."""
 
-    attn_in: Norm | None
-    attn_out: Norm | None
-    ffn_in: Norm | None
-    ffn_out: Norm | None
     mixer: Mixer
-    feed_forward: Dense | Experts
-    factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class LatentLayer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentLayer(Frame):
     """A decoder layer that stores one latent of a token for all heads: see `kvant.models.fused.latent`.
 
     entry: rows of queries, or of what q_up takes once q_norm has normalised it; then of the latent and
@@ -101,10 +103,6 @@ class LatentLayer:
     `Layer`.
     """
 
-    attn_in: Norm | None
-    attn_out: Norm | None
-    ffn_in: Norm | None
-    ffn_out: Norm | None
     entry: Linear
     q_norm: Norm | None
     q_up: Linear | None
@@ -112,13 +110,11 @@ class LatentLayer:
     expanding: Tensor
     nope: int
     output: Linear
-    feed_forward: Dense | Experts
     num_q_heads: int
     rotary_width: int
     rotary: int
     pairing: Pairing
     position_scale: tuple[float, float] | None
-    factor: float
     params: AttentionParams
 
     @property

@@ -5,7 +5,7 @@ Joined weights replace the module's own, which become views of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -130,38 +130,22 @@ class _Reader:
         self, index: int, layer: Any, geometry: LayerGeometry
     ) -> Layer | LatentLayer | MixerLayer:
         recipe = self._recipe
-        block, attend = recipe.block, recipe.attention
+        attend = recipe.attention
         mixer = mixer_of(layer) if recipe.mixers else None
         if mixer is not None:
             name = f"{type(layer).__name__} (layer {index})"
-            return MixerLayer(
-                attn_in=self._optional(layer, block.attn_in),
-                attn_out=self._optional(layer, block.attn_out),
-                ffn_in=self._optional(layer, block.ffn_in),
-                ffn_out=self._optional(layer, block.ffn_out),
-                mixer=mixer,
-                feed_forward=self.feed_forward(
-                    getattr(layer, recipe.feed_forward.module), layer, name
-                ),
-                factor=1.0,
-            )
+            return MixerLayer(**self._frame(layer, name), mixer=mixer)
         attention = getattr(layer, attend.module)
         name = f"{type(attention).__name__} (layer {index})"
         self._check(attention, geometry, name)
-        factor = 1.0
-        if block.residual_multiplier is not None:
-            factor = float(getattr(layer, block.residual_multiplier))
+        frame = self._frame(layer, name)
         if geometry.attention is Attention.MLA:
-            return self._latent(index, layer, attention, geometry, factor, name)
+            return self._latent(index, attention, geometry, frame, name)
         clip = _config(self._config, attend.clip)
         return Layer(
-            attn_in=self._optional(layer, block.attn_in),
-            attn_out=self._optional(layer, block.attn_out),
-            ffn_in=self._optional(layer, block.ffn_in),
-            ffn_out=self._optional(layer, block.ffn_out),
+            **frame,
             qkv=join([getattr(attention, p) for p in attend.projections], self._multiply, name),
             output=join([getattr(attention, attend.output)], self._multiply, name),
-            feed_forward=self.feed_forward(getattr(layer, recipe.feed_forward.module), layer, name),
             num_q_heads=geometry.num_q_heads,
             num_kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim_k,
@@ -171,7 +155,6 @@ class _Reader:
             clip=None if clip is None else float(clip),
             by_head=attend.by_head,
             position_scale=self._position_scale(),
-            factor=factor,
             params=AttentionParams(
                 scale=float(attention.scaling),
                 window=geometry.window,
@@ -184,13 +167,13 @@ class _Reader:
     def _latent(
         self,
         index: int,
-        layer: Any,
         attention: Any,
         geometry: LayerGeometry,
-        factor: float,
+        frame: Mapping[str, Any],
         name: str,
     ) -> LatentLayer:
-        recipe, block, attend = self._recipe, self._recipe.block, self._recipe.attention
+        """frame: what `_frame` gives."""
+        recipe, attend = self._recipe, self._recipe.attention
         q_norm, q_up = None, None
         first = getattr(attention, "q_proj", None)
         if first is None:
@@ -204,10 +187,7 @@ class _Reader:
         if rotary is None or expand.shape[2] != rank:
             raise EngineFault(f"{name} keeps latents of another shape than the plan says")
         return LatentLayer(
-            attn_in=self._optional(layer, block.attn_in),
-            attn_out=self._optional(layer, block.attn_out),
-            ffn_in=self._optional(layer, block.ffn_in),
-            ffn_out=self._optional(layer, block.ffn_out),
+            **frame,
             entry=self._beside(first, attention.kv_a_proj_with_mqa, name),
             q_norm=q_norm,
             q_up=q_up,
@@ -215,15 +195,29 @@ class _Reader:
             expanding=expand,
             nope=int(attention.qk_nope_head_dim),
             output=join([getattr(attention, attend.output)], self._multiply, name),
-            feed_forward=self.feed_forward(getattr(layer, recipe.feed_forward.module), layer, name),
             num_q_heads=heads,
             rotary_width=geometry.head_dim_k - rank,
             rotary=rotary,
             pairing=self._pairing(),
             position_scale=self._position_scale(),
-            factor=factor,
             params=AttentionParams(scale=float(attention.scaling)),
         )
+
+    def _frame(self, layer: Any, name: str) -> Mapping[str, Any]:
+        """The fields of `Frame`."""
+        recipe, block = self._recipe, self._recipe.block
+        factor = 1.0
+        if block.residual_multiplier is not None:
+            factor = float(getattr(layer, block.residual_multiplier))
+        module = getattr(layer, recipe.feed_forward.module)
+        return {
+            "attn_in": self._optional(layer, block.attn_in),
+            "attn_out": self._optional(layer, block.attn_out),
+            "ffn_in": self._optional(layer, block.ffn_in),
+            "ffn_out": self._optional(layer, block.ffn_out),
+            "feed_forward": self.feed_forward(module, layer, name),
+            "factor": factor,
+        }
 
     def _beside(self, first: Any, second: Any, name: str) -> Linear:
         """One product for both, or two where one of them alone has a bias."""

@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import read_headers
-from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_experts, named_stack
+from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_experts
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.sharding.cuts import Cut
 from kvant.models.sharding.narrow import cut_part
@@ -420,13 +420,11 @@ class _Round(ConversionOps):
                 numbers = weight.transpose(1, 2) if module.clamped else weight
                 self._check(name, numbers, module.shapes[product])
                 stack = encode_stack(numbers, module.formats[product])
-                parts = named_stack(product, stack)
-                found |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
+                found |= named_tensors(name, stack.whole)
                 continue
             assert isinstance(module, NarrowLinear)
             self._check(name, weight, (module.out_features, module.in_features))
-            made = encode_in_parts(weight, module.format)
-            found |= {f"{owner}.{part}": tensor for part, tensor in named_tensors(made).items()}
+            found |= named_tensors(name, encode_in_parts(weight, module.format))
         return found
 
     def _check(self, name: str, weight: Tensor, expected: tuple[int, ...]) -> None:

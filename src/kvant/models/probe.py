@@ -27,7 +27,7 @@ from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeom
 from kvant.models.classes import auto_class
 from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.families import name_of
-from kvant.models.geometry.fields import Fields
+from kvant.models.geometry.fields import Fields, text_section
 from kvant.models.geometry.read import read_dtype, read_max_model_len, read_state_dtype
 from kvant.models.modules.keywords import handing_over
 from kvant.models.quiet import quiet_transformers
@@ -107,7 +107,7 @@ def probe(config: Mapping[str, Any]) -> Probed:
                 why=str(fault),
                 ways_out=(WayOut("choose a model of another family: docs/models.md lists them"),),
             ) from None
-    sections = Fields(config), Fields(_section(config))
+    sections = Fields(config), Fields(text_section(config))
     limit = read_max_model_len(sections[1])
     if limit is None:
         said = getattr(text, "max_position_embeddings", None)
@@ -123,11 +123,6 @@ def probe(config: Mapping[str, Any]) -> Probed:
         state_dtype=read_state_dtype(sections[1]),
     )
     return Probed(geometry, sum(parameter.numel() for parameter in module.parameters()))
-
-
-def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config")
-    return text if isinstance(text, Mapping) else config
 
 
 def _config(config: Mapping[str, Any]) -> PreTrainedConfig:

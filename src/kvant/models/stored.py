@@ -15,8 +15,13 @@ from typing import Any
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
-from kvant.models.geometry.fields import Fields, shown
-from kvant.models.geometry.weight_recipe import names_chosen
+from kvant.models.geometry.fields import Fields, shown, text_section
+from kvant.models.geometry.weight_recipe import (
+    is_sparse,
+    linear_groups,
+    names_chosen,
+    targets_chosen,
+)
 from kvant.models.quantization import Activations
 from kvant.weights.format import (
     BLOCK_TYPES,
@@ -146,8 +151,7 @@ _ROUNDED = _EXPERTS_APART | {"gpt_oss", "mixtral"}
 
 def refuse_rounding_experts(config: Mapping[str, Any]) -> str | None:
     """Why experts cannot be rounded while they are loaded, or None; also for models without experts."""
-    text = config.get("text_config")
-    family = (text if isinstance(text, Mapping) else config).get("model_type")
+    family = text_section(config).get("model_type")
     if not lists_experts(config) or family in _ROUNDED:
         return None
     return f"experts of {shown(family)} are not rounded"
@@ -176,8 +180,7 @@ def read_blocks(config: Mapping[str, Any]) -> Stored | None:
 
 def lists_experts(config: Mapping[str, Any]) -> bool:
     """Whether a config.json says that layers choose among experts."""
-    text = config.get("text_config")
-    sections = [config, text] if isinstance(text, Mapping) else [config]
+    sections = config, text_section(config)
     return any(section.get(field) for section in sections for field in _EXPERT_FIELDS)
 
 
@@ -236,9 +239,15 @@ def _int4(dialect: Dialect, size: int, *, zero_points: bool) -> Scheme | NotStor
     """Groups of any supported size; a scale per output becomes equal scales of groups of 128."""
     if size < 0:
         return NotStored("4-bit weights with a scale per output have no groups")
+    return _grouped(dialect, "int4", Code.INT4, size, zero_points)
+
+
+def _grouped(
+    dialect: Dialect, name: str, code: Code, size: int | None, zero_points: bool = False
+) -> Scheme | NotStored:
     if size not in (32, 64, 128):
         return NotStored(f"groups of {size} inputs are not 32, 64 or 128")
-    return Scheme(dialect, WeightFormat("int4", Code.INT4, 1, size, Scale.FLOAT16, zero_points))
+    return Scheme(dialect, WeightFormat(name, code, 1, size, Scale.FLOAT16, zero_points))
 
 
 def _modelopt(fields: Fields) -> Stored | NotStored:
@@ -252,25 +261,16 @@ def _modelopt(fields: Fields) -> Stored | NotStored:
 
 
 def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
-    sparse = fields.inside("sparsity_config")
-    if sparse is not None and sparse.text("format") not in (None, "dense"):
+    if is_sparse(fields):
         return NotStored("the weights are sparse")
     groups: list[tuple[Callable[[str], bool] | None, Scheme]] = []
     declared: list[str] = []
     rounded: list[bool] = []
-    listed = fields.inside("config_groups")
-    for name in () if listed is None else listed.names():
-        assert listed is not None
-        group = listed.inside(name)
-        weights = None if group is None else group.inside("weights")
-        if group is None or weights is None:
-            continue
-        layout = group.text("format") or fields.text("format") or ""
+    for group, weights, layout in linear_groups(fields):
         scheme = _scheme(weights, layout)
         if isinstance(scheme, NotStored):
             return scheme
-        targets = group.words("targets") or ()
-        groups.append((None if "Linear" in targets else names_chosen(targets), scheme))
+        groups.append((targets_chosen(group), scheme))
         inputs = group.inside("input_activations")
         rounded.append(inputs is not None and _is_dynamic_fp8(inputs, scheme))
         if inputs is not None:
@@ -327,13 +327,9 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
         kind == "int"
         and bits == 8
         and symmetric
-        and strategy == "group"
-        and layout == "pack-quantized"
+        and (strategy, layout) == ("group", "pack-quantized")
     ):
-        if group not in (32, 64, 128):
-            return NotStored(f"groups of {group} inputs are not 32, 64 or 128")
-        made = WeightFormat("int8", Code.INT8, 1, group, Scale.FLOAT16)
-        return Scheme(Dialect.PACK_QUANTIZED, made)
+        return _grouped(Dialect.PACK_QUANTIZED, "int8", Code.INT8, group)
     return NotStored(
         f"Kvant has no products for {bits}-bit {kind} weights by {strategy} in {shown(layout)}"
     )

@@ -13,6 +13,7 @@ from typing import Any
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import LayerGeometry, ModelGeometry, StateKind
+from kvant.models.geometry.fields import text_section
 from kvant.models.weights import ELEMENT_BYTES
 from kvant.plan.graph_sizes import MOST_PIECES, draft_sizes
 from kvant.plan.limits import Limits
@@ -114,8 +115,7 @@ def _fixed_parts(layer: LayerGeometry, limits: Limits) -> int:
 
 def _intermediate(config: Mapping[str, Any], geometry: ModelGeometry) -> int:
     """Elements between the two products of a feed-forward layer, for one token."""
-    text = config.get("text_config")
-    fields = text if isinstance(text, Mapping) else config
+    fields = text_section(config)
     dense = _largest(fields.get("intermediate_size"))
     chosen = max(1, _experts_of_a_token(config))
     experts = (_largest(fields.get("moe_intermediate_size")) or dense) * chosen
@@ -124,9 +124,7 @@ def _intermediate(config: Mapping[str, Any], geometry: ModelGeometry) -> int:
 
 def _experts_of_a_token(config: Mapping[str, Any]) -> int:
     """0 for a model without experts."""
-    text = config.get("text_config")
-    fields = text if isinstance(text, Mapping) else config
-    return _largest(fields.get("num_experts_per_tok"))
+    return _largest(text_section(config).get("num_experts_per_tok"))
 
 
 def _largest(value: object) -> int:

@@ -84,17 +84,8 @@ class NarrowLinear(nn.Module):
         super().__init__()
         self.rounds = False
         self.format, self.out_features, self.in_features = fmt, rows, columns
-        packed = columns * fmt.code.bits // 8
-        scales = scale_shape(fmt, rows, columns)
-        self.weight = _awaited((rows, packed), torch.uint8)
-        self.weight_scale = _awaited(scales, TORCH_SCALE[fmt.scale])
-        self.weight_zeros = _awaited(scales, torch.uint8) if fmt.zero_points else None
-        self.weight_factor = _awaited((1,), torch.float32) if fmt.global_scale else None
-        self.weight_offsets = _awaited(scales, TORCH_SCALE[fmt.scale]) if fmt.offsets else None
-        self.weight_factors = None
-        if fmt.superblock:
-            shape = (2 if fmt.offsets else 1, columns // fmt.superblock, rows)
-            self.weight_factors = _awaited(shape, torch.float16)
+        for name, tensor in awaited_tensors("weight", fmt, rows, columns).items():
+            setattr(self, name, tensor)
         self.bias = None if bias is None else _awaited((rows,), bias)
 
     @property
@@ -110,7 +101,7 @@ class NarrowLinear(nn.Module):
         """Take a weight of the declared shape, and a bias [out_features] or None."""
         assert weight.shape == (self.out_features, self.in_features)
         self.format = weight.format
-        for name, tensor in named_tensors(weight).items():
+        for name, tensor in named_tensors("weight", weight).items():
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
         if bias is not None:
             self.bias = nn.Parameter(bias, requires_grad=False)
@@ -154,18 +145,32 @@ class NarrowEmbedding(nn.Module):
         return found[places]
 
 
-def named_tensors(weight: NarrowWeight) -> dict[str, Tensor]:
-    """A weight's tensors under the names that `NarrowLinear` gives them."""
-    found = {"weight": weight.codes, "weight_scale": weight.scales}
-    if weight.zeros is not None:
-        found["weight_zeros"] = weight.zeros
-    if weight.global_scale is not None:
-        found["weight_factor"] = weight.global_scale
-    if weight.offsets is not None:
-        found["weight_offsets"] = weight.offsets
-    if weight.factors is not None:
-        found["weight_factors"] = weight.factors
-    return found
+def named_tensors(name: str, weight: NarrowWeight) -> dict[str, Tensor]:
+    """A weight's tensors under the names that narrow modules give them."""
+    parts = {
+        "": weight.codes, "_scale": weight.scales, "_zeros": weight.zeros,
+        "_factor": weight.global_scale, "_offsets": weight.offsets, "_factors": weight.factors,
+    }  # fmt: skip
+    return {name + end: tensor for end, tensor in parts.items() if tensor is not None}
+
+
+def awaited_tensors(
+    name: str, fmt: WeightFormat, rows: int, columns: int
+) -> dict[str, nn.Parameter | None]:
+    """Tensors on the meta device under the names of `named_tensors`, None where the format has none."""
+    codes, scales = (rows, columns * fmt.code.bits // 8), scale_shape(fmt, rows, columns)
+    factors = None
+    if fmt.superblock:
+        shape = (2 if fmt.offsets else 1, columns // fmt.superblock, rows)
+        factors = _awaited(shape, torch.float16)
+    return {
+        name: _awaited(codes, torch.uint8),
+        f"{name}_scale": _awaited(scales, TORCH_SCALE[fmt.scale]),
+        f"{name}_zeros": _awaited(scales, torch.uint8) if fmt.zero_points else None,
+        f"{name}_factor": _awaited((1,), torch.float32) if fmt.global_scale else None,
+        f"{name}_offsets": _awaited(scales, TORCH_SCALE[fmt.scale]) if fmt.offsets else None,
+        f"{name}_factors": factors,
+    }
 
 
 def scale_shape(fmt: WeightFormat, rows: int, columns: int) -> tuple[int, ...]:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
-from kvant.attention.reference.both import attend_both
-from kvant.attention.reference.rows import rows_of
+from kvant.attention.reference.both import attend_both, rows_of
 from kvant.attention.reference.scores import attend_rows
 from kvant.attention.reference.tiles import ROW_TILE, attend_tiles
 from kvant.kv.codecs import codec_for

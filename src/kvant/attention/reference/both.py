@@ -9,14 +9,17 @@ before any arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step
-from kvant.attention.reference.rows import rows_of
 from kvant.attention.reference.scores import attend_masked
 from kvant.attention.reference.tiles import WideForm, attend_tiles, reads_wide
+from kvant.kv.codecs import codec_for
 from kvant.kv.pool import LayerCache
+from kvant.kv.spec import Choice
 
 
 def attend_both(
@@ -88,3 +91,16 @@ def _rows(
 def _spread(rows: Tensor, head: int, gap: int) -> Tensor:
     """Rows with `gap` rows of zeros behind the first `head` ones."""
     return torch.cat([rows[:head], rows.new_zeros(gap, *rows.shape[1:]), rows[head:]])
+
+
+def rows_of(
+    planes: Sequence[Tensor],
+    choice: Choice | None,
+    scale: Tensor | None,
+    pages: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gather and decode rows of whole pages: [len(pages) * page_size, num_kv_heads, head_dim]."""
+    assert choice is not None, "a layer with a cache stores K, and V if there is one"
+    gathered = [plane.index_select(0, pages).flatten(0, 1) for plane in planes]
+    return codec_for(choice.dtype).decode(gathered, scale, dtype)

@@ -12,9 +12,9 @@ from kvant.models.fused.info import (
     has_experts,
     products,
     refuse_layers,
-    text_config,
 )
 from kvant.models.fused.recipe import Activation, activation_of
+from kvant.models.geometry.fields import text_section
 from kvant.models.geometry.parameters import QKNorm
 from kvant.models.geometry.weight_recipe import read_recipe
 
@@ -63,7 +63,7 @@ def _refuse(facts: ForwardFacts) -> str | None:
     recipe = find_recipe(facts)
     if recipe is not None and not recipe.is_plain:
         return f"its layers are Llama's, which those of {facts.geometry.model_type} are not"
-    activation = text_config(facts).get("hidden_act", "silu")
+    activation = text_section(facts.config).get("hidden_act", "silu")
     if activation_of(activation) is not Activation.SILU:
         return f"it computes silu, not {activation}"
     return refuse_layers(facts) or refuse_host(facts.device) or _refuse_shapes(facts)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from kvant.kv.geometry import Attention
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.recipe import Recipe, activation_of
 from kvant.models.fused.recipes import recipe_of
+from kvant.models.geometry.fields import text_section
 from kvant.models.geometry.parameters import QKNorm
 from kvant.models.weights import ELEMENT_BYTES
 
@@ -18,21 +16,15 @@ MOST_ANGLES = 1 << 18
 _DEFAULT_INNER = 11008  # LlamaConfig's; the other classes' defaults are multiples of 32 too
 
 
-def text_config(facts: ForwardFacts) -> Mapping[str, Any]:
-    """The section of the config with the decoder's fields."""
-    section = facts.config.get("text_config")
-    return section if isinstance(section, Mapping) else facts.config
-
-
 def find_recipe(facts: ForwardFacts) -> Recipe | None:
     """The recipe of the decoder's family, None for a family that has none."""
-    config = text_config(facts)
+    config = text_section(facts.config)
     return recipe_of(str(config.get("model_type", facts.geometry.model_type)))
 
 
 def refuse_layers(facts: ForwardFacts) -> str | None:
     """Why the decoder does not compute this model's layers; None if it does."""
-    recipe, config = find_recipe(facts), text_config(facts)
+    recipe, config = find_recipe(facts), text_section(facts.config)
     if recipe is None:
         return f"Kvant's own decoder has no recipe for {facts.geometry.model_type}"
     if facts.num_ranks > 1 and recipe.attention.qk_norm is QKNorm.ROW:
@@ -84,7 +76,7 @@ def products(facts: ForwardFacts) -> list[tuple[int, int]]:
     geometry = facts.geometry
     hidden, layer = geometry.hidden_size, geometry.layers[0]
     heads, dim = layer.num_q_heads, layer.head_dim_k
-    inner = text_config(facts).get("intermediate_size", _DEFAULT_INNER)
+    inner = text_section(facts.config).get("intermediate_size", _DEFAULT_INNER)
     return [
         ((heads + 2 * layer.num_kv_heads) * dim, hidden),
         (hidden, heads * dim),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kvant.models.fused.experts import Clamp, ExpertKernels, Experts, GateOrder, TorchExperts
 from kvant.models.fused.routing import Routing
-from kvant.weights.codecs import TORCH_SCALE, NarrowStack, NarrowWeight
+from kvant.weights.codecs import NarrowStack, NarrowWeight
 from kvant.weights.format import WeightFormat
-from kvant.weights.linear import scale_shape
+from kvant.weights.linear import awaited_tensors, named_tensors
 
 PRODUCTS = ("gate_up_proj", "down_proj")
 
@@ -55,12 +54,8 @@ class NarrowExperts(nn.Module):
         for name, fmt in zip(PRODUCTS, formats or (), strict=False):
             count, rows, columns = self.shapes[name]
             self.formats[name] = fmt
-            packed = columns * fmt.code.bits // 8
-            scales = scale_shape(fmt, count * rows, columns)
-            self._set(name, _awaited((count * rows, packed), torch.uint8))
-            self._set(f"{name}_scale", _awaited(scales, TORCH_SCALE[fmt.scale]))
-            if fmt.zero_points:
-                self._set(f"{name}_zeros", _awaited(scales, torch.uint8))
+            for part, tensor in awaited_tensors(name, fmt, count * rows, columns).items():
+                self.register_parameter(part, tensor)
 
     @property
     def gate_up(self) -> NarrowStack:
@@ -84,11 +79,8 @@ class NarrowExperts(nn.Module):
         """Take the weights of one of `PRODUCTS`, of its shape, in any format."""
         assert stack.shape == self.shapes[name]
         self.formats[name] = stack.whole.format
-        for part, tensor in named_stack(name, stack).items():
-            self._set(part, nn.Parameter(tensor, requires_grad=False))
-
-    def _set(self, name: str, tensor: nn.Parameter) -> None:
-        self.register_parameter(name, tensor)
+        for part, tensor in named_tensors(name, stack.whole).items():
+            self.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
 
     @property
     def order(self) -> GateOrder:
@@ -117,22 +109,9 @@ class NarrowExperts(nn.Module):
         return f"{self.num_experts} experts, {formats}"
 
 
-def named_stack(name: str, stack: NarrowStack) -> dict[str, Tensor]:
-    """A stack's tensors under the names that `NarrowExperts` gives them."""
-    whole = stack.whole
-    found = {name: whole.codes, f"{name}_scale": whole.scales}
-    if whole.zeros is not None:
-        found[f"{name}_zeros"] = whole.zeros
-    return found
-
-
 def _kernels_for(x: Tensor) -> ExpertKernels:
     if x.device.type == "cuda":
         from kvant.models.fused.triton_experts import TritonExperts
 
         return TritonExperts(x.device)
     return TorchExperts()
-
-
-def _awaited(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

@@ -131,6 +131,12 @@ class Fields:
         return tuple(str(name) for name in self._values)
 
 
+def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json with the decoder's fields, of whatever family."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
 def shown(value: Any) -> str:
     """A value for a message, shortened."""
     text = repr(value)

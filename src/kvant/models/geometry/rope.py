@@ -15,7 +15,7 @@ from typing import Any
 
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.geometry import ModelGeometry
-from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown
+from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown, text_section
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 
@@ -105,16 +105,13 @@ def _type_of(section: Fields) -> str:
 
 def _moving(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[str, int] | None:
     """The rotary type whose frequencies move, and its original length."""
-    text = config.get("text_config")
-    fields = Fields(text if isinstance(text, Mapping) else config)
+    fields = Fields(text_section(config))
     sections = _sections(fields)
     # `read_geometry` refuses unknown types; transformers did so where the shape was probed.
     kinds = [str(s.raw("rope_type") or s.raw("type") or "default") for s in sections]
     kinds = [_FORMER.get(kind, kind) for kind in kinds]
-    if geometry.model_type in (
-        "phi3",
-        "phi4_multimodal",
-    ):  # whose "yarn" is longrope to transformers
+    # Phi's "yarn" is longrope to transformers.
+    if geometry.model_type in ("phi3", "phi4_multimodal"):
         kinds = [LONGROPE if kind == "yarn" else kind for kind in kinds]
     moving = [kind for kind in kinds if kind in (LONGROPE, DYNAMIC)]
     if not moving:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,24 +138,38 @@ def _modelopt(fields: Fields) -> Recipe | NoRecipe:
 
 
 def _compressed_tensors(fields: Fields) -> Recipe | NoRecipe:
-    sparse = fields.inside("sparsity_config")
-    if sparse is not None and sparse.text("format") not in (None, "dense"):
+    if is_sparse(fields):
         return NoRecipe("no closed form for sparse weights")
     groups: list[_Group] = []
+    for group, weights, layout in linear_groups(fields):
+        matrix = _scheme(weights, layout)
+        if isinstance(matrix, NoRecipe):
+            return matrix
+        groups.append(_Group(targets_chosen(group), matrix))
+    return Recipe(tuple(groups), names_chosen(fields.words("ignore") or ()))
+
+
+def is_sparse(fields: Fields) -> bool:
+    """Whether compressed-tensors left out weights that are zero."""
+    sparse = fields.inside("sparsity_config")
+    return sparse is not None and sparse.text("format") not in (None, "dense")
+
+
+def linear_groups(fields: Fields) -> Iterator[tuple[Fields, Fields, str]]:
+    """Groups of compressed-tensors that have weights: the group, its `weights` and its layout."""
     listed = fields.inside("config_groups")
     for name in () if listed is None else listed.names():
         assert listed is not None
         group = listed.inside(name)
         weights = None if group is None else group.inside("weights")
-        if group is None or weights is None:
-            continue
-        matrix = _scheme(weights, group.text("format") or fields.text("format") or "")
-        if isinstance(matrix, NoRecipe):
-            return matrix
-        targets = group.words("targets") or ()
-        chosen = None if "Linear" in targets else names_chosen(targets)
-        groups.append(_Group(chosen, matrix))
-    return Recipe(tuple(groups), names_chosen(fields.words("ignore") or ()))
+        if group is not None and weights is not None:
+            yield group, weights, group.text("format") or fields.text("format") or ""
+
+
+def targets_chosen(group: Fields) -> Callable[[str], bool] | None:
+    """A test for names of a group's modules, None for all linear ones."""
+    targets = group.words("targets") or ()
+    return None if "Linear" in targets else names_chosen(targets)
 
 
 def _scheme(weights: Fields, layout: str) -> MatrixBytes | NoRecipe:

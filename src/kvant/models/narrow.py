@@ -376,7 +376,7 @@ class _Quantizer(HfQuantizer):
         assert isinstance(self.quantization_config, NarrowConfig)
         return _Round(self.quantization_config)
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **others: Any) -> None:
         assert isinstance(self.quantization_config, NarrowConfig)
         self.quantization_config.prepare(model)
         for name, awaited in list(model.named_parameters()):

@@ -1,4 +1,4 @@
-"""The transformers class that runs a config: one rule for loading, probing and tests."""
+"""The transformers class that runs a config, and what its forward gives: for loading, probing and tests."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
+
+
+def settle_outputs(config: PreTrainedConfig) -> None:
+    """Let the forward of a config's model return an object, and nothing that only training asks for."""
+    for part in (config, config.get_text_config(decoder=True)):
+        part.return_dict = True
+        if hasattr(part, "output_router_logits"):
+            part.output_router_logits = False

@@ -25,45 +25,30 @@ class Architecture:
     """One value of `general.architecture` that Kvant imports.
 
     model_type, model_class: transformers' names.
+    fixed: config keys that follow from the architecture alone.
     rotary_pairs: llama.cpp stores the rows of Q and K so that rotary pairs lie next to each other.
     qkv_bias, qk_norm: which tensors an attention layer has beyond the four projections.
-    fixed: config keys that follow from the architecture alone.
     """
 
     model_type: str
     model_class: str
-    rotary_pairs: bool
-    qkv_bias: bool
-    qk_norm: bool
     fixed: Mapping[str, object]
+    rotary_pairs: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
 
 ARCHITECTURES = {
     "llama": Architecture(
-        model_type="llama",
-        model_class="LlamaForCausalLM",
-        rotary_pairs=True,
-        qkv_bias=False,
-        qk_norm=False,
-        fixed={"attention_bias": False, "mlp_bias": False},
+        "llama", "LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}, rotary_pairs=True
     ),
     "qwen2": Architecture(
-        model_type="qwen2",
-        model_class="Qwen2ForCausalLM",
-        rotary_pairs=False,
-        qkv_bias=True,
-        qk_norm=False,
-        fixed={"use_sliding_window": False},
+        "qwen2", "Qwen2ForCausalLM", {"use_sliding_window": False}, qkv_bias=True
     ),
     "qwen3": Architecture(
-        model_type="qwen3",
-        model_class="Qwen3ForCausalLM",
-        rotary_pairs=False,
-        qkv_bias=False,
-        qk_norm=True,
-        fixed={"use_sliding_window": False, "attention_bias": False},
+        "qwen3", "Qwen3ForCausalLM", {"use_sliding_window": False, "attention_bias": False}, qk_norm=True
     ),
-}
+}  # fmt: skip
 
 # Known keys behind "<architecture>." in the metadata. Any other key could change what the model
 # computes, so it is refused.

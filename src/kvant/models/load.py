@@ -25,7 +25,7 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
-from kvant.models.classes import auto_class
+from kvant.models.classes import auto_class, settle_outputs
 from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.key_rounding import read_rounding
@@ -175,10 +175,7 @@ def _read_config(path: Path) -> PreTrainedConfig:
             f"{path}: transformers cannot read config.json", why=f"{type(fault).__name__}: {fault}"
         ) from fault
     assert isinstance(config, PreTrainedConfig)
-    for part in (config, config.get_text_config(decoder=True)):
-        part.return_dict = True
-        if hasattr(part, "output_router_logits"):  # which training asks for, to balance experts
-            part.output_router_logits = False
+    settle_outputs(config)
     return config
 
 

@@ -15,9 +15,13 @@ from kvant.errors import BadValue, ModelNotFound, WayOut
 from kvant.models import directory, hub
 from kvant.models.demo import DEMO_NAME, INSTALL, NOTICE, SAMPLING, demo_gguf, demo_license
 from kvant.models.local import LocalModel, ModelSource, Progress
-from kvant.models.shipped import SHIPPED, shipped_drafter
 
 __all__ = ["LocalModel", "ModelSource", "Progress", "locate"]
+
+SHIPPED = ("smollm2-dflash",)
+"""Drafters that come with Kvant: directories in z-lab's checkpoint format."""
+
+_DRAFTERS = Path(__file__).parents[1] / "drafters"
 
 
 def locate(
@@ -37,7 +41,7 @@ def locate(
 
     Raises ModelNotFound, BadCheckpoint or another ConfigError, and leaves no partial files.
     """
-    shipped = shipped_drafter(name)
+    shipped = _DRAFTERS / name if name in SHIPPED else None
     path = _existing(name) if shipped is None else shipped
     if name != DEMO_NAME and path is None:
         if not hub.is_hub_id(name):

@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from kvant.attention.hook import ATTENTION_NAME
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry
-from kvant.models.classes import auto_class
+from kvant.models.classes import auto_class, settle_outputs
 from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.families import name_of
 from kvant.models.geometry.fields import Fields, text_section
@@ -152,11 +152,8 @@ def _config(config: Mapping[str, Any]) -> PreTrainedConfig:
         raise BadCheckpoint(
             "config.json: transformers cannot read it", why=f"{type(fault).__name__}: {fault}"
         ) from fault
-    for part in (made, made.get_text_config(decoder=True)):
-        part.return_dict = True
-        if hasattr(part, "output_router_logits"):
-            part.output_router_logits = False
     assert isinstance(made, PreTrainedConfig)
+    settle_outputs(made)
     return made
 
 

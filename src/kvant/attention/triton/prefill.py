@@ -26,9 +26,8 @@ from kvant.attention.need import LONG, LONG_STRIDE
 from kvant.attention.triton.format import format_of
 from kvant.attention.triton.gather import gather_rows
 from kvant.attention.triton.info import INFO
-from kvant.attention.triton.join import join_rows
 from kvant.attention.triton.launch import page_units, shifts, words
-from kvant.attention.triton.pack import pack_rows, unpack_rows
+from kvant.attention.triton.prefill_rows import join_rows, pack_rows, unpack_rows
 from kvant.kernels.triton.device import has_ptx
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.pool import KVPool, LayerCache

@@ -93,11 +93,6 @@ def pack(weight: Tensor, code: Code) -> PackedWeight:
     return pack_narrow(encode_in_parts(weight, code.format))
 
 
-def code_of(fmt: WeightFormat) -> Code | None:
-    """The stored form of a format; None if there is no product for it."""
-    return _OF_FORMAT.get(fmt)
-
-
 def pack_narrow(weight: NarrowWeight) -> PackedWeight:
     """A narrow weight's bytes in tiles."""
     code, rows, columns = _OF_FORMAT[weight.format], weight.rows, weight.columns

@@ -23,21 +23,6 @@ from kvant.models.fused.triton_kernels import ACTIVATIONS
 _DEPTH = 128  # columns of a weight's tile
 
 
-class RowTile(NamedTuple):
-    """rows of a weight that one program multiplies with a single row, and columns at a time."""
-
-    rows: int
-    block: int
-    warps: int
-
-
-def row_tile(rows: int, columns: int) -> RowTile:
-    """The tile for a weight [rows, columns]."""
-    return RowTile(
-        2, min(2048 if columns <= 4096 else 4096, int(triton.next_power_of_2(columns))), 4
-    )
-
-
 class Cut(NamedTuple):
     """split: parts that the columns of a stripe are cut into. stages: tiles in flight."""
 
@@ -145,10 +130,8 @@ class FewRows:
         *,
         gate: Activation | None = None,
         dtype: torch.dtype | None = None,
-        tile: RowTile | None = None,
-        cut: Cut | None = None,
     ) -> Tensor:
-        """The product of x [T, in] as it is. gate, dtype: as in `normed`. tile, cut: to measure others."""
+        """The product of x [T, in] as it is. gate, dtype: as in `normed`."""
         x = x.contiguous()
         tokens, (rows, columns) = x.shape[0], weight.shape
         out = weight.new_empty(tokens, rows // 2 if gate else rows, dtype=dtype)
@@ -157,15 +140,14 @@ class FewRows:
         kind = (kernels.GATED if gate else kernels.SCALED).value
         act = ACTIVATIONS[gate or Activation.SILU]
         if tokens == 1:
-            tile = tile or row_tile(rows, columns)
-            width = out.shape[1]
-            kernels.ready_row[(triton.cdiv(width, tile.rows),)](
-                x, weight, bias, out, rows, COLUMNS=columns, ROWS=tile.rows, BLOCK=tile.block,
+            block = min(2048 if columns <= 4096 else 4096, int(triton.next_power_of_2(columns)))
+            kernels.ready_row[(triton.cdiv(out.shape[1], 2),)](
+                x, weight, bias, out, rows, COLUMNS=columns, ROWS=2, BLOCK=block,
                 GATED=gate is not None, BIAS=bias is not None, ACTIVATION=act, AHEAD=self._ahead,
-                num_warps=tile.warps, **({"launch_pdl": True} if self._ahead else {}),
+                num_warps=4, **({"launch_pdl": True} if self._ahead else {}),
             )  # fmt: skip
             return out
-        cut = cut or self._cut(kind, tokens, weight, ready=True)
+        cut = self._cut(kind, tokens, weight, ready=True)
         kernels.product[(triton.cdiv(rows, ROWS), cut.split)](
             x, weight, bias, None, None, 0, self._eps, None, None, out, None, None,
             self._partial, self._arrived, tokens, rows,

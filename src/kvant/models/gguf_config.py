@@ -121,36 +121,33 @@ def read_config(header: GGUFHeader, rope_freqs: tuple[float, ...] | None) -> Imp
     that is missing, left over, or of another shape than the metadata says.
     """
     facts = _Facts(header)
-    name = facts.text("general.architecture")
-    architecture = ARCHITECTURES.get(name)
+    architecture = ARCHITECTURES.get(facts.name)
     if architecture is None:
-        raise _not_imported(
-            header,
-            f"its architecture is {name!r}; Kvant imports {', '.join(sorted(ARCHITECTURES))}",
-        )
-    _refuse_unknown_settings(header, facts, name)
-    layers = facts.count(f"{name}.block_count", at_most=len(header.tensors))
-    hidden = facts.count(f"{name}.embedding_length")
-    heads = facts.count(f"{name}.attention.head_count")
-    kv_heads = facts.count(f"{name}.attention.head_count_kv", default=heads)
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise facts.refuse(f"its architecture is {facts.name!r}; Kvant imports {known}")
+    _refuse_unknown_settings(facts)
+    layers = facts.count("block_count", at_most=len(header.tensors))
+    hidden = facts.count("embedding_length")
+    heads = facts.count("attention.head_count")
+    kv_heads = facts.count("attention.head_count_kv", default=heads)
     if heads % kv_heads:
-        raise malformed(header.path, f"{heads} attention heads cannot share {kv_heads} KV heads")
-    head_dim = _head_dim(header, facts, name, hidden, heads)
-    vocab = _vocab_size(header, facts, name)
+        raise facts.malformed(f"{heads} attention heads cannot share {kv_heads} KV heads")
+    head_dim = _head_dim(facts, hidden, heads)
+    vocab = _vocab_size(facts)
     config: dict[str, Any] = {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
         "dtype": "float32",
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "intermediate_size": facts.count(f"{name}.feed_forward_length"),
+        "intermediate_size": facts.count("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": facts.count(f"{name}.context_length"),
-        "rms_norm_eps": facts.number(f"{name}.attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(header, facts, name, head_dim, rope_freqs),
+        "max_position_embeddings": facts.count("context_length"),
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(facts, head_dim, rope_freqs),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "vocab_size": vocab,
         **architecture.fixed,
@@ -158,50 +155,69 @@ def read_config(header: GGUFHeader, rope_freqs: tuple[float, ...] | None) -> Imp
     tokens = _token_ids(facts, vocab)
     config.update(tokens)
     places = dict(_places(architecture, config))
-    _check_tensors(header, places)
+    _check_tensors(facts, places)
     return ImportedConfig(
         config=config, generation=_generation(facts, tokens, vocab), places=places
     )
 
 
 class _Facts:
-    """Typed access to the metadata; a value of another type than expected is a malformed file."""
+    """Typed access to the metadata; a value of another type than expected is a malformed file.
+
+    name: the file's architecture. Keys of text, count and number stand behind it.
+    """
 
     def __init__(self, header: GGUFHeader) -> None:
-        self._header = header
+        self.header = header
+        self.name = self._text("general.architecture", None)
 
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self._header.metadata.get(key, default)
+    def malformed(self, why: str) -> BadCheckpoint:
+        return malformed(self.header.path, why)
+
+    def refuse(self, why: str) -> BadCheckpoint:
+        """The error of a file that Kvant does not import."""
+        return BadCheckpoint(
+            f"Kvant cannot import {self.header.path}",
+            why=why,
+            ways_out=[
+                WayOut("use the model's original checkpoint (safetensors): a directory or hub id")
+            ],
+        )
+
+    def text(self, key: str, default: str) -> str:
+        return self._text(f"{self.name}.{key}", default)
+
+    def _text(self, key: str, default: str | None) -> str:
+        value = self.header.metadata.get(key, default)
         if not isinstance(value, str):
-            raise malformed(self._header.path, f"metadata {key!r} is {_shown(value)}, not a text")
+            raise self.malformed(f"metadata {key!r} is {_shown(value)}, not a text")
         return value
 
     def count(self, key: str, *, default: int | None = None, at_most: int = 1 << 31) -> int:
-        value = self._header.metadata.get(key, default)
+        key = f"{self.name}.{key}"
+        value = self.header.metadata.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= at_most:
-            raise malformed(
-                self._header.path,
-                f"metadata {key!r} is {_shown(value)}, not a number between 1 and {at_most}",
-            )
-        return value
-
-    def token_id(self, key: str, vocab: int) -> int | None:
-        value = self._header.metadata.get(key)
-        if value is None or value == 0xFFFFFFFF:  # llama.cpp's null token, -1 in 32 bits
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
-            raise malformed(
-                self._header.path, f"metadata {key!r} is {_shown(value)}, no token id below {vocab}"
-            )
+            said = f"metadata {key!r} is {_shown(value)}"
+            raise self.malformed(f"{said}, not a number between 1 and {at_most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._header.metadata.get(key, default)
+        key = f"{self.name}.{key}"
+        value = self.header.metadata.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise malformed(self._header.path, f"metadata {key!r} is {_shown(value)}, not a number")
+            raise self.malformed(f"metadata {key!r} is {_shown(value)}, not a number")
         if not 0 < value <= _FLOAT32_MAX:  # also false for NaN
-            raise malformed(self._header.path, f"metadata {key!r} is {value}")
+            raise self.malformed(f"metadata {key!r} is {value}")
         return shortest_float32(float(value))
+
+    def token_id(self, which: str, vocab: int) -> int | None:
+        key = f"tokenizer.ggml.{which}_token_id"
+        value = self.header.metadata.get(key)
+        if value is None or value == 0xFFFFFFFF:  # llama.cpp's null token, -1 in 32 bits
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
+            raise self.malformed(f"metadata {key!r} is {_shown(value)}, no token id below {vocab}")
+        return value
 
 
 def shortest_float32(value: float) -> float:
@@ -225,74 +241,58 @@ def _shown(value: object) -> str:
     return repr(value)[:80]
 
 
-def _not_imported(header: GGUFHeader, why: str) -> BadCheckpoint:
-    return BadCheckpoint(
-        f"Kvant cannot import {header.path}",
-        why=why,
-        ways_out=[
-            WayOut("use the model's original checkpoint (safetensors): a directory or hub id")
-        ],
-    )
-
-
-def _refuse_unknown_settings(header: GGUFHeader, facts: _Facts, name: str) -> None:
-    if header.metadata.get(f"{name}.expert_count", 0) != 0:
-        raise _not_imported(header, "it is a mixture of experts")
-    if header.metadata.get("split.count", 0) not in (0, 1):
-        raise _not_imported(
-            header,
-            "it is one part of a split file; `llama-gguf-split --merge` of llama.cpp joins them",
+def _refuse_unknown_settings(facts: _Facts) -> None:
+    metadata, prefix = facts.header.metadata, f"{facts.name}."
+    if metadata.get(f"{prefix}expert_count", 0) != 0:
+        raise facts.refuse("it is a mixture of experts")
+    if metadata.get("split.count", 0) not in (0, 1):
+        raise facts.refuse(
+            "it is one part of a split file; `llama-gguf-split --merge` of llama.cpp joins them"
         )
-    settings = (key for key in header.metadata if key.startswith(f"{name}."))
-    unknown = [key for key in settings if key.removeprefix(f"{name}.") not in _KNOWN_KEYS]
+    settings = (key for key in metadata if key.startswith(prefix))
+    unknown = [key for key in settings if key.removeprefix(prefix) not in _KNOWN_KEYS]
     if unknown:
-        raise _not_imported(header, f"it has settings Kvant does not know: {', '.join(unknown)}")
+        raise facts.refuse(f"it has settings Kvant does not know: {', '.join(unknown)}")
 
 
-def _head_dim(header: GGUFHeader, facts: _Facts, name: str, hidden: int, heads: int) -> int:
-    head_dim = facts.count(f"{name}.attention.key_length", default=max(1, hidden // heads))
-    value_dim = facts.count(f"{name}.attention.value_length", default=head_dim)
-    rotated = facts.count(f"{name}.rope.dimension_count", default=head_dim)
+def _head_dim(facts: _Facts, hidden: int, heads: int) -> int:
+    head_dim = facts.count("attention.key_length", default=max(1, hidden // heads))
+    value_dim = facts.count("attention.value_length", default=head_dim)
+    rotated = facts.count("rope.dimension_count", default=head_dim)
     if value_dim != head_dim:
-        raise _not_imported(header, f"K has heads of {head_dim} numbers and V of {value_dim}")
+        raise facts.refuse(f"K has heads of {head_dim} numbers and V of {value_dim}")
     if rotated != head_dim or head_dim % 2:
-        raise _not_imported(header, f"it rotates {rotated} of {head_dim} numbers of a head")
+        raise facts.refuse(f"it rotates {rotated} of {head_dim} numbers of a head")
     return head_dim
 
 
-def _vocab_size(header: GGUFHeader, facts: _Facts, name: str) -> int:
-    tokens = header.metadata.get("tokenizer.ggml.tokens")
+def _vocab_size(facts: _Facts) -> int:
+    tokens = facts.header.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, tuple) or not tokens:
-        raise malformed(header.path, "it has no vocabulary (tokenizer.ggml.tokens)")
-    vocab = facts.count(f"{name}.vocab_size", default=len(tokens))
+        raise facts.malformed("it has no vocabulary (tokenizer.ggml.tokens)")
+    vocab = facts.count("vocab_size", default=len(tokens))
     if len(tokens) > vocab:
-        raise malformed(header.path, f"it lists {len(tokens)} tokens for a vocabulary of {vocab}")
+        raise facts.malformed(f"it lists {len(tokens)} tokens for a vocabulary of {vocab}")
     return vocab
 
 
-def _rope(
-    header: GGUFHeader,
-    facts: _Facts,
-    name: str,
-    head_dim: int,
-    rope_freqs: tuple[float, ...] | None,
-) -> dict[str, object]:
-    theta = facts.number(f"{name}.rope.freq_base", default=10000.0)
-    kind = facts.text(f"{name}.rope.scaling.type", default="none")
+def _rope(facts: _Facts, head_dim: int, rope_freqs: tuple[float, ...] | None) -> dict[str, object]:
+    theta = facts.number("rope.freq_base", default=10000.0)
+    kind = facts.text("rope.scaling.type", default="none")
     if rope_freqs is not None:
         if kind != "none":
-            raise _not_imported(header, f"it has both rope_freqs and rope scaling {kind!r}")
-        return {"rope_theta": theta, **_llama3_scaling(header, theta, head_dim, rope_freqs)}
+            raise facts.refuse(f"it has both rope_freqs and rope scaling {kind!r}")
+        return {"rope_theta": theta, **_llama3_scaling(facts, theta, head_dim, rope_freqs)}
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
-        factor = facts.number(f"{name}.rope.scaling.factor")
+        factor = facts.number("rope.scaling.factor")
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
-    raise _not_imported(header, f"it has rope scaling {kind!r}")
+    raise facts.refuse(f"it has rope scaling {kind!r}")
 
 
 def _llama3_scaling(
-    header: GGUFHeader, theta: float, head_dim: int, freqs: tuple[float, ...]
+    facts: _Facts, theta: float, head_dim: int, freqs: tuple[float, ...]
 ) -> dict[str, object]:
     """Llama 3.1's scaling, which GGUF keeps as one divisor per rotary frequency.
 
@@ -310,7 +310,7 @@ def _llama3_scaling(
         math.isclose(a, b, rel_tol=1e-5) for a, b in zip(freqs, expected, strict=True)
     )
     if not agree:
-        raise _not_imported(header, "its rope_freqs are not those of Llama 3.1's scaling")
+        raise facts.refuse("its rope_freqs are not those of Llama 3.1's scaling")
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -322,9 +322,9 @@ def _llama3_scaling(
 
 def _token_ids(facts: _Facts, vocab: int) -> dict[str, int | None]:
     return {
-        "bos_token_id": facts.token_id("tokenizer.ggml.bos_token_id", vocab),
-        "eos_token_id": facts.token_id("tokenizer.ggml.eos_token_id", vocab),
-        "pad_token_id": facts.token_id("tokenizer.ggml.padding_token_id", vocab),
+        "bos_token_id": facts.token_id("bos", vocab),
+        "eos_token_id": facts.token_id("eos", vocab),
+        "pad_token_id": facts.token_id("padding", vocab),
     }
 
 
@@ -332,8 +332,8 @@ def _generation(facts: _Facts, tokens: dict[str, int | None], vocab: int) -> dic
     """Every token that ends an answer is an EOS for generation: end of text, of turn, of message."""
     ends = [
         tokens["eos_token_id"],
-        facts.token_id("tokenizer.ggml.eot_token_id", vocab),
-        facts.token_id("tokenizer.ggml.eom_token_id", vocab),
+        facts.token_id("eot", vocab),
+        facts.token_id("eom", vocab),
     ]
     unique = list(dict.fromkeys(end for end in ends if end is not None))
     generation: dict[str, Any] = {
@@ -385,19 +385,19 @@ def _places(
             yield f"{here}.{name}", place
 
 
-def _check_tensors(header: GGUFHeader, places: Mapping[str, TensorPlace]) -> None:
-    missing = [name for name in places if name not in header.tensors]
+def _check_tensors(facts: _Facts, places: Mapping[str, TensorPlace]) -> None:
+    tensors = facts.header.tensors
+    missing = [name for name in places if name not in tensors]
     if missing:
-        raise malformed(header.path, f"{_some(missing)} missing: the metadata calls for them")
-    surplus = [name for name in header.tensors if name not in places and name != ROPE_FREQS]
+        raise facts.malformed(f"{_some(missing)} missing: the metadata calls for them")
+    surplus = [name for name in tensors if name not in places and name != ROPE_FREQS]
     if surplus:
-        raise _not_imported(header, f"Kvant has no place for its tensors {_some(surplus)}")
+        raise facts.refuse(f"Kvant has no place for its tensors {_some(surplus)}")
     for name, place in places.items():
-        shape = header.tensors[name].shape
+        shape = tensors[name].shape
         if shape != place.shape:
-            raise malformed(
-                header.path,
-                f"tensor {name!r} has shape {shape}, the metadata calls for {place.shape}",
+            raise facts.malformed(
+                f"tensor {name!r} has shape {shape}, the metadata calls for {place.shape}"
             )
 
 

@@ -146,7 +146,7 @@ class NarrowEmbedding(nn.Module):
 
 
 def named_tensors(name: str, weight: NarrowWeight) -> dict[str, Tensor]:
-    """A weight's tensors under the names that narrow modules give them."""
+    """The tensors of a weight [rows, columns] under the names that narrow modules give them."""
     parts = {
         "": weight.codes, "_scale": weight.scales, "_zeros": weight.zeros,
         "_factor": weight.global_scale, "_offsets": weight.offsets, "_factors": weight.factors,

@@ -132,7 +132,7 @@ class Fields:
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json with the decoder's fields, of whatever family."""
+    """The section of a config.json with the decoder's fields, where any family has them."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 

@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 _FORMATS = (KVDtype.BFLOAT16, KVDtype.FP8_E4M3)
 
 Formats = Annotated[
-    list[str] | None,
-    typer.Option("--kv-format", help="KV cache format; may be repeated.", show_default=False),
+    list[str] | None, typer.Option("--kv-format", help="KV cache format; may be repeated.")
 ]
 Batches = Annotated[
-    list[int] | None,
-    typer.Option("--batch", help="Sequences; 1, 2, .. 256 if not given.", show_default=False),
+    list[int] | None, typer.Option("--batch", help="Sequences; 1, 2, .. 256 if not given.")
 ]
 Lengths = Annotated[
     list[int] | None,

@@ -22,15 +22,11 @@ def throughput(
     load: Annotated[
         list[str] | None,
         typer.Option(
-            "--load",
-            metavar="REQUESTSxINPUT/OUTPUT",
-            help="Such as 32x128/256; may be repeated.",
-            show_default=False,
+            "--load", metavar="REQUESTSxINPUT/OUTPUT", help="Such as 32x128/256; may be repeated."
         ),
     ] = None,
     formats: Annotated[
-        list[str] | None,
-        typer.Option("--kv-format", help="KV cache format; may be repeated.", show_default=False),
+        list[str] | None, typer.Option("--kv-format", help="KV cache format; may be repeated.")
     ] = None,
     sampling: Annotated[
         list[str] | None,

@@ -42,7 +42,6 @@ def evaluate(
             "--kv-format",
             metavar="F",
             help="KV cache format; may be repeated. Default: all that this machine serves.",
-            show_default=False,
         ),
     ] = None,
     baseline: Annotated[
@@ -56,7 +55,6 @@ def evaluate(
             min=64,
             help="Tokens of a window; may be repeated. Default: 512, 2048, 8192 and 32768, up to the "
             "model's limit.",
-            show_default=False,
         ),
     ] = None,
     tokens: Annotated[
@@ -74,16 +72,12 @@ def evaluate(
             "--kv-sink-tokens",
             min=0,
             help="First tokens likewise. Default: 4 with --kv-recent-tokens.",
-            show_default=False,
         ),
     ] = None,
     recent_format: Annotated[
         str | None,
         typer.Option(
-            "--kv-recent-dtype",
-            metavar="F",
-            help="Format of these rows. Default: the model dtype.",
-            show_default=False,
+            "--kv-recent-dtype", metavar="F", help="Format of these rows. Default: the model dtype."
         ),
     ] = None,
     layer_format: Annotated[
@@ -92,7 +86,6 @@ def evaluate(
             "--layer-format",
             metavar="F",
             help="Format that one layer at a time stores alone. Default: the narrowest.",
-            show_default=False,
         ),
     ] = None,
     quick: Annotated[
@@ -105,7 +98,6 @@ def evaluate(
             "--speculative-config",
             metavar="JSON",
             help="Drafter, as of kvant serve: how many of its drafts each format accepts.",
-            show_default=False,
         ),
     ] = None,
     long_reasoning: Annotated[
@@ -114,7 +106,6 @@ def evaluate(
             "--long-reasoning",
             metavar="FILE",
             help="Answer the problems of this file of JSON lines instead, and judge answers by exact match.",
-            show_default=False,
         ),
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Answers to each problem.")] = 4,
@@ -131,7 +122,6 @@ def evaluate(
             "--tasks",
             metavar="TASK,..",
             help="Run these tasks of lm-eval instead, against a server in each format.",
-            show_default=False,
         ),
     ] = None,
     include: Annotated[
@@ -140,7 +130,6 @@ def evaluate(
             "--include-path",
             metavar="DIR",
             help="Directory with YAML files of tasks, such as tasks over local data.",
-            show_default=False,
         ),
     ] = None,
     lm_eval: Annotated[
@@ -149,14 +138,10 @@ def evaluate(
             "--lm-eval",
             metavar="COMMAND",
             help="Where lm_eval is. Default: beside Kvant, or on PATH.",
-            show_default=False,
         ),
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit", min=1, help="Most problems or documents of a task.", show_default=False
-        ),
+        int | None, typer.Option("--limit", min=1, help="Most problems or documents of a task.")
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",

@@ -44,11 +44,7 @@ def generate(
     sampling: dict[str, Any],
     prompts: Annotated[
         list[str],
-        typer.Argument(
-            metavar="PROMPT..",
-            help="Texts to complete; - reads one from stdin.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="PROMPT..", help="Texts to complete; - reads one from stdin."),
     ],
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="Maximum number of new tokens per prompt.")
@@ -56,8 +52,7 @@ def generate(
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat",
-            help="Treat each prompt as a user message in the model's chat template.",
+            "--chat", help="Treat each prompt as a user message in the model's chat template."
         ),
     ] = False,
     output: Annotated[
@@ -77,9 +72,7 @@ def generate(
     json_object: Annotated[
         bool,
         typer.Option(
-            "--json-object",
-            help="The answer is a JSON object.",
-            rich_help_panel=_FORM_PANEL,
+            "--json-object", help="The answer is a JSON object.", rich_help_panel=_FORM_PANEL
         ),
     ] = False,
     regex: Annotated[

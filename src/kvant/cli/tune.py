@@ -65,7 +65,6 @@ def tune(
             "--kv-format",
             metavar="F",
             help="Format to choose from; may be repeated. Default: all that this machine serves.",
-            show_default=False,
         ),
     ] = None,
     context: Annotated[int, typer.Option("--context", min=64, help="Tokens of a window.")] = 512,

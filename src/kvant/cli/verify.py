@@ -22,24 +22,17 @@ def verify(
     device: DeviceOption = "auto",
     backend: Annotated[
         list[str] | None,
-        typer.Option(
-            "--backend", metavar="B", help="Only this backend; may be repeated.", show_default=False
-        ),
+        typer.Option("--backend", metavar="B", help="Only this backend; may be repeated."),
     ] = None,
     kv_cache_dtype: Annotated[
         list[str] | None,
         typer.Option(
-            "--kv-cache-dtype",
-            metavar="F",
-            help="Only this format or pair K/V; may be repeated.",
-            show_default=False,
+            "--kv-cache-dtype", metavar="F", help="Only this format or pair K/V; may be repeated."
         ),
     ] = None,
     head_size: Annotated[
         list[int] | None,
-        typer.Option(
-            "--head-size", min=1, help="Only this head size; may be repeated.", show_default=False
-        ),
+        typer.Option("--head-size", min=1, help="Only this head size; may be repeated."),
     ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="Dtype of queries, keys and values.")
@@ -48,14 +41,10 @@ def verify(
         bool, typer.Option("--batch-invariant", help="Run kernels in batch-invariant mode.")
     ] = False,
     weights: Annotated[
-        bool,
-        typer.Option("--weights", help="Verify products with narrow weights, not attention."),
+        bool, typer.Option("--weights", help="Verify products with narrow weights, not attention.")
     ] = False,
     jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs", min=1, help="Number of processes; default one per core.", show_default=False
-        ),
+        int | None, typer.Option("--jobs", min=1, help="Number of processes; default one per core.")
     ] = None,
     format: FormatOption = Format.TABLE,
     record: Annotated[

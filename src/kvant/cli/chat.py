@@ -16,6 +16,7 @@ import typer
 
 from kvant.cli import model_options
 from kvant.cli.configured import configured
+from kvant.cli.output import plain
 from kvant.errors import BadValue, NotServable, RequestError, WayOut
 from kvant.plan.config import EngineOptions
 from kvant.plan.settings import Settings
@@ -225,13 +226,7 @@ class Conversation:
         try:
             result = self._answer()
         except RequestError as fault:
-            self.console.print(
-                f"cannot answer: {fault}",
-                style="red",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            plain(self.console, f"cannot answer: {fault}", "red")
             result = None
         if result is not None and result.text:
             self.messages.append({"role": "assistant", "content": result.text})
@@ -288,14 +283,12 @@ class Conversation:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _show(self, text: str) -> None:
-        self.console.print(
-            printable(text), end="", markup=False, highlight=False, emoji=False, soft_wrap=True
-        )
+        plain(self.console, printable(text), end="")
         self.console.file.flush()
 
     def note(self, text: str) -> None:
         """Print a line that is no part of the conversation."""
-        self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+        plain(self.console, text, "dim")
 
 
 class Words:

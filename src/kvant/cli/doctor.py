@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from kvant.cli.output import plain
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -65,14 +67,8 @@ def doctor() -> None:
         console.print(f"[bold]{title}[/]")
         for finding in findings:
             faults += finding.state is State.FAULT
-            console.print(f"  {finding.name:20}", end="", markup=False, highlight=False)
-            console.print(
-                finding.text,
-                style=finding.state.value,
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            plain(console, f"  {finding.name:20}", end="")
+            plain(console, finding.text, finding.state.value)
     if faults:
         console.print(f"[red]{faults} of these keep Kvant from running models.[/]")
         raise typer.Exit(2)

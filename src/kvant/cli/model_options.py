@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvant.cli.output import plain
 from kvant.errors import BadValue, NotServable, RequestError, WayOut
 from kvant.plan.config import engine_config
 from kvant.plan.settings import Settings
@@ -67,11 +68,9 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
     recommended = recommendation(llm.default_params)
     own = f"sampling as the model recommends, where no flag is given: {recommended}"
     for line in (*llm.notes, *([own] if recommended else ())):
-        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        plain(console, line, "dim")
     for line in llm.warnings:
-        console.print(
-            f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True
-        )
+        plain(console, f"warning: {line}", "yellow")
     return llm
 
 

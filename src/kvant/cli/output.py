@@ -15,6 +15,7 @@ import typer
 from kvant.errors import BadValue
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
@@ -68,6 +69,13 @@ def write_result(body: object, output: Format, out: Path | None, show: Callable[
         sys.stdout.write(json.dumps(body) + "\n")
     else:
         show()
+
+
+def plain(console: Console, text: str, style: str | None = None, *, end: str = "\n") -> None:
+    """Print text of others as it is: no markup, no highlighting, no line breaks."""
+    console.print(
+        text, style=style, end=end, markup=False, highlight=False, emoji=False, soft_wrap=True
+    )
 
 
 def figure_table(name: str, figures: Sequence[str]) -> Table:

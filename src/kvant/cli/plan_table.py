@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvant.cli.expected_kl import expected_kl
+from kvant.cli.output import plain
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
 from kvant.models.shape import ShapeSource
@@ -48,12 +49,8 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
         console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
     if command and plan.can_run:
         line = " ".join(command)
-        console.print(
-            f"chat with it:  kvant chat {line}", soft_wrap=True, markup=False, highlight=False
-        )
-        console.print(
-            f"serve it:      kvant serve {line}", soft_wrap=True, markup=False, highlight=False
-        )
+        plain(console, f"chat with it:  kvant chat {line}")
+        plain(console, f"serve it:      kvant serve {line}")
 
 
 def _print_forward(plan: Plan, console: Console) -> None:

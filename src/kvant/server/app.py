@@ -37,6 +37,7 @@ from kvant.server.anthropic.wire import (
 )
 from kvant.server.anthropic.write import error_body
 from kvant.server.api_error import ApiError, Disconnected, bad_request, internal, of_request
+from kvant.server.config import Limits
 from kvant.server.embeddings import embed
 from kvant.server.guard import App, Guard, Receive, Scope, Send, header, with_cors
 from kvant.server.live import live_of, page
@@ -51,6 +52,7 @@ from kvant.server.parameters import (
     TOKENIZE,
 )
 from kvant.server.requests import (
+    Facts,
     Generation,
     check_model,
     check_tokens,
@@ -87,21 +89,19 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 async def _chat(call: Call) -> Response:
-    service = call.service
-    limits = service.config.limits
-    generation = await call.read(lambda data: read_chat(data, limits, service.require()))
-    return await _generate(call, generation, chat=True)
+    return await _generate(call, read_chat, chat=True)
 
 
 async def _complete(call: Call) -> Response:
+    return await _generate(call, read_completion, chat=False)
+
+
+async def _generate(
+    call: Call, read: Callable[[bytes, Limits, Facts], Generation], *, chat: bool
+) -> Response:
     service = call.service
     limits = service.config.limits
-    generation = await call.read(lambda data: read_completion(data, limits, service.require()))
-    return await _generate(call, generation, chat=False)
-
-
-async def _generate(call: Call, generation: Generation, *, chat: bool) -> Response:
-    service = call.service
+    generation = await call.read(lambda data: read(data, limits, service.require()))
     reply = service.require().reply
     name = service.config.served_names[0]
     writer = Choices(chat, name, service.tokenizing, generation, reply)
@@ -124,8 +124,7 @@ async def _model(call: Call) -> Response:
 
 
 def _card(service: Service, name: str) -> wire.ModelCard:
-    ready = service.supervisor.ready
-    assert ready is not None
+    ready = service.ready
     return wire.ModelCard(
         id=name,
         created=service.started,
@@ -136,8 +135,7 @@ def _card(service: Service, name: str) -> wire.ModelCard:
 
 
 def _stored(service: Service) -> wire.StoredKV:
-    ready = service.supervisor.ready
-    assert ready is not None
+    ready = service.ready
     return wire.StoredKV(
         ready.stored_as, ready.bytes_per_token, ready.capacity_tokens, ready.page_size
     )
@@ -145,9 +143,7 @@ def _stored(service: Service) -> wire.StoredKV:
 
 async def _plan(call: Call) -> Response:
     call.service.require()
-    ready = call.service.supervisor.ready
-    assert ready is not None
-    return Response(ready.plan, media_type="application/json")
+    return Response(call.service.ready.plan, media_type="application/json")
 
 
 async def _live(call: Call) -> Response:
@@ -256,8 +252,7 @@ async def _version(call: Call) -> Response:
 
 async def _server_info(call: Call) -> Response:
     facts = call.service.require()
-    ready = call.service.supervisor.ready
-    assert ready is not None
+    ready = call.service.ready
     return as_json(
         wire.ServerInfo(
             __version__,

@@ -15,8 +15,7 @@ from kvant.server.requests import Generation, read_chat, read_completion
 async def loads(call: Call) -> Response:
     """The load in the form that gateways read from SGLang's workers; one data-parallel rank."""
     facts, service = call.service.require(), call.service
-    stats, ready = service.supervisor.stats, service.supervisor.ready
-    assert ready is not None
+    stats, ready = service.supervisor.stats, service.ready
     waiting = max(stats.num_waiting, service.admission.held - stats.num_running)
     used = stats.num_held_pages / stats.num_usable_pages if stats.num_usable_pages else 0.0
     load = wire.RankLoad(

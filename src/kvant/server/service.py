@@ -269,6 +269,12 @@ class Service:
     def accepting(self) -> bool:
         return self.alive and not self.draining
 
+    @property
+    def ready(self) -> Ready:
+        """What the engine reported when it was ready; only once it was."""
+        assert self.supervisor.ready is not None
+        return self.supervisor.ready
+
     def require(self) -> Facts:
         """Returns the model's facts. ApiError 503 while nothing can be generated."""
         if self.draining:

@@ -86,6 +86,8 @@ def test_rows(
         pytest.param(FP8_BLOCK, 5, Shares(2, 4, 3, 1, laid=True), marks=slow),
         pytest.param(INT8_CHANNEL, 12, Shares(2, 4, 2, 1, laid=True), marks=slow),
         (FP8_CHANNEL, 11, Shares(2, 4, 3, 2, laid=True, rounded=True)),
+        (ZEROS, 19, Shares(1, 4, 3, 2, wide=True)),
+        pytest.param(FP8_BLOCK, 13, Shares(2, 4, 3, 2, wide=True), marks=slow),
         pytest.param(MXFP4, 20, Shares(2, 1, 3, 2), marks=slow),
     ],
 )

@@ -144,7 +144,7 @@ static void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
     __syncwarp();
 }
 
-#if LAID
+#if WIDE || LAID
 // wgmma: a warp's 16 of 64 rows. Columns of x lie in rows of 128 bytes, whose pieces of 16 bytes are swizzled.
 static void copies_are_visible() {}
 static void begin_wide() {}
@@ -173,7 +173,7 @@ static void multiply_wide(float (&c)[NT][4], const uint32_t (&a)[4], Place x, in
                 } else {
                     uint16_t bits;
                     std::memcpy(&bits, found, 2);
-                    sum += (double)from_half(word) * from_half(bits);
+                    sum += (double)operand(word) * operand(bits);
                 }
             }
             c[n][e] = (float)sum;

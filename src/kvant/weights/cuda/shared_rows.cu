@@ -5,8 +5,8 @@
 // the codes, STAGES - 1 blocks ahead. Where there are several parts, each program stores its sums, and the last
 // one to end adds them up in their order. GATED: rows g of a tile are gates and rows g + 8 their ups.
 //
-// LAID: four warps multiply together (wgmma): their decoded codes come from registers, and x from shared memory, where
-// it lies as `lay_rows` has written it: float16, each token multiplied by a power of two, columns in the order in which
+// WIDE: four warps multiply together (wgmma): their decoded codes come from registers, and x from shared memory, where
+// it lies in the order of registers. LAID: x lies as `lay_rows` has written it: float16, each token multiplied by a power of two, columns in the order in which
 // codes are decoded, in rows of 128 bytes whose 16-byte pieces are swizzled. Sums are multiplied by `unscale` of their
 // token. ROUNDED: x is e4m3 with a scale a token, and codes of 8-bit floats are not decoded at all.
 //
@@ -15,7 +15,10 @@
 #ifndef ROUNDED
 #define ROUNDED 0
 #endif
-#if LAID
+#ifndef WIDE
+#define WIDE LAID
+#endif
+#if WIDE
 #define X_ROOM (NT * (ROUNDED ? 1024 : 2048))
 #else
 #define X_ROOM (8 * NT * PITCH)
@@ -24,21 +27,21 @@
 #define PITCH 272  // bytes from a token to the next: lanes of a warp then read different banks
 #define SCALE_ROOM (SCALES == 2 ? WARPS * 16 : SCALES == 0 ? 0 : (FINE ? 128 / GROUP : 1) * WARPS * 16 * RT * SCALE_BYTES)
 #define ZERO_ROOM (ZEROS ? WARPS * 16 * RT : 0)
-#define SLOT ((X_ROOM + CODE_ROOM + SCALE_ROOM + ZERO_ROOM + (LAID ? 1023 : 0)) / (LAID ? 1024 : 1) * (LAID ? 1024 : 1))
+#define SLOT ((X_ROOM + CODE_ROOM + SCALE_ROOM + ZERO_ROOM + (WIDE ? 1023 : 0)) / (WIDE ? 1024 : 1) * (WIDE ? 1024 : 1))
 #define CODES_AT X_ROOM
 #define SCALES_AT (X_ROOM + CODE_ROOM)
 #define ZEROS_AT (SCALES_AT + SCALE_ROOM)
 #define THREADS (WARPS * 32)
 #define PARTS (ROUNDED || SCALES == 2 || (SCALES == 1 && !FINE))
 
-#if LAID
+#if WIDE
 #if ROUNDED
 #define SHAPE_DEPTH "k32"
 #define SHAPE_KIND "f32.e4m3.e4m3"
 #define SHAPE_TAIL "p, 1, 1"
 #else
 #define SHAPE_DEPTH "k16"
-#define SHAPE_KIND "f32.f16.f16"
+#define SHAPE_KIND "f32." KIND "." KIND
 #define SHAPE_TAIL "p, 1, 1, 0"
 #endif
 #ifndef ON_HOST
@@ -54,7 +57,7 @@ __device__ __forceinline__ Place place_of(const u8* at) {
 }
 
 #define SUMS_OF(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
-#define WIDE(width, sums, a0, a1, a2, a3, at, keep, ...)                                                       \
+#define WARPGROUP(width, sums, a0, a1, a2, a3, at, keep, ...)                                                       \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #keep ", 0;\n"                                             \
                  "wgmma.mma_async.sync.aligned.m64n" #width SHAPE_DEPTH "." SHAPE_KIND " {" sums "}, "          \
                  "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #at ", " SHAPE_TAIL "; }"                        \
@@ -64,14 +67,14 @@ __device__ __forceinline__ Place place_of(const u8* at) {
 // c = (more ? c : 0) + a x^T for 64 rows of four warps.
 __device__ __forceinline__ void multiply_wide(float (&c)[NT][4], const u32 (&a)[4], Place x, int more) {
 #if NT == 1
-    WIDE(8, S4(0, 1, 2, 3), 4, 5, 6, 7, 8, 9, SUMS_OF(0));
+    WARPGROUP(8, S4(0, 1, 2, 3), 4, 5, 6, 7, 8, 9, SUMS_OF(0));
 #elif NT == 2
-    WIDE(16, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7), 8, 9, 10, 11, 12, 13, SUMS_OF(0), SUMS_OF(1));
+    WARPGROUP(16, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7), 8, 9, 10, 11, 12, 13, SUMS_OF(0), SUMS_OF(1));
 #elif NT == 4
-    WIDE(32, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7) ", " S4(8, 9, 10, 11) ", " S4(12, 13, 14, 15),
+    WARPGROUP(32, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7) ", " S4(8, 9, 10, 11) ", " S4(12, 13, 14, 15),
          16, 17, 18, 19, 20, 21, SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3));
 #else
-    WIDE(64, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7) ", " S4(8, 9, 10, 11) ", " S4(12, 13, 14, 15) ", "
+    WARPGROUP(64, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7) ", " S4(8, 9, 10, 11) ", " S4(12, 13, 14, 15) ", "
          S4(16, 17, 18, 19) ", " S4(20, 21, 22, 23) ", " S4(24, 25, 26, 27) ", " S4(28, 29, 30, 31),
          32, 33, 34, 35, 36, 37, SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5),
          SUMS_OF(6), SUMS_OF(7));
@@ -88,7 +91,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
     u8* shared = host_shared();
 #else
     extern __shared__ __align__(16) u8 dynamic[];
-    u8* shared = dynamic + (LAID ? (1024 - shared_address(dynamic) % 1024) % 1024 : 0);
+    u8* shared = dynamic + (WIDE ? (1024 - shared_address(dynamic) % 1024) % 1024 : 0);
 #endif
     SHARED int order;  // how many programs of the stripe ended before
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -167,6 +170,22 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
         }
         x_from += X_ROOM;
     };
+#elif WIDE
+    // Two neighbours of a token at a time go to where the registers of codes want them.
+    const int pair = threadIdx.x % 64, token0 = threadIdx.x / 64;
+    const u8* x_from = (const u8*)x + (i64)begin * 256 + 4 * pair;
+    const int pair_to = pair / 32 * (1024 * NT) + pair % 32 / 8 * 4, pair_piece = pair % 8;
+    auto fetch_x = [&](u8* slot) {
+#pragma unroll
+        for (int c = 0; c < (8 * NT * 64 + THREADS - 1) / THREADS; c++) {
+            const int token = token0 + c * (THREADS / 64);
+            if (token < tokens) {
+                u8* to = slot + pair_to + token / 8 * 1024 + token % 8 * 128 + (pair_piece ^ (token % 8)) * 16;
+                copy4(to, x_from + (u32)token * (u32)(2 * K));
+            }
+        }
+        x_from += 256;
+    };
 #else
     constexpr int X_COPIES = (128 * NT + THREADS - 1) / THREADS;  // of a thread; each is 8 numbers of a token
     const u8* x_from = (const u8*)x + begin * 256 + 16 * (threadIdx.x % 16);
@@ -189,7 +208,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
     };
 #endif
 
-#if !LAID
+#if !WIDE
     // Where the lane's codes of a block begin: columns of low halves, and how far those of high halves are.
     const int column = !NIBBLES ? 16 * t : 16 * t / (GROUP / 2) * GROUP + 16 * t % (GROUP / 2);
     const int half = !NIBBLES ? 64 : GROUP / 2;
@@ -212,7 +231,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
     u8 *slot = shared, *next = shared + (STAGES - 1) * SLOT;
     for (int b = begin; b < end; b++) {
         WAIT_GROUP(STAGES - 2);
-#if LAID
+#if WIDE
         copies_are_visible();
 #endif
         __syncthreads();  // all copies of block b are there, and all warps are done with the block before
@@ -223,7 +242,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
         commit();
         const u8* codes_at = slot + CODES_AT + warp * WARP_CODES;
         const u8* beside = slot + SCALES_AT + warp * (SCALE_ROOM / WARPS);
-#if !LAID
+#if !WIDE
         const u8* x_at = slot + g * PITCH;
 #endif
         Fine fine[RT][2];
@@ -247,7 +266,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
 #else
         auto& part = acc;
 #endif
-#if LAID
+#if WIDE
 #pragma unroll
         for (int c = 0; c < 2; c++) {  // low and high halves, or pieces
             u32 a[4][RT][4];

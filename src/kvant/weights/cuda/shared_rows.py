@@ -29,7 +29,8 @@ _LAY_THREADS = 512
 class Shares:
     """How a product is cut: tiles of 16 rows of a warp, warps, blocks in flight, parts of the columns.
 
-    laid: four warps multiply together, with x as `lay_rows` writes it. rounded: x becomes e4m3 by token.
+    wide: four warps multiply together. laid: the same, with x as `lay_rows` writes it. rounded: the same,
+    with x as e4m3 by token.
     """
 
     tiles: int
@@ -38,6 +39,7 @@ class Shares:
     parts: int
     laid: bool = False
     rounded: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def defines(
     del made["K"]
     return {
         **made, "NEIGHBOURS": int(not cut.laid), "SPLIT": int(cut.parts > 1), "LAID": int(cut.laid),
-        "ROUNDED": int(cut.rounded),
+        "ROUNDED": int(cut.rounded), "WIDE": int(cut.laid or cut.wide),
     }  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
     size = {0: 4, 1: 2, 2: 2, 3: 1}[m["SCALE_TYPE"]]
     scales = {0: 0, 1: max(1, BLOCK // m["GROUP"]) * rows * size, 2: 16 * m["WARPS"]}[m["SCALES"]]
     slot = codes + scales + (rows if m["ZEROS"] else 0)
-    if not m["LAID"]:
+    if not m["WIDE"]:
         return m["STAGES"] * (slot + 8 * m["NT"] * 272)
     slot += m["NT"] * (1024 if m["ROUNDED"] else 2048)
     return m["STAGES"] * -(-slot // 1024) * 1024 + 1008  # from a multiple of 1024 on

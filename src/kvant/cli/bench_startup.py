@@ -9,12 +9,9 @@ from typing import Annotated
 import typer
 
 from kvant.cli.output import OutFile, write_json
-from kvant.measure.startup import Commands
 
-COMMANDS = Commands(
-    chat=(sys.executable, "-c", "from kvant.cli.main import run; run()", "chat"),
-    parts=(sys.executable, "-m", "kvant.cli.startup_parts"),
-)
+CHAT = (sys.executable, "-c", "from kvant.cli.main import run; run()", "chat")
+PARTS = (sys.executable, "-m", "kvant.cli.startup_parts")
 
 
 def startup(
@@ -32,7 +29,7 @@ def startup(
     from kvant.measure.startup import measure_starts, table
 
     starts = []
-    for start in measure_starts(COMMANDS, repeats, first=first):
+    for start in measure_starts(CHAT, PARTS, repeats, first=first):
         starts.append(start)
         sys.stderr.write(f"{start.cache} cache: {start.seconds:.2f} s\n")
     sys.stdout.write(table(starts) + "\n")

@@ -23,16 +23,6 @@ _FLAGS = ("--max-tokens", "2", "--temperature", "0")
 
 
 @dataclass(frozen=True, slots=True)
-class Commands:
-    """Commands to start. chat: `kvant chat`, which takes flags. parts: takes the time of its own creation
-    (`time.monotonic`) and prints a JSON object, seconds by part, as its last line.
-    """
-
-    chat: Sequence[str]
-    parts: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Start:
     """cache: models and compiled kernels were cached. seconds: until the first token of `kvant chat`.
 
@@ -45,19 +35,24 @@ class Start:
     parts: Mapping[str, float]
 
 
-def measure_starts(commands: Commands, repeats: int, *, first: bool) -> Iterator[Start]:
-    """Start the demo model. first: begin with an empty cache, and use that cache from then on."""
+def measure_starts(
+    chat: Sequence[str], parts: Sequence[str], repeats: int, *, first: bool
+) -> Iterator[Start]:
+    """Start the demo model. first: begin with an empty cache, and use that cache from then on.
+
+    chat: the command `kvant chat`, which takes flags. parts: a command that takes the time of its own
+    creation (`time.monotonic`) and prints a JSON object, seconds by part, as its last line.
+    """
     with tempfile.TemporaryDirectory(prefix="kvant-startup-") as empty:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         if first:
             environment["KVANT_CACHE"] = empty
-            yield Start("empty", _until_first_text(commands, environment), {})
+            yield Start("empty", _until_first_text(chat, environment), {})
         else:
-            _until_first_text(commands, environment)
+            _until_first_text(chat, environment)
         for _ in range(repeats):
-            yield Start(
-                "filled", _until_first_text(commands, environment), _parts(commands, environment)
-            )
+            seconds = _until_first_text(chat, environment)
+            yield Start("filled", seconds, _parts(parts, environment))
 
 
 def table(starts: list[Start]) -> str:
@@ -72,11 +67,11 @@ def table(starts: list[Start]) -> str:
     return "\n".join(lines)
 
 
-def _until_first_text(commands: Commands, environment: Mapping[str, str]) -> float:
+def _until_first_text(command: Sequence[str], environment: Mapping[str, str]) -> float:
     """Seconds from the start of `kvant chat` to the first text after its greeting."""
     started = time.perf_counter()
     chat = subprocess.Popen(
-        (*commands.chat, *_FLAGS),
+        (*command, *_FLAGS),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -99,9 +94,9 @@ def _until_first_text(commands: Commands, environment: Mapping[str, str]) -> flo
         raise EngineFault(f"kvant chat gave no answer: {chat.stderr.read().decode()[-2000:]}")
 
 
-def _parts(commands: Commands, environment: Mapping[str, str]) -> dict[str, float]:
-    command = [*commands.parts, repr(time.monotonic())]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(environment))
+def _parts(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, float]:
+    whole = [*command, repr(time.monotonic())]
+    done = subprocess.run(whole, capture_output=True, text=True, env=dict(environment))
     if done.returncode != 0:
         raise EngineFault(f"a start failed: {done.stderr[-2000:]}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

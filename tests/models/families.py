@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
@@ -193,6 +194,16 @@ class Compared:
 
 
 ALL_EQUAL = (NUM_TOKENS * len(PROMPTS),) * len(CHUNKS)
+
+
+OLDEST = {"lfm2": (5, 22), "nemotron_h": (5, 23)}
+"""transformers' versions whose modules of a family fit the probe; older ones are refused with the reason."""
+
+
+def too_old(name: str) -> bool:
+    """Whether the installed transformers is older than the family needs."""
+    installed = tuple(map(int, transformers.__version__.split(".")[:2]))
+    return installed < OLDEST.get(name, installed)
 
 
 def tiny_config(name: str) -> PreTrainedConfig:

@@ -12,7 +12,7 @@ import pytest
 from kvant.models.geometry.families import is_listed
 from kvant.models.read_shape import compared
 from tests.models import families
-from tests.models.families import ALL_EQUAL, FAMILIES, LOGITS_BOUND, NO_DECODERS, compare
+from tests.models.families import ALL_EQUAL, FAMILIES, LOGITS_BOUND, NO_DECODERS, compare, too_old
 
 ROOT = Path(__file__).parents[2]
 RECORD: dict[str, Any] = json.loads((ROOT / "docs" / "models.json").read_text())
@@ -42,6 +42,8 @@ FAST = (
 
 @pytest.mark.parametrize("name", FAST)
 def test_a_probed_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    if too_old(name):
+        pytest.skip(f"{name} needs a newer transformers")
     assert not is_listed(name)
     found = compare(name, tmp_path / "model")
     assert found.why is None

@@ -14,9 +14,10 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 20, 50
 _STYLE = (
     stylesheet()
     + """
-body { max-width: 60em; margin: 2em auto; padding: 0 1em; }
+body { max-width: 66em; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.25rem; letter-spacing: .01em; }
-th, td { padding: .2em .7em; }
+table { display: block; overflow-x: auto; white-space: nowrap; }
+th, td { padding: .2em .45em; }
 svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 svg text { fill: var(--ink); }
 figure { background: var(--sheet); border: 1px solid var(--line); border-radius: .6rem; }
@@ -173,13 +174,19 @@ def _scatter(
     parts = axes.frame("bytes of K and V per token", sorted({x for x, _ in points.values()})[::3])
     joined = " ".join(f"{axes.x(points[n][0]):.1f},{axes.y(points[n][1]):.1f}" for n in front)
     parts.append(f'<polyline points="{joined}" fill="none" stroke="var(--none)" stroke-width="2"/>')
-    for name, (size, kl) in points.items():
+    labels: list[tuple[float, float, float]] = []  # left, right and height of what is written
+    for name, (size, kl) in sorted(points.items(), key=lambda one: axes.y(one[1][1])):
         x, y = axes.x(size), axes.y(kl)
         end = x > _WIDTH * 0.7
+        width, at = 7.0 * len(name), y + 4
+        left = x - 9 - width if end else x + 9
+        while any(left < b and a < left + width and abs(at - h) < 13 for a, b, h in labels):
+            at += 1
+        labels.append((left, left + width, at))
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colours[name]}"><title>{html.escape(name)}: '
             f"{size:,} bytes, {kl:.5f} nats</title></circle>"
-            f'<text x="{x + (-9 if end else 9):.1f}" y="{y + 4:.1f}" '
+            f'<text x="{x + (-9 if end else 9):.1f}" y="{at:.1f}" '
             f'text-anchor="{"end" if end else "start"}">{html.escape(name)}</text>'
         )
     return _svg(parts)

@@ -1,15 +1,20 @@
-"""Find the sequences of a step with many queries, on the host, when the step is built."""
+"""The sequences of a step with many queries: found when the step is built, and attended to apart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from kvant.attention.base import LongQuery, Step
+from kvant.attention.base import AttentionBackend, AttentionParams, LongQuery, Step
 from kvant.attention.need import LONG
+from kvant.kv.pool import LayerCache
+
+AttendLong = Callable[[LayerCache, Tensor, Tensor, Step, AttentionParams], None]
+"""Fills the rows of `Step.long` in its third argument [T, num_q_heads, head_dim_v]."""
 
 
 def list_long(step: Step, lengths: NDArray[np.int64], seqlens_kv: NDArray[np.int64]) -> Step:
@@ -41,6 +46,33 @@ def list_long(step: Step, lengths: NDArray[np.int64], seqlens_kv: NDArray[np.int
         max_seqlen_kv=int(seqlens_kv[:count].max()),
     )
     return replace(step, long=listed, rest=rest)
+
+
+def attend_apart(
+    few: AttentionBackend,
+    attend_long: AttendLong,
+    cache: LayerCache,
+    q: Tensor,
+    step: Step,
+    params: AttentionParams,
+) -> Tensor:
+    """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype: long sequences by
+    `attend_long`, the others by `few`.
+
+    The tokens of `step.long` come after all others; tokens after them get zeros.
+    """
+    if not step.long:
+        return few.attend(cache, q, step, params)
+    out = q.new_empty(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
+    first, last = step.long[0], step.long[-1]
+    if step.rest is not None:
+        mine = slice(0, first.first_token)
+        out[mine] = few.attend(cache, q[mine], step.rest, params)
+    end = last.first_token + last.num_tokens
+    if end < q.shape[0]:
+        out[end:].zero_()
+    attend_long(cache, q, out, step, params)
+    return out
 
 
 def together(long: Sequence[LongQuery], at_once: int) -> Iterator[Sequence[LongQuery]]:

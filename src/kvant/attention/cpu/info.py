@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from kvant.attention.cpu.formats import SERVED
-from kvant.attention.need import BackendInfo, DeviceKind, Need
+from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.format import Packing
 from kvant.kv.geometry import Attention
@@ -39,12 +39,13 @@ def refuse(need: Need) -> str | None:
         multiple = 2 * _LANES if dtype.format.packing is Packing.BITS else _LANES
         if head_dim % multiple or not 0 < head_dim <= _LARGEST_HEAD:
             return f"head sizes of {dtype} are multiples of {multiple} up to {_LARGEST_HEAD}, not {head_dim}"
-    if not need.device.has_avx2:
+    return refuse_host(need.device)
+
+
+def refuse_host(device: DeviceFacts) -> str | None:
+    """Return why kernels that numba compiles do not run on this CPU, or None."""
+    if not device.has_avx2:
         return "its kernels need a CPU with AVX2"
-    return _refuse_package()
-
-
-def _refuse_package() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
     return None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionBackend, AttentionParams, Step
+from kvant.attention.long import attend_apart
 from kvant.errors import EngineFault
 from kvant.kv.pool import LayerCache
 
@@ -59,26 +60,15 @@ class FlashInferBackend:
         self._few.write(cache, k, v, step)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
+        """As `attend_apart`."""
+        return attend_apart(self._few, self._attend_long, cache, q, step, params)
 
-        The tokens of `step.long` come after all others; tokens after them get zeros.
-        """
-        if not step.long:
-            return self._few.attend(cache, q, step, params)
-        out = torch.empty(
-            *q.shape[:2], cache.spec.geometry.head_dim_v, dtype=q.dtype, device=q.device
-        )
-        first, last = step.long[0], step.long[-1]
-        end = last.first_token + last.num_tokens
-        if step.rest is not None:
-            mine = q[: first.first_token]
-            out[: first.first_token] = self._few.attend(cache, mine, step.rest, params)
-        if end < q.shape[0]:
-            out[end:].zero_()
-        wrapper = self._plan(cache, q, step, params)
-        many = slice(first.first_token, end)
+    def _attend_long(
+        self, cache: LayerCache, q: Tensor, out: Tensor, step: Step, params: AttentionParams
+    ) -> None:
+        wrapper, last = self._plan(cache, q, step, params), step.long[-1]
+        many = slice(step.long[0].first_token, last.first_token + last.num_tokens)
         wrapper.run(q[many].contiguous(), (cache.k[0], cache.v[0]), out=out[many])
-        return out
 
     def _plan(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Any:
         """Return the wrapper for this step: one plan for all layers of one kind."""

@@ -6,7 +6,6 @@ prompt that is replayed from a graph is not rounded, because it has no `Step.lon
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -18,11 +17,9 @@ from kvant.attention.base import (
     RotatingWriter,
     Step,
 )
+from kvant.attention.long import AttendLong, attend_apart
 from kvant.errors import NotServable, WayOut
 from kvant.kv.pool import LayerCache
-
-AttendLong = Callable[[LayerCache, Tensor, Tensor, Step, AttentionParams], None]
-"""Fills the rows of `Step.long` in its third argument [T, num_q_heads, head_dim]."""
 
 
 class _Few(AttentionBackend, RotatingWriter, Protocol):
@@ -49,20 +46,8 @@ class TritonFp8Backend:
         return self._few.write_rotated(cache, qkv, rotation, step)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-        """q [T, num_q_heads, head_dim] -> [T, num_q_heads, head_dim] in q's dtype.
-
-        The tokens of `step.long` come after all others; tokens after them get zeros.
-        """
-        if not step.long:
-            return self._few.attend(cache, q, step, params)
-        out = q.new_empty(q.shape[0], q.shape[1], cache.spec.geometry.head_dim_v)
-        first, last = step.long[0], step.long[-1]
-        if step.rest is not None:
-            mine = slice(0, first.first_token)
-            out[mine] = self._few.attend(cache, q[mine], step.rest, params)
-        out[last.first_token + last.num_tokens :].zero_()
-        self._attend_long(cache, q, out, step, params)
-        return out
+        """As `attend_apart`."""
+        return attend_apart(self._few, self._attend_long, cache, q, step, params)
 
 
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-from kvant.attention.need import DeviceFacts
+from kvant.attention.cpu.info import refuse_host
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.info import (
@@ -37,15 +35,6 @@ def refuse_shape(rows: int, columns: int) -> str | None:
         return f"a weight's {columns} inputs are no multiple of {GROUP}"
     if rows < FEWEST_ROWS:
         return f"a weight's {rows} outputs are fewer than {FEWEST_ROWS}"
-    return None
-
-
-def refuse_host(device: DeviceFacts) -> str | None:
-    """Return why this CPU does not run the compiled forward, or None."""
-    if not device.has_avx2:
-        return "its kernels need a CPU with AVX2"
-    if importlib.util.find_spec("numba") is None:
-        return "the package numba is not installed"
     return None
 
 

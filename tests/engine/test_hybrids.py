@@ -155,8 +155,6 @@ def test_what_a_state_cannot_be_is_refused(models: dict[str, Path], tmp_path: Pa
         opened(hybrid, conv_state_dtype="fp8")
     with pytest.raises(BadValue, match="no layer with a recurrent state"):
         opened(hybrid, kv_cache_rules=["3:state=bf16"])
-    with pytest.raises(NotServable, match="batch-invariant"):
-        opened(hybrid, batch_invariant=True)
     config = json.loads((hybrid / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"mamba_ssm_dtype": "bfloat16"}))
     (tmp_path / "model.safetensors").symlink_to(hybrid / "model.safetensors")
@@ -190,6 +188,34 @@ def test_drafts_change_no_token(models: dict[str, Path], name: str) -> None:
         assert 0.3 < stats.acceptance_rate < 0.9
         if options is not given:
             assert llm.engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batch_invariant_numbers_are_the_same_however_steps_are_made(
+    models: dict[str, Path], name: str
+) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=3)] * 3
+    prompts = [PROMPTS[0][:30], PROMPTS[4], PROMPTS[1]]
+
+    def numbers(llm: LLM, some: list[list[int]]) -> list[object]:
+        made = llm.generate(some, params[: len(some)])
+        return [(list(one.token_ids), one.logprobs) for one in made]
+
+    given = {"batch_invariant": True, "page_size": 4, "max_model_len": 60}
+    alone = opened(models[name], **given, max_num_seqs=1, max_num_batched_tokens=300)
+    expected = [numbers(alone, [prompt])[0] for prompt in prompts]
+    together = opened(models[name], **given, max_num_seqs=3, max_num_batched_tokens=23)
+    assert numbers(together, prompts) == expected
+    assert numbers(together, prompts) == expected  # from the prefix cache
+    least = together.planned.bytes_for(60)
+    tight = opened(models[name], **given, max_num_seqs=3, kv_cache_memory=least)
+    assert numbers(tight, prompts) == expected
+    asked = {"method": "tests.speculative.scripted:METHOD", "num_speculative_tokens": 2}
+    drafting = opened(models[name], **given, max_num_seqs=3, speculative_config=asked)
+    answers = [list(one[0]) for one in expected]  # type: ignore[index]
+    known = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    scripted.speculate(drafting.engine, known, wrong_every=5)
+    assert numbers(drafting, prompts) == expected
 
 
 @OLD

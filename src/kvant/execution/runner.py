@@ -88,8 +88,9 @@ class ModelRunner:
         self.states: StatePool | None = None
         if stored.has_states:
             self.states = StatePool(
-                stored, max_num_seqs, model.device, arena, num_drafts=draft_states
-            )
+                stored, max_num_seqs, model.device, arena,
+                num_drafts=draft_states, singly=model.batch_invariant,
+            )  # fmt: skip
         self._backends = load_backends(stored, batch_invariant=model.batch_invariant)
         self._graphs: StepGraphs | None = None
         self._proposer: Proposer | None = None

@@ -44,8 +44,8 @@ class StatePool:
     num_rows: rows of the row table; the row behind them is of padding. Without an arena, the pool has one of
     its own, in which every row has a page from the start.
     pages: [num_rows + 1] int64, the page of each row; the scratch page of a row without one, and of padding.
-    num_drafts: drafts of a step whose states are stored beside, each for itself, until it is known which of
-    them are accepted.
+    singly: tokens of a prompt run one after the other. num_drafts: drafts of a step whose states are stored
+    beside, each for itself, until it is known which of them are accepted.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class StatePool:
         arena: Arena | None = None,
         *,
         num_drafts: int = 0,
+        singly: bool = False,
     ) -> None:
-        self.plan = plan
+        self.plan, self.singly = plan, singly
         self.drafts = StatePool(plan, num_drafts, device) if num_drafts else None
         self.pages = torch.full((num_rows + 1,), SCRATCH_PAGE, dtype=torch.int64, device=device)
         if arena is None:

@@ -6,6 +6,7 @@ To add a forward: one package under `kvant/models/` with a torch-free `info.py`,
 from __future__ import annotations
 
 from kvant.errors import NotServable, WayOut
+from kvant.kv.geometry import Attention
 from kvant.models.cpu.info import INFO as CPU
 from kvant.models.forward_info import ForwardChoice, ForwardFacts, ForwardInfo, Refused
 from kvant.models.fused.few_rows_info import INFO as FEW_ROWS
@@ -60,7 +61,8 @@ def _nothing_runs(facts: ForwardFacts, refused: list[Refused]) -> NotServable:
     else:
         what = f"--batch-invariant cannot be promised for {name} here"
         ways.append(WayOut("run without --batch-invariant"))
-        if not facts.on_cpu and not facts.geometry.has_states:
+        latents = any(layer.attention is Attention.MLA for layer in facts.geometry.layers)
+        if not facts.on_cpu and not (latents and facts.geometry.has_states):
             ways.append(WayOut("run on the CPU", ("--device", "cpu")))
     return NotServable(
         what,

@@ -13,8 +13,6 @@ def _refuse(facts: ForwardFacts) -> str | None:
         return facts.refuse_rounding
     if facts.has_narrow and facts.batch_invariant:
         return "with narrow weights its products depend on the number of rows"
-    if facts.batch_invariant and facts.geometry.has_states:
-        return "recurrences over prompts depend on where a prompt is cut"
     if facts.batch_invariant and not facts.on_cpu:
         return "on a GPU its products depend on the number of rows"
     return None

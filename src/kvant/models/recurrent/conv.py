@@ -52,7 +52,7 @@ def _convolved(
     history = read_state(cache, packed, None, x.dtype)  # [n, size - 1, channels]
     if packed.lengths is None:
         window = torch.cat([history, x[:, None]], 1)
-        out = torch.einsum("nkc,ck->nc", window.to(work), kernel)
+        out = (window.to(work) * kernel.T).sum(1)
         newest = window[:, 1:]
     else:
         extended, behind = _extend(x, history, packed)

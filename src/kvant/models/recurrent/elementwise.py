@@ -34,25 +34,29 @@ def elementwise_scan(make: Make, use: Use, cache: StateCache, packed: Packed) ->
         use(every, found)
         return
     first, drafts = 0, packed.step.draft_states
+    at_once = 1 if packed.singly else _AT_ONCE
     for place, length in enumerate(packed.lengths):
         if not length:
             continue
         state: Tensor | None = None
-        for start in range(first, first + length, _AT_ONCE):
-            there = slice(start, min(start + _AT_ONCE, first + length))
+        has_drafts, behind = drafts is not None and drafts[place] >= 0, []
+        for start in range(first, first + length, at_once):
+            there = slice(start, min(start + at_once, first + length))
             a, b = make(there)
             if state is None:
                 state = read_state(cache, packed, [place], a.dtype)[0]
             found = _double(a, b, state)
             use(there, found)
             state = found[-1]
+            if has_drafts:
+                behind.append(found)
         assert state is not None
-        if drafts is not None and drafts[place] >= 0:
+        if drafts is not None and has_drafts:
             assert cache.drafts is not None
-            assert length <= _AT_ONCE
-            write_state(cache, packed, [place], found[:1])
-            rows = torch.arange(length - 1, device=found.device) + draft_page(drafts[place])
-            write_state(cache.drafts, replace(packed, rows=rows), None, found[1:])
+            kept = torch.cat(behind)
+            write_state(cache, packed, [place], kept[:1])
+            rows = torch.arange(length - 1, device=kept.device) + draft_page(drafts[place])
+            write_state(cache.drafts, replace(packed, rows=rows), None, kept[1:])
         else:
             write_state(cache, packed, [place], state[None])
         first += length

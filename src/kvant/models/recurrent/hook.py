@@ -81,4 +81,9 @@ def _states(mixer: Mixer, call: StepCall, layer: int, multiply: Product) -> Laye
         call.states.get(layer, kind) if kind in kinds else None
         for kind in (StateKind.CONV, StateKind.RECURRENT)
     )
-    return LayerStates(Packed.of(call.step, call.states.pages), conv, recurrent, multiply)
+    return LayerStates(
+        Packed.of(call.step, call.states.pages, singly=call.states.singly),
+        conv,
+        recurrent,
+        multiply,
+    )

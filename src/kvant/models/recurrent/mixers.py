@@ -400,7 +400,7 @@ class Mamba1:
             return (step * decay).exp(), step * value[there, :, None] * b[there, None]
 
         def use(there: slice, state: Tensor) -> None:
-            out[there] = torch.einsum("tcn,tn->tc", state, c[there])
+            out[there] = (state * c[there, None]).sum(-1)
 
         elementwise_scan(make, use, states.recurrent, states.packed)
         out = (out + value * m.D.to(work)) * F.silu(gate.to(work))

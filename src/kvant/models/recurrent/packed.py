@@ -43,7 +43,8 @@ class Packed:
 
     step: the step. rows: [n] int64, pages of the states. starts: [n] int32, tokens that a sequence's state
     holds already; not positive for one whose first token runs, and for padding. cu_seqlens: [n + 1] int32.
-    lengths: tokens of each sequence on the host; None if each has one, as in recorded decodes.
+    lengths: tokens of each sequence on the host; None if each has one, as in recorded decodes. singly: tokens
+    run one after the other, for results that depend neither on other sequences nor on how a prompt is cut.
     """
 
     step: Step
@@ -51,12 +52,14 @@ class Packed:
     starts: Tensor
     cu_seqlens: Tensor
     lengths: tuple[int, ...] | None
+    singly: bool = False
 
     @staticmethod
-    def of(step: Step, pages: Tensor | None = None) -> Packed:
+    def of(step: Step, pages: Tensor | None = None, *, singly: bool = False) -> Packed:
         """The step's sequences. EngineFault for a step without rows.
 
-        pages: of the states of each row (`StatePool.pages`); without them, a row is its page.
+        pages: of the states of each row (`StatePool.pages`); without them, a row is its page. singly: as in
+        the class.
         """
         if step.rows is None:
             raise EngineFault("a step without rows of states reached a recurrent layer")
@@ -68,14 +71,16 @@ class Packed:
         if pages is not None:
             found = step.lists.get("state pages")
             rows = step.lists["state pages"] = pages[rows] if found is None else found
-        return Packed(step, rows, starts, step.cu_seqlens_q, step.lengths)
+        return Packed(step, rows, starts, step.cu_seqlens_q, step.lengths, singly)
 
     def turns(self) -> list[Turn] | None:
-        """The step in turns, where drafts are verified; None for a step without drafts."""
-        if self.step.draft_states is None:
+        """The step in turns, where drafts are verified or tokens run singly; None if all may run at once."""
+        if self.lengths is None or (self.step.draft_states is None and not self.singly):
             return None
         if "turns" not in self.step.kept:
-            self.step.kept["turns"] = _turns(self, self.step.draft_states)
+            places = self.step.draft_states or (-1,) * len(self.lengths)
+            firsts = _singles(self) if self.singly else [_without_drafts(self, places)]
+            self.step.kept["turns"] = firsts + _drafts(self, places)
         found: list[Turn] = self.step.kept["turns"]
         return found
 
@@ -147,8 +152,8 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens of a step with drafts that run at once: first the step without drafts, then the next draft of
-    every sequence that has as many.
+    """Tokens of a step that run at once: first the step without drafts, whole or one token of every sequence
+    after the other, then the next draft of every sequence that has as many.
 
     tokens: [k] int64, their places in T. packed: their sequences. before: [k] int64, pages of the states that
     a later turn begins with, in the sequences' own storage for the first drafts, among drafts for others.
@@ -160,30 +165,64 @@ class Turn:
     is_first_draft: bool = False
 
 
-def _turns(packed: Packed, places: Sequence[int]) -> list[Turn]:
+def _offsets(packed: Packed) -> list[int]:
+    assert packed.lengths is not None
+    found: list[int] = np.cumsum([0, *packed.lengths]).tolist()
+    return found
+
+
+def _sent(values: Sequence[int], packed: Packed, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype).to(packed.rows.device)
+
+
+def _part(
+    packed: Packed, rows: Tensor, starts: Tensor, lengths: Sequence[int], *, singly: bool
+) -> Packed:
+    """Some sequences with some of their tokens, without drafts."""
+    cu_seqlens = _sent([int(n) for n in np.cumsum([0, *lengths])], packed, torch.int32)
+    kept = None if max(lengths) == 1 else tuple(lengths)
+    step = replace(packed.step, cu_seqlens_q=cu_seqlens, lengths=kept, draft_states=None)
+    return Packed(step, rows, starts, cu_seqlens, kept, singly)
+
+
+def _without_drafts(packed: Packed, places: Sequence[int]) -> Turn:
     """places: `Step.draft_states`."""
     assert packed.lengths is not None
-    device = packed.rows.device
-
-    def sent(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device)
-
-    offsets = np.cumsum([0, *packed.lengths]).tolist()
     lengths = [1 if at >= 0 else n for n, at in zip(packed.lengths, places, strict=True)]
-    first = [t for at, n in zip(offsets[:-1], lengths, strict=True) for t in range(at, at + n)]
-    kept = None if max(lengths) == 1 else tuple(lengths)
-    cu_seqlens = sent(np.cumsum([0, *lengths]).tolist(), torch.int32)
-    step = replace(packed.step, cu_seqlens_q=cu_seqlens, lengths=kept, draft_states=None)
-    found = [Turn(sent(first), Packed(step, packed.rows, packed.starts, cu_seqlens, kept))]
-    for j in range(1, max(n for n, at in zip(packed.lengths, places, strict=True) if at >= 0)):
+    firsts = zip(_offsets(packed)[:-1], lengths, strict=True)
+    tokens = [token for at, n in firsts for token in range(at, at + n)]
+    part = _part(packed, packed.rows, packed.starts, lengths, singly=False)
+    return Turn(_sent(tokens, packed), part)
+
+
+def _singles(packed: Packed) -> list[Turn]:
+    """One token of every sequence after the other, up to its first draft."""
+    assert packed.lengths is not None
+    places = packed.step.draft_states or (-1,) * len(packed.lengths)
+    lengths = [1 if at >= 0 else n for n, at in zip(packed.lengths, places, strict=True)]
+    offsets, found = _offsets(packed), []
+    for j in range(max(lengths)):
+        some = [i for i, n in enumerate(lengths) if n > j]
+        index = _sent(some, packed)
+        rows, starts = packed.rows[index], packed.starts[index] + j
+        part = _part(packed, rows, starts, [1] * len(some), singly=True)
+        found.append(Turn(_sent([offsets[i] + j for i in some], packed), part))
+    return found
+
+
+def _drafts(packed: Packed, places: Sequence[int]) -> list[Turn]:
+    """The drafts. places: `Step.draft_states`."""
+    assert packed.lengths is not None
+    offsets, found = _offsets(packed), []
+    most = max((n for n, at in zip(packed.lengths, places, strict=True) if at >= 0), default=0)
+    for j in range(1, most):
         some = [i for i, at in enumerate(places) if at >= 0 and packed.lengths[i] > j]
-        rows = sent([draft_page(places[i] + j - 1) for i in some])
-        before = packed.rows[sent(some)] if j == 1 else rows - 1
-        ones = torch.ones(len(some), dtype=torch.int32, device=device)
-        ends = torch.arange(len(some) + 1, dtype=torch.int32, device=device)
-        step = replace(packed.step, cu_seqlens_q=ends, rows=rows, lengths=None, draft_states=None)
-        turn = Packed(step, rows, ones, ends, None)
-        found.append(Turn(sent([offsets[i] + j for i in some]), turn, before, j == 1))
+        rows = _sent([draft_page(places[i] + j - 1) for i in some], packed)
+        before = packed.rows[_sent(some, packed)] if j == 1 else rows - 1
+        starts = torch.ones(len(some), dtype=torch.int32, device=rows.device)
+        part = _part(packed, rows, starts, [1] * len(some), singly=packed.singly)
+        tokens = _sent([offsets[i] + j for i in some], packed)
+        found.append(Turn(tokens, part, before, is_first_draft=j == 1))
     return found
 
 
@@ -195,7 +234,8 @@ def in_turns(
 ) -> Tensor:
     """run(inputs, cache, packed) for numbers [T, ..] of a step, which gives [T, ..].
 
-    Drafts run one after the other, as they do without speculation. Each of them leaves its state among
+    Drafts run one after the other, as they do without speculation, and so do all tokens if `packed` wants
+    it. Each of them leaves its state among
     `cache.drafts`, beside the sequence's own state, which stands behind the token before them.
     """
     turns = packed.turns()

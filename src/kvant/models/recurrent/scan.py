@@ -68,7 +68,7 @@ def _scanned(
     beta = None if beta is None else beta.to(work)
     if packed.lengths is None:
         state = read_state(cache, packed, None, work)
-        out, state = one_token(q, k, v, g, beta, state)
+        out, state = one_token(q, k, v, g, beta, state, apart=packed.singly)
         write_state(cache, packed, None, state)
         return out
     out = torch.empty_like(v)
@@ -85,20 +85,27 @@ def _scanned(
 
 
 def one_token(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor,
+    *, apart: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token of each of n sequences. state: [n, heads, values, keys], which is overwritten.
 
-    The rest as in `scan`, with T = n. Returns the outputs [n, heads, values] and the new states.
+    The rest as in `scan`, with T = n. apart: no sequence's sums depend on the others. Returns the outputs
+    [n, heads, values] and the new states.
     """
     heads = v.shape[1]
     q, k = _for_heads(q, heads), _for_heads(k, heads)
     decay = g.exp()
     state.mul_(decay[:, :, None, None] if g.ndim == 2 else decay[:, :, None, :])
     if beta is not None:
-        v = beta[..., None] * (v - (state @ k[..., None])[..., 0])
+        v = beta[..., None] * (v - _product(state, k, apart=apart))
     state += v[..., None] * k[..., None, :]
-    return (state @ q[..., None])[..., 0], state
+    return _product(state, q, apart=apart), state
+
+
+def _product(state: Tensor, x: Tensor, *, apart: bool) -> Tensor:
+    """state [n, heads, values, keys] times x [n, heads, keys]: [n, heads, values]."""
+    return (state * x[:, :, None]).sum(-1) if apart else (state @ x[..., None])[..., 0]
 
 
 def _in_chunks(

@@ -37,6 +37,7 @@ CONTRADICTIONS = (
     r"(input|messages|system|tools|include|background|truncation|thinking|reasoning|text)\b",
     r"suffix\b",
     r"(stop_sequences|output_config|output_format|top_logprobs needs include)\b",
+    r"this server generates text and gives no embeddings",
     r"only a response with background true can be cancelled",
     # Whether a text is a schema, a regex or a grammar is nothing that JSON Schema can say.
     r"(response_format|structured_outputs|guided_(json|regex|choice|grammar)|json_schema|regex|grammar|ebnf)\b",

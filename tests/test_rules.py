@@ -33,6 +33,7 @@ _EDGE = {
     "cli/foreign_flags.py",  # the formats of another program's flags
     "cli/llama_flags.py",  # the formats of another program's flags
     "plan/refused.py",  # a way out, as arguments
+    "models/activations.py",  # a way out, as arguments
     "models/quantization.py",  # values of --quantization
     "models/stored.py",  # names of weight recipes in configs
     "models/geometry/weight_methods.py",  # names of weight recipes in configs

@@ -77,6 +77,28 @@ class KVDtype(Enum):
         rotation=Rotation.HADAMARD, scale_place=ScalePlace.PLANE, scale_encoding=Encoding.FLOAT32,
         head_dim_multiple=2, checkpoint_scales=CheckpointScales.ROUNDING,
     )  # fmt: skip
+    INT4_SHORT = KVFormat(
+        "int4_short", "int4_short",
+        "Hadamard-rotated, scale and zero point in 16 bits per token and KV head",
+        Encoding.UINT4, 4, granularity=Granularity.TOKEN_HEAD, symmetric=False,
+        zero_point=ZeroPoint.BELOW_SCALE, packing=Packing.ADJACENT_LOW_FIRST,
+        rotation=Rotation.HADAMARD, scale_place=ScalePlace.PLANE, scale_encoding=Encoding.SHORT,
+        head_dim_multiple=2,
+    )  # fmt: skip
+    INT4_SHORT_FEEDBACK = KVFormat(
+        "int4_short_feedback", "int4_short_feedback",
+        "int4_short's bytes; keys are rounded with calibrated error feedback",
+        Encoding.UINT4, 4, granularity=Granularity.TOKEN_HEAD, symmetric=False,
+        zero_point=ZeroPoint.BELOW_SCALE, packing=Packing.ADJACENT_LOW_FIRST,
+        rotation=Rotation.HADAMARD, scale_place=ScalePlace.PLANE, scale_encoding=Encoding.SHORT,
+        head_dim_multiple=2, checkpoint_scales=CheckpointScales.ROUNDING,
+    )  # fmt: skip
+    NORMAL2 = KVFormat(
+        "normal2", "normal2", "Hadamard-rotated, 4 equal steps, a float16 scale per row",
+        Encoding.NORMAL2, 2, granularity=Granularity.TOKEN_HEAD, packing=Packing.FOURS,
+        rotation=Rotation.HADAMARD, codebook="steps of 255/256 of a normal number",
+        scale_place=ScalePlace.PLANE, scale_encoding=Encoding.FLOAT16, head_dim_multiple=4,
+    )  # fmt: skip
     NVFP4 = KVFormat(
         "nvfp4", "nvfp4", "e2m1, an e4m3 scale per 16 elements and one global scale",
         Encoding.E2M1, 4, granularity=Granularity.BLOCK, block=16,
@@ -128,6 +150,7 @@ class KVDtype(Enum):
 
 PAIR_NAMES: dict[str, tuple[KVDtype, KVDtype]] = {
     "int4_feedback": (KVDtype.INT4_FEEDBACK, KVDtype.INT4_PER_TOKEN_HEAD),
+    "int4_short_feedback": (KVDtype.INT4_SHORT_FEEDBACK, KVDtype.INT4_SHORT),
     "turboquant_k8v4": (KVDtype.TURBOQUANT_K8, KVDtype.TURBOQUANT_V4),
     "turboquant_4bit_nc": (KVDtype.TURBOQUANT_K4, KVDtype.TURBOQUANT_V4),
     "turboquant_k3v4_nc": (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V4),

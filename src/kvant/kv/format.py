@@ -27,6 +27,7 @@ class Element(Enum):
     """Type of one element of a plane; the value is its width in bytes and a distinct name."""
 
     UINT8 = ("uint8", 1)
+    INT16 = ("int16", 2)
     FLOAT16 = ("float16", 2)
     BFLOAT16 = ("bfloat16", 2)
     FLOAT32 = ("float32", 4)
@@ -56,6 +57,8 @@ class Encoding(Enum):
         700 / 256,
     )  # one of 16 centroids for standard normal numbers, sign bit first
     NORMAL3 = "normal3", 551 / 256  # one of 8
+    NORMAL2 = "normal2", 1.5  # -1.5, -0.5, 0.5 or 1.5, in this order
+    SHORT = "short", 2.0**22 * (1 + 62 / 64)  # of scales: 6 bits of exponent, 6 of mantissa
     E2M1 = "e2m1", 6.0  # 0, .5, 1, 1.5, 2, 3, 4, 6 and a sign bit
 
     largest: float
@@ -71,6 +74,7 @@ _SCALE_ELEMENT = {
     Encoding.FLOAT32: Element.FLOAT32,
     Encoding.FLOAT16: Element.FLOAT16,
     Encoding.E4M3FN: Element.UINT8,
+    Encoding.SHORT: Element.INT16,
 }
 
 
@@ -97,6 +101,7 @@ class ScalePlace(Enum):
 class ZeroPoint(Enum):
     NONE = "none"
     SCALE_MANTISSA = "scale_mantissa"  # 4 bits, in the low mantissa bits of the float32 scale
+    BELOW_SCALE = "below_scale"  # 4 bits, below the 12 bits of a short scale
 
 
 class Packing(Enum):
@@ -104,6 +109,7 @@ class Packing(Enum):
     ADJACENT_LOW_FIRST = (
         "adjacent_low_first"  # byte i: element 2i in the low nibble, 2i+1 in the high
     )
+    FOURS = "fours"  # byte i: elements 4i to 4i + 3, the first in the lowest two bits
     BITS = "bits"  # element i at bit i * bits of the row, least significant bit first
 
 

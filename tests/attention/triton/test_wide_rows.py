@@ -59,6 +59,7 @@ def test_every_query_reads_each_key_in_its_form(
 @pytest.mark.parametrize(
     "options",
     [{"sinks": True}, {"softcap": 5.0}, {"k": KVDtype.TURBOQUANT_K3, "v": KVDtype.TURBOQUANT_V3},
+     {"k": KVDtype.INT4_SHORT, "v": KVDtype.NORMAL2},
      {"k": KVDtype.NVFP4, "v": KVDtype.FP8_PER_TOKEN_HEAD}, {"page_size": 32}, {"page_size": 4}],
     ids=str,
 )  # fmt: skip

@@ -71,6 +71,8 @@ def test_every_kind_of_step_reads_both_forms(
         (KVDtype.NVFP4, KVDtype.FP8_E4M3, KVDtype.FLOAT16),
         (INT4, KVDtype.TURBOQUANT_V4, KVDtype.INT8_PER_TOKEN_HEAD),
         (KVDtype.INT4_FEEDBACK, INT4, KVDtype.FP8_PER_TOKEN_HEAD),
+        (KVDtype.INT4_SHORT_FEEDBACK, KVDtype.INT4_SHORT, KVDtype.BFLOAT16),
+        (KVDtype.INT4_SHORT_FEEDBACK, KVDtype.NORMAL2, KVDtype.BFLOAT16),
     ],
     ids=str,
 )

@@ -221,6 +221,33 @@ def int4_per_token_head(x: Sequence[float], scale: float) -> Row:
     return Row((packed, stored.to_bytes(4, "little")), values)
 
 
+def int4_short(x: Sequence[float], scale: float) -> Row:
+    """As int4_per_token_head, with a scale of 7 significant bits within 2^-41 .. 2^22 * 127 / 64."""
+    y = butterflies(_clamped(x))
+    if any(np.isnan(v) for v in y):
+        return Row((bytes(len(y) // 2), (0xFFF0).to_bytes(2, "little")), [math.nan] * len(y))
+    zero = np.float32(0)
+    low, high = min([*y, zero]), max([*y, zero])
+    own = max((high - low) / np.float32(15), np.float32(2.0**-41))
+    own = min(own, np.float32(2.0**22 * (1 + 62 / 64)))
+    mantissa, exponent = math.frexp(float(own))
+    own = np.float32(math.ldexp(math.floor(mantissa * 128 + 0.5), exponent - 7))
+    mantissa, exponent = math.frexp(float(own))
+    stored = (exponent - 1 + 41) * 64 + int((mantissa * 2 - 1) * 64)
+    with np.errstate(over="ignore"):
+        zero_point = _steps(-low / own, 0)
+        codes = [_steps(v / own, zero_point) for v in y]
+    steps = unrotated_steps([code - zero_point for code in codes])
+    block = len(codes) & -len(codes)
+    values = [float(step * Fraction(float(own)) / block) for step in steps]
+    word = 16 * stored + zero_point
+    return Row((bits_packed(codes, 4), word.to_bytes(2, "little")), values)
+
+
+def _steps(x: np.float32, zero_point: int) -> int:
+    return min(max(_nearest(x) + zero_point, 0), 15)
+
+
 def int4_feedback(x: Sequence[float], matrix: Sequence[Sequence[float]]) -> Row:
     """int4_per_token_head's row, whose codes are found one after another."""
     plain = int4_per_token_head(x, 1.0)
@@ -320,6 +347,31 @@ def turboquant_k(bits: int) -> Callable[[Sequence[float], float], Row]:
     return encode
 
 
+def normal2(x: Sequence[float], scale: float) -> Row:
+    row = _clamped(x)
+    n, largest = len(row), _absmax(row)
+    if np.isnan(largest):
+        return Row((bytes(n // 4), HALF_NAN), [math.nan] * n)
+    unit = SMALLEST_NORMAL
+    if largest >= SMALLEST_NORMAL:
+        unit = np.float32(2.0 ** (math.frexp(float(largest))[1] - 1))
+    y = butterflies([v / unit for v in row])
+    root = np.sqrt(tree_sum([v * v for v in y]))
+    wide = np.float32(math.sqrt(n))
+    codes = []
+    for v in y:
+        z = (v * wide) / root if root > 0 else np.float32(0)
+        far = int(abs(Fraction(float(z))) > Fraction(255, 256))
+        codes.append(1 - far if z < 0 else 2 + far)
+    found = [np.float32(code - 1.5) for code in codes]
+    with np.errstate(over="ignore"):
+        exact = (root / np.sqrt(tree_sum([c * c for c in found]))) * unit
+    stored, own = _half_bytes(float(exact))
+    block = np.float32(n & -n)
+    values = [float(v / block) for v in butterflies([c * own for c in found])]
+    return Row((bits_packed(codes, 2), stored), values)
+
+
 def turboquant_v(bits: int) -> Callable[[Sequence[float], float], Row]:
     most = (1 << bits) - 1
 
@@ -352,6 +404,9 @@ ENCODE_ROW: dict[KVDtype, Callable[[Sequence[float], float], Row]] = {
     KVDtype.INT8_PER_TOKEN_HEAD: int8_per_token_head,
     KVDtype.INT4_PER_TOKEN_HEAD: int4_per_token_head,
     KVDtype.INT4_FEEDBACK: int4_per_token_head,  # matrices of zeros
+    KVDtype.INT4_SHORT: int4_short,
+    KVDtype.INT4_SHORT_FEEDBACK: int4_short,  # matrices of zeros
+    KVDtype.NORMAL2: normal2,
     KVDtype.NVFP4: nvfp4,
     KVDtype.TURBOQUANT_K8: scaled_float8(E4M3FN),  # scale 1.0
     KVDtype.TURBOQUANT_K4: turboquant_k(4),

@@ -229,6 +229,9 @@ def test_a_row_with_nan_has_the_canonical_bytes(dtype: KVDtype) -> None:
     elif fmt.scale_encoding is Encoding.FLOAT16:
         assert plane_bytes(scales)[:2] == bytes.fromhex("007e")
         assert set(codes.flatten().tolist()) == {0}
+    elif fmt.scale_encoding is Encoding.SHORT:
+        assert plane_bytes(scales) == bytes.fromhex("f0ff")
+        assert set(codes.flatten().tolist()) == {0}
     else:
         assert plane_bytes(scales)[0] == 0x7F
         assert set(codes[0, : fmt.block // 2].tolist()) == {0}

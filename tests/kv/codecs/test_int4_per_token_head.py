@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvant.kv.codecs import CLAMP
-from kvant.kv.codecs.int4_per_token_head import RotatedInt4Codec, split_stored_scale
+from kvant.kv.codecs.int4_per_token_head import RotatedInt4Codec
 from kvant.kv.codecs.rotation import block_length, rotate
 from tests.kv.codecs.comparison import same_bytes
 from tests.kv.codecs.oracle import unrotated_steps
@@ -66,7 +66,7 @@ def test_all_16_codes_mean_their_distance_from_the_zero_point(zero_point: int) -
     planes = stored(list(range(16)), 0.5, zero_point)
     rotated = CODEC.decode_rotated(planes)
     assert rotated.tolist() == [[(code - zero_point) * 0.5 for code in range(16)]]
-    found = split_stored_scale(planes[1])
+    found = RotatedInt4Codec().split(planes[1])
     assert [found[0].item(), found[1].item()] == [zero_point, 0.5]
 
 
@@ -75,7 +75,7 @@ def test_all_16_codes_mean_their_distance_from_the_zero_point(zero_point: int) -
 def test_stored_scales_have_11_significant_bits_and_are_normal(x: Tensor) -> None:
     _, scales = CODEC.encode(x, None)
     assert not (scales.view(torch.int32) & 0x1FF0).any()
-    assert (split_stored_scale(scales)[1] >= 2.0**-126).all()
+    assert (RotatedInt4Codec().split(scales)[1] >= 2.0**-126).all()
 
 
 @pytest.mark.case("A46")

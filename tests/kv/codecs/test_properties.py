@@ -110,6 +110,20 @@ def _int4_per_token_head(x: Tensor, scale: Tensor) -> Tensor:
 
     Undoing the rotation averages errors of a block with signs, so the bound holds per element.
     """
+    span, sums = _rotated_span(x)
+    return ((span / 15).clamp(min=2.0**-126) * 0.504 + sums).expand_as(x)
+
+
+def _int4_short(x: Tensor, scale: Tensor) -> Tensor:
+    """The same with 15 / 128 for the scale's rounding; scales saturate at both ends."""
+    span, sums = _rotated_span(x)
+    largest = 15 * 2.0**22 * (1 + 62 / 64)
+    cut = torch.where(span > largest, span, torch.zeros_like(span))
+    return ((span / 15).clamp(min=2.0**-41) * 0.62 + cut + sums).expand_as(x)
+
+
+def _rotated_span(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest less smallest number of rotated rows, and what float32 butterflies may be off: [.., 1]."""
     block = x.shape[-1] & -x.shape[-1]
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(block)] for i in range(block)]
     y = x.reshape(-1, block) @ torch.tensor(signs, dtype=torch.float64)
@@ -118,7 +132,7 @@ def _int4_per_token_head(x: Tensor, scale: Tensor) -> Tensor:
     sums = (
         2.0**-20 * math.sqrt(block) * x.square().sum(-1, keepdim=True).sqrt()
     )  # float32 butterflies
-    return ((span / 15).clamp(min=2.0**-126) * 0.504 + sums).expand_as(x)
+    return span, sums
 
 
 def _nvfp4(x: Tensor, scale: Tensor) -> Tensor:
@@ -176,6 +190,9 @@ ERROR_BOUND: dict[KVDtype, Callable[[Tensor, Tensor], Tensor]] = {
     KVDtype.INT8_PER_TOKEN_HEAD: _int8_per_token_head,
     KVDtype.INT4_PER_TOKEN_HEAD: _int4_per_token_head,
     KVDtype.INT4_FEEDBACK: _int4_per_token_head,  # without matrices
+    KVDtype.INT4_SHORT: _int4_short,
+    KVDtype.INT4_SHORT_FEEDBACK: _int4_short,  # without matrices
+    KVDtype.NORMAL2: _turboquant_k,
     KVDtype.NVFP4: _nvfp4,
     KVDtype.TURBOQUANT_K8: _float(4, 2.0**-9, 448.0),
     KVDtype.TURBOQUANT_K4: _turboquant_k,

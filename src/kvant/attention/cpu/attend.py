@@ -49,6 +49,9 @@ from kvant.kernels.cpu.vector import (
 from kvant.kernels.cpu.vector import (
     zero as _zero,
 )
+from kvant.kv.codecs.int4_short import DROPPED_BITS as SHORT_DROPPED
+from kvant.kv.codecs.int4_short import NAN_WORD as SHORT_NAN
+from kvant.kv.codecs.int4_short import OFFSET as SHORT_OFFSET
 
 QUERY_ROWS = 96
 HEAD_ROWS = 48  # rows of an item that takes several KV heads
@@ -160,7 +163,7 @@ def _scale_bytes(scaling: int, blocks: int) -> int:
     """Bytes of a row's scales in its page."""
     if scaling == Scaling.BLOCK:
         return blocks
-    if scaling == Scaling.ROW_HALF:
+    if scaling in (Scaling.ROW_HALF, Scaling.ROW_SHORT):
         return 2
     return 4 if scaling != Scaling.NONE else 0
 
@@ -181,6 +184,15 @@ def _row_scales(planes: int, scaling: int, slots: int, scales: int, offsets: int
             store_f32(offsets + 4 * t, -scale * np.float32(bits & 15))
             if t % 4 == 0:
                 prefetch_line(planes + load_i64(slots + 8 * (t + TILE)))
+    elif scaling == Scaling.ROW_SHORT:
+        for t in range(TILE):
+            at = planes + load_i64(slots + 8 * t)
+            word = load_u8(at) | (load_u8(at + 1) << 8)
+            scale = float_of(((word >> 4) + SHORT_OFFSET) << SHORT_DROPPED)
+            if word == SHORT_NAN:
+                scale = _NAN
+            store_f32(scales + 4 * t, scale)
+            store_f32(offsets + 4 * t, -scale * np.float32(word & 15))
     elif scaling == Scaling.ROW_HALF:
         for t in range(TILE):
             store_f32(scales + 4 * t, load_f16(planes + load_i64(slots + 8 * t)))

@@ -53,7 +53,9 @@ def wide(
 
 @cache
 def packed(bits: int, table: tuple[float, ...] | None = None, *, in_blocks: bool = False) -> Codes:
-    """Codes of 3 or 4 bits. table: the number that each code means; without one, the code itself."""
+    """Codes of 2 to 4 bits. table: the number that each code means, repeated to 8 or 16; without one, the
+    code itself.
+    """
 
     def number(context: Any, b: Any, index: Any) -> Any:
         if table is not None:
@@ -99,6 +101,17 @@ def packed(bits: int, table: tuple[float, ...] | None = None, *, in_blocks: bool
             found.append(number(context, b, b.and_(index, words(7))))
         return found
 
+    def fours(context: Any, b: Any, address: Any, vectors: int) -> list[Any]:
+        """16 numbers lie in 4 bytes."""
+        amounts = ir.Constant(WORDS, [2 * lane for lane in range(LANES)])
+        found = []
+        for v in range(vectors):
+            unit = splat(b, load(b, I32, b.add(address, i64(4 * v))))
+            found.append(number(context, b, b.and_(b.lshr(unit, amounts), words(3))))
+        return found
+
+    if bits == 2:
+        return Codes(2, unpack, fours, in_blocks=in_blocks)
     if bits == 4:
         return Codes(4, unpack, nibbles, in_blocks=in_blocks)
     return Codes(

@@ -100,6 +100,8 @@ def _scaling(declared: KVFormat) -> Scaling:
         return Scaling.BLOCK
     if declared.zero_point is ZeroPoint.SCALE_MANTISSA:
         return Scaling.ROW_ZERO_POINT
+    if declared.zero_point is ZeroPoint.BELOW_SCALE:
+        return Scaling.ROW_SHORT
     if declared.scale_encoding is Encoding.FLOAT32:
         return Scaling.ROW
     return Scaling.ROW_HALF if declared.symmetric else Scaling.ROW_HALF_OFFSET

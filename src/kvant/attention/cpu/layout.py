@@ -37,6 +37,7 @@ class Scaling(IntEnum):
     BLOCK = 3  # e4m3 per 16 numbers
     ROW_HALF = 4  # float16 scale
     ROW_HALF_OFFSET = 5  # float16 scale and offset
+    ROW_SHORT = 6  # a scale of 12 bits above a zero point of 4: see `kvant.kv.codecs.int4_short`
 
 
 @plain

@@ -137,8 +137,14 @@ def store_packed(
     codes, there, code, HEAD: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Codes [ROWS, PAD] of 4 or 3 bits into rows of HEAD codes."""
-    if BITS == 4:
+    """Codes [ROWS, PAD] of 2 to 4 bits into rows of HEAD codes."""
+    if BITS == 2:
+        fours = tl.reshape(code, (ROWS, PAD // 4, 4))
+        packed = tl.sum(fours << (2 * tl.arange(0, 4))[None, None, :], 2)
+        b = tl.arange(0, PAD // 4)
+        tl.store(codes[:, None] + b[None, :], packed.to(tl.uint8),
+                 mask=there[:, None] & (b < HEAD // 4)[None, :])  # fmt: skip
+    elif BITS == 4:
         packed = pack_nibbles(code, ROWS, PAD)
         b = tl.arange(0, PAD // 2)
         tl.store(codes[:, None] + b[None, :], packed.to(tl.uint8),

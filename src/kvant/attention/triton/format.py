@@ -5,7 +5,8 @@ The facts come from the format's declaration in `kvant.kv.dtype`, the functions 
 facts at compile time.
 
 Codes are loaded as *words*. 16-bit formats and float32 have one element per word. A 16-bit word holds two
-8-bit or four 4-bit elements. Eight 3-bit elements make a word of 24 bits, loaded from units of 32 bits.
+8-bit, four 4-bit or eight 2-bit elements. Eight 3-bit elements make a word of 24 bits, loaded from units of
+32 bits.
 Tensor cores take 16-bit operands and `ldmatrix` moves 16-bit units, so a word travels from page to
 register without a shuffle. There `decode` makes one operand tensor for each element of a word: element e
 of word j is number elements * j + e of the row. A product over a row is a sum of `elements` products, and
@@ -142,7 +143,7 @@ def format_of(dtype: KVDtype) -> Format:
         rotated=declared.rotation is Rotation.HADAMARD,
         per_row=in_pages and declared.granularity is Granularity.TOKEN_HEAD,
         per_block=in_pages and declared.granularity is Granularity.BLOCK,
-        zero_point=declared.zero_point is ZeroPoint.SCALE_MANTISSA,
+        zero_point=declared.zero_point is not ZeroPoint.NONE,
         minimum=not declared.symmetric and declared.zero_point is ZeroPoint.NONE,
         block=declared.block,
         float8=FLOAT8.get(declared.encoding) or FLOAT8.get(cast(Encoding, declared.scale_encoding)),
@@ -161,6 +162,8 @@ def _scale_word(declared: KVFormat) -> torch.dtype:
     """One word holds all scales of a row, or the scale of a block."""
     if declared.scale_encoding is Encoding.E4M3FN:
         return torch.uint8
+    if declared.scale_encoding is Encoding.SHORT:
+        return torch.int16
     if declared.scales_per_row == 2 or declared.zero_point is not ZeroPoint.NONE:
         return torch.int32
     return torch.float16 if declared.scale_encoding is Encoding.FLOAT16 else torch.float32

@@ -45,7 +45,9 @@ def shape_for(
             return Shape(16, 128, 4, 2, 3)
         # One byte each: six programs lose most of their advantage elsewhere.
         programs = _six_or_eight(crowd, 1.2) if a.elements == b.elements == 2 else 8
-        if a.elements == b.elements == 4 or Encoding.E4M3FN in codes:
+        # Words of 16 bits in both; eight elements of 3 bits make longer ones.
+        short = a.word_bits == b.word_bits == 16 and min(a.elements, b.elements) >= 4
+        if short or Encoding.E4M3FN in codes:
             return Shape(16, 64, 1, 2, programs)
         return Shape(16, 32, 1, 2, programs)
     if head_dim > 128:
@@ -64,6 +66,17 @@ def shape_for(
         return Shape(32, 64, 2, 3, 4)
     native = a.elements == b.elements == 1
     return Shape(64, 64, 4, 3, 2) if native else Shape(64, 128, 4, 2, 1)
+
+
+def wide_shape(shape: Shape, head_dim: int) -> Shape:
+    """The shape for the wide form of a layer's keys, where `shape` is that of a layer without another form.
+
+    A sequence has a hundred or two of these keys. A program reads all of them, in few tiles that are
+    loaded by many threads: beginning, waiting and joining are most of its time.
+    """
+    if shape.rows > 16 or shape.tile < 32 or head_dim > 128:
+        return shape
+    return Shape(16, 64, 4, 2, 4, least=8)
 
 
 def latent_shape(k: KVDtype, *, full: bool) -> Shape:

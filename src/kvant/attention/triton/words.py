@@ -95,6 +95,26 @@ def decode_uint4(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def decode_uint2(x, PTX: tl.constexpr):
+    """Integers 0..3 as float16 subnormals, n * 2^-22 at odd places of a word and n * 2^-24 at even ones."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t, u, v; shr.u32 t, $8, 4; shr.u32 u, $8, 8; shr.u32 v, $8, 12;
+            and.b32 $0, $8, 0x00030003; and.b32 $1, $8, 0x000c000c;
+            and.b32 $2, t, 0x00030003; and.b32 $3, t, 0x000c000c;
+            and.b32 $4, u, 0x00030003; and.b32 $5, u, 0x000c000c;
+            and.b32 $6, v, 0x00030003; and.b32 $7, v, 0x000c000c; }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [x],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16,
+                   tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    parts = ()
+    for i in tl.static_range(4):
+        parts = parts + (float16_of((x >> (4 * i)) & 0x3), float16_of((x >> (4 * i)) & 0xC))
+    return parts
+
+
+@triton.jit
 def load_row_scale(pointer, there):
     """A float16 or float32 scale per row as float32 [rows], and zeros in place of a zero point."""
     scale = tl.load(pointer, mask=there, other=0.0).to(tl.float32)

@@ -173,7 +173,7 @@ class _Case:
         tables = [[self._pages.pop() for _ in range(count)] for count in counts]
         self.cache = self._storage(need, len(order) + 1)
         for plane in self.cache_planes():
-            plane.fill_(0xFF if plane.dtype is torch.uint8 else float("nan"))
+            plane.view(torch.uint8).fill_(0xFF)  # NaN in every float
 
         places = list(zip(trial.sequences, tables, strict=True))
         old = [(0, length - new, table) for (length, new), table in places]

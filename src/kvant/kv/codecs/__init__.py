@@ -27,6 +27,7 @@ CLAMP = 2.0**100
 
 TORCH_ELEMENT = {
     Element.UINT8: torch.uint8,
+    Element.INT16: torch.int16,
     Element.FLOAT16: torch.float16,
     Element.BFLOAT16: torch.bfloat16,
     Element.FLOAT32: torch.float32,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvant.kv.codecs import Codec, packed
 from kvant.kv.codecs.conversion import widen
-from kvant.kv.codecs.int4_per_token_head import STEPS, RotatedInt4Codec, split_stored_scale
+from kvant.kv.codecs.int4_per_token_head import STEPS, RotatedInt4Codec
 from kvant.kv.codecs.rotation import rotate
 from kvant.kv.format import KVFormat
 
@@ -38,8 +38,8 @@ class FeedbackInt4Codec:
         codes, stored = self.plain.encode(x, None)
         if scale is None:
             return codes, stored
-        zero_point, steps = split_stored_scale(stored)
-        broken = stored.isnan()
+        zero_point, steps = self.plain.split(stored)
+        broken = steps.isnan()
         zero_point = zero_point.masked_fill(broken, 0.0)[..., 0]
         steps = steps.masked_fill(broken, 1.0)[..., 0]
         y = rotate(widen(x)).masked_fill_(broken, 0.0)

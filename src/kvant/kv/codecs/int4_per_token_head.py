@@ -37,6 +37,8 @@ DROPPED_BITS = 13
 
 @dataclass(frozen=True, slots=True)
 class RotatedInt4Codec:
+    """Subclasses store a row's scale and zero point in another word."""
+
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
         assert scale is None
         y = rotate(widen(x))
@@ -45,12 +47,11 @@ class RotatedInt4Codec:
         scales = row_scale(high - low, STEPS)
         broken = scales.isnan()
         # Rows with NaN are encoded as rows of zeros, and get their scale back at the end.
-        scales = _round_to_11_bits(scales.masked_fill(broken, 1.0))
+        scales = self._rounded(scales.masked_fill(broken, 1.0))
         zero_point = (-low / scales).round_().clamp_(0.0, STEPS).masked_fill_(broken, 0.0)
         codes = (y / scales).round_().add_(zero_point).clamp_(0.0, STEPS)
         codes = codes.masked_fill_(broken, 0.0)
-        stored = (scales.view(torch.int32) | zero_point.to(torch.int32)).view(torch.float32)
-        return packed.pack(codes, 4), torch.where(broken, float("nan"), stored)
+        return packed.pack(codes, 4), self._joined(scales, zero_point, broken)
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is None
@@ -63,22 +64,28 @@ class RotatedInt4Codec:
         of values needs `unrotate` once, on the result.
         """
         codes, stored = planes
-        zero_point, scales = split_stored_scale(stored)
+        zero_point, scales = self.split(stored)
         numbers = torch.arange(16, dtype=torch.float32, device=codes.device)
         return packed.look_up(codes, numbers, 4).sub_(zero_point).mul_(scales)
 
+    def split(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the scale plane [.., 1] into zero points and scales, both float32 [.., 1]."""
+        bits = stored.view(torch.int32)
+        zero_point = (bits & ZERO_POINT_MASK).to(torch.float32)
+        return zero_point, (bits & ~ZERO_POINT_MASK).view(torch.float32)
 
-def split_stored_scale(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the float32 scale plane [.., 1] into zero points and scales, both float32 [.., 1]."""
-    bits = stored.view(torch.int32)
-    zero_point = (bits & ZERO_POINT_MASK).to(torch.float32)
-    return zero_point, (bits & ~ZERO_POINT_MASK).view(torch.float32)
+    def _rounded(self, scales: Tensor) -> Tensor:
+        return round_scale(scales, DROPPED_BITS)
+
+    def _joined(self, scales: Tensor, zero_point: Tensor, broken: Tensor) -> Tensor:
+        """The scale plane of scales [.., 1], rounded; broken rows have the scale NaN."""
+        stored = (scales.view(torch.int32) | zero_point.to(torch.int32)).view(torch.float32)
+        return torch.where(broken, float("nan"), stored)
 
 
-def _round_to_11_bits(scales: Tensor) -> Tensor:
-    """Positive normal float32 to 11 significant bits, ties upwards."""
-    half = 1 << (DROPPED_BITS - 1)
-    bits = (scales.view(torch.int32) + half) & -(1 << DROPPED_BITS)
+def round_scale(scales: Tensor, dropped: int) -> Tensor:
+    """Positive normal float32 without its `dropped` low bits, to nearest, ties upwards."""
+    bits = (scales.view(torch.int32) + (1 << (dropped - 1))) & -(1 << dropped)
     return bits.view(torch.float32)
 
 

@@ -1,6 +1,7 @@
-"""Codes of 3 or 4 bits behind each other: code i of a row begins at bit i * bits, least significant first.
+"""Codes of 2, 3 or 4 bits behind each other: code i of a row begins at bit i * bits, least significant first.
 
-For 4 bits these are two codes in a byte, the even one low; for 3 bits eight codes in three bytes.
+For 4 bits these are two codes in a byte, the even one low; for 2 bits four codes in a byte; for 3 bits eight
+codes in three bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 4:
         codes = codes.to(torch.uint8)
         return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    if bits == 2:
+        codes = codes.to(torch.uint8)
+        pairs = codes[..., 0::2] | (codes[..., 1::2] << 2)
+        return pairs[..., 0::2] | (pairs[..., 1::2] << 4)
     codes = codes.to(torch.int32)
     eights = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
     shifts = torch.arange(0, 8 * bits, bits, dtype=torch.int32, device=codes.device)
@@ -26,6 +31,12 @@ def look_up(packed: Tensor, values: Tensor, bits: int) -> Tensor:
     """uint8 [.., n * bits / 8] to float32 [.., n], each code c replaced by `values[c]`."""
     if bits == 4:
         return _look_up_pairs(packed, values)
+    if bits == 2:
+        fours = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+        found = torch.index_select(
+            values, 0, ((packed.unsqueeze(-1) >> fours) & 3).reshape(-1).to(torch.int32)
+        )
+        return found.view(*packed.shape[:-1], 4 * packed.shape[-1])
     threes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 3, 3).to(torch.int32)
     words = (threes << _bytes(packed.device)).sum(-1, dtype=torch.int32).unsqueeze(-1)
     shifts = torch.arange(0, 8 * bits, bits, dtype=torch.int32, device=packed.device)

@@ -42,32 +42,55 @@ class NormalCodebookCodec:
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
         assert scale is None
-        x = widen(x)
-        largest = x.abs().amax(-1, keepdim=True)
-        broken = largest.isnan()
-        x = x.masked_fill(broken, 0.0)
-        bits = largest.masked_fill(broken, 0.0).view(torch.int32) & _EXPONENT
-        unit = bits.view(torch.float32).clamp(min=MIN_ROW_SCALE)
-        y = rotate(x / unit)
-        root = _root(sum_of_squares(y))
-        empty = root == 0
-        wide = torch.full((), math.sqrt(x.shape[-1]), dtype=torch.float32, device=x.device)
-        z = ((y * wide) / root).masked_fill_(empty, 0.0)
-        codes = (z < 0).to(torch.uint8) << (self.bits - 1)
-        size = z.abs()
+        row = normalised(x)
+        codes = (row.z < 0).to(torch.uint8) << (self.bits - 1)
+        size = row.z.abs()
         for middle in middles(self.centroids):
             codes += size > middle
         found = _values(self.centroids, x.device)[codes.to(torch.int64)]
-        length = (root / _root(sum_of_squares(found))) * unit
-        scales = length.clamp(max=_HALF_MAX).to(torch.float16)
-        # NaN is written as float16: converted from float32 it is 0x7fff on CUDA.
-        return packed.pack(codes, self.bits), scales.masked_fill_(broken, float("nan"))
+        return packed.pack(codes, self.bits), scale_of(row, found)
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is None
         codes, scales = planes
         found = packed.look_up(codes, _values(self.centroids, codes.device), self.bits)
         return narrow(unrotate(found * scales.to(torch.float32)), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalised:
+    """Rows as about standard normal numbers z [.., head_dim], and their lengths: root * unit.
+
+    root, unit: float32 [.., 1]. broken: bool [.., 1], rows with NaN, which are zeros here.
+    """
+
+    z: Tensor
+    root: Tensor
+    unit: Tensor
+    broken: Tensor
+
+
+def normalised(x: Tensor) -> Normalised:
+    """Rows x [.., head_dim], rotated."""
+    x = widen(x)
+    largest = x.abs().amax(-1, keepdim=True)
+    broken = largest.isnan()
+    x = x.masked_fill(broken, 0.0)
+    bits = largest.masked_fill(broken, 0.0).view(torch.int32) & _EXPONENT
+    unit = bits.view(torch.float32).clamp(min=MIN_ROW_SCALE)
+    y = rotate(x / unit)
+    root = _root(sum_of_squares(y))
+    wide = torch.full((), math.sqrt(x.shape[-1]), dtype=torch.float32, device=x.device)
+    z = ((y * wide) / root).masked_fill_(root == 0, 0.0)
+    return Normalised(z, root, unit, broken)
+
+
+def scale_of(row: Normalised, found: Tensor) -> Tensor:
+    """float16 [.., 1]: what gives decoded numbers [.., head_dim] the length of the row."""
+    length = (row.root / _root(sum_of_squares(found))) * row.unit
+    scales = length.clamp(max=_HALF_MAX).to(torch.float16)
+    # NaN is written as float16: converted from float32 it is 0x7fff on CUDA.
+    return scales.masked_fill_(row.broken, float("nan"))
 
 
 @cache

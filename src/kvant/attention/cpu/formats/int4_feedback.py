@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from numba import njit
+
 from kvant.attention.cpu.arithmetic import ZERO, clamped, pack_nibbles, row_of
 from kvant.attention.cpu.codes import packed
 from kvant.attention.cpu.format import Kernels
@@ -12,9 +16,15 @@ from kvant.kv.format import KVFormat
 
 
 def _write(row: int, _: int) -> None:
+    scale, zero_point = scaled(row)
+    store_fed(row, scale, zero_point)
+
+
+@njit(inline="always")
+def store_fed(row: int, scale: Any, zero_point: Any) -> None:
+    """Store the codes of a rotated row, rounded with its matrix; nothing where the scale is NaN."""
     n, x, codes = row_of(row)
     matrix = load_i64(row + Row.OUTER)
-    scale, zero_point = scaled(row)
     if scale != scale:
         return
     wanted = x + 4 * n  # the kernel's own room behind the row

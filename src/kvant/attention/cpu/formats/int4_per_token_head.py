@@ -39,13 +39,12 @@ _HALF, _KEPT = 1 << (DROPPED_BITS - 1), -(1 << DROPPED_BITS)
 
 
 @njit(inline="always")
-def scaled(row: int) -> tuple[Any, Any]:
-    """Rotate a row in place and store its scale with the zero point; both are returned.
+def rotated_range(row: int) -> tuple[Any, Any]:
+    """Rotate a row in place; its smallest and largest number, with 0 between them.
 
-    The scale of a row with NaN is NaN, and its codes are stored as 0.
+    Both are NaN for a row with NaN, whose codes are stored as 0.
     """
     n, x, codes = row_of(row)
-    scales = load_i64(row + Row.SCALES)
     bound_row(x, n)
     rotate_in_place(x, n)
     low = high = ZERO
@@ -54,9 +53,22 @@ def scaled(row: int) -> tuple[Any, Any]:
         low, high = min(low, y), max(high, y)
     largest = largest_of(x, n)
     if largest != largest:
-        store_i32(scales, NAN_BITS)
         clear_codes(codes, n // 2)
-        return largest, ZERO
+        return largest, largest
+    return low, high
+
+
+@njit(inline="always")
+def scaled(row: int) -> tuple[Any, Any]:
+    """Rotate a row in place and store its scale with the zero point; both are returned.
+
+    The scale of a row with NaN is NaN, and its codes are stored as 0.
+    """
+    scales = load_i64(row + Row.SCALES)
+    low, high = rotated_range(row)
+    if low != low:
+        store_i32(scales, NAN_BITS)
+        return low, ZERO
     bits = (bits_of(row_scale(high - low, LARGEST)) + _HALF) & _KEPT
     scale = float_of(bits)
     zero_point = clamped(nearest(-low / scale), ZERO, LARGEST)
@@ -65,8 +77,14 @@ def scaled(row: int) -> tuple[Any, Any]:
 
 
 def _write(row: int, _: int) -> None:
-    n, x, codes = row_of(row)
     scale, zero_point = scaled(row)
+    store_nearest(row, scale, zero_point)
+
+
+@njit(inline="always")
+def store_nearest(row: int, scale: Any, zero_point: Any) -> None:
+    """Store the codes of a rotated row; nothing where the scale is NaN."""
+    n, x, codes = row_of(row)
     if scale != scale:
         return
     for i in range(n):

@@ -38,7 +38,7 @@ from kvant.kv.format import KVFormat
 
 
 @njit
-def _sum_of_squares(x: int, n: int, sums: int) -> Any:
+def sum_of_squares(x: int, n: int, sums: int) -> Any:
     """Neighbours, then neighbours of these; sums: scratch [n]."""
     for i in range(n):
         store_f32(sums + 4 * i, load_f32(x + 4 * i) * load_f32(x + 4 * i))
@@ -70,7 +70,7 @@ def _writer(centroids: tuple[float, ...]) -> Callable[[int, int], None]:
         for i in range(n):
             store_f32(x + 4 * i, load_f32(x + 4 * i) / unit)
         rotate_in_place(x, n)
-        length = root(_sum_of_squares(x, n, sums))
+        length = root(sum_of_squares(x, n, sums))
         wide = np.float32(np.sqrt(float(n)))
         found = sums + 4 * n
         for i in range(n):
@@ -86,7 +86,7 @@ def _writer(centroids: tuple[float, ...]) -> Callable[[int, int], None]:
             pack_nibbles(x, n, codes)
         else:
             pack_threes(x, n, codes)
-        store_half((length / root(_sum_of_squares(found, n, sums))) * unit, scales)
+        store_half((length / root(sum_of_squares(found, n, sums))) * unit, scales)
 
     return write
 

@@ -15,6 +15,7 @@ from kvant.attention.triton.format import Kernels
 from kvant.attention.triton.formats.int4_per_token_head import (
     LARGEST,
     load_scale_and_zero_point,
+    nearest_codes,
     scaled,
     store_row,
 )
@@ -28,9 +29,18 @@ def encode(
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     y, broken, scale, bits, zero = scaled(x, HEAD, PAD, ROWS, PTX)
+    code = fed_codes(y, head, there, scale, zero, outer, HEAD, PAD, ROWS, PTX)
+    store_row(codes, scales, there, code, broken, bits, zero, HEAD, PAD, ROWS)
+
+
+@triton.jit
+def fed_codes(
+    y, head, there, scale, zero, outer, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """As `nearest_codes`, rounded with the matrices `outer` [heads, HEAD, HEAD]; None for zeros."""
     if outer is None:
-        steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
-        code = bound(steps + zero[:, None], 0.0, LARGEST)
+        code = nearest_codes(y, scale, zero, PTX)
     else:
         column = tl.arange(0, PAD)[None, :]
         wanted = y
@@ -44,7 +54,7 @@ def encode(
             place = (head[:, None] * HEAD + i) * HEAD + column
             line = tl.load(outer + place, mask=there[:, None] & (column < HEAD), other=0.0)
             wanted += multiply(error[:, None] + 0.0 * line, line, PTX)
-    store_row(codes, scales, there, code, broken, bits, zero, HEAD, PAD, ROWS)
+    return code
 
 
 def kernels(declared: KVFormat) -> Kernels:

@@ -39,19 +39,31 @@ def encode(
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     y, broken, scale, bits, zero = scaled(x, HEAD, PAD, ROWS, PTX)
-    steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
-    code = bound(steps + zero[:, None], 0.0, LARGEST)
+    code = nearest_codes(y, scale, zero, PTX)
     store_row(codes, scales, there, code, broken, bits, zero, HEAD, PAD, ROWS)
+
+
+@triton.jit
+def nearest_codes(y, scale, zero, PTX: tl.constexpr):
+    """Codes in float32 of rotated rows y [ROWS, PAD]; scale, zero: [ROWS]."""
+    steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
+    return bound(steps + zero[:, None], 0.0, LARGEST)
+
+
+@triton.jit
+def rotated_range(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
+    """Rotated rows [ROWS, PAD]; of each row: NaN in it, its smallest number or 0, the step [ROWS]."""
+    broken = has_nan(x)
+    y = hadamard(tl.where(broken[:, None], 0.0, widen(x)), ROWS, PAD, HEAD & -HEAD)
+    low = tl.minimum(tl.min(y, 1), 0.0)
+    high = tl.maximum(tl.max(y, 1), 0.0)
+    return y, broken, low, row_scale(high - low, LARGEST, PTX)
 
 
 @triton.jit
 def scaled(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
     """Rotated rows [ROWS, PAD]; of each row: NaN in it, scale, scale as bits, zero point [ROWS]."""
-    broken = has_nan(x)
-    y = hadamard(tl.where(broken[:, None], 0.0, widen(x)), ROWS, PAD, HEAD & -HEAD)
-    low = tl.minimum(tl.min(y, 1), 0.0)
-    high = tl.maximum(tl.max(y, 1), 0.0)
-    scale = row_scale(high - low, LARGEST, PTX)
+    y, broken, low, scale = rotated_range(x, HEAD, PAD, ROWS, PTX)
     bits = (scale.to(tl.int32, bitcast=True) + DROPPED // 2) & -DROPPED
     scale = bits.to(tl.float32, bitcast=True)
     zero = bound(nearest(divide(0.0 - low, scale, PTX)), 0.0, LARGEST)

@@ -173,6 +173,22 @@ def encode(
     BITS: tl.constexpr = FORMAT.bits
     SIZES: tl.constexpr = SIZES4 if BITS == 4 else SIZES3
     BETWEEN: tl.constexpr = MIDDLES4 if BITS == 4 else MIDDLES3
+    z, root, unit, broken = normalised(x, HEAD, PAD, ROWS, PTX)
+    size = tl.abs(z)
+    code = tl.where(z < 0, 1 << (BITS - 1), 0)
+    found = tl.zeros_like(z) + SIZES[0]
+    for i in tl.static_range((1 << (BITS - 1)) - 1):
+        further = size > BETWEEN[i]
+        code += further.to(tl.int32)
+        found = tl.where(further, SIZES[i + 1], found)
+    store_normal(
+        codes, scales, there, code, found, root, unit, broken, HEAD, PAD, ROWS, BITS, PTX
+    )  # fmt: skip
+
+
+@triton.jit
+def normalised(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
+    """Rows as about standard normal numbers [ROWS, PAD]; length over unit, unit and NaN of each [ROWS]."""
     broken = has_nan(x)
     y = tl.where(broken[:, None], 0.0, widen(x))
     unit = tl.max(tl.abs(y), 1).to(tl.int32, bitcast=True) & 0x7F800000
@@ -184,13 +200,15 @@ def encode(
     wide = tl.sqrt_rn(tl.full((), HEAD, tl.float32))
     root_or_one = tl.where(root == 0, 1.0, root)
     z = divide(y * wide, root_or_one[:, None] + 0.0 * tl.zeros_like(y), PTX)
-    size = tl.abs(z)
-    code = tl.where(z < 0, 1 << (BITS - 1), 0)
-    found = tl.zeros_like(y) + SIZES[0]
-    for i in tl.static_range((1 << (BITS - 1)) - 1):
-        further = size > BETWEEN[i]
-        code += further.to(tl.int32)
-        found = tl.where(further, SIZES[i + 1], found)
+    return z, root, unit, broken
+
+
+@triton.jit
+def store_normal(
+    codes, scales, there, code, found, root, unit, broken, HEAD: tl.constexpr, PAD: tl.constexpr,
+    ROWS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Store codes [ROWS, PAD] and the scales that give their numbers `found` the length of the row."""
     found = tl.where((tl.arange(0, PAD) < HEAD)[None, :], found, 0.0)
     scale = half(divide(root, _length(found, ROWS, PAD, PTX), PTX) * unit)
     code = tl.where(broken[:, None], 0, code)

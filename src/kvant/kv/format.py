@@ -57,7 +57,7 @@ class Encoding(Enum):
         700 / 256,
     )  # one of 16 centroids for standard normal numbers, sign bit first
     NORMAL3 = "normal3", 551 / 256  # one of 8
-    NORMAL2 = "normal2", 1.5  # -1.5, -0.5, 0.5 or 1.5, in this order
+    NORMAL2 = "four_steps", 1.5  # -1.5, -0.5, 0.5 or 1.5, in this order
     SHORT = "short", 2.0**22 * (1 + 62 / 64)  # of scales: 6 bits of exponent, 6 of mantissa
     E2M1 = "e2m1", 6.0  # 0, .5, 1, 1.5, 2, 3, 4, 6 and a sign bit
 

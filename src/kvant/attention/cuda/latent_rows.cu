@@ -6,10 +6,13 @@
 // the queries in registers, and every code crosses shared memory once in each direction and product.
 // Scores of the warps are added in shared memory, where eight threads take a row each.
 // - Queries are divided by their row's largest magnitude, so float16 holds them.
+// - A code times FACTOR, less BIAS, is its number. FACTOR enters the scores with the softmax scale, BIAS as sums
+//   of the queries and of the probabilities.
 // - A token's scale multiplies its scores and its probabilities. Probabilities are divided by the largest scale
 //   so far, and stay below 2^15.
 
 using Code = FORMAT_K::Code;
+constexpr float BIAS = Code::BIAS, FACTOR = Code::FACTOR;
 
 constexpr int PITCH = WIDTH + 16;      // bytes of a row in shared memory: eight rows have different banks
 constexpr int SCORES = TILE + 8;       // floats of a row of scores
@@ -30,6 +33,9 @@ __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void unpack_half(float& lo, float& hi, u32 word) {
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(lo), "=f"(hi) : "r"(word));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
@@ -90,6 +96,8 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
   extern __shared__ __align__(1024) u8 smem[];
   __shared__ int scratch[32];
   __shared__ float of_warps[WARPS][ROWS], of_rows[ROWS];
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   const Item it = find_item(blockIdx.x, cu, lens, num_seqs, 0, 1, target, least, scratch);
   if (it.seq < 0) return;
   const Work w = work_of(it, cu, lens, 1, 0);
@@ -103,7 +111,7 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
 
   // ---- queries: rows g and g + 8; four columns of each step, in the order in which codes are paired
   u32 q[STEPS][4];
-  float largest[2] = {0.0f, 0.0f};
+  float largest[2] = {0.0f, 0.0f}, bias[2] = {0.0f, 0.0f};
   const float sign = softmax_scale < 0.0f ? -1.0f : 1.0f;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -138,7 +146,16 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
         float a, b;
         unpack_16_bit(a, b, q[s][k]);
         q[s][k] = pack(a * by, b * by);
+        if (BIAS > 0.0f) {
+          unpack_half(a, b, q[s][k]);
+          bias[h] -= a + b;
+        }
       }
+    if (BIAS > 0.0f) {
+      bias[h] += __shfl_xor_sync(~0u, bias[h], 1);
+      bias[h] += __shfl_xor_sync(~0u, bias[h], 2);
+      bias[h] *= BIAS / FACTOR;
+    }
   }
 
   // ---- this thread's part of the softmax: eight threads a row, four tokens of every 32 each
@@ -147,10 +164,10 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
   int low, high;
   bounds_of(w.bounds, row, low, high);
   const float norm = fmaxf(fmaxf(fmaxf(of_warps[0][row], of_warps[1][row]), fmaxf(of_warps[2][row], of_warps[3][row])), 1.0e-30f);
-  float factor = norm * fabsf(softmax_scale) * LOG2E;
+  float factor = norm * fabsf(softmax_scale) * (FACTOR * LOG2E);
   const float outside = outer ? *outer : 1.0f;
   factor *= outside;
-  float top = LOWEST, den = 0.0f, reference = SMALL;
+  float top = LOWEST, den = 0.0f, zeros = 0.0f, reference = SMALL;
 
   float even[8][4] = {}, odd[8][4] = {};  // outputs: even and odd columns of each 16
   int index = 0;
@@ -160,7 +177,11 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
     copies.next();
     const u32 tile = tiles + (index * TILE + lane) * PITCH;
     {
-      float x[TILE / 8][4] = {};
+      float x[TILE / 8][4];
+#pragma unroll
+      for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x[n][k] = bias[k >> 1];
 #pragma unroll
       for (int s = 0; s < STEPS; ++s)
 #pragma unroll
@@ -189,9 +210,9 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
       float most = LOWEST, strongest = SMALL;
 #pragma unroll
       for (int h = 0; h < THIRTIES; ++h) {
-        float4 sum = make_float4(0, 0, 0, 0);
+        float4 sum = *(const float4*)(scores + row * SCORES + 32 * h + 4 * sub);
 #pragma unroll
-        for (int k = 0; k < WARPS; ++k) {
+        for (int k = 1; k < WARPS; ++k) {
           const float4 part = *(const float4*)(scores + (k * ROWS + row) * SCORES + 32 * h + 4 * sub);
           sum.x += part.x; sum.y += part.y; sum.z += part.z; sum.w += part.w;
         }
@@ -201,14 +222,17 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
           scale[h][0] = of.x; scale[h][1] = of.y; scale[h][2] = of.z; scale[h][3] = of.w;
         }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        for (int e = 0; e < 4; ++e)
           if (SCALED_K) {
             x[h][e] *= scale[h][e];
             strongest = fmaxf(strongest, scale[h][e]);
           }
-          if (masked && at + 32 * h + e >= seen) x[h][e] = LOWEST;
-          most = fmaxf(most, x[h][e]);
-        }
+        if (masked)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (at + 32 * h + e >= seen) x[h][e] = LOWEST;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) most = fmaxf(most, x[h][e]);
       }
       const float new_top = fmaxf(top, over_eight(most, true));
       const float level = new_top * factor;
@@ -221,16 +245,32 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           p[e] = ex2(x[h][e] * factor - level);
-          const bool hidden = masked && at + 32 * h + e >= seen;
-          if (hidden) p[e] = 0.0f;
+        }
+        if (masked)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (at + 32 * h + e >= seen) p[e] = 0.0f, scale[h][e] = 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
           sum += p[e];
-          if (SCALED_K) p[e] = hidden ? 0.0f : p[e] * (scale[h][e] * by);
+          if (SCALED_K) p[e] *= scale[h][e] * by;
         }
         packed[h][0] = pack(p[0], p[1]);
         packed[h][1] = pack(p[2], p[3]);
       }
       den = den * fade + sum;
       if (SCALED_K) fade *= reference / strongest, reference = strongest;
+      if (BIAS > 0.0f) {
+        zeros *= fade;
+#pragma unroll
+        for (int h = 0; h < THIRTIES; ++h)
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            float a, b;
+            unpack_half(a, b, packed[h][k]);
+            zeros += a + b;
+          }
+      }
       top = new_top;
 #pragma unroll
       for (int h = 0; h < THIRTIES; ++h)
@@ -240,10 +280,11 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
     __syncthreads();
     {
       const float fades[2] = {of_rows[g], of_rows[g + 8]};
+      if (__any_sync(~0u, fades[0] != 1.0f || fades[1] != 1.0f))
 #pragma unroll
-      for (int c = 0; c < 8; ++c)
+        for (int c = 0; c < 8; ++c)
 #pragma unroll
-        for (int k = 0; k < 4; ++k) even[c][k] *= fades[k >> 1], odd[c][k] *= fades[k >> 1];
+          for (int k = 0; k < 4; ++k) even[c][k] *= fades[k >> 1], odd[c][k] *= fades[k >> 1];
       const u32 from = tiles + OFF_P + (((lane & 8) + (lane & 7)) * PROBABILITIES + (lane >> 4) * 8) * 2;
 #pragma unroll
       for (int h = 0; h < THIRTIES; ++h) {
@@ -269,11 +310,13 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
   __syncthreads();  // factors of the last tile are read
 
   den = over_eight(den, false);
+  if (BIAS > 0.0f) zeros = over_eight(zeros, false);
   const bool direct = w.splits == 1;
   if (sub == 0) {
     float value = den > 0.0f ? 1.0f / den : 0.0f * den;  // NaN stays NaN
     if (SCALED_K) value *= reference / HEADROOM;
-    of_rows[row] = value * outside;
+    of_rows[row] = value * outside * FACTOR;
+    if (BIAS > 0.0f) of_warps[0][row] = zeros * (BIAS / FACTOR);
     if (!direct && query < w.num_queries)
       partial_lse[(long long)w.item * ROWS + row] = den > 0.0f ? top * factor + lg2(den) : den != den ? den : -INFINITY_;
   }
@@ -282,12 +325,13 @@ latent_rows(const u16* q_ptr, long long q_token, long long q_head, const u8* __r
   for (int h = 0; h < 2; ++h) {
     const int r = w.block * ROWS + g + 8 * h, at = r / GROUP;
     if (at >= w.num_queries) continue;
-    const float value = of_rows[g + 8 * h];
+    const float value = of_rows[g + 8 * h], zero = BIAS > 0.0f ? of_warps[0][g + 8 * h] : 0.0f;
     u16* const to = (u16*)out + ((long long)(w.first_token + at) * GROUP + r % GROUP) * LATENT + 128 * warp + 4 * t;
     float* const part = partial + ((long long)w.item * ROWS + g + 8 * h) * LATENT + 128 * warp + 4 * t;
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      const float y[4] = {even[c][2 * h] * value, odd[c][2 * h] * value, even[c][2 * h + 1] * value, odd[c][2 * h + 1] * value};
+      const float y[4] = {(even[c][2 * h] - zero) * value, (odd[c][2 * h] - zero) * value, (even[c][2 * h + 1] - zero) * value,
+                          (odd[c][2 * h + 1] - zero) * value};
       if (direct) *(uint2*)(to + 16 * c) = make_uint2(pack_16_bit(y[0], y[1]), pack_16_bit(y[2], y[3]));
       else *(float4*)(part + 16 * c) = make_float4(y[0], y[1], y[2], y[3]);
     }

@@ -110,4 +110,5 @@ def launch(
             step.page_table.data_ptr(), step.page_table.stride(0), step.seqlens_kv.shape[0],
             params.scale, target, least, cache.page_stride,
         ),
+        ahead=True,
     )  # fmt: skip

@@ -141,6 +141,7 @@ class FusedDecoder:
         self.kernels = kernels_for(model.embedding, batch_invariant=tiled is not None)
         self.experts = experts_for(model.embedding, tiled)
         self._multiply: Multiply = multiply_for(model.embedding) if tiled is None else tiled
+        self._is_invariant = tiled is not None
         self._products = AnyProducts(self.kernels)
         self._per_head = latent.per_head if tiled is None else latent.each_head_by(tiled)
         self._has_latents = any(isinstance(layer, LatentLayer) for layer in model.layers)
@@ -291,12 +292,7 @@ class FusedDecoder:
         """x [n, hidden_size], normalised -> [n, hidden_size]. Does not change x."""
         if isinstance(layer, Dense):
             return self._dense(x, layer, products)
-        weight, bias = layer.router
-        if layer.routing.wide:
-            logits = self._multiply(x.to(torch.float32), weight.to(torch.float32), bias)
-        else:
-            logits = self._multiply(x.to(weight.dtype), weight, bias)
-        found = self.experts.apply(x, logits, layer)
+        found = self.experts.apply(x, self._logits_of(x, layer), layer)
         shared = layer.shared
         if shared is None:
             return found
@@ -304,6 +300,16 @@ class FusedDecoder:
         if shared.gate is not None:
             beside = self.kernels.sigmoid(shared.gate(x)) * beside
         return found + beside
+
+    def _logits_of(self, x: Tensor, layer: Experts) -> Tensor:
+        """The router's logits [n, num_experts] of x [n, hidden_size]; float32 if it computes them so."""
+        weight, bias = layer.router
+        if not layer.routing.wide:
+            return self._multiply(x.to(weight.dtype), weight, bias)
+        if x.is_cuda and bias is None and x.dtype == weight.dtype and not self._is_invariant:
+            # Products of 16 bits are exact in float32, so neither side need be converted.
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
+        return self._multiply(x.to(torch.float32), weight.to(torch.float32), bias)
 
     def _dense(self, x: Tensor, layer: Dense, products: Products) -> Tensor:
         activation = layer.activation

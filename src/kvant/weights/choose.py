@@ -116,6 +116,9 @@ def _few(
 ) -> Tensor:
     """Products of up to 64 rows by CUDA, gated where act says how."""
     tokens, fmt = x.shape[0], weight.format
+    cut = laid(fmt, few_rows.token_tiles(tokens), *weight.shape, processors) if tokens > 1 else None
+    if cut is not None:
+        return shared_rows.multiply(x, weight, bias, cut, act)
     if shares_rows(fmt, tokens, *weight.shape, x.dtype):
         shared = shares(fmt, *weight.shape, processors)
         return shared_rows.multiply(x, weight, bias, shared, act)
@@ -145,7 +148,10 @@ def begin(
     processors = multiprocessors(weight.device)
     for tokens in (2, 9, 17, 33):
         tiles = few_rows.token_tiles(tokens)
-        if shares_rows(fmt, tokens, rows, columns, dtype):
+        wide = laid(fmt, tiles, rows, columns, processors)
+        if wide is not None:
+            shared_rows.begin(fmt, tiles, dtype, shared_rows.compiled_as(wide), act, bias=bias)
+        elif shares_rows(fmt, tokens, rows, columns, dtype):
             cut = shared_rows.compiled_as(shares(fmt, rows, columns, processors))
             shared_rows.begin(fmt, tiles, dtype, cut, act, bias=bias)
         else:
@@ -156,12 +162,40 @@ def begin(
 def shares_rows(
     fmt: WeightFormat, tokens: int, rows: int, columns: int, dtype: torch.dtype
 ) -> bool:
-    """Whether `shared_rows` multiplies this number of rows of x; else `few_rows` does.
+    """Whether `shared_rows`, without `wgmma`, multiplies this number of rows of x; else `few_rows` does.
 
-    Measured with 32 rows on an H200: it is faster for 4 bits, and for 8 bits where a weight has many rows.
+    Measured with 16 and 32 rows on an H200: it is faster for 4 bits but where a weight has few rows.
     """
-    wins = tokens > 32 or fmt.code.bits == 4 or rows >= _MANY
+    few = 8192 if tokens <= 16 else 4096
+    wins = tokens > 32 or (fmt.code.bits == 4 and rows > few) or rows >= _MANY
     return tokens > _MOST_APART and wins and shared_rows.reads(fmt, rows, columns, dtype)
+
+
+@cache
+def laid(fmt: WeightFormat, tiles: int, rows: int, columns: int, processors: int) -> Shares | None:
+    """The cut of `shared_rows` with `wgmma` for `tiles` tiles of 8 rows of x; None where others were faster.
+
+    As measured on an H200 for products of Qwen3-8B with 8, 16, 32 and 64 rows.
+    """
+    if fmt.code is Code.E2M1 or not shared_rows.reads(fmt, rows, columns, torch.bfloat16):
+        return None
+    narrow, many, deep = fmt.code.bits == 4, rows >= _MANY, columns > 8192
+    each = 2 if tiles == 8 or (narrow and not many and tiles == 4) else 3
+    if (narrow and tiles > 1 and many) or (many and tiles == 8):
+        shape = 2, 4, 3
+    elif narrow and tiles == 1:
+        if not deep:
+            return None
+        shape = 2, 4, 3
+    elif tiles < 8 and not many and not deep and (narrow or (rows <= 4096 and tiles == 4)):
+        return None
+    else:
+        shape = 1, 4, 6 if tiles <= 2 or (narrow and tiles == 4) else 4
+    height, warps, stages = shape
+    stripes, blocks = -(-rows // (16 * height * warps)), columns // few_rows.BLOCK
+    return Shares(
+        height, warps, stages, max(1, min(each * processors // stripes, blocks // 8)), laid=True
+    )
 
 
 @cache
@@ -179,7 +213,7 @@ def few_serves(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -
 
 @cache
 def _proof(fmt: WeightFormat, dtype: torch.dtype) -> str | None:
-    """None if `few_rows` agrees with float64 products of decoded bytes; else what is wrong."""
+    """None if products of few rows agree with float64 products of decoded bytes; else what is wrong."""
     generator = torch.Generator("cuda").manual_seed(0)
     weight = encode(torch.randn(128, 640, device="cuda", generator=generator), fmt)
     begin(weight, dtype, bias=False)
@@ -210,9 +244,11 @@ def warps_of_one(fmt: WeightFormat, columns: int, rows: int = 0, weights: int = 
     narrow = fmt.code.bits == 4
     if narrow and rows >= _MANY and blocks >= 16:
         return Warps(2, 4, 4)
+    if narrow and 0 < rows <= 4096 and weights == 1 and blocks >= 32:
+        return Warps(2, 16, 2)
     many = weights > 1 or columns > 8192 or (rows >= _MANY and not narrow)
     count = min(16 if many else 8, blocks)
-    most = 2 if count == 16 and weights == 1 else 4
+    most = 2 if weights == 1 and (count == 16 or (not narrow and rows > 4096)) else 4
     return Warps(1, count, min(most, -(-blocks // count)))
 
 

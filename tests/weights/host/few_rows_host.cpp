@@ -144,7 +144,7 @@ static void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
     __syncwarp();
 }
 
-#if WIDE || LAID
+#if LAID
 // wgmma: a warp's 16 of 64 rows. Columns of x lie in rows of 128 bytes, whose pieces of 16 bytes are swizzled.
 static void copies_are_visible() {}
 static void begin_wide() {}
@@ -161,29 +161,21 @@ static void multiply_wide(float (&c)[NT][4], const uint32_t (&a)[4], Place x, in
         for (int e = 0; e < 4; e++) {
             const int h = e / 2, token = 8 * n + 2 * t + e % 2;
             double sum = more ? c[n][e] : 0;
-            const int depth = ROUNDED ? 32 : 16, size = ROUNDED ? 1 : 2;
-            for (int k = 0; k < depth; k++) {
-                const int high = k / (depth / 2), bytes = k % (depth / 2) * size;
-                uint64_t at = x - (uint64_t)host_shared() + token / 8 * 1024 + token % 8 * 128 + k * size;
+            for (int k = 0; k < 16; k++) {
+                const int high = k / 8, bytes = k % 8 * 2;
+                uint64_t at = x - (uint64_t)host_shared() + token / 8 * 1024 + token % 8 * 128 + k * 2;
                 at ^= (at >> 7 & 7) << 4;
                 const uint8_t* found = host_shared() + at;
                 const uint32_t word = all[g * 4 + bytes / 4][h + 2 * high] >> 8 * (bytes % 4);
-                if (ROUNDED) {
-                    sum += (double)e4m3(word & 255) * e4m3(*found);
-                } else {
-                    uint16_t bits;
-                    std::memcpy(&bits, found, 2);
-                    sum += (double)operand(word) * operand(bits);
-                }
+                uint16_t bits;
+                std::memcpy(&bits, found, 2);
+                sum += (double)operand(word) * operand(bits);
             }
             c[n][e] = (float)sum;
         }
     }
     __syncwarp();
 }
-#define lay_rows extern_lay_rows
-static uint32_t to_e4m3(float, float) { return 0; }
-struct uint2 { uint32_t x, y; };
 #endif
 
 #include SOURCE

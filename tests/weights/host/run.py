@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.weights.codecs import NarrowWeight, round_rows
+from kvant.weights.codecs import NarrowWeight
 from kvant.weights.cuda import few_rows, shared_rows
 from kvant.weights.cuda.few_rows import Act, Beside, Kind, Warps
 from kvant.weights.cuda.shared_rows import Laid, Shares
@@ -59,7 +59,7 @@ def multiply_shared(
 ) -> Tensor:
     """`shared_rows.multiply` on this CPU."""
     arrived = torch.zeros(64, dtype=torch.int32)
-    laid = lay(x, weight, cut) if cut.laid else None
+    laid = lay(x, weight) if cut.laid else None
     call = shared_rows.arranged(x, weight, bias, cut, act, arrived, laid)
     macros = shared_rows.defines(
         weight.format, few_rows.token_tiles(len(x)), x.dtype, cut, act, bias=bias is not None
@@ -74,30 +74,23 @@ def multiply_shared(
     return call.out
 
 
-def lay(x: Tensor, weight: NarrowWeight, cut: Shares) -> Laid:
+def lay(x: Tensor, weight: NarrowWeight) -> Laid:
     """`lay_rows` in torch."""
     tokens = len(x)
-    if cut.rounded:
-        codes, scales = round_rows(x)
-        unscale, numbers = scales[:, 0], codes
-    else:
-        most = x.float().abs().amax(1)
-        scale = torch.exp2(14 - torch.floor(torch.log2(most)))
-        unscale, numbers = 1 / scale, (x.float() * scale[:, None]).half()
-        if weight.format.code.bits == 4:
-            numbers = numbers.view(tokens, -1, 4)[..., [0, 2, 1, 3]].reshape(tokens, -1)
+    most = x.float().abs().amax(1)
+    scale = torch.exp2(14 - torch.floor(torch.log2(most)))
+    numbers = (x.float() * scale[:, None]).half()
+    if weight.format.code.bits == 4:
+        numbers = numbers.view(tokens, -1, 4)[..., [0, 2, 1, 3]].reshape(tokens, -1)
     # A lane's 16 neighbours: steps of an instruction, halves of a step, numbers of a register.
-    if cut.rounded:
-        ordered = numbers.view(tokens, -1, 2, 4, 2, 2, 4).permute(0, 1, 2, 4, 5, 3, 6)
-    else:
-        ordered = numbers.view(tokens, -1, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
-    rows = ordered.reshape(tokens, -1, 128 // numbers.element_size()).contiguous()
+    ordered = numbers.view(tokens, -1, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    rows = ordered.reshape(tokens, -1, 64).contiguous()
     pieces = rows.view(torch.uint8).view(tokens, -1, 8, 16)
     room = 8 * few_rows.token_tiles(tokens)
     image = torch.zeros(pieces.shape[1], room, 8, 16, dtype=torch.uint8)
     for token in range(tokens):
         image[:, token, torch.arange(8) ^ token % 8] = pieces[token]
-    return Laid(image.view(-1), unscale.float().contiguous())
+    return Laid(image.view(-1), 1 / scale)
 
 
 def _compiled(directory: Path, name: str, macros: Mapping[str, int | str]) -> Path:

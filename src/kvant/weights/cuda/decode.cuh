@@ -93,13 +93,6 @@ __device__ __forceinline__ u16 to_half(float f) {
     return bits;
 }
 
-// Two numbers to two codes, the first in the lower byte.
-__device__ __forceinline__ u32 to_e4m3(float first, float second) {
-    u16 codes;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
-    return codes;
-}
-
 __device__ __forceinline__ u16 to_bfloat16(float f) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));

@@ -5,21 +5,15 @@
 // the codes, STAGES - 1 blocks ahead. Where there are several parts, each program stores its sums, and the last
 // one to end adds them up in their order. GATED: rows g of a tile are gates and rows g + 8 their ups.
 //
-// WIDE: four warps multiply together (wgmma): their decoded codes come from registers, and x from shared memory, where
-// it lies in the order of registers. LAID: x lies as `lay_rows` has written it: float16, each token multiplied by a power of two, columns in the order in which
+// LAID: four warps multiply together (wgmma): their decoded codes come from registers, and x from shared memory, where
+// it lies as `lay_rows` has written it: float16, each token multiplied by a power of two, columns in the order in which
 // codes are decoded, in rows of 128 bytes whose 16-byte pieces are swizzled. Sums are multiplied by `unscale` of their
-// token. ROUNDED: x is e4m3 with a scale a token, and codes of 8-bit floats are not decoded at all.
+// token.
 //
 // The other macros are those of few_rows.cu. SPLIT: there are several parts.
 
-#ifndef ROUNDED
-#define ROUNDED 0
-#endif
-#ifndef WIDE
-#define WIDE LAID
-#endif
-#if WIDE
-#define X_ROOM (NT * (ROUNDED ? 1024 : 2048))
+#if LAID
+#define X_ROOM (NT * 2048)
 #else
 #define X_ROOM (8 * NT * PITCH)
 #endif
@@ -27,23 +21,14 @@
 #define PITCH 272  // bytes from a token to the next: lanes of a warp then read different banks
 #define SCALE_ROOM (SCALES == 2 ? WARPS * 16 : SCALES == 0 ? 0 : (FINE ? 128 / GROUP : 1) * WARPS * 16 * RT * SCALE_BYTES)
 #define ZERO_ROOM (ZEROS ? WARPS * 16 * RT : 0)
-#define SLOT ((X_ROOM + CODE_ROOM + SCALE_ROOM + ZERO_ROOM + (WIDE ? 1023 : 0)) / (WIDE ? 1024 : 1) * (WIDE ? 1024 : 1))
+#define SLOT ((X_ROOM + CODE_ROOM + SCALE_ROOM + ZERO_ROOM + (LAID ? 1023 : 0)) / (LAID ? 1024 : 1) * (LAID ? 1024 : 1))
 #define CODES_AT X_ROOM
 #define SCALES_AT (X_ROOM + CODE_ROOM)
 #define ZEROS_AT (SCALES_AT + SCALE_ROOM)
 #define THREADS (WARPS * 32)
-#define PARTS (ROUNDED || SCALES == 2 || (SCALES == 1 && !FINE))
+#define PARTS (SCALES == 2 || (SCALES == 1 && !FINE))
 
-#if WIDE
-#if ROUNDED
-#define SHAPE_DEPTH "k32"
-#define SHAPE_KIND "f32.e4m3.e4m3"
-#define SHAPE_TAIL "p, 1, 1"
-#else
-#define SHAPE_DEPTH "k16"
-#define SHAPE_KIND "f32." KIND "." KIND
-#define SHAPE_TAIL "p, 1, 1, 0"
-#endif
+#if LAID
 #ifndef ON_HOST
 __device__ __forceinline__ void copies_are_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void begin_wide() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -57,24 +42,24 @@ __device__ __forceinline__ Place place_of(const u8* at) {
 }
 
 #define SUMS_OF(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
-#define WARPGROUP(width, sums, a0, a1, a2, a3, at, keep, ...)                                                       \
+#define WIDE(width, sums, a0, a1, a2, a3, at, keep, ...)                                                       \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #keep ", 0;\n"                                             \
-                 "wgmma.mma_async.sync.aligned.m64n" #width SHAPE_DEPTH "." SHAPE_KIND " {" sums "}, "          \
-                 "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #at ", " SHAPE_TAIL "; }"                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32.f16.f16 {" sums "}, "          \
+                 "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #at ", p, 1, 1, 0; }"                        \
                  : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(more))
 #define S4(a, b, c, d) "%" #a ", %" #b ", %" #c ", %" #d
 
 // c = (more ? c : 0) + a x^T for 64 rows of four warps.
 __device__ __forceinline__ void multiply_wide(float (&c)[NT][4], const u32 (&a)[4], Place x, int more) {
 #if NT == 1
-    WARPGROUP(8, S4(0, 1, 2, 3), 4, 5, 6, 7, 8, 9, SUMS_OF(0));
+    WIDE(8, S4(0, 1, 2, 3), 4, 5, 6, 7, 8, 9, SUMS_OF(0));
 #elif NT == 2
-    WARPGROUP(16, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7), 8, 9, 10, 11, 12, 13, SUMS_OF(0), SUMS_OF(1));
+    WIDE(16, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7), 8, 9, 10, 11, 12, 13, SUMS_OF(0), SUMS_OF(1));
 #elif NT == 4
-    WARPGROUP(32, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7) ", " S4(8, 9, 10, 11) ", " S4(12, 13, 14, 15),
+    WIDE(32, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7) ", " S4(8, 9, 10, 11) ", " S4(12, 13, 14, 15),
          16, 17, 18, 19, 20, 21, SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3));
 #else
-    WARPGROUP(64, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7) ", " S4(8, 9, 10, 11) ", " S4(12, 13, 14, 15) ", "
+    WIDE(64, S4(0, 1, 2, 3) ", " S4(4, 5, 6, 7) ", " S4(8, 9, 10, 11) ", " S4(12, 13, 14, 15) ", "
          S4(16, 17, 18, 19) ", " S4(20, 21, 22, 23) ", " S4(24, 25, 26, 27) ", " S4(28, 29, 30, 31),
          32, 33, 34, 35, 36, 37, SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5),
          SUMS_OF(6), SUMS_OF(7));
@@ -91,7 +76,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
     u8* shared = host_shared();
 #else
     extern __shared__ __align__(16) u8 dynamic[];
-    u8* shared = dynamic + (WIDE ? (1024 - shared_address(dynamic) % 1024) % 1024 : 0);
+    u8* shared = dynamic + (LAID ? (1024 - shared_address(dynamic) % 1024) % 1024 : 0);
 #endif
     SHARED int order;  // how many programs of the stripe ended before
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -170,22 +155,6 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
         }
         x_from += X_ROOM;
     };
-#elif WIDE
-    // Two neighbours of a token at a time go to where the registers of codes want them.
-    const int pair = threadIdx.x % 64, token0 = threadIdx.x / 64;
-    const u8* x_from = (const u8*)x + (i64)begin * 256 + 4 * pair;
-    const int pair_to = pair / 32 * (1024 * NT) + pair % 32 / 8 * 4, pair_piece = pair % 8;
-    auto fetch_x = [&](u8* slot) {
-#pragma unroll
-        for (int c = 0; c < (8 * NT * 64 + THREADS - 1) / THREADS; c++) {
-            const int token = token0 + c * (THREADS / 64);
-            if (token < tokens) {
-                u8* to = slot + pair_to + token / 8 * 1024 + token % 8 * 128 + (pair_piece ^ (token % 8)) * 16;
-                copy4(to, x_from + (u32)token * (u32)(2 * K));
-            }
-        }
-        x_from += 256;
-    };
 #else
     constexpr int X_COPIES = (128 * NT + THREADS - 1) / THREADS;  // of a thread; each is 8 numbers of a token
     const u8* x_from = (const u8*)x + begin * 256 + 16 * (threadIdx.x % 16);
@@ -208,7 +177,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
     };
 #endif
 
-#if !WIDE
+#if !LAID
     // Where the lane's codes of a block begin: columns of low halves, and how far those of high halves are.
     const int column = !NIBBLES ? 16 * t : 16 * t / (GROUP / 2) * GROUP + 16 * t % (GROUP / 2);
     const int half = !NIBBLES ? 64 : GROUP / 2;
@@ -231,7 +200,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
     u8 *slot = shared, *next = shared + (STAGES - 1) * SLOT;
     for (int b = begin; b < end; b++) {
         WAIT_GROUP(STAGES - 2);
-#if WIDE
+#if LAID
         copies_are_visible();
 #endif
         __syncthreads();  // all copies of block b are there, and all warps are done with the block before
@@ -242,7 +211,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
         commit();
         const u8* codes_at = slot + CODES_AT + warp * WARP_CODES;
         const u8* beside = slot + SCALES_AT + warp * (SCALE_ROOM / WARPS);
-#if !WIDE
+#if !LAID
         const u8* x_at = slot + g * PITCH;
 #endif
         Fine fine[RT][2];
@@ -266,7 +235,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
 #else
         auto& part = acc;
 #endif
-#if WIDE
+#if LAID
 #pragma unroll
         for (int c = 0; c < 2; c++) {  // low and high halves, or pieces
             u32 a[4][RT][4];
@@ -279,19 +248,15 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
                     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-#if ROUNDED
-                        a[j / 2][i][h + 2 * (j % 2)] = words[j];
-#else
                         if (c) decode<1>(words[j], fine[i][h], a[j][i][h], a[j][i][h + 2]);
                         else decode<0>(words[j], fine[i][h], a[j][i][h], a[j][i][h + 2]);
-#endif
                     }
                 }
             }
             begin_wide();
 #pragma unroll
-            for (int j = 0; j < (ROUNDED ? 2 : 4); j++) {
-                const Place at = place_of(slot + (ROUNDED ? 64 * c : 1024 * NT * c) + 32 * j);
+            for (int j = 0; j < 4; j++) {
+                const Place at = place_of(slot + 1024 * NT * c + 32 * j);
 #pragma unroll
                 for (int i = 0; i < RT; i++) multiply_wide(part[i], a[j][i], at, !PARTS || c || j);
             }
@@ -344,9 +309,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
         for (int i = 0; i < RT; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-#if SCALES == 0
-                const float factor = 1.0f;
-#elif SCALES == 2
+#if SCALES == 2
                 const float factor = ((const float*)beside)[h];
 #else
                 const float factor = scale_of(beside, 16 * i + 8 * h + g);
@@ -427,7 +390,7 @@ shared_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, c
 
 #if LAID
 // Program: one token of x [tokens, K]. laid: for each block of 128 columns what a slot holds of x, see above.
-// unscale: [tokens]. The token is multiplied by the power of two that makes its largest exponent 14, or is ROUNDED.
+// unscale: [tokens]. The token is multiplied by the power of two that makes its largest exponent 14.
 extern "C" __global__ void __launch_bounds__(512)
 lay_rows(const u16* x, u8* laid, float* unscale, int K) {
     SHARED float reduced[16];
@@ -451,33 +414,22 @@ lay_rows(const u16* x, u8* laid, float* unscale, int K) {
 #pragma unroll
     for (int w = 0; w < 16; w++) most = fmaxf(most, reduced[w]);
     float scale = 1.0f, back = 1.0f;
-#if ROUNDED
-    back = most / 448.0f;
-    if (!(back > 0)) back = 1.0f;
-#else
     const int exponent = (int)(__float_as_uint(most) >> 23), wanted = 254 + 14 - exponent;
     if (exponent > 14 && exponent < 255) {
         scale = __uint_as_float((u32)wanted << 23);
         back = __uint_as_float((u32)(254 - wanted) << 23);
     }
-#endif
     if (threadIdx.x == 0) unscale[token] = back;
     u8* to = laid + token / 8 * 1024 + token % 8 * 128;
     // Piece p: 16 bytes of a token, of row p / 8 of 128 bytes. q: which half of a step of the instruction.
-    for (int p = threadIdx.x; p < (ROUNDED ? K / 16 : K / 8); p += 512) {
+    for (int p = threadIdx.x; p < K / 8; p += 512) {
         const int row = p / 8, step = p % 8 / 2, q = p % 2;
         u32 made[4];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-#if ROUNDED
-            const uint2 v = *(const uint2*)(from + row * 128 + step / 2 * 64 + 16 * t + step % 2 * 8 + 4 * q);
-            const u32 first = to_e4m3(number((u16)v.x) / back, number((u16)(v.x >> 16)) / back);
-            made[t] = first | to_e4m3(number((u16)v.y) / back, number((u16)(v.y >> 16)) / back) << 16;
-#else
             const u16* four = from + row * 64 + 16 * t + 4 * step;
             const int one = NIBBLES ? q : 2 * q, two = NIBBLES ? q + 2 : 2 * q + 1;
             made[t] = to_half(number(four[one]) * scale) | (u32)to_half(number(four[two]) * scale) << 16;
-#endif
         }
         *(uint4*)(to + (i64)row * (1024 * NT) + ((p % 8) ^ (token % 8)) * 16) = make_uint4(made[0], made[1], made[2], made[3]);
     }

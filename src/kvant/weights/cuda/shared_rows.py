@@ -29,8 +29,7 @@ _LAY_THREADS = 512
 class Shares:
     """How a product is cut: tiles of 16 rows of a warp, warps, blocks in flight, parts of the columns.
 
-    wide: four warps multiply together. laid: the same, with x as `lay_rows` writes it. rounded: the same,
-    with x as e4m3 by token.
+    laid: four warps multiply together, with x as `lay_rows` writes it.
     """
 
     tiles: int
@@ -38,8 +37,6 @@ class Shares:
     stages: int
     parts: int
     laid: bool = False
-    rounded: bool = False
-    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,6 @@ def defines(
     del made["K"]
     return {
         **made, "NEIGHBOURS": int(not cut.laid), "SPLIT": int(cut.parts > 1), "LAID": int(cut.laid),
-        "ROUNDED": int(cut.rounded), "WIDE": int(cut.laid or cut.wide),
     }  # fmt: skip
 
 
@@ -94,9 +90,9 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
     size = {0: 4, 1: 2, 2: 2, 3: 1}[m["SCALE_TYPE"]]
     scales = {0: 0, 1: max(1, BLOCK // m["GROUP"]) * rows * size, 2: 16 * m["WARPS"]}[m["SCALES"]]
     slot = codes + scales + (rows if m["ZEROS"] else 0)
-    if not m["WIDE"]:
+    if not m["LAID"]:
         return m["STAGES"] * (slot + 8 * m["NT"] * 272)
-    slot += m["NT"] * (1024 if m["ROUNDED"] else 2048)
+    slot += m["NT"] * 2048
     return m["STAGES"] * -(-slot // 1024) * 1024 + 1008  # from a multiple of 1024 on
 
 
@@ -154,7 +150,7 @@ def multiply(
 
 def lay(x: Tensor, fmt: WeightFormat, cut: Shares, act: Act | None, *, bias: bool) -> Laid:
     """x [T, columns] for products with weights of this format, in a launch of its own."""
-    room = 8 * token_tiles(len(x)) * x.shape[1] * (1 if cut.rounded else 2)
+    room = 8 * token_tiles(len(x)) * x.shape[1] * 2
     found = Laid(x.new_empty(room, dtype=torch.uint8), x.new_empty(len(x), dtype=torch.float32))
     macros = defines(fmt, token_tiles(len(x)), x.dtype, compiled_as(cut), act, bias=bias)
     built = _layer(tuple(macros.items()))

@@ -412,7 +412,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "fp8_per_channel": "fp8_dynamic",
         "int8_per_channel_weight_only": "int8",
     },
-    "--attention-backend": {**_KERNELS, "triton_attn": "triton"},
+    "--attention-backend": {**_KERNELS, "flashinfer": "flashinfer", "triton_attn": "triton"},
 }
 """Flags that both programs have: values of the other one, in lower case, and what they are called here. An
 empty text leaves the flag out: the checkpoint says how its weights are stored.

@@ -88,12 +88,17 @@ def wide_rows(data: Any) -> Cells:
 
 @table("wide-decode", "h200-wide-decode.json")
 def wide_decode(data: Any) -> Cells:
-    wide = {"int4+bf16": "int4, wide rows in bfloat16", "k3v3+bf16": "K3/V3, wide rows in bfloat16"}
+    names = {"k3v3": "K3/V3", "s4": "int4_short", "s4n2": "int4_short/normal2", "n2": "normal2"}
     lines = [["stored as", "sequences", "tokens", "us", "of bfloat16"]]
-    for key, r in data["rows"].items():
+    later = data["later"]["rows"].items()
+    rows = {**data["rows"], **{key: r for key, r in later if key.startswith(("s4", "n2"))}}
+    shapes = list(dict.fromkeys(key.partition(" ")[2] for key in rows))
+    for key, r in sorted(rows.items(), key=lambda item: shapes.index(item[0].partition(" ")[2])):
         name, batch, length, _ = key.split(" ")
+        name, plus, _ = name.partition("+")
+        shown = names.get(name, name) + (", wide rows in bfloat16" if plus else "")
         lines.append(
-            [wide.get(name, name), batch[1:], f"{int(length[1:]):,}", f"{r['us']:.1f}",
+            [shown, batch[1:], f"{int(length[1:]):,}", f"{r['us']:.1f}",
              f"{r['of_bf16']:.2f}x"]
         )  # fmt: skip
     return lines

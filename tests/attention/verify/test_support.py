@@ -17,8 +17,6 @@ from kvant.measure.support import Device, Place, cells, dump, failures, recorded
 DOCS = Path(__file__).parents[3] / "docs"
 DOCUMENT: dict[str, Any] = json.loads((DOCS / "support.json").read_text(encoding="utf-8"))
 RECORDED = [(run, info) for run in DOCUMENT["runs"] for info in BACKENDS]
-PENDING = {(machine, name) for machine in ("NVIDIA H200",) for name in ("int4_short", "normal2")}
-"""Cells that no run on that machine recorded yet. An engine verifies its formats when it starts."""
 HELP = "run `kvant verify --record docs/support.json` on that device"
 
 
@@ -50,10 +48,7 @@ def test_a_cell_is_claimed_if_and_only_if_it_is_not_refused_today(
             found = said.pop(Place(row.name, row.head_dim, str(mask)), None)
             if found is None:
                 need = need_of(row, mask, device.facts, device.compute)
-                pending = (run["name"], row.name) in PENDING
-                assert pending or mask in no or by_name_only(need, info), (
-                    f"{row} was never verified: {HELP}"
-                )
+                assert mask in no or by_name_only(need, info), f"{row} was never verified: {HELP}"
             elif mask in no:
                 assert found == no[mask], f"{row} {mask}: {HELP}"
             else:

@@ -39,7 +39,7 @@ from kvant.attention.triton.paged import NARROW, WIDE, paged_attention
 from kvant.attention.triton.prefill import attend_long
 from kvant.attention.triton.rotated_store import rotate_and_store
 from kvant.attention.triton.store import store_rows
-from kvant.attention.triton.tuning import latent_shape, shape_for, wide_shape
+from kvant.attention.triton.tuning import latent_shape, shape_for
 from kvant.attention.triton.workmap import list_items
 from kvant.kernels.triton.device import arrivals, has_ptx, is_nvidia, multiprocessors
 from kvant.kv.codecs.rotation import block_length
@@ -246,8 +246,6 @@ class TritonBackend:
         shape = shape_for(
             k, v, (g.head_dim_k, g.head_dim_v), rows, full=full, crowd=crowd, single=single
         )
-        if form is not None and not form.is_first:
-            shape = wide_shape(shape, max(g.head_dim_k, g.head_dim_v))
         if self.batch_invariant:
             return attend_fixed(cache, q, step, params, shape, form)
         return attend(cache, q, step, params, shape, form=form)

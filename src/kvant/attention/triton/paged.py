@@ -500,13 +500,11 @@ def paged_attention(
                 True, SOFTCAP, FULL, FIXED, PTX, FORM,
             )  # fmt: skip
     else:
-        MASKED_STAGES: tl.constexpr = None if FORM == WIDE else 1
         count = before + tl.cdiv(tl.maximum(end - masked_from, 0), TILE)
         at = tl.where(before > 0, before_from, masked_from)
         acc, top, den, zeros, reference, _ = state
         state = (acc, top, den, zeros, reference, page_ids(pages, at, end, TILE, PAGE))
-        # Every tile of the wide form needs a mask, so its loads are pipelined; the narrow form has few here.
-        for i in tl.range(0, count, num_stages=MASKED_STAGES):
+        for i in tl.range(0, count, num_stages=1):
             at = tl.where(i < before, before_from + i * TILE, masked_from + (i - before) * TILE)
             next_at = tl.where(
                 i + 1 < before, before_from + (i + 1) * TILE, masked_from + (i + 1 - before) * TILE

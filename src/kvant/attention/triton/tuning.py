@@ -68,17 +68,6 @@ def shape_for(
     return Shape(64, 64, 4, 3, 2) if native else Shape(64, 128, 4, 2, 1)
 
 
-def wide_shape(shape: Shape, head_dim: int) -> Shape:
-    """The shape for the wide form of a layer's keys, where `shape` is that of a layer without another form.
-
-    A sequence has a hundred or two of these keys. A program reads all of them, in few tiles that are
-    loaded by many threads: beginning, waiting and joining are most of its time.
-    """
-    if shape.rows > 16 or shape.tile < 32 or head_dim > 128:
-        return shape
-    return Shape(16, 64, 4, 2, 4, least=8)
-
-
 def latent_shape(k: KVDtype, *, full: bool) -> Shape:
     """The shape for latents. full: as in `shape_for`.
 

@@ -116,9 +116,11 @@ def _few(
 ) -> Tensor:
     """Products of up to 64 rows by CUDA, gated where act says how."""
     tokens, fmt = x.shape[0], weight.format
-    cut = laid(fmt, few_rows.token_tiles(tokens), *weight.shape, processors) if tokens > 1 else None
-    if cut is not None:
-        return shared_rows.multiply(x, weight, bias, cut, act)
+    wide = (
+        laid(fmt, few_rows.token_tiles(tokens), *weight.shape, processors) if tokens > 1 else None
+    )
+    if wide is not None:
+        return shared_rows.multiply(x, weight, bias, wide, act)
     if shares_rows(fmt, tokens, *weight.shape, x.dtype):
         shared = shares(fmt, *weight.shape, processors)
         return shared_rows.multiply(x, weight, bias, shared, act)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -38,9 +39,10 @@ def plot_plan(plan: Plan, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
 
     layers = plan.target.kv.layers
-    style = {
+    style: dict[Any, Any] = {
         "font.family": "sans-serif", "font.size": 9, "text.color": LIGHT["ink"],
         "axes.edgecolor": LIGHT["line"], "axes.labelcolor": LIGHT["soft"], "xtick.color": LIGHT["soft"],
         "ytick.color": LIGHT["soft"], "axes.spines.top": False, "axes.spines.right": False,
@@ -73,7 +75,7 @@ def plot_plan(plan: Plan, path: Path) -> None:
         total = plan.target.kv.bytes_per_token
         title = f"{plan.target.local.name}: {total:,} bytes per token"
         axes.set_title(title, fontsize="medium", loc="left", fontweight="bold")
-        shown = [pyplot.Rectangle((0, 0), 1, 1, color=hue) for hue in colours.values()]
+        shown = [Rectangle((0, 0), 1, 1, color=hue) for hue in colours.values()]
         names = [f"{dtype} {sizes[dtype]:,} B" for dtype in colours]
         if names:
             figure.legend(

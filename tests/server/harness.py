@@ -152,19 +152,27 @@ class Server:
         return self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **more})
 
     @contextmanager
-    def open_stream(self, **more: Any) -> Iterator[http.client.HTTPResponse]:
-        """A stream whose head has arrived; leaving closes the connection, read or not."""
+    def ask_for_stream(self, **more: Any) -> Iterator[http.client.HTTPConnection]:
+        """A stream that was asked for; its head comes with its first token."""
         connection = self.connect()
         body = {"prompt": "abc", "stream": True, "temperature": 0, "ignore_eos": True, **more}
         sent = {"Content-Type": "application/json", **self.headers()}
         connection.request("POST", "/v1/completions", json.dumps(body), sent)
-        response = connection.getresponse()
         try:
-            assert response.status == 200
-            yield response
+            yield connection
         finally:
-            response.close()
             connection.close()
+
+    @contextmanager
+    def open_stream(self, **more: Any) -> Iterator[http.client.HTTPResponse]:
+        """A stream whose head has arrived; leaving closes the connection, read or not."""
+        with self.ask_for_stream(**more) as connection:
+            response = connection.getresponse()
+            try:
+                assert response.status == 200
+                yield response
+            finally:
+                response.close()
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples, whatever their labels."""

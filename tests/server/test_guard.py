@@ -302,12 +302,15 @@ def test_prompts_wait_up_to_the_limit_of_tokens(strict: Server) -> None:
             time.sleep(0.01)
         while strict.metric("kvant:queued_prompt_tokens"):
             time.sleep(0.01)
-        running.enter_context(strict.open_stream(prompt=[5] * 60, max_tokens=9))
+        running.enter_context(strict.ask_for_stream(prompt=[5] * 60, max_tokens=9))
+        while not strict.metric("kvant:queued_prompt_tokens"):
+            time.sleep(0.01)
         refused = strict.complete([5] * 41, max_tokens=1)
         assert refused.status == 429
         assert "60 tokens wait" in refused.error["message"]
-        running.enter_context(strict.open_stream(prompt=[5] * 40, max_tokens=9))
-        assert strict.metric("kvant:queued_prompt_tokens") == 100
+        running.enter_context(strict.ask_for_stream(prompt=[5] * 40, max_tokens=9))
+        while strict.metric("kvant:queued_prompt_tokens") != 100:
+            time.sleep(0.01)
         assert strict.complete([5], max_tokens=1).status == 429
     strict.wait_idle(5)
 

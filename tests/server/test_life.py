@@ -92,6 +92,24 @@ def test_a_killed_engine_costs_its_requests_an_error_and_comes_back(model: Path)
         assert server.metric("kvant:engine_deaths_total") == 1
 
 
+def test_a_stream_that_has_not_begun_ends_with_a_status_that_routers_try_again(model: Path) -> None:
+    with Server(model) as server:
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)  # no token comes
+        answers: list[Answer] = []
+        body = {"prompt": "abc", "stream": True, "max_tokens": 4}
+        asking = threading.Thread(
+            target=lambda: answers.append(server.post("/v1/completions", body)), daemon=True
+        )
+        asking.start()
+        time.sleep(0.5)
+        assert asking.is_alive()
+        os.kill(engine, signal.SIGKILL)
+        asking.join(20)
+        assert answers[0].status == 503
+        assert answers[0].json["error"]["type"] == "server_error"
+
+
 def test_sigterm_lets_running_requests_finish_and_ends_with_0(model: Path) -> None:
     with Server(model) as server:
         engine = server.engine_pid()

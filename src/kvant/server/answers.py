@@ -413,8 +413,9 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """A running request as server-sent events; closes the request on every path.
 
-    A failure after the first byte is an event. Every stream whose client stays has a last event of its
-    wire form: a stream without it was cut.
+    The head waits for the first piece, at most until the first ping: a failure before it is an ordinary
+    error, which a router in front may try elsewhere. A failure after it is an event. Every stream whose
+    client stays has a last event of its wire form: a stream without it was cut.
     """
 
     def __init__(self, service: Service, running: Running, writer: Writer) -> None:
@@ -437,19 +438,26 @@ class EventStream(Response):
             self._service.close(self._running)
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        has_begun = False
         async for data in self._events():
+            if not has_begun:
+                has_begun = True
+                head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                await send(head)
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        writer, running = self._writer, self._running
+        """One event at least, or an exception instead of the first one."""
+        writer, running, has_begun = self._writer, self._running, False
         # Up to half a million values of the prompt come with its first piece: written in a thread.
         heavy = writer.generation.sampling.prompt_logprobs is not None
         try:
-            for data in writer.begin(running):
-                yield data
             async for news in self._service.events(running):
+                if not has_begun:
+                    has_begun = True
+                    for data in writer.begin(running):
+                        yield data
                 if news is None:
                     yield writer.ping
                     continue
@@ -460,12 +468,20 @@ class EventStream(Response):
                         found = writer.add(running, sequence, pieces)
                     for data in found:
                         yield data
+            if not has_begun:
+                has_begun = True
+                for data in writer.begin(running):
+                    yield data
             for data in writer.end(running):
                 yield data
         except ApiError as fault:
+            if not has_begun:
+                raise
             for data in writer.fail(fault):
                 yield data
         except Exception:
+            if not has_begun:
+                raise
             _log.exception("a stream failed")
             for data in writer.fail(internal()):
                 yield data

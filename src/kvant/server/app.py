@@ -444,6 +444,8 @@ class _Application:
         try:
             response = await self._answer(call, route)
             await response(scope, receive, watched)
+        except ApiError as fault:  # of a stream that has not begun
+            await _error(fault, _dialect(route))(scope, receive, watched)
         except Exception:
             _log.exception("a request failed")
             if status == 0:

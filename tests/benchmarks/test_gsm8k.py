@@ -88,7 +88,7 @@ def test_every_format_reads_gold_solutions(tiny: LLM) -> None:
     rows = {row.format: row for row in judge(tiny, short, all_formats())}
     assert set(rows) == {
         "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head",
-        "int8_per_token_head", "int4_per_token_head", "nvfp4",
+        "int8_per_token_head", "int4_per_token_head", "int4_short", "normal2", "nvfp4",
         "turboquant_k8/turboquant_v4", "turboquant_k4/turboquant_v4",
         "turboquant_k3/turboquant_v4", "turboquant_k3/turboquant_v3",
     }  # fmt: skip

@@ -119,6 +119,8 @@ DRIFT_AND_LOSS = {
     "fp8_per_token_head": (0.092, 0.03),
     "int8_per_token_head": (0.036, 0.01),
     "int4_per_token_head": (0.332, 0.15),
+    "int4_short": (0.331, 0.15),
+    "normal2": (1.742, 1.6),
     "nvfp4": (0.425, 0.25),
     "turboquant_k8/turboquant_v4": (0.158, 0.07),
     "turboquant_k4/turboquant_v4": (0.345, 0.20),

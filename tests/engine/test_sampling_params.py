@@ -20,7 +20,7 @@ from kvant.sampling.structured_outputs import StructuredOutputs
         ("top_p", [0.01, 1, 1.0], [0.0, 1.01, -1, math.nan, None]),
         ("min_p", [0.0, 0.5, 1], [-0.1, 1.1, math.nan]),
         ("top_k", [-1, 0, 1, 10**6], [-2, 1.5, True, "5", 2**63]),
-        ("max_tokens", [None, 16, 10**9], [0, -1, 1.5, True]),
+        ("max_tokens", [None, 0, 16, 10**9], [-1, 1.5, True]),
         ("min_tokens", [0, 16], [-1, 17, 2.0]),
         ("seed", [None, 0, -1, 2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 1.0, "a"]),
         ("logprobs", [None, 0, 20], [-1, 21, True]),

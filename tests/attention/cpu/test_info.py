@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(wanted: Need, says: str
 
 
 def test_without_numba_the_reference_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "_refuse_package", lambda: "the package numba is not installed")
+    monkeypatch.setitem(sys.modules, "numba", None)
     found = select(need())
     assert found.backend == "reference"
     assert Rejected("cpu", "the package numba is not installed") in found.rejected

@@ -189,7 +189,7 @@ def _row_scales(planes: int, scaling: int, slots: int, scales: int, offsets: int
             at = planes + load_i64(slots + 8 * t)
             word = load_u8(at) | (load_u8(at + 1) << 8)
             scale = float_of(((word >> 4) + SHORT_OFFSET) << SHORT_DROPPED)
-            if word == SHORT_NAN:
+            if word >= SHORT_NAN:
                 scale = _NAN
             store_f32(scales + 4 * t, scale)
             store_f32(offsets + 4 * t, -scale * np.float32(word & 15))

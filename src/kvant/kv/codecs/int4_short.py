@@ -4,8 +4,8 @@
     scale  = (1 + mantissa / 64) * 2^(exponent - 41)
 
 The scale has 7 significant bits, ties upwards, and is within 2^-41 .. 2^22 * (1 + 62 / 64). Everything else
-is int4_per_token_head's. A row that contains NaN is stored as 0xfff0 and codes 0, and decodes to NaN. Zeroed
-bytes decode to 0.
+is int4_per_token_head's. A row that contains NaN is stored as 0xfff0 and codes 0. Words from 0xfff0 on
+decode to NaN, zeroed bytes to 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ShortInt4Codec(RotatedInt4Codec):
         """Split the int16 words [.., 1] into zero points and scales, both float32 [.., 1]."""
         word = stored.to(torch.int32) & 0xFFFF
         scales = (((word >> 4) + OFFSET) << DROPPED_BITS).view(torch.float32)
-        return (word & 15).to(torch.float32), scales.masked_fill(word == NAN_WORD, float("nan"))
+        return (word & 15).to(torch.float32), scales.masked_fill(word >= NAN_WORD, float("nan"))
 
     def _rounded(self, scales: Tensor) -> Tensor:
         return round_scale(scales.clamp(LEAST_SCALE, LARGEST_SCALE), DROPPED_BITS)

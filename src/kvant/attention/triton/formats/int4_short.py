@@ -29,7 +29,7 @@ def load_short_scale_and_zero_point(pointer, there):
     """Scale and zero point of rows, float32 [rows] each; pointer: the scale plane as int16."""
     word = tl.load(pointer, mask=there, other=0).to(tl.int32) & 0xFFFF
     bits = ((word >> 4) + OFFSET) << DROPPED_BITS
-    bits = tl.where(word == NAN_WORD, NAN_BITS, bits)
+    bits = tl.where(word >= NAN_WORD, NAN_BITS, bits)
     return bits.to(tl.float32, bitcast=True), (word & 15).to(tl.float32)
 
 

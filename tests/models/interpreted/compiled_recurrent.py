@@ -9,18 +9,32 @@ from dataclasses import replace
 import torch
 from triton.runtime.jit import JITFunction
 
-from kvant.models.recurrent import delta_chunks, delta_layer, kernels
+from kvant.kv.codecs import codec_for
+from kvant.kv.dtype import KVDtype
+from kvant.kv.geometry import StateGeometry, StateKind
+from kvant.kv.resolve_state import RECURRENT_FORMATS
+from kvant.kv.spec import StateSpec
+from kvant.kv.state_pool import StateCache
+from kvant.models.recurrent import delta_chunks, delta_layer, kernels, stored
 from kvant.models.recurrent.packed import Chunks
+from tests.attention import driver
 from tests.models.interpreted.compiled import _compile as compile_only
 from tests.models.recurrent.test_scan import packed
 
 BF16 = torch.bfloat16
 
 
+def states(shape: tuple[int, ...], dtype: KVDtype) -> stored.Stored:
+    """One page of states."""
+    spec = StateSpec(StateGeometry(StateKind.RECURRENT, shape), driver.choice(dtype))
+    planes = codec_for(dtype).encode(torch.zeros(1, *shape), None)
+    return stored.Stored.of(StateCache(spec, planes))
+
+
 def main() -> None:
     n, rows = 3, torch.zeros(3, dtype=torch.int64)
     starts = torch.zeros(3, dtype=torch.int32)
-    for stored in (torch.float32, BF16):
+    for dtype in RECURRENT_FORMATS:
         channels, heads, keys, values = 8192, 32, 128, 128
         x, weight = torch.zeros(n, channels, dtype=BF16), torch.zeros(channels, 4, dtype=BF16)
         bias, per_head = torch.zeros(channels, dtype=BF16), torch.zeros(heads, dtype=BF16)
@@ -29,7 +43,7 @@ def main() -> None:
         for some in (bias, None):
             kernels.conv_step(x, weight, some, last, rows, starts, silu=True)
         kernels.conv_prompts(x, weight, None, last, rows, starts, starts, starts, silu=True)
-        state = torch.zeros(1, heads, values, keys, dtype=stored)
+        state = states((heads, values, keys), dtype)
         kernels.delta_step(x, a, a, per_head, per_head, state, rows, starts, 16, strongest=1.0)
         kernels.gated_norm(x.view(-1, values), torch.zeros(n, 8192, dtype=BF16), per_head, 1e-6)
         z, of_head = torch.zeros(n, 4096, dtype=BF16), torch.zeros(values, dtype=BF16)
@@ -39,7 +53,7 @@ def main() -> None:
                 wide, z, a, a, weight, some, per_head, per_head, of_head, 1e-6, last, state, rows, starts,
                 16, strongest=1.0,
             )  # fmt: skip
-        bamba = torch.zeros(1, 128, 64, 256, dtype=stored)
+        bamba = states((128, 64, 256), dtype)
         wide = torch.zeros(n, 128 * 64 + 2 * 256, dtype=BF16)
         limits = (0.0, float("inf"))
         of_bamba = a, per_head, per_head, per_head, bamba, rows, starts, 1, limits
@@ -72,5 +86,6 @@ def main() -> None:
 if __name__ == "__main__":
     delta_layer.launches_ahead = lambda _: True  # type: ignore[assignment]
     delta_layer.multiprocessors = lambda _: 132
+    stored.has_ptx = lambda _: True  # type: ignore[assignment]
     JITFunction.run = compile_only  # type: ignore[method-assign,assignment]
     main()

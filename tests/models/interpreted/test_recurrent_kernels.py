@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.models.recurrent.test_scan import ROWS, cache, packed
 kernels = pytest.importorskip("kvant.models.recurrent.kernels")
 chunk_kernels = pytest.importorskip("kvant.models.recurrent.delta_chunks")
 layer_kernels = pytest.importorskip("kvant.models.recurrent.delta_layer")
+stored = pytest.importorskip("kvant.models.recurrent.stored")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -36,6 +38,12 @@ def before(*shape: int) -> Tensor:
         if start > 0:
             state[row] = torch.randn(*shape, device=DEVICE)
     return state
+
+
+def native(state: Tensor) -> Any:
+    """States as kernels take them."""
+    made = cache(tuple(state.shape[1:]))
+    return stored.Stored.of(replace(made, planes=(state,)))
 
 
 def defined(
@@ -105,7 +113,7 @@ def test_a_token_of_the_delta_rule(values: int, keys: int) -> None:
 
     expected = defined(define, state, StateKind.RECURRENT, [1] * n)
     out = kernels.delta_step(
-        mixed, a, b, a_log, bias, state, rows, starts, key_heads, strongest=2.0
+        mixed, a, b, a_log, bias, native(state), rows, starts, key_heads, strongest=2.0
     )
     same((out, state), expected, [1] * n)
 
@@ -128,7 +136,7 @@ def test_a_token_of_mamba2() -> None:
 
     expected = defined(define, state, StateKind.RECURRENT, [1] * n)
     limits = (0.5, float("inf"))
-    out = kernels.mamba_step(mixed, dt, a_log, bias, d, state, rows, starts, groups, limits)
+    out = kernels.mamba_step(mixed, dt, a_log, bias, d, native(state), rows, starts, groups, limits)
     same((out, state), expected, [1] * n)
 
 
@@ -201,13 +209,13 @@ def test_chunks_of_the_delta_rule(alike: bool) -> None:
     assert chunks is not None
     out = torch.full((total, heads, values), torch.nan, device=DEVICE)
     chunk_kernels.delta_chunks(
-        mixed, a, b, a_log, bias, state, there, chunks, key_heads, out, strongest=1.0
+        mixed, a, b, a_log, bias, native(state), there, chunks, key_heads, out, strongest=1.0
     )
     is_left = out.isnan().all(-1).all(-1)
     assert is_left.nonzero().flatten().tolist() == [75], "a sequence of one token is not in a chunk"
     kernels.delta_step(
-        mixed, a, b, a_log, bias, state, there.rows, there.starts, key_heads, strongest=1.0,
-        singles=there.singles, out=out,
+        mixed, a, b, a_log, bias, native(state), there.rows, there.starts, key_heads,
+        strongest=1.0, singles=there.singles, out=out,
     )  # fmt: skip
     same((out, state), expected, lengths)
 
@@ -260,8 +268,8 @@ def test_a_token_between_the_products(values: int, keys: int, key_heads: int) ->
 
     expected = defined(define, state, StateKind.RECURRENT, [1] * n)
     out = layer_kernels.delta_layer(
-        qkv, z, a, b, weight, bias, a_log, dt_bias, of_norm, 1e-5, conv, apart, rows, starts, key_heads,
-        strongest=1.0,
+        qkv, z, a, b, weight, bias, a_log, dt_bias, of_norm, 1e-5, conv, native(apart), rows, starts,
+        key_heads, strongest=1.0,
     )  # fmt: skip
     same((out, apart), expected, [1] * n)
     same((out, conv), (expected[0], moved), [1] * n)

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from kvant.models.recurrent.kernels import over_chunks, softplus
 from kvant.models.recurrent.packed import Chunks, Packed
+from kvant.models.recurrent.stored import Stored
 
 _PART = tl.constexpr(16)
 """Rows of a triangular system that are solved one after the other."""
 
 
 def delta_chunks(
-    mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, packed: Packed,
+    mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Stored, packed: Packed,
     chunks: Chunks, key_heads: int, out: Tensor, *, strongest: float,
 ) -> None:  # fmt: skip
     """The tokens in chunks through the gated delta rule, with its gates.
@@ -28,7 +29,7 @@ def delta_chunks(
     dt_bias, state, strongest: as in `kernels.delta_step`. out: [T, heads, values], of which the tokens in
     chunks are set.
     """
-    heads, values, keys = state.shape[1:]
+    heads, values, keys = state.shape
     count, size = chunks.pieces.shape[1], chunks.size
     whole = mixed.new_empty(count, heads, dtype=torch.float32)
     q, k, moved = (whole.new_empty(count, heads, size, keys) for _ in range(3))

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvant.kernels.triton.device import launches_ahead, multiprocessors
 from kvant.models.recurrent.kernels import softplus
+from kvant.models.recurrent.stored import Stored, load_state, store_state
 
 SIZE = 4
 """Columns of a convolution's kernel."""
@@ -25,26 +26,26 @@ _MOST = 128 * 128
 """Numbers of a head's state that fit into a program's registers."""
 
 
-def fits(state: Tensor, kernel: int) -> bool:
-    """Whether `delta_layer` takes states [num_rows, heads, values, keys] and a convolution of this size."""
-    _, _, values, keys = state.shape
+def fits(state: Stored, kernel: int) -> bool:
+    """Whether `delta_layer` takes states of this shape and a convolution of this size."""
+    _, values, keys = state.shape
     return kernel == SIZE and triton.next_power_of_2(values) * triton.next_power_of_2(keys) <= _MOST
 
 
 def delta_layer(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
-    a_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, eps: float, conv: Tensor, state: Tensor,
+    a_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, eps: float, conv: Tensor, state: Stored,
     rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float,
 ) -> Tensor:  # fmt: skip
     """One token of each of n sequences.
 
     qkv: [n, channels], z: [n, heads * values], a, b: [n, heads], rows of any stride. conv_weight:
     [channels, 4], contiguous. conv_bias: [channels] or None. a_log, dt_bias: [heads]. norm_weight: [values].
-    conv: [num_rows, 3, channels] and state: [num_rows, heads, values, keys], rows of any stride, both
-    updated. rows: [n] int64. starts: [n] int32, tokens before this one; a row whose start is not positive is
-    not read. strongest: as in `kernels.delta_step`. Returns [n, heads * values] in qkv's dtype.
+    conv: [num_rows, 3, channels], rows of any stride, and state: [num_rows, heads, values, keys] as stored,
+    both updated. rows: [n] int64. starts: [n] int32, tokens before this one; a row whose start is not
+    positive is not read. strongest: as in `kernels.delta_step`. Returns [n, heads * values] in qkv's dtype.
     """
-    heads, values, keys = state.shape[1:]
+    heads, values, keys = state.shape
     n = len(qkv)
     out = torch.empty(n, heads * values, dtype=qkv.dtype, device=qkv.device)
     wide = triton.next_power_of_2(values)
@@ -54,9 +55,9 @@ def delta_layer(
     ahead = launches_ahead(qkv.device)
     _delta_layer[(n, key_heads)](
         qkv, qkv.stride(0), z, z.stride(0), a, a.stride(0), b, b.stride(0), conv_weight, conv_bias,
-        a_log, dt_bias, norm_weight, eps, conv, conv.stride(0), state, state.stride(0), rows, starts, out,
+        a_log, dt_bias, norm_weight, eps, conv, conv.stride(0), *state.arguments, rows, starts, out,
         keys**-0.5, strongest,
-        HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values,
+        **state.constants, PER_KEY=heads // key_heads,
         WIDE_KEYS=triton.next_power_of_2(keys), WIDE=wide, BLOCK=block, AHEAD=ahead,
         num_warps=8 if is_few else 4, **({"launch_pdl": True} if ahead else {}),
     )  # fmt: skip
@@ -104,11 +105,11 @@ def _finished(o, gate, weight, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=("strongest",))
 def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_weight, conv_bias,
-                 a_log, dt_bias, norm_weight, eps, conv, conv_stride, state, state_stride, rows, starts, out,
-                 scale, strongest,
+                 a_log, dt_bias, norm_weight, eps, conv, conv_stride, words, codes, scales, bits,
+                 state_stride, scale_stride, rows, starts, out, scale, strongest,
                  HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-                 WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-                 AHEAD: tl.constexpr):  # fmt: skip
+                 WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+                 FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Program: a sequence and a key head. BLOCK: values of a tile of the state.
 
     AHEAD: launched while the kernel before still runs, which writes no state: a first head is loaded
@@ -133,12 +134,11 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
     k1, k2, k3 = _history(kept, channels, k_c, old_key)
     head = j * PER_KEY
     vv = tl.arange(0, BLOCK)
-    tiles = state + row * state_stride + vv[:, None] * KEYS + kk[None, :]
     old = tl.where(is_old, VALUES, 0)
-    s = tl.zeros((BLOCK, WIDE_KEYS), state.dtype.element_ty)
+    s = tl.zeros((BLOCK, WIDE_KEYS), tl.float32)
     if BLOCK == WIDE:
-        tile = (vv < old)[:, None] & is_key[None, :]
-        s = tl.load(tiles + head * (VALUES * KEYS), mask=tile, other=0.0)
+        s = load_state(words, scales, state_stride, scale_stride, row, head * VALUES + vv, vv < old, FORMAT,
+                       KEYS, WIDE_KEYS, BLOCK, PTX)  # fmt: skip
     if AHEAD:
         gdc_wait()
     line = qkv + i * qkv_stride
@@ -157,18 +157,20 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
         from_z = z + i * z_stride + (head + h) * VALUES
         for first in range(0, WIDE, BLOCK):
             inside = first + vv < VALUES
-            at = tiles + ((head + h) * VALUES + first) * KEYS
+            r = (head + h) * VALUES + first + vv
             if h > 0 or BLOCK != WIDE:
-                s = tl.load(at, mask=(first + vv < old)[:, None] & is_key[None, :], other=0.0)
+                s = load_state(words, scales, state_stride, scale_stride, row, r, first + vv < old, FORMAT,
+                               KEYS, WIDE_KEYS, BLOCK, PTX)  # fmt: skip
             v_c = 2 * width + (head + h) * VALUES + first + vv
             v1, v2, v3 = _history(kept, channels, v_c, first + vv < old)
             v4 = tl.load(line + v_c, mask=inside, other=0.0).to(tl.float32)
             v = _convolved(v1, v2, v3, v4, conv_weight, conv_bias, v_c, inside, dtype)
-            now = s.to(tl.float32) * decay
+            now = s * decay
             u = beta * (v - tl.sum(now * k[None, :], 1))
             now += u[:, None] * k[None, :]
             o = tl.sum(now * q[None, :], 1).to(dtype)
-            tl.store(at, now.to(state.dtype.element_ty), mask=inside[:, None] & is_key[None, :])
+            store_state(now, codes, bits, state_stride, scale_stride, row, r, inside, FORMAT, KEYS, WIDE_KEYS,
+                        BLOCK, PTX)  # fmt: skip
             tl.debug_barrier()
             _keep(kept, channels, v_c, inside, v2, v3, v4)
             if BLOCK == WIDE:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvant.models.recurrent.packed import Chunks
+from kvant.models.recurrent.stored import Stored, load_state, store_state
 
 _CHANNELS = 512
 
@@ -58,7 +59,7 @@ def conv_prompts(
 
 
 def delta_step(
-    mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor,
+    mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Stored,
     rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float,
     singles: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -66,40 +67,40 @@ def delta_step(
 
     mixed: [n, channels], q, k and v behind the convolution. a, b: [n, heads], rows of any stride: decay
     e^(-exp(a_log) softplus(a + dt_bias)), strength `strongest` * sigmoid(b). a_log, dt_bias: [heads].
-    state: [num_rows, heads, values, keys], updated. rows: [n] int64. starts: [n] int32.
+    state: [num_rows, heads, values, keys] as stored, updated. rows: [n] int64. starts: [n] int32.
     singles: [2, k] int64, the sequences that are meant, and their tokens of mixed; out is set there.
     Returns [n, heads, values] in mixed's dtype, or out.
     """
-    heads, values, keys = state.shape[1:]
+    heads, values, keys = state.shape
     if out is None:
         out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
     count = len(mixed) if singles is None else singles.shape[1]
     wide, block = triton.next_power_of_2(keys), min(32, triton.next_power_of_2(values))
     _delta_step[(count, heads, triton.cdiv(values, block))](
-        mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, state, state.stride(0),
+        mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, *state.arguments,
         rows, starts, out, keys**-0.5, strongest, singles, count,
-        HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values, WIDE=wide, BLOCK=block, num_warps=4,
+        **state.constants, PER_KEY=heads // key_heads, WIDE=wide, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def mamba_step(
-    mixed: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, state: Tensor, rows: Tensor,
+    mixed: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, state: Stored, rows: Tensor,
     starts: Tensor, groups: int, limits: tuple[float, float],
 ) -> Tensor:  # fmt: skip
     """One token of each sequence through Mamba2.
 
     mixed: [n, channels], x, B and C behind the convolution. dt: [n, heads], rows of any stride. a_log, dt_bias,
-    d: [heads]. limits: of softplus(dt + dt_bias). state: [num_rows, heads, values, keys], updated.
+    d: [heads]. limits: of softplus(dt + dt_bias). state: [num_rows, heads, values, keys] as stored, updated.
     rows: [n] int64. starts: [n] int32. Returns [n, heads, values] in mixed's dtype, with the skip by d.
     """
-    heads, values, keys = state.shape[1:]
+    heads, values, keys = state.shape
     out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
     wide, block = triton.next_power_of_2(keys), min(32, triton.next_power_of_2(values))
     _mamba_step[(len(mixed), heads, triton.cdiv(values, block))](
-        mixed, mixed.stride(0), dt, dt.stride(0), a_log, dt_bias, d, state, state.stride(0),
+        mixed, mixed.stride(0), dt, dt.stride(0), a_log, dt_bias, d, *state.arguments,
         rows, starts, out, float(limits[0]), min(float(limits[1]), 3e38),
-        HEADS=heads, PER_GROUP=heads // groups, KEYS=keys, VALUES=values, WIDE=wide, BLOCK=block, num_warps=4,
+        **state.constants, PER_GROUP=heads // groups, WIDE=wide, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -120,23 +121,23 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def over_chunks(
-    q: Tensor, k: Tensor, v: Tensor, moved: Tensor | None, scores: Tensor, whole: Tensor, state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, moved: Tensor | None, scores: Tensor, whole: Tensor, state: Stored,
     rows: Tensor, starts: Tensor, chunks: Chunks, out: Tensor, *, precision: str = "tf32x3",
 ) -> None:  # fmt: skip
     """The passage from chunk to chunk of `scan.in_chunks`, for all sequences in one launch.
 
     q, k, moved: [chunks, heads, size, keys], v: [chunks, heads, size, values], scores: [chunks, heads, size,
     size], all float32 and contiguous. whole: [chunks, heads] float32, decays of whole chunks. state: [num_rows,
-    heads, values, keys], updated. rows: [n] int64. starts: [n] int32. out: [T, heads, values], of which the
+    heads, values, keys] as stored, updated. rows: [n] int64. starts: [n] int32. out: [T, heads, values], of which the
     tokens in chunks are set. precision: of the products.
     """
-    heads, values, keys = state.shape[1:]
+    heads, values, keys = state.shape
     size = q.shape[2]
     block = min(32, max(16, triton.next_power_of_2(values)))
     _over_chunks[(len(rows), heads, triton.cdiv(values, block))](
-        q, k, v, moved, scores, whole, state, state.stride(0), rows, starts, chunks.bounds, chunks.pieces, out,
+        q, k, v, moved, scores, whole, *state.arguments, rows, starts, chunks.bounds, chunks.pieces, out,
         len(rows), len(whole),
-        HEADS=heads, KEYS=keys, VALUES=values, SIZE=size, WIDE=max(16, triton.next_power_of_2(keys)),
+        **state.constants, SIZE=size, WIDE=max(16, triton.next_power_of_2(keys)),
         BLOCK=block, DELTA=moved is not None, PRECISION=precision, num_warps=4, num_stages=1,
     )  # fmt: skip
 
@@ -225,9 +226,10 @@ def _keep_last(x, x_stride, state, state_stride, rows, starts, cu_seqlens, chann
 
 
 @triton.jit(do_not_specialize=("strongest", "count"))
-def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, state, state_stride, rows, starts, out,
-                scale, strongest, singles, count, HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr,
-                VALUES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, words, codes, scales, bits,
+                state_stride, scale_stride, rows, starts, out, scale, strongest, singles, count,
+                HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+                WIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence."""
     i = tl.program_id(0).to(tl.int64)
     place = i
@@ -238,11 +240,12 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, s
     kk = tl.arange(0, WIDE)
     vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_key, is_value = kk < KEYS, vv < VALUES
-    tile = is_value[:, None] & is_key[None, :]
     old = vv < tl.where(tl.load(starts + place) > 0, VALUES, 0)
-    at = tl.load(rows + place) * state_stride + h * (VALUES * KEYS)
-    tile_at = state + at + vv[:, None] * KEYS + kk[None, :]
-    s = tl.load(tile_at, mask=tile & old[:, None], other=0.0).to(tl.float32)
+    page = tl.load(rows + place)
+    r = h * VALUES + vv
+    s = load_state(
+        words, scales, state_stride, scale_stride, page, r, old, FORMAT, KEYS, WIDE, BLOCK, PTX
+    )
     line = mixed + i * mixed_stride
     width = HEADS // PER_KEY * KEYS
     q = tl.load(line + h // PER_KEY * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
@@ -257,25 +260,41 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, s
     u = beta * (v - tl.sum(s * k[None, :], 1))
     s += u[:, None] * k[None, :]
     o = tl.sum(s * q[None, :], 1)
-    tl.store(tile_at, s.to(state.dtype.element_ty), mask=tile)
+    store_state(
+        s,
+        codes,
+        bits,
+        state_stride,
+        scale_stride,
+        page,
+        r,
+        is_value,
+        FORMAT,
+        KEYS,
+        WIDE,
+        BLOCK,
+        PTX,
+    )
     tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
 
 
 @triton.jit(do_not_specialize=("least", "most"))
-def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, state, state_stride, rows, starts, out, least,
-                most, HEADS: tl.constexpr, PER_GROUP: tl.constexpr, KEYS: tl.constexpr,
-                VALUES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, words, codes, scales, bits, state_stride,
+                scale_stride, rows, starts, out, least, most, HEADS: tl.constexpr, PER_GROUP: tl.constexpr,
+                KEYS: tl.constexpr, VALUES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+                FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence."""
     i = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     kk = tl.arange(0, WIDE)
     vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_key, is_value = kk < KEYS, vv < VALUES
-    tile = is_value[:, None] & is_key[None, :]
     old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
-    at = tl.load(rows + i) * state_stride + h * (VALUES * KEYS)
-    place = state + at + vv[:, None] * KEYS + kk[None, :]
-    s = tl.load(place, mask=tile & old[:, None], other=0.0).to(tl.float32)
+    page = tl.load(rows + i)
+    r = h * VALUES + vv
+    s = load_state(
+        words, scales, state_stride, scale_stride, page, r, old, FORMAT, KEYS, WIDE, BLOCK, PTX
+    )
     line = mixed + i * mixed_stride
     inner = HEADS * VALUES
     x = tl.load(line + h * VALUES + vv, mask=is_value, other=0.0).to(tl.float32)
@@ -287,7 +306,21 @@ def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, state, st
     s = s * tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * step)
     s += (step * x)[:, None] * k[None, :]
     o = tl.sum(s * q[None, :], 1) + tl.load(d + h).to(tl.float32) * x
-    tl.store(place, s.to(state.dtype.element_ty), mask=tile)
+    store_state(
+        s,
+        codes,
+        bits,
+        state_stride,
+        scale_stride,
+        page,
+        r,
+        is_value,
+        FORMAT,
+        KEYS,
+        WIDE,
+        BLOCK,
+        PTX,
+    )
     tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
 
 
@@ -310,11 +343,10 @@ def _gated_norm(x, gate, gate_stride, weight, out, eps, EACH: tl.constexpr, WIDT
 
 
 @triton.jit(do_not_specialize=("count", "num_chunks"))
-def _over_chunks(q, k, v, moved, scores, whole, state, state_stride, rows, starts, bounds, pieces, out, count,
-                 num_chunks,
-                 HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
-                 WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr,
-                 PRECISION: tl.constexpr):  # fmt: skip
+def _over_chunks(q, k, v, moved, scores, whole, words, codes, scales, bits, state_stride, scale_stride,
+                 rows, starts, bounds, pieces, out, count, num_chunks, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
+                 WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
+                 FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence, chunk after chunk. The state is held as [keys, values]."""
     i = tl.program_id(0)
     h = tl.program_id(1)
@@ -322,13 +354,13 @@ def _over_chunks(q, k, v, moved, scores, whole, state, state_stride, rows, start
     vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     tt = tl.arange(0, SIZE)
     is_key, is_value = kk < KEYS, vv < VALUES
-    tile = is_key[:, None] & is_value[None, :]
     first, end = tl.load(bounds + i), tl.load(bounds + count + i)
     if end > first:
         old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
-        place = state + tl.load(rows + i) * state_stride + h * (VALUES * KEYS)
-        place = place + vv[None, :] * KEYS + kk[:, None]
-        s = tl.load(place, mask=tile & old[None, :], other=0.0).to(tl.float32)
+        page = tl.load(rows + i)
+        r = h * VALUES + vv
+        s = tl.trans(load_state(words, scales, state_stride, scale_stride, page, r, old, FORMAT, KEYS, WIDE,
+                                BLOCK, PTX))  # fmt: skip
         of_keys = tt[:, None] * KEYS + kk[None, :]
         of_values = tt[:, None] * VALUES + vv[None, :]
         for n in range(first, end):
@@ -348,4 +380,5 @@ def _over_chunks(q, k, v, moved, scores, whole, state, state_stride, rows, start
             ks = tl.load(k + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
             s = s * tl.load(whole + n * HEADS + h)
             s += tl.dot(tl.trans(ks), new, input_precision=PRECISION)
-        tl.store(place, s.to(state.dtype.element_ty), mask=tile)
+        store_state(tl.trans(s), codes, bits, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE,
+                    BLOCK, PTX)  # fmt: skip

@@ -193,12 +193,14 @@ class GatedDeltaNet(_DeltaRule):
         kernels = takes_kernels(qkv, recurrent) and type(norm).__name__ in _NORMS_OF_QWEN
         if kernels and states.packed.lengths is None and takes_kernels(qkv, conv):
             from kvant.models.recurrent.delta_layer import delta_layer, fits
+            from kvant.models.recurrent.stored import Stored
 
-            if fits(recurrent.numbers, m.conv_kernel_size):
+            state = Stored.of(recurrent)
+            if fits(state, m.conv_kernel_size):
                 weight = m.conv1d.weight[:, 0].contiguous()
                 return delta_layer(
                     qkv, z, a, b, weight, m.conv1d.bias, m.A_log, m.dt_bias, norm.weight,
-                    norm.variance_epsilon, conv.numbers, recurrent.numbers, states.packed.rows,
+                    norm.variance_epsilon, conv.numbers, state, states.packed.rows,
                     states.packed.starts, self.key_heads, strongest=self._strongest,
                 )  # fmt: skip
         out = self._recur(self.convolve(qkv, states), a, b, states).reshape(-1, self.values)
@@ -233,11 +235,12 @@ class GatedDeltaNet(_DeltaRule):
             return self._step(mixed, a, b, cache, packed, strongest)
         if kernels and max(self.keys, self.values) <= _WIDEST:
             from kvant.models.recurrent.delta_chunks import delta_chunks
+            from kvant.models.recurrent.stored import Stored
 
             out, chunks = mixed.new_empty(len(mixed), self.heads, self.values), packed.chunks(CHUNK)
             if chunks is not None:
                 delta_chunks(
-                    mixed, a, b, m.A_log, m.dt_bias, cache.numbers, packed, chunks, self.key_heads, out,
+                    mixed, a, b, m.A_log, m.dt_bias, Stored.of(cache), packed, chunks, self.key_heads, out,
                     strongest=strongest,
                 )  # fmt: skip
         else:
@@ -254,10 +257,11 @@ class GatedDeltaNet(_DeltaRule):
         singles: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         from kvant.models.recurrent.kernels import delta_step
+        from kvant.models.recurrent.stored import Stored
 
         m = self.module
         return delta_step(
-            mixed, a, b, m.A_log, m.dt_bias, cache.numbers, packed.rows, packed.starts, self.key_heads,
+            mixed, a, b, m.A_log, m.dt_bias, Stored.of(cache), packed.rows, packed.starts, self.key_heads,
             strongest=strongest, singles=singles, out=out,
         )  # fmt: skip
 
@@ -336,10 +340,11 @@ class Mamba2:
         wide = m.n_groups * m.ssm_state_size
         if takes_kernels(x, states.recurrent) and states.packed.lengths is None:
             from kvant.models.recurrent.kernels import mamba_step
+            from kvant.models.recurrent.stored import Stored
 
             packed = states.packed
             out = mamba_step(
-                inner, dt, m.A_log, m.dt_bias, m.D, states.recurrent.numbers, packed.rows,
+                inner, dt, m.A_log, m.dt_bias, m.D, Stored.of(states.recurrent), packed.rows,
                 packed.starts, m.n_groups, m.time_step_limit,
             )  # fmt: skip
             return self._finish(out.flatten(1), gate)

@@ -286,9 +286,9 @@ def write_state(
 
 
 def takes_kernels(x: Tensor, cache: StateCache) -> bool:
-    """Whether Triton's kernels run on numbers x [..] and these states."""
-    is_native = cache.spec.choice.dtype.format.is_native
-    return x.device.type != "cpu" and x.dtype is not torch.float64 and is_native
+    """Whether Triton's kernels run on numbers x [..] and these states, whose rows fill words of 16 bits."""
+    fills = cache.spec.choice.dtype.format.is_native or cache.spec.geometry.shape[-1] % 2 == 0
+    return x.device.type != "cpu" and x.dtype is not torch.float64 and fills
 
 
 def _index(places: Sequence[int] | Tensor, device: torch.device) -> Tensor:

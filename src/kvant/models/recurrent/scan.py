@@ -144,11 +144,12 @@ def _in_chunks(
     whole = since[:, :, -1]  # [m, heads, keys or 1]
     if takes_kernels(v, cache) and not by_key:
         from kvant.models.recurrent.kernels import over_chunks
+        from kvant.models.recurrent.stored import Stored
 
         moved = None if moved is None else moved.contiguous()
         over_chunks(
             q.contiguous(), k.contiguous(), v.contiguous(), moved, scores.contiguous(),
-            whole[..., 0].contiguous(), cache.numbers, packed.rows, packed.starts, chunks, out,
+            whole[..., 0].contiguous(), Stored.of(cache), packed.rows, packed.starts, chunks, out,
         )  # fmt: skip
         return
     state = read_state(cache, packed, chunks.places, v.dtype)

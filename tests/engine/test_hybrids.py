@@ -21,10 +21,9 @@ from tests.speculative import scripted
 from tests.speculative.recorded import Again
 
 NAMES = ("qwen3_5_text", "falcon_h1", "lfm2")
-OLD = pytest.mark.skipif(families.too_old("lfm2"), reason="lfm2 needs a newer transformers")
 MODELS = [
     "qwen3_5_text",
-    pytest.param("lfm2", marks=OLD),
+    "lfm2",
     pytest.param("falcon_h1", marks=pytest.mark.slow),
 ]
 LENGTHS = (70, 1, 129, 64, 17)
@@ -218,7 +217,6 @@ def test_batch_invariant_numbers_are_the_same_however_steps_are_made(
     assert numbers(drafting, prompts) == expected
 
 
-@OLD
 def test_steps_without_drafts_are_recorded_beside_others(models: dict[str, Path]) -> None:
     asked = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 64}

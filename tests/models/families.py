@@ -196,7 +196,7 @@ class Compared:
 ALL_EQUAL = (NUM_TOKENS * len(PROMPTS),) * len(CHUNKS)
 
 
-OLDEST = {"lfm2": (5, 22), "nemotron_h": (5, 23)}
+OLDEST = {"nemotron_h": (5, 23)}
 """transformers' versions whose modules of a family fit the probe; older ones are refused with the reason."""
 
 

@@ -1,4 +1,4 @@
-"""Keywords that a few families of transformers do not hand from their forward to their attention."""
+"""Keywords that a few families of transformers do not hand from their forward to what mixes tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ _STEP, _WINDOW = ATTENTION_NAME, "sliding_window"
 
 _LACKING: Mapping[str, tuple[str, ...]] = {
     "jamba": (_STEP,),
+    "lfm2": (_STEP,),  # before transformers 5.22
+    "lfm2_moe": (_STEP,),
+    "lfm2_vl": (_STEP,),
     "nemotron": (_STEP,),
     "phimoe": (_WINDOW,),  # which it has in its mask alone
     "stablelm": (_STEP,),
 }
-"""By model_type: what the attention of a family takes and its decoder layer does not pass."""
+"""By model_type: what attention or a mixer of a family takes and its decoder layer does not pass."""
 
 
 @contextmanager
 def handing_over(module: PreTrainedModel, step: object) -> Iterator[None]:
-    """Inside, this thread's forwards of `module` hand their attention what the family leaves out."""
+    """Inside, this thread's forwards of `module` hand attention and mixers what the family leaves out."""
     lacking = _LACKING.get(module.config.model_type, ())
     if not lacking:
         yield
@@ -43,7 +46,7 @@ def handing_over(module: PreTrainedModel, step: object) -> Iterator[None]:
     handles = [
         part.register_forward_pre_hook(add, with_kwargs=True)
         for name, part in module.named_modules()
-        if name.endswith((".self_attn", ".mamba"))
+        if name.endswith((".self_attn", ".mamba", ".conv"))
     ]
     try:
         yield

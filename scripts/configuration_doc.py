@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from kvant.cluster.config import ReplicaOptions
 from kvant.plan.config import EngineOptions
 from kvant.plan.options import Kind, Option, options_of
 from kvant.server.config import ServerConfig
 
 DOC = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- options: {} -->\n", "<!-- end of options -->\n"
-TABLES = {"engine": EngineOptions, "server": ServerConfig}
+TABLES = {"engine": EngineOptions, "server": ServerConfig, "replicas": ReplicaOptions}
 
 
 def table(options: tuple[Option, ...]) -> str:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvant.cluster.config import ReplicaOptions
 from kvant.plan.config import EngineOptions
 from kvant.plan.options import options_of
 from kvant.server.app import ENDPOINTS
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 FLAGS = {
     flag
-    for kind in (EngineOptions, ServerConfig)
+    for kind in (EngineOptions, ServerConfig, ReplicaOptions)
     for option in options_of(kind)
     for flag in option.flags
 }

@@ -51,7 +51,8 @@ def test_the_reference_is_written_from_the_server() -> None:
 
 
 def test_every_code_of_an_error_is_explained() -> None:
-    sources = "".join(p.read_text() for p in (ROOT / "src" / "kvant" / "server").rglob("*.py"))
+    rooms = (ROOT / "src" / "kvant" / name for name in ("server", "cluster"))
+    sources = "".join(p.read_text() for room in rooms for p in room.rglob("*.py"))
     found = set(re.findall(r'\bcode="([a-z_]+)"', sources))
     kinds = {"numerical_error", "engine_fault", "engine_died", "shutting_down"}
     states = {f"engine_{state}" for state in ("starting", "restarting", "stopped")}

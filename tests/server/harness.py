@@ -61,6 +61,7 @@ class Server:
     key: str | None = None
     port: int = 0
     output: list[str] = field(default_factory=list)
+    start_seconds: float = START_SECONDS
 
     def __enter__(self) -> Server:
         self.start()
@@ -100,7 +101,7 @@ class Server:
         self._reader.start()
 
     def wait_ready(self) -> None:
-        ended = time.monotonic() + START_SECONDS
+        ended = time.monotonic() + self.start_seconds
         while time.monotonic() < ended:
             for line in self.output:
                 if found := re.search(r"ready: .* on http://127\.0\.0\.1:(\d+)", line):

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from kvant.cli.print_config import config_lines
+from kvant.cluster.config import REPLICA_OPTIONS
 from kvant.errors import BadValue, WayOut
 from kvant.plan.config import DEFAULT_MODEL, ENGINE_OPTIONS, engine_config
 from kvant.plan.options import Kind, Option, options_of
@@ -29,7 +30,7 @@ from kvant.plan.settings import (
 )
 from kvant.server.config import SERVER_OPTIONS
 
-ALL_OPTIONS = (*ENGINE_OPTIONS, *SERVER_OPTIONS)
+ALL_OPTIONS = (*ENGINE_OPTIONS, *SERVER_OPTIONS, *REPLICA_OPTIONS)
 """Options that a configuration file may hold: one file serves every command."""
 
 _TYPES: dict[Kind, Any] = {

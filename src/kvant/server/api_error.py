@@ -103,6 +103,7 @@ CODES: Mapping[str, tuple[int, str, str]] = {
     "internal": (500, "A bug in Kvant.", "the log has the place; report it"),
     "invalid_api_key": (401, "No valid key came.", "`Authorization: Bearer KEY` or `X-Api-Key: KEY`"),
     "model_not_found": (404, "Another model is served.", "GET `/v1/models`; `--served-model-name`"),
+    "no_replica": (503, "No replica can answer.", "try again; GET `/health` counts them"),
     "not_offered": (404, "An endpoint of another server.", "the message names one"),
     "numerical_error": (
         500, "The model computed NaN or Inf.", "another `--dtype`, or another KV format",
@@ -115,6 +116,7 @@ CODES: Mapping[str, tuple[int, str, str]] = {
     "sessions_off": (404, "The server keeps no files.", "`--kv-offload host:SIZE,disk:DIRECTORY:SIZE`"),
     "sessions_unwritable": (503, "The directory cannot be read or written.", "the log has the reason"),
     "receipt_timeout": (408, "The request did not arrive in time.", "`--header-timeout`, `--body-timeout`"),
+    "replica_lost": (503, "The replica ended while it answered.", "try again"),
     "request_timeout": (503, "The answer took too long.", "`--request-timeout`"),
     "response_not_found": (
         404, "No response of this id is stored.", "`--max-stored-responses`, or send the items again",

@@ -406,6 +406,16 @@ def _route(path: str) -> str | None:
     return next(found, None)
 
 
+def is_open(path: str) -> bool:
+    """Whether a path needs no API key."""
+    return any(one.is_open for one in _BY_PATH.get(_route(path) or "", {}).values())
+
+
+def dialect(path: str) -> Callable[[ApiError], object]:
+    """How the endpoint of a path writes errors."""
+    return _dialect(_route(path))
+
+
 # -- the application ---------------------------------------------------------------------------
 
 

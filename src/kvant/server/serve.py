@@ -23,15 +23,15 @@ from kvant.kv.memory import format_size
 from kvant.plan.settings import Settings
 from kvant.sampling.generation_defaults import recommendation
 from kvant.server.app import make_app
-from kvant.server.config import ServerConfig
-from kvant.server.guard import protocol_with
+from kvant.server.config import Limits, ServerConfig
+from kvant.server.guard import App, protocol_with
 from kvant.server.messages import Ready
 from kvant.server.metrics import Metrics
 from kvant.server.service import Service
 
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_FORCED = 130
+FORCED = 130
 _REQUEST_LINE = 8 * 2**10
 
 
@@ -76,6 +76,26 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+def http_server(app: App, limits: Limits) -> uvicorn.Server:
+    """A server of this application that leaves signals to its caller."""
+    return _Uvicorn(
+        uvicorn.Config(
+            app,
+            http=protocol_with(limits),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=limits.keep_alive_seconds,
+            timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=limits.header_bytes + _REQUEST_LINE,
+        )
+    )
+
+
 @dataclass(slots=True)
 class _Server:
     settings: Settings
@@ -100,7 +120,7 @@ class _Server:
         signals: asyncio.Queue[int] = asyncio.Queue()
         for number in _SIGNALS:
             loop.add_signal_handler(number, signals.put_nowait, number)
-        http = self._uvicorn(service)
+        http = http_server(make_app(service), self.config.limits)
         watched = asyncio.create_task(supervisor.run())
         serving = asyncio.create_task(http.serve(sockets=[self.bound]))
         signalled = asyncio.create_task(signals.get())
@@ -142,28 +162,9 @@ class _Server:
         await asyncio.wait((serving, forced), timeout=2, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             http.force_exit = True
-        code = _FORCED if forced.done() else 0
+        code = FORCED if forced.done() else 0
         forced.cancel()
         return code
-
-    def _uvicorn(self, service: Service) -> uvicorn.Server:
-        limits = self.config.limits
-        return _Uvicorn(
-            uvicorn.Config(
-                make_app(service),
-                http=protocol_with(limits),
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=limits.keep_alive_seconds,
-                timeout_graceful_shutdown=2,
-                h11_max_incomplete_event_size=limits.header_bytes + _REQUEST_LINE,
-            )
-        )
 
     def _on_ready(self, service: Service, ready: Ready) -> None:
         first = service.facts is None

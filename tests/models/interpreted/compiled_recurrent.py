@@ -15,7 +15,7 @@ from kvant.kv.geometry import StateGeometry, StateKind
 from kvant.kv.resolve_state import RECURRENT_FORMATS
 from kvant.kv.spec import StateSpec
 from kvant.kv.state_pool import StateCache
-from kvant.models.recurrent import delta_chunks, delta_layer, kernels, stored
+from kvant.models.recurrent import delta_chunks, delta_layer, kernels, mamba_layer, stored
 from kvant.models.recurrent.packed import Chunks
 from tests.attention import driver
 from tests.models.interpreted.compiled import _compile as compile_only
@@ -44,7 +44,6 @@ def main() -> None:
             kernels.conv_step(x, weight, some, last, rows, starts, silu=True)
         kernels.conv_prompts(x, weight, None, last, rows, starts, starts, starts, silu=True)
         state = states((heads, values, keys), dtype)
-        kernels.delta_step(x, a, a, per_head, per_head, state, rows, starts, 16, strongest=1.0)
         kernels.gated_norm(x.view(-1, values), torch.zeros(n, 8192, dtype=BF16), per_head, 1e-6)
         z, of_head = torch.zeros(n, 4096, dtype=BF16), torch.zeros(values, dtype=BF16)
         for count, some in ((n, bias), (40, None)):  # few sequences, and many of them
@@ -53,11 +52,28 @@ def main() -> None:
                 wide, z, a, a, weight, some, per_head, per_head, of_head, 1e-6, last, state, rows, starts,
                 16, strongest=1.0,
             )  # fmt: skip
+        if dtype not in (KVDtype.FLOAT32, KVDtype.INT8_PER_TOKEN_HEAD):
+            continue  # one of each kind is enough: compiling takes long
+        kernels.delta_step(x, a, a, per_head, per_head, state, rows, starts, 16, strongest=1.0)
         bamba = states((128, 64, 256), dtype)
         wide = torch.zeros(n, 128 * 64 + 2 * 256, dtype=BF16)
         limits = (0.0, float("inf"))
         of_bamba = a, per_head, per_head, per_head, bamba, rows, starts, 1, limits
         kernels.mamba_step(wide, *of_bamba)
+        taps, kept = torch.zeros(8704, 4, dtype=BF16), torch.zeros(1, 3, 8704, dtype=BF16)
+        for group in (8192, 1024):
+            finish = mamba_layer.Finish(bias, group, 1e-6, gate_first=True, rounded=True)
+            mamba_layer.mamba_layer(
+                x, wide, a, taps, taps[:, 0], *of_bamba[1:4], kept, *of_bamba[4:], finish
+            )
+        kernels.short_conv(wide[:, :6144], taps[:2048, 1:], None, kept, rows, starts)
+        for count in (n, 40):
+            row, low = torch.zeros(count, 12288, dtype=BF16), torch.zeros(count, 4096, dtype=BF16)
+            delta_layer.delta_layer(
+                row, low, low, low[:, :32], torch.zeros(12288, 4, dtype=BF16), None, per_head, bias, of_head,
+                1e-6, torch.zeros(1, 3, 12288, dtype=BF16), state, rows, starts, 32,
+                strongest=1.0, by_key=True,
+            )  # fmt: skip
         of_chunks = torch.zeros(2, heads, 64, 128)
         scores, whole = torch.zeros(2, heads, 64, 64), torch.zeros(2, heads)
         some = torch.zeros(2, 2 * n, dtype=torch.int64)

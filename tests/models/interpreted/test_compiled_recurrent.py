@@ -27,3 +27,4 @@ def test_they_compile_and_fit_into_shared_memory(tmp_path: Path) -> None:
     found = {line.split()[0] for line in done.stdout.splitlines()}
     assert {"_conv_step", "_conv_prompts", "_keep_last", "_delta_step", "_mamba_step"} < found
     assert {"_over_chunks", "_delta_layer", "_within_chunks"} < found
+    assert {"_mamba_layer", "_mamba_finish", "_short_conv"} < found

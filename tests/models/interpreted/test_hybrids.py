@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), re
 PROMPTS = ([3, 17, 5, 90, 41], [7], [(7 * i) % 97 + 3 for i in range(80)])
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2", "kimi_linear", "falcon_h1"])
 def test_a_family_through_its_kernels(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

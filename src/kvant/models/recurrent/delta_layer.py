@@ -1,7 +1,8 @@
-"""A gated delta net between its two matrix products, for one token of each sequence: one Triton launch.
+"""A gated delta net or KDA between its matrix products, for one token of each sequence: one launch.
 
 It convolves q, k and v, norms q and k, computes the gates, takes the step of the delta rule, norms the result
-and gates it. `mixers.GatedDeltaNet` defines the results. The state is read once and written once.
+and gates it. The state is read once and written once. `mixers.GatedDeltaNet` and `mixers.KimiDelta` define
+the results.
 
 A program has a key head and the heads that it serves, since the inputs of q and k that the convolution keeps
 must not be overwritten while another program reads them.
@@ -35,10 +36,12 @@ def fits(state: Stored, kernel: int) -> bool:
 def delta_layer(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
     a_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, eps: float, conv: Tensor, state: Stored,
-    rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float,
+    rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float, by_key: bool = False,
 ) -> Tensor:  # fmt: skip
     """One token of each of n sequences.
 
+    by_key: as in KDA, a and dt_bias are of every key of every head, and a sigmoid gates the result, which is
+    rounded once.
     qkv: [n, channels], z: [n, heads * values], a, b: [n, heads], rows of any stride. conv_weight:
     [channels, 4], contiguous. conv_bias: [channels] or None. a_log, dt_bias: [heads]. norm_weight: [values].
     conv: [num_rows, 3, channels], rows of any stride, and state: [num_rows, heads, values, keys] as stored,
@@ -58,14 +61,14 @@ def delta_layer(
         a_log, dt_bias, norm_weight, eps, conv, conv.stride(0), *state.arguments, rows, starts, out,
         keys**-0.5, strongest,
         **state.constants, PER_KEY=heads // key_heads,
-        WIDE_KEYS=triton.next_power_of_2(keys), WIDE=wide, BLOCK=block, AHEAD=ahead,
+        WIDE_KEYS=triton.next_power_of_2(keys), WIDE=wide, BLOCK=block, AHEAD=ahead, BY_KEY=by_key,
         num_warps=8 if is_few else 4, **({"launch_pdl": True} if ahead else {}),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _history(kept, channels, c, old):
+def history(kept, channels, c, old):
     """The last three inputs of channels c, float32, oldest first; zeros outside of old."""
     first = tl.load(kept + c, mask=old, other=0.0).to(tl.float32)
     second = tl.load(kept + channels + c, mask=old, other=0.0).to(tl.float32)
@@ -74,7 +77,7 @@ def _history(kept, channels, c, old):
 
 
 @triton.jit
-def _convolved(first, second, third, newest, weight, bias, c, there, dtype: tl.constexpr):
+def convolved(first, second, third, newest, weight, bias, c, there, dtype: tl.constexpr):
     """silu of the convolution of channels c, float32, rounded to dtype."""
     at = weight + c * 4
     total = first * tl.load(at, mask=there, other=0.0).to(tl.float32)
@@ -87,7 +90,7 @@ def _convolved(first, second, third, newest, weight, bias, c, there, dtype: tl.c
 
 
 @triton.jit
-def _keep(kept, channels, c, there, second, third, newest):
+def keep(kept, channels, c, there, second, third, newest):
     """Store the last three inputs. Every thread has read its history before."""
     stored: tl.constexpr = kept.dtype.element_ty
     tl.store(kept + c, second.to(stored), mask=there)
@@ -96,11 +99,15 @@ def _keep(kept, channels, c, there, second, third, newest):
 
 
 @triton.jit
-def _finished(o, gate, weight, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
+def _finished(o, gate, weight, eps, WIDTH: tl.constexpr, BY_KEY: tl.constexpr, dtype: tl.constexpr):
     """A row o, float32, that is zero outside of it, normalised and gated as modules round it."""
-    o = (o * tl.rsqrt(tl.sum(o * o, 0) / WIDTH + eps)).to(dtype).to(tl.float32)
-    o = (o * weight).to(dtype).to(tl.float32)
-    return (o * (gate / (1.0 + tl.exp(-gate)))).to(dtype)
+    o = o * tl.rsqrt(tl.sum(o * o, 0) / WIDTH + eps)
+    if BY_KEY:
+        o = o * weight / (1.0 + tl.exp(-gate))
+    else:
+        o = (o.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        o = o * (gate / (1.0 + tl.exp(-gate)))
+    return o.to(dtype)
 
 
 @triton.jit(do_not_specialize=("strongest",))
@@ -109,7 +116,7 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
                  state_stride, scale_stride, rows, starts, out, scale, strongest,
                  HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
                  WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
-                 FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+                 FORMAT: tl.constexpr, PTX: tl.constexpr, BY_KEY: tl.constexpr):  # fmt: skip
     """Program: a sequence and a key head. BLOCK: values of a tile of the state.
 
     AHEAD: launched while the kernel before still runs, which writes no state: a first head is loaded
@@ -130,8 +137,8 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
     q_c = j * KEYS + kk
     k_c = q_c + width
     old_key = kk < tl.where(is_old, KEYS, 0)
-    q1, q2, q3 = _history(kept, channels, q_c, old_key)
-    k1, k2, k3 = _history(kept, channels, k_c, old_key)
+    q1, q2, q3 = history(kept, channels, q_c, old_key)
+    k1, k2, k3 = history(kept, channels, k_c, old_key)
     head = j * PER_KEY
     vv = tl.arange(0, BLOCK)
     old = tl.where(is_old, VALUES, 0)
@@ -144,14 +151,24 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
     line = qkv + i * qkv_stride
     q4 = tl.load(line + q_c, mask=is_key, other=0.0).to(tl.float32)
     k4 = tl.load(line + k_c, mask=is_key, other=0.0).to(tl.float32)
-    q = _convolved(q1, q2, q3, q4, conv_weight, conv_bias, q_c, is_key, dtype)
-    k = _convolved(k1, k2, k3, k4, conv_weight, conv_bias, k_c, is_key, dtype)
+    q = convolved(q1, q2, q3, q4, conv_weight, conv_bias, q_c, is_key, dtype)
+    k = convolved(k1, k2, k3, k4, conv_weight, conv_bias, k_c, is_key, dtype)
     q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     for h in tl.static_range(PER_KEY):
-        gate = tl.load(a + i * a_stride + head + h).to(tl.float32)
-        gate = softplus(gate + tl.load(dt_bias + head + h).to(tl.float32))
-        decay = tl.exp(-tl.exp(tl.load(a_log + head + h).to(tl.float32)) * gate)
+        if BY_KEY:
+            of_keys = (head + h) * KEYS + kk
+            gate = tl.load(a + i * a_stride + of_keys, mask=is_key, other=0.0).to(tl.float32)
+            if a_log is not None:
+                gate = softplus(
+                    gate + tl.load(dt_bias + of_keys, mask=is_key, other=0.0).to(tl.float32)
+                )
+                gate = -tl.exp(tl.load(a_log + head + h).to(tl.float32)) * gate
+            decay = tl.exp(gate)[None, :]
+        else:
+            gate = tl.load(a + i * a_stride + head + h).to(tl.float32)
+            gate = softplus(gate + tl.load(dt_bias + head + h).to(tl.float32))
+            decay = tl.exp(-tl.exp(tl.load(a_log + head + h).to(tl.float32)) * gate)
         beta = strongest / (1.0 + tl.exp(-tl.load(b + i * b_stride + head + h).to(tl.float32)))
         to = out + (i * HEADS + head + h) * VALUES
         from_z = z + i * z_stride + (head + h) * VALUES
@@ -162,9 +179,9 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
                 s = load_state(words, scales, state_stride, scale_stride, row, r, first + vv < old, FORMAT,
                                KEYS, WIDE_KEYS, BLOCK, PTX)  # fmt: skip
             v_c = 2 * width + (head + h) * VALUES + first + vv
-            v1, v2, v3 = _history(kept, channels, v_c, first + vv < old)
+            v1, v2, v3 = history(kept, channels, v_c, first + vv < old)
             v4 = tl.load(line + v_c, mask=inside, other=0.0).to(tl.float32)
-            v = _convolved(v1, v2, v3, v4, conv_weight, conv_bias, v_c, inside, dtype)
+            v = convolved(v1, v2, v3, v4, conv_weight, conv_bias, v_c, inside, dtype)
             now = s * decay
             u = beta * (v - tl.sum(now * k[None, :], 1))
             now += u[:, None] * k[None, :]
@@ -172,11 +189,11 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
             store_state(now, codes, bits, state_stride, scale_stride, row, r, inside, FORMAT, KEYS, WIDE_KEYS,
                         BLOCK, PTX)  # fmt: skip
             tl.debug_barrier()
-            _keep(kept, channels, v_c, inside, v2, v3, v4)
+            keep(kept, channels, v_c, inside, v2, v3, v4)
             if BLOCK == WIDE:
                 weight = tl.load(norm_weight + vv, mask=inside, other=0.0).to(tl.float32)
                 gate_z = tl.load(from_z + vv, mask=inside, other=0.0).to(tl.float32)
-                o = _finished(o.to(tl.float32), gate_z, weight, eps, VALUES, dtype)
+                o = _finished(o.to(tl.float32), gate_z, weight, eps, VALUES, BY_KEY, dtype)
             tl.store(to + first + vv, o, mask=inside)
         if BLOCK != WIDE:
             tl.debug_barrier()  # the head's tiles were stored by other threads
@@ -185,8 +202,8 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
             whole = tl.load(to + cc, mask=there, other=0.0).to(tl.float32)
             weight = tl.load(norm_weight + cc, mask=there, other=0.0).to(tl.float32)
             gate_z = tl.load(from_z + cc, mask=there, other=0.0).to(tl.float32)
-            done = _finished(whole, gate_z, weight, eps, VALUES, dtype)
+            done = _finished(whole, gate_z, weight, eps, VALUES, BY_KEY, dtype)
             tl.debug_barrier()
             tl.store(to + cc, done, mask=there)
-    _keep(kept, channels, q_c, is_key, q2, q3, q4)
-    _keep(kept, channels, k_c, is_key, k2, k3, k4)
+    keep(kept, channels, q_c, is_key, q2, q3, q4)
+    keep(kept, channels, k_c, is_key, k2, k3, k4)

@@ -38,6 +38,27 @@ def conv_step(
     return out
 
 
+def short_conv(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+) -> Tensor:
+    """One token of each sequence through a gated convolution: c * conv(b * x).
+
+    projected: [n, 3 channels], b, c and x, rows of any stride. The rest as in `conv_step`.
+    """
+    count, channels = len(projected), weight.shape[0]
+    out = torch.empty(count, channels, dtype=projected.dtype, device=projected.device)
+    _short_conv[(count, triton.cdiv(channels, _CHANNELS))](
+        projected, projected.stride(0), weight, bias, state, state.stride(0), rows, starts, out, channels,
+        SIZE=weight.shape[1], BLOCK=_CHANNELS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def conv_prompts(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Tensor, starts: Tensor,
     owners: Tensor, cu_seqlens: Tensor, *, silu: bool,
@@ -175,6 +196,34 @@ def _conv_step(x, x_stride, weight, bias, state, state_stride, rows, starts, out
         total += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
     found = _activated(total, SILU)
     tl.store(out + i * channels + c, found.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _short_conv(projected, stride, weight, bias, state, state_stride, rows, starts, out, channels, SIZE: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """Program: BLOCK channels of a sequence. Products are rounded as modules round them."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    i = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = c < channels
+    old = c < tl.where(tl.load(starts + i) > 0, channels, 0)
+    kept = state + tl.load(rows + i) * state_stride + c
+    line = projected + i * stride + c
+    b = tl.load(line, mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(line + channels, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(line + 2 * channels, mask=there, other=0.0).to(tl.float32)
+    newest = (b * x).to(dtype).to(tl.float32)
+    total = newest * tl.load(weight + c * SIZE + SIZE - 1, mask=there, other=0.0).to(tl.float32)
+    for j in tl.static_range(SIZE - 1):
+        h = tl.load(kept + j * channels, mask=old, other=0.0).to(tl.float32)
+        total += h * tl.load(weight + c * SIZE + j, mask=there, other=0.0).to(tl.float32)
+        if j > 0:
+            tl.store(kept + (j - 1) * channels, h.to(state.dtype.element_ty), mask=there)
+    tl.store(kept + (SIZE - 2) * channels, newest.to(state.dtype.element_ty), mask=there)
+    if bias is not None:
+        total += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
+    found = gate * total.to(dtype).to(tl.float32)
+    tl.store(out + i * channels + c, found.to(dtype), mask=there)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from kvant.models.recurrent.conv import causal_conv
 from kvant.models.recurrent.elementwise import elementwise_scan
 from kvant.models.recurrent.packed import Packed, in_turns, takes_kernels
 from kvant.models.recurrent.scan import CHUNK, scan
+
+if TYPE_CHECKING:
+    from kvant.models.recurrent.mamba_layer import Finish
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -74,6 +77,12 @@ _NORMS_OF_QWEN = frozenset(
     {"Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated"}
 )
 """Norms that `kernels.gated_norm` computes."""
+
+
+_ROUNDING_NORMS = frozenset(
+    {"BambaRMSNormGated", "GraniteMoeHybridRMSNormGated", "NemotronHRMSNormGated"}
+)
+"""Norms of Mamba2 that gate first, and round normalised numbers before their weight multiplies them."""
 
 
 _WIDEST = 128
@@ -287,17 +296,49 @@ class KimiDelta(_DeltaRule):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, *(module.num_heads,) * 2, *(module.head_dim,) * 2)
+        self._joined: Tensor | None = None
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
-        m = self.module
-        qkv = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], 1)
-        mixed = self.convolve(qkv, states)
-        out = self.delta(mixed, m.forget_gate(x[None])[0], m.b_proj(x).sigmoid(), states)
-        gate = m.g_b_proj(m.g_a_proj(x)) if hasattr(m, "g_a_proj") else m.g_proj(x)
-        gate = gate.unflatten(1, (self.heads, self.values))
-        normed = m.o_norm(out[None], gate[None])
-        found: Tensor = m.o_proj(normed.reshape(len(x), -1))
+        m, assembled = self.module, self._step(x, states)
+        if assembled is None:
+            qkv = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], 1)
+            mixed = self.convolve(qkv, states)
+            out = self.delta(mixed, m.forget_gate(x[None])[0], m.b_proj(x).sigmoid(), states)
+            gate = m.g_b_proj(m.g_a_proj(x)) if hasattr(m, "g_a_proj") else m.g_proj(x)
+            gate = gate.unflatten(1, (self.heads, self.values))
+            assembled = m.o_norm(out[None], gate[None])[0].flatten(1)
+        found: Tensor = m.o_proj(assembled)
         return found
+
+    def _step(self, x: Tensor, states: LayerStates) -> Tensor | None:
+        """What `o_proj` takes, [T, heads * values], by one kernel; None where it does not serve the step."""
+        m, conv, recurrent = self.module, states.conv, states.recurrent
+        assert conv is not None
+        assert recurrent is not None
+        serves = states.packed.lengths is None and hasattr(m, "g_a_proj")
+        if not serves or not takes_kernels(x, recurrent) or not takes_kernels(x, conv):
+            return None
+        from kvant.models.recurrent.delta_layer import delta_layer, fits
+        from kvant.models.recurrent.stored import Stored
+
+        state, forget = Stored.of(recurrent), m.forget_gate
+        parts = m.q_proj, m.k_proj, m.v_proj, m.b_proj, forget.f_a_proj, m.g_a_proj
+        if not fits(state, m.conv_kernel_size):
+            return None
+        if all(type(part) is nn.Linear and part.bias is None for part in parts):
+            if self._joined is None:
+                self._joined = _join(parts)
+            row = states.multiply(x, self._joined)
+        else:
+            row = torch.cat([part(x) for part in parts], 1)
+        channels = 3 * self.heads * self.keys
+        qkv, b, a, z = torch.split(row, [channels, self.heads, self.keys, self.keys], 1)
+        weight = m.conv1d.weight[:, 0].contiguous()
+        return delta_layer(
+            qkv, m.g_b_proj(z), forget.f_b_proj(a), b, weight, m.conv1d.bias, forget.A_log, forget.dt_bias,
+            m.o_norm.weight, m.o_norm.variance_epsilon, conv.numbers, state, states.packed.rows,
+            states.packed.starts, self.key_heads, strongest=1.0, by_key=True,
+        )  # fmt: skip
 
 
 def _join(parts: Sequence[nn.Linear]) -> Tensor:
@@ -325,49 +366,113 @@ class Mamba2:
         )
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
-        assert states.conv is not None
-        assert states.recurrent is not None
         m = self.module
         if hasattr(m, "ssm_in_multiplier"):  # Falcon-H1
             projected = m.in_proj(x * m.ssm_in_multiplier) * m.mup_vector[0]
+        elif self.is_framed:
+            projected = states.multiply(x, self.entry)
         else:
             projected = m.in_proj(x)
-        gate, inner, dt = projected.split([m.intermediate_size, m.conv_dim, m.num_heads], 1)
-        conv = m.conv1d
+        out = self.between(projected, states)
+        if self.is_framed:
+            return states.multiply(out, self.exit)
+        mixed: Tensor = m.out_proj(out)
+        return mixed
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether its projections are numbers without biases, and nothing else is done to them."""
+        m = self.module
+        plain = (type(x) is nn.Linear and x.bias is None for x in (m.in_proj, m.out_proj))
+        return not hasattr(m, "ssm_in_multiplier") and all(plain)
+
+    @property
+    def entry(self) -> Tensor:
+        """[heads * values + channels + heads, hidden]."""
+        weight: Tensor = self.module.in_proj.weight
+        return weight
+
+    @property
+    def exit(self) -> Tensor:
+        """[hidden, heads * values]."""
+        weight: Tensor = self.module.out_proj.weight
+        return weight
+
+    def between(self, projected: Tensor, states: LayerStates) -> Tensor:
+        assert states.conv is not None
+        assert states.recurrent is not None
+        m, conv = self.module, self.module.conv1d
+        sizes = [m.intermediate_size, m.conv_dim, m.num_heads]
+        gate, inner, dt = torch.split(projected, sizes, 1)
+        if states.packed.lengths is None and takes_kernels(projected, states.recurrent):
+            return self._step(gate, inner, dt, states.conv, states.recurrent, states.packed)
         inner = causal_conv(
             inner, conv.weight[:, 0], conv.bias, states.conv, states.packed, silu=True
         )
         wide = m.n_groups * m.ssm_state_size
-        if takes_kernels(x, states.recurrent) and states.packed.lengths is None:
-            from kvant.models.recurrent.kernels import mamba_step
-            from kvant.models.recurrent.stored import Stored
-
-            packed = states.packed
-            out = mamba_step(
-                inner, dt, m.A_log, m.dt_bias, m.D, Stored.of(states.recurrent), packed.rows,
-                packed.starts, m.n_groups, m.time_step_limit,
-            )  # fmt: skip
-            return self._finish(out.flatten(1), gate)
         value, b, c = torch.split(inner, [m.intermediate_size, wide, wide], 1)
-        value = value.reshape(len(x), m.num_heads, m.head_dim)
-        b, c = (part.reshape(len(x), m.n_groups, m.ssm_state_size) for part in (b, c))
-        work = torch.promote_types(x.dtype, torch.float32)
+        value = value.reshape(len(inner), m.num_heads, m.head_dim)
+        b, c = (part.reshape(len(inner), m.n_groups, m.ssm_state_size) for part in (b, c))
+        work = torch.promote_types(inner.dtype, torch.float32)
         dt = F.softplus(dt.to(work) + m.dt_bias.to(work)).clamp(*m.time_step_limit)
         value = value.to(work)
         out = scan(
             c, b, value * dt[..., None], -dt * m.A_log.to(work).exp(), None, states.recurrent,
             states.packed,
         )  # fmt: skip
-        out = (out + m.D.to(work)[:, None] * value).to(x.dtype).flatten(1)
+        out = (out + m.D.to(work)[:, None] * value).to(inner.dtype).flatten(1)
         return self._finish(out, gate)
 
+    def _step(
+        self, gate: Tensor, inner: Tensor, dt: Tensor, conv: StateCache, recurrent: StateCache,
+        packed: Packed,
+    ) -> Tensor:  # fmt: skip
+        """`between` for one token of each sequence, on a GPU."""
+        from kvant.models.recurrent.delta_layer import SIZE
+        from kvant.models.recurrent.kernels import mamba_step
+        from kvant.models.recurrent.mamba_layer import mamba_layer
+        from kvant.models.recurrent.stored import Stored
+
+        m, finish, state = self.module, self._finishing, Stored.of(recurrent)
+        weight, bias = m.conv1d.weight[:, 0], m.conv1d.bias
+        where = packed.rows, packed.starts
+        if finish is None or weight.shape[1] != SIZE:
+            mixed = causal_conv(inner, weight, bias, conv, packed, silu=True)
+            out = mamba_step(
+                mixed, dt, m.A_log, m.dt_bias, m.D, state, *where, m.n_groups, m.time_step_limit
+            )
+            return self._finish(out.flatten(1), gate)
+        return mamba_layer(
+            gate, inner, dt, weight.contiguous(), bias, m.A_log, m.dt_bias, m.D, conv.numbers, state, *where,
+            m.n_groups, m.time_step_limit, finish,
+        )  # fmt: skip
+
+    @property
+    def _finishing(self) -> Finish | None:
+        """`_finish` as kernels compute it; None for a norm that they do not."""
+        from kvant.models.recurrent.mamba_layer import Finish
+
+        m = self.module
+        if not getattr(m, "mamba_rms_norm", True):
+            return Finish(None, m.intermediate_size, 0.0, gate_first=True, rounded=False)
+        norm, name = m.norm, type(m.norm).__name__
+        if name not in (*_ROUNDING_NORMS, "FalconH1RMSNormGated"):
+            return None
+        parts = getattr(norm, "n_groups", 1)
+        return Finish(
+            norm.weight,
+            getattr(norm, "group_size", m.intermediate_size // parts),
+            norm.variance_epsilon,
+            gate_first=not getattr(norm, "norm_before_gate", False),
+            rounded=name in _ROUNDING_NORMS,
+        )
+
     def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
-        """out, gate: [T, heads * values] -> [T, hidden]."""
+        """out, gate: [T, heads * values] -> [T, heads * values]."""
         m, dtype = self.module, out.dtype
         has_norm = getattr(m, "mamba_rms_norm", True)  # Falcon-H1 may have none
         out = m.norm(out[None], gate[None])[0] if has_norm else out * F.silu(gate)
-        mixed: Tensor = m.out_proj(out.to(dtype))
-        return mixed
+        return out.to(dtype)
 
 
 class Mamba1:
@@ -425,14 +530,44 @@ class ShortConv:
         return (_conv_state(conv.kernel_size[0], conv.in_channels),)
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
-        assert states.conv is not None
         m = self.module
-        b, c, value = m.in_proj(x).chunk(3, 1)
-        out = causal_conv(
-            b * value, m.conv.weight[:, 0], m.conv.bias, states.conv, states.packed, silu=False
-        )
-        mixed: Tensor = m.out_proj(c * out)
+        if self.is_framed:
+            return states.multiply(self.between(states.multiply(x, self.entry), states), self.exit)
+        mixed: Tensor = m.out_proj(self.between(m.in_proj(x), states))
         return mixed
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether its projections are numbers without biases."""
+        m = self.module
+        return all(type(x) is nn.Linear and x.bias is None for x in (m.in_proj, m.out_proj))
+
+    @property
+    def entry(self) -> Tensor:
+        """[3 hidden, hidden]."""
+        weight: Tensor = self.module.in_proj.weight
+        return weight
+
+    @property
+    def exit(self) -> Tensor:
+        """[hidden, hidden]."""
+        weight: Tensor = self.module.out_proj.weight
+        return weight
+
+    def between(self, projected: Tensor, states: LayerStates) -> Tensor:
+        assert states.conv is not None
+        conv, packed = self.module.conv, states.packed
+        if packed.lengths is None and takes_kernels(projected, states.conv):
+            from kvant.models.recurrent.kernels import short_conv
+
+            return short_conv(
+                projected, conv.weight[:, 0].contiguous(), conv.bias, states.conv.numbers, packed.rows,
+                packed.starts,
+            )  # fmt: skip
+        b, c, value = projected.chunk(3, 1)
+        return c * causal_conv(
+            b * value, conv.weight[:, 0], conv.bias, states.conv, packed, silu=False
+        )
 
 
 MIXERS: dict[str, Callable[[Any], Mixer]] = {

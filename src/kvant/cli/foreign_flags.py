@@ -38,6 +38,9 @@ _NO_SCORES = "a model generates or embeds"
 _LOG = "a line for each request is printed with --log-requests only"
 _MERGE = WayOut("merge the adapter into the weights first (peft: merge_and_unload)")
 _PROXY = WayOut("put a proxy in front")
+_TRANSFER = WayOut(
+    "prefill in one server, decode in another: --kv-transfer give:HOST:PORT, take:.."
+)
 _OFFLOAD = WayOut("keep pages in host memory and files: --kv-offload host:SIZE,disk:DIR:SIZE")
 
 _NO_EFFECT: Mapping[str, str] = {
@@ -234,8 +237,8 @@ def _offload(value: str) -> str:
     if given.get("kv_connector") != "OffloadingConnector" or "secondary_tiers" in extra:
         raise BadValue(
             f"--kv-transfer-config {value} is not served",
-            why="KV cache pages are not sent to other engines or stores",
-            ways_out=(_OFFLOAD,),
+            why="KV cache pages are not sent to other engines' stores, only from Kvant to Kvant",
+            ways_out=(_OFFLOAD, _TRANSFER),
         )
     if not (size := extra.get("cpu_bytes_to_use")):
         raise BadValue(

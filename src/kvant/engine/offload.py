@@ -44,10 +44,10 @@ def check_host_memory(planned: Plan, config: OffloadConfig) -> None:
 def make_tiers(
     planned: Plan, runner: ModelRunner, *, dummy_weights: bool
 ) -> tuple[Callable[[SharedPages], Tiers] | None, CacheIdentity | None]:
-    """What makes the tiers that were asked for, and the identity of pages that files may hold.
+    """What makes the tiers that were asked for, and the identity of pages that other processes may have.
 
-    Both None without tiers; the identity is None without files. Raises ConfigError if the directory
-    cannot be used or the host memory cannot be had.
+    Both None without tiers; the identity is None without files and other engines. Raises ConfigError if
+    the directory cannot be used, the host memory cannot be had, or NIXL is missing.
     """
     config = planned.request.offload
     if config is None:
@@ -57,13 +57,25 @@ def make_tiers(
     from kvant.kv.offload.page_files import PageFiles
     from kvant.kv.offload.sessions import pinned_names
 
-    files, identity = None, None
-    if config.disk is not None:
+    files, identity, peers, give = None, None, None, None
+    transfer = planned.request.transfer
+    if config.disk is not None or transfer is not None:
         found = page_identity(planned, runner, dummy_weights=dummy_weights)
-        files = PageFiles(config.disk.path, found, config.disk.num_bytes, pinned=pinned_names)
         identity = CacheIdentity("pages", None, found.digest.hex())
+        if config.disk is not None:
+            files = PageFiles(config.disk.path, found, config.disk.num_bytes, pinned=pinned_names)
+        if transfer is not None:
+            from kvant.kv.transfer.exchange import exchange
+            from kvant.kv.transfer.memory import require_nixl
+
+            require_nixl()
+            peers, give = exchange(transfer, found, runner.pools, planned.target.kv.page_size)
     pieces = pieces_of(runner.pools)
-    return lambda shared: build_tiers(shared, pieces, config.host_bytes, files=files), identity
+
+    def tiers(shared: SharedPages) -> Tiers:
+        return build_tiers(shared, pieces, config.host_bytes, files=files, peers=peers, give=give)
+
+    return tiers, identity
 
 
 def page_identity(

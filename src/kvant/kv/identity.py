@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +48,16 @@ class PageIdentity:
         """32 bytes."""
         return hashlib.sha256(json.dumps(self.fields).encode()).digest()
 
-    def difference(self, other: Mapping[str, Any]) -> str | None:
-        """The first field that differs from another identity's fields, with both values; None if equal."""
+    def difference(
+        self, other: Mapping[str, Any], among: Collection[str] | None = None
+    ) -> str | None:
+        """The first field that differs from another identity's fields, with both values; None if equal.
+
+        among: fields that are compared; all without.
+        """
         for name, value in self.fields.items():
+            if among is not None and name not in among:
+                continue
             theirs = other.get(name)
             if theirs != value:
                 return f"{name} is {_short(theirs)}, here it is {_short(value)}"

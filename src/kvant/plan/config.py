@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from kvant.attention.need import DeviceFacts
 from kvant.attention.select import parse_backend
+from kvant.errors import BadValue, WayOut
 from kvant.kv.geometry import StateKind
 from kvant.kv.memory import UTILIZATION, parse_size
 from kvant.kv.names import parse_compute_dtype, parse_format, parse_one
@@ -25,6 +26,7 @@ from kvant.kv.request import (
     parse_rule,
     parse_skips,
 )
+from kvant.kv.transfer.config import TransferConfig, parse_transfer
 from kvant.kv.wide import ask_wide
 from kvant.models.pooling import Task
 from kvant.models.quantization import Activations, Quantization
@@ -119,6 +121,19 @@ class PlanOptions:
         "Where cached pages go that the device has no room for: host memory, then files.",
         metavar="host:SIZE[,disk:DIR:SIZE]",
         unset="they are computed again",
+    )
+    kv_transfer: str | None = _kv(
+        None,
+        "Engines that read pages of this one's host memory, and engines whose pages this one reads, over "
+        "NIXL: prefill in one, decode in another.",
+        metavar="give:HOST:PORT|take:HOST:PORT,..",
+        unset="none",
+    )
+    kv_transfer_convert: str | None = _kv(
+        None,
+        "Formats of other engines' pages that are converted to this one's; others are refused.",
+        metavar="F|K/V,..",
+        unset="none",
     )
     kv_missing_scales: str = _kv(
         "error",
@@ -249,6 +264,8 @@ class LLMOptions(TypedDict, total=False):
     kv_sink_tokens: int | None
     kv_recent_dtype: str | None
     kv_offload: str | None
+    kv_transfer: str | None
+    kv_transfer_convert: str | None
     kv_missing_scales: str | None
     kv_format_defaults: str | None
     strict: bool | None
@@ -351,6 +368,7 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         offload=None
         if options.kv_offload is None
         else parse_offload(options.kv_offload, asked_by=_by(settings, "kv_offload")),
+        transfer=_transfer(settings, options),
         speculative=None
         if draft is None
         else parse_speculative_config(draft, asked_by=_by(settings, "speculative_config")),
@@ -424,6 +442,19 @@ def _items(settings: Settings, name: str) -> list[tuple[str, str]]:
         return []
     assert isinstance(given.value, tuple)
     return [(text, given.label(text)) for text in given.value]
+
+
+def _transfer(settings: Settings, options: PlanOptions) -> TransferConfig | None:
+    convert = options.kv_transfer_convert
+    if options.kv_transfer is None:
+        if convert is not None:
+            raise BadValue(
+                f"{_by(settings, 'kv_transfer_convert')}: no engine's pages are converted",
+                why="none are taken without --kv-transfer",
+                ways_out=(WayOut("name the engine: --kv-transfer take:HOST:PORT"),),
+            )
+        return None
+    return parse_transfer(options.kv_transfer, convert, asked_by=_by(settings, "kv_transfer"))
 
 
 def _by(settings: Settings, name: str) -> str:

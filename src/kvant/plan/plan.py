@@ -23,6 +23,7 @@ from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, MemoryPlan, format_size,
 from kvant.kv.offload.config import OffloadConfig
 from kvant.kv.request import NOTHING_ASKED, Requests
 from kvant.kv.spec import KVPlan, Role
+from kvant.kv.transfer.config import TransferConfig
 from kvant.models.directory import as_obstacle
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.geometry import DraftFacts, MovingRotary
@@ -51,7 +52,7 @@ class PlanRequest:
     beside it. quantization: of the target's weights, while they are loaded. activations: how products with
     narrow weights round them. tensor_parallel_size: devices that share the model. expected_length: tokens of
     a sequence, for the number of sequences that fit. offload: tiers of memory behind the pages of the prefix
-    cache.
+    cache. transfer: engines that give or take pages.
     """
 
     model: str
@@ -76,6 +77,7 @@ class PlanRequest:
     tensor_parallel_size: int = 1
     expected_length: int | None = None
     offload: OffloadConfig | None = None
+    transfer: TransferConfig | None = None
 
     @property
     def on_cpu(self) -> bool:

@@ -153,6 +153,12 @@ def _refuse_drafts_over_states(request: PlanRequest, geometry: ModelGeometry) ->
 def _refuse_offload(request: PlanRequest, geometry: ModelGeometry) -> None:
     """Refuse tiers for engines whose pages do not go there."""
     if request.offload is None:
+        if request.transfer is not None:
+            raise BadValue(
+                "--kv-transfer cannot be had without --kv-offload",
+                why="pages pass from engine to engine through host memory",
+                ways_out=(WayOut("give it some", ("--kv-offload", "host:8GiB")),),
+            )
         return
     if not request.prefix_caching:
         raise BadValue(

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvant.attention.need import LONG
+from kvant.kv.offload.source import Prompt
 from kvant.kv.offload.tiers import Progress, Tiers
 from kvant.kv.pages import SCRATCH, SharedPages
 from kvant.plan.limits import Limits
@@ -199,10 +200,12 @@ class Scheduler:
         sequence.order = self._next_order
         self._next_order += 1
         self._waiting.append(sequence)
-        if self.tiers is not None and self.tiers.files is not None:
-            found = self.pages.find_prefix(sequence)
+        if self.tiers is not None and self.tiers.has_sources:
+            first = len(self.pages.find_prefix(sequence)[0])
             if self.limits.prefix_caching and not sequence.lacks_prompt_logprobs:
-                self.tiers.look(sequence.number, sequence.prefix_hashes[len(found[0]) + 1 :])
+                digests = sequence.prefix_hashes[first + 1 :]
+                prompt = Prompt(sequence.request.salt, sequence.request.prompt_token_ids)
+                self.tiers.look(sequence.number, first, digests, prompt)
 
     def schedule(self, num_draft_tokens: int = 0) -> Schedule | None:
         """Choose the next step and count it as launched.

@@ -324,7 +324,7 @@ _TIER_METRICS = (
 
 def offload_metrics(model: str, offload: OffloadStats) -> Iterable[Metric]:
     """Counters of the tiers behind the device's pages, and what they hold."""
-    tiers = {"host": offload.host, "disk": offload.disk}
+    tiers = {"host": offload.host, "disk": offload.disk, "peer": offload.peer}
     for kind, name, text, field_name in _TIER_METRICS:
         values: _Values = {
             (tier,): getattr(counts, field_name)

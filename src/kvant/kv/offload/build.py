@@ -12,7 +12,8 @@ from kvant.kv.offload.mover import Copier, HostRows, MemoryCopier, PageMover
 from kvant.kv.offload.moves import Bell
 from kvant.kv.offload.page_files import PageFiles
 from kvant.kv.offload.policy import HOST_RATES, BreakEven
-from kvant.kv.offload.tiers import Tiers
+from kvant.kv.offload.source import Source
+from kvant.kv.offload.tiers import Catalog, Tiers
 from kvant.kv.pages import SharedPages
 
 
@@ -23,10 +24,13 @@ def build_tiers(
     *,
     files: PageFiles | None = None,
     policy: BreakEven | None = None,
+    peers: Callable[[HostRows, Bell], Sequence[Source]] | None = None,
+    give: Callable[[HostRows, Catalog], object] | None = None,
 ) -> Tiers:
     """Tiers behind the pages `shared`.
 
-    pieces: of each group, the pieces of a page, see `pieces_of`. host_bytes: of host memory.
+    pieces: of each group, the pieces of a page, see `pieces_of`. host_bytes: of host memory. peers: makes
+    what reads pages of other engines into it. give: makes what lets others read it; lives as the tiers do.
     Raises DoesNotFit if a GPU cannot reach that much host memory.
     """
     per_superblock = [group.per_superblock for group in shared.groups]
@@ -42,7 +46,11 @@ def build_tiers(
     queue = None if files is None else FileQueue(files, bell)
     if policy is None:
         policy = BreakEven(host_rate=HOST_RATES["cuda" if on_gpu else "cpu"])
-    return Tiers(shared, host, mover, bell=bell, policy=policy, files=queue)
+    others = () if peers is None else peers(rows, bell)
+    tiers = Tiers(shared, host, mover, bell=bell, policy=policy, files=queue, peers=others)
+    if give is not None:
+        tiers.kept = give(rows, tiers.catalog)
+    return tiers
 
 
 def _copiers(

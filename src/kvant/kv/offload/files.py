@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from kvant.kv.offload.moves import Bell, Key
 from kvant.kv.offload.page_files import HEADER_BYTES, BadPage, PageFiles
+from kvant.kv.offload.source import Prompt, Wanted
 from kvant.kv.offload.stats import TierCounts
 
 MOST_WRITING = 64 << 20
@@ -59,6 +60,18 @@ class FileQueue:
         return key in self._known
 
     @property
+    def tier(self) -> str:
+        return "disk"
+
+    @property
+    def num_bad(self) -> int:
+        return self._counts.bad
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    @property
     def store(self) -> PageFiles:
         return self._files
 
@@ -81,20 +94,19 @@ class FileQueue:
         return self._num_probes > 0
 
     def counted(self, counts: TierCounts) -> TierCounts:
-        """Counts of another place together with evicted files and bad files."""
+        """Counts of another place together with evicted files."""
         counts = counts.with_pages(0, 0)
-        counts.bad += self._counts.bad
         counts.evicted += self._counts.evicted
         return counts
 
     # -- requests of the engine's thread -------------------------------------------------------
 
-    def probe(self, number: int, digests: Sequence[bytes], windows: Sequence[int | None]) -> None:
-        """Look for the files of a sequence's pages, in order, up to one that a group without window lacks.
-
-        windows: tokens that each group keeps, None for all.
-        """
+    def probe(
+        self, number: int, pages: Sequence[Wanted], windows: Sequence[int | None], prompt: Prompt
+    ) -> None:
+        """As `Source.probe`."""
         self._num_probes += 1
+        digests = [page.digest for page in pages]
         self._readers.submit(self._guarded, lambda: self._probe(number, digests, windows))
 
     def read(self, reads: Iterable[tuple[Key, memoryview]]) -> None:

@@ -60,6 +60,15 @@ class HostRows:
         self._all = memoryview(self.bytes.numpy().data)
         self._strides = [superblock_bytes // count for count in per_superblock]
 
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        return self.bytes.data_ptr()
+
+    def stride(self, group: int) -> int:
+        """Bytes from a page of a group to the next one."""
+        return self._strides[group]
+
     def row(self, group: int, page: int) -> memoryview:
         """A page's bytes."""
         first = page * self._strides[group]

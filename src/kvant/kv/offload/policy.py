@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 LEAST_TOKENS = 64
 """Fewer tokens are computed: a step has room for them, and a restore begins with a wait for it."""
 
@@ -13,6 +15,9 @@ HOST_RATES = {"cpu": 4e9, "cuda": 20e9}
 
 _DISK_RATE = 0.5e9
 """The same for files; low, so that a first restore is no loss."""
+
+_PEER_RATE = 1e9
+"""The same for memory of other engines."""
 
 _WEIGHT = 0.3
 """Share of the newest measurement in the smoothed rate."""
@@ -33,7 +38,7 @@ class BreakEven:
         host_rate: float = HOST_RATES["cpu"],
     ) -> None:
         self.least_tokens, self.latency = least_tokens, latency
-        self.bytes_per_second = {"host": host_rate, "disk": _DISK_RATE}
+        self.bytes_per_second = {"host": host_rate, "disk": _DISK_RATE, "peer": _PEER_RATE}
         self._prompts = [0.0, 0.0]  # smoothed tokens and seconds of a step
         self._is_measured: set[str] = set()
 
@@ -58,18 +63,18 @@ class BreakEven:
         tokens, seconds = self._prompts
         return tokens / seconds if seconds else 0.0
 
-    def pays(self, num_tokens: int, host_bytes: int, disk_bytes: int) -> bool:
+    def pays(self, num_tokens: int, num_bytes: Mapping[str, int]) -> bool:
         """Whether restoring these bytes takes less time than computing the tokens whose K and V they are.
 
-        host_bytes: of all pages, which pass host memory; disk_bytes: of pages that only files have.
-        Before prompts were measured it always does.
+        num_bytes: by tier; "host": of all pages, which pass host memory; of the others those of pages that
+        only they have. Before prompts were measured it always does.
         """
         if num_tokens < self.least_tokens:
             return False
         if not self.tokens_per_second:
             return True
         rates = self.bytes_per_second
-        restore = self.latency + host_bytes / rates["host"] + disk_bytes / rates["disk"]
+        restore = self.latency + sum(size / rates[tier] for tier, size in num_bytes.items())
         return restore < num_tokens / self.tokens_per_second
 
     def _smoothed(self, name: str, before: float, now: float) -> float:

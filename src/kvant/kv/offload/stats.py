@@ -32,7 +32,7 @@ class TierCounts:
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """host, disk: of each tier; disk None without files.
+    """host, disk, peer: of each tier; disk None without files, peer None without other engines.
 
     num_restores: of requests whose pages came back. num_restored_tokens: whose K and V came back.
     restore_seconds: from the begin of each copy to the device until its end. *_bytes_per_second: as measured.
@@ -45,3 +45,4 @@ class OffloadStats:
     restore_seconds: float
     host_bytes_per_second: float
     disk_bytes_per_second: float
+    peer: TierCounts | None = None

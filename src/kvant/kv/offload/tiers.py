@@ -18,14 +18,16 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvant.kv.events import Medium, PageLog
 from kvant.kv.offload.moves import Bell, Key, Move, Moved, Mover
 from kvant.kv.offload.policy import BreakEven
+from kvant.kv.offload.source import Prompt, Source, Wanted
 from kvant.kv.offload.stats import OffloadStats, TierCounts
 from kvant.kv.pages import SharedPages
 
@@ -54,6 +56,18 @@ BEGUN_AT_ONCE = 2
 """Jobs of one request that begin between two steps, so that their bookkeeping holds up no running request."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What other threads may ask of tiers; each answer is a read of a dict or two.
+
+    find: the place of a page in host memory, and its checksum; None for one that is not there.
+    is_coming: whether it is on its way there.
+    """
+
+    find: Callable[[Key], tuple[int, bytes] | None]
+    is_coming: Callable[[Key], bool]
 
 
 class Told(NamedTuple):
@@ -125,19 +139,22 @@ class _Part:
 class _Waiting:
     """A request that waits.
 
-    load: its load. unread: pages that are being read from files, since the time `reading`.
+    load: its load. unread: pages that are being read from other places, since the time `reading`.
+    num_probes: places that still look for its pages.
     """
 
     progress: Progress = Progress.NEW
     load: int | None = None
     unread: set[Key] = field(default_factory=set)
     reading: float = 0.0
+    num_probes: int = 0
 
 
 class Tiers:
-    """Host memory and files behind the pages `shared` of a device.
+    """Host memory and other places behind the pages `shared` of a device.
 
     host: pages of the same groups in host memory. mover: copies between both. files: behind host memory.
+    peers: other engines, whose pages are read into host memory.
     """
 
     def __init__(
@@ -149,11 +166,15 @@ class Tiers:
         bell: Bell,
         policy: BreakEven | None = None,
         files: FileQueue | None = None,
+        peers: Sequence[Source] = (),
     ) -> None:
         self.policy = BreakEven() if policy is None else policy
         self.files = files
+        self.kept: object = None  # what lives as long as the tiers do
+        self._sources: tuple[Source, ...] = (*(() if files is None else (files,)), *peers)
+        self._has_peers = bool(peers)
         self._shared, self._host, self._mover, self._bell = shared, host, mover, bell
-        self._sums: dict[tuple[int, int], bytes] = {}
+        self._sums: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by page: hash, checksum
         self._offers: OrderedDict[Key, Offer] = OrderedDict()
         self._storing: set[Key] = set()
         self._stores: dict[int, _Store] = {}
@@ -165,7 +186,7 @@ class Tiers:
         self._unsaved: OrderedDict[Key, None] = OrderedDict()  # in host memory alone
         self._writing: dict[Key, int] = {}
         self._jobs = itertools.count()
-        self._counts = {"host": TierCounts(), "disk": TierCounts()}
+        self._counts = {"host": TierCounts(), "disk": TierCounts(), "peer": TierCounts()}
         self._num_restores = self._num_restored_tokens = 0
         self._restore_seconds = 0.0
         self._known_bad: set[str] = set()
@@ -174,13 +195,29 @@ class Tiers:
     # -- what is there -------------------------------------------------------------------------
 
     def has(self, key: Key) -> bool:
-        """Whether host memory holds a page, or a file is believed to."""
-        return self.in_host(key) or (
-            self.files is not None and self._may_read and self.files.has(key)
-        )
+        """Whether host memory holds a page, or another place is believed to."""
+        if self.in_host(key):
+            return True
+        return bool(self._sources) and self._may_read and self._source_of(key) is not None
 
     def in_host(self, key: Key) -> bool:
         return self._host.groups[key.group].find(key.digest) is not None
+
+    def _source_of(self, key: Key) -> Source | None:
+        return next((source for source in self._sources if source.has(key)), None)
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether a request's pages are to be looked for when it arrives, see `look`."""
+        return bool(self._sources)
+
+    @property
+    def catalog(self) -> Catalog:
+        """What other threads may ask."""
+        return Catalog(
+            find=partial(_find, [group.find for group in self._host.groups], self._sums),
+            is_coming=partial(_is_coming, self._storing, self._offers),
+        )
 
     @property
     def is_full(self) -> bool:
@@ -193,12 +230,14 @@ class Tiers:
         return bool(
             self._stores or self._loads or self._fetches or self._writing or self._offers
             or (self._unsaved and self.files is not None and self.files.takes_writes)
-            or (self.files is not None and self.files.is_probing)
+            or any(source.is_probing for source in self._sources)
         )  # fmt: skip
 
     @property
     def stats(self) -> OffloadStats:
         host, disk = self._counts["host"], self._counts["disk"]
+        for tier in ("disk", "peer"):
+            self._counts[tier].bad = sum(s.num_bad for s in self._sources if s.tier == tier)
         known = sum(group.num_known for group in self._host.groups)
         file_bytes = 0 if self.files is None else self.files.num_bytes
         return OffloadStats(
@@ -206,6 +245,7 @@ class Tiers:
             disk=None
             if self.files is None
             else self.files.counted(disk).with_pages(self.files.num_pages, file_bytes),
+            peer=self._counts["peer"].with_pages(0, 0) if self._has_peers else None,
             num_restores=self._num_restores,
             num_restored_tokens=self._num_restored_tokens,
             restore_seconds=self._restore_seconds,
@@ -236,9 +276,8 @@ class Tiers:
         faults = [f"host memory: {fault}" for fault in self._host.audit(holders)]
         for place, group in enumerate(self._host.groups):
             for digest, page in group.known():
-                if (place, page) not in self._sums:
+                if self._sums.get((place, page), (b"", b""))[0] != digest:
                     faults.append(f"host memory: page {page} has no checksum")
-                del digest
         return faults
 
     # -- storing -------------------------------------------------------------------------------
@@ -316,12 +355,11 @@ class Tiers:
         ):
             key = offer.key
             self._storing.discard(key)
-            host, device = self._host.groups[key.group], self._shared.groups[key.group]
+            device = self._shared.groups[key.group]
             is_whole = device.generation_of(offer.page) == offer.generation
-            if checksum is None or not is_whole or not host.remember(page, key.digest):
+            if checksum is None or not is_whole or not self._remember(page, key, checksum):
                 counts.dropped += 1
                 continue
-            self._sums[key.group, page] = checksum
             counts.stored += 1
             counts.bytes_stored += self._mover.page_bytes[key.group]
             if log is not None and offer.told is not None and key.group == 0:
@@ -336,6 +374,13 @@ class Tiers:
                     if offer.key.group == place
                 ]
             )
+
+    def _remember(self, page: int, key: Key, checksum: bytes) -> bool:
+        """Make a page of host memory findable. False if its contents are known as another page."""
+        if not self._host.groups[key.group].remember(page, key.digest):
+            return False
+        self._sums[key.group, page] = key.digest, checksum
+        return True
 
     # -- restoring -----------------------------------------------------------------------------
 
@@ -355,51 +400,59 @@ class Tiers:
         """The request goes on with what the device has."""
         self._waiting.setdefault(number, _Waiting()).progress = Progress.SETTLED
 
-    def look(self, number: int, digests: Sequence[bytes]) -> None:
-        """A request arrived: look for files that another process wrote, if it may want them.
+    def look(self, number: int, first: int, digests: Sequence[bytes], prompt: Prompt) -> None:
+        """A request arrived: look for pages that another process has, if it may want them.
 
-        digests: of its pages, from the first one on that is not on the device.
+        digests: of its pages from `first` on, which the device lacks.
         """
-        if self.files is None or not self._may_read:
+        if not self._may_read:
             return
         unknown = [
-            digest
-            for digest in digests
-            if not all(self.has(Key(place, digest)) for place in self._groups)
+            Wanted(place, digest)
+            for place, digest in enumerate(digests, first)
+            if not all(self.has(Key(group, digest)) for group in self._groups)
         ]
-        if unknown:
-            self.files.probe(number, unknown, self._shared.windows)
-            self._waiting[number] = _Waiting(Progress.MOVING, reading=time.monotonic())
+        asked = [source for source in self._sources if source.is_ready]
+        if unknown and asked:
+            for source in asked:
+                source.probe(number, unknown, self._shared.windows, prompt)
+            self._waiting[number] = _Waiting(
+                Progress.MOVING, reading=time.monotonic(), num_probes=len(asked)
+            )
 
     def pays(self, keys: Sequence[Key], num_tokens: int) -> bool:
         """Whether bringing these pages is faster than computing the tokens."""
-        sizes, of_files = self._mover.page_bytes, 0
-        if self.files is not None:
-            of_files = sum(sizes[key.group] for key in keys if not self.in_host(key))
-        return bool(keys) and self.policy.pays(
-            num_tokens, sum(sizes[key.group] for key in keys), of_files
-        )
+        sizes = self._mover.page_bytes
+        num_bytes = {"host": sum(sizes[key.group] for key in keys)}
+        if self._sources:
+            for key in keys:
+                source = None if self.in_host(key) else self._source_of(key)
+                if source is not None:
+                    num_bytes[source.tier] = num_bytes.get(source.tier, 0) + sizes[key.group]
+        return bool(keys) and self.policy.pays(num_tokens, num_bytes)
 
     def fetch(self, number: int, keys: Sequence[Key]) -> bool:
-        """Begin to read pages that only files have. False if there are none, or no room for them."""
-        if self.files is None:
+        """Begin to read pages that host memory lacks. False if there are none, or no room for them."""
+        if not self._sources:
             return False
         lacking = [key for key in keys if not self.in_host(key)]
         waiting = self._waiting.setdefault(number, _Waiting())
         if not lacking or waiting.progress is Progress.FETCHED:
             return False
-        reads: list[tuple[Key, memoryview]] = []
+        reads: dict[int, list[tuple[Key, memoryview]]] = {}
         for key in lacking:
             if key in self._fetches:
                 waiting.unread.add(key)
                 continue
-            page = self._take_host(key.group)
-            if page is None:
+            place = next((i for i, one in enumerate(self._sources) if one.has(key)), None)
+            page = None if place is None else self._take_host(key.group)
+            if place is None or page is None:
                 break
             self._fetches[key] = page
             waiting.unread.add(key)
-            reads.append((key, self._mover.row(key.group, page)))
-        self.files.read(reads)
+            reads.setdefault(place, []).append((key, self._mover.row(key.group, page)))
+        for place, some in reads.items():
+            self._sources[place].read(some)
         waiting.reading = time.monotonic()
         waiting.progress = Progress.MOVING if waiting.unread else Progress.FETCHED
         return bool(waiting.unread)
@@ -463,7 +516,7 @@ class Tiers:
         fresh, moves = [iter(pages) for pages in taken], list[Move]()
         for key, host_page in zip(keys, host_pages, strict=True):
             self._host.groups[key.group].join([host_page])
-            checksum = self._sums[key.group, host_page]
+            _, checksum = self._sums[key.group, host_page]
             moves.append(Move(key.group, next(fresh[key.group]), host_page, checksum))
         for held, pages in zip(found.held, taken, strict=True):
             held += pages
@@ -563,8 +616,8 @@ class Tiers:
                 self._offers.pop(key, None)
                 self._unsaved.pop(key, None)
                 group.forget(group.match((digest,)))
-                if self.files is not None:
-                    self.files.forget(key)
+                for source in self._sources:
+                    source.forget(key)
 
     def forget_all(self) -> None:
         """Drop all pages of host memory, and the files that this process wrote."""
@@ -583,8 +636,10 @@ class Tiers:
             self._feed(load)
         if self._offers:
             self._store_offers()
+        for source in self._sources:
+            self._poll_source(source)
         if self.files is not None:
-            self._poll_files(self.files)
+            self._poll_writes(self.files)
 
     def wait(self, seconds: float) -> None:
         """Wait until something is finished, at most so long, then `poll`."""
@@ -598,26 +653,30 @@ class Tiers:
             else:
                 self._loaded(done)
 
-    def _poll_files(self, files: FileQueue) -> None:
-        for key, checksum, seconds in files.take_read():
+    def _poll_source(self, source: Source) -> None:
+        counts = self._counts[source.tier]
+        for key, checksum, seconds in source.take_read():
             page = self._fetches.pop(key)
-            host = self._host.groups[key.group]
-            if checksum is not None and host.remember(page, key.digest):
-                self._sums[key.group, page] = checksum
+            if checksum is not None and self._remember(page, key, checksum):
                 size = self._mover.page_bytes[key.group]
-                self._counts["disk"].restored += 1
-                self._counts["disk"].bytes_restored += size
-                self.policy.note_copy("disk", size, seconds)
-            host.release([page])
+                counts.restored += 1
+                counts.bytes_restored += size
+                self.policy.note_copy(source.tier, size, seconds)
+            self._host.groups[key.group].release([page])
             for waiting in self._waiting.values():
                 if key in waiting.unread:
                     waiting.unread.discard(key)
                     if not waiting.unread and waiting.load is None:
                         waiting.progress = Progress.FETCHED
-        for number in files.take_probed():
+        for number in source.take_probed():
             found = self._waiting.get(number)
-            if found is not None and found.progress is Progress.MOVING and found.load is None:
+            if found is None or not found.num_probes:
+                continue
+            found.num_probes -= 1
+            if not found.num_probes and found.progress is Progress.MOVING and found.load is None:
                 found.progress, found.reading = Progress.NEW, 0.0
+
+    def _poll_writes(self, files: FileQueue) -> None:
         for key, is_written in files.take_written():
             self._host.groups[key.group].release([self._writing.pop(key)])
             if is_written:
@@ -637,7 +696,7 @@ class Tiers:
             return
         host.join([page])
         self._writing[key] = page
-        files.write(key, self._mover.row(key.group, page), self._sums[key.group, page])
+        files.write(key, self._mover.row(key.group, page), self._sums[key.group, page][1])
 
     @property
     def _may_read(self) -> bool:
@@ -662,3 +721,18 @@ class Tiers:
     @property
     def _groups(self) -> range:
         return range(len(self._shared.groups))
+
+
+def _find(
+    finds: Sequence[Callable[[bytes], int | None]],
+    sums: Mapping[tuple[int, int], tuple[bytes, bytes]],
+    key: Key,
+) -> tuple[int, bytes] | None:
+    """A page of host memory and its checksum. The hash beside it tells whether the page is still this one."""
+    page = finds[key.group](key.digest)
+    found = None if page is None else sums.get((key.group, page))
+    return None if page is None or found is None or found[0] != key.digest else (page, found[1])
+
+
+def _is_coming(storing: Container[Key], offers: Container[Key], key: Key) -> bool:
+    return key in storing or key in offers

@@ -1,0 +1,1 @@
+"""Pages of one engine that another engine reads, over NIXL."""

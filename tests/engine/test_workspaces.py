@@ -56,6 +56,16 @@ def test_the_count_is_within_two_per_cent_of_an_h200s_memory(
     assert measured * GIB < found.total < measured * GIB + 0.02 * TOTAL
 
 
+def test_the_count_for_a_hybrid_is_within_two_per_cent_of_an_h200s_memory() -> None:
+    """Qwen3.5-9B, steps of 8256 tokens: 1.58 GiB when ready, and 64 x 1024/64 allocated 1.38 more."""
+    config = json.loads(CONFIG.with_name("qwen3.5-9b.json").read_text())
+    found = workspaces(
+        read_geometry(config), config, ComputeDtype.BFLOAT16, Limits(64, 8256, 32768, 16)
+    )
+    measured = 2.96 * GIB
+    assert measured < found.total < measured + 0.02 * TOTAL
+
+
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_the_logits_that_recorded_steps_share_are_counted(
     request_: PlanRequest, *, adaptive: bool

@@ -25,6 +25,14 @@ FRAGMENTS = 1.25
 """Memory that an allocator holds for steps of varying sizes, over the need of one step."""
 
 
+_IN_TWO_LAUNCHES = frozenset(
+    {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"}
+)
+"""Model types whose recurrence over prompts is `delta_chunks`, for heads of at most `_WIDEST` numbers."""
+
+_WIDEST = 128
+
+
 @dataclass(frozen=True, slots=True)
 class Workspaces:
     """Bytes. step: activations of the largest step. logits: of the sampler and of recorded graphs.
@@ -64,13 +72,10 @@ def workspaces(
     wide += (
         _experts_of_a_token(config) * geometry.hidden_size
     )  # their results, before they are summed
+    wide *= element
+    activations = limits.max_num_batched_tokens * max(wide, _recurrent_bytes(geometry, element))
     # Recorded steps with pieces of prompts have their own.
-    activations = (
-        (limits.max_num_batched_tokens + min(limits.max_num_batched_tokens, MOST_PIECES))
-        * wide
-        * element
-    )
-    activations += limits.max_num_batched_tokens * _recurrent_bytes(geometry)
+    activations += min(limits.max_num_batched_tokens, MOST_PIECES) * wide
     # The model's logits and their float32 copy for the step with most rows, once more for the buffer that
     # recorded steps share.
     with_drafts = (
@@ -90,17 +95,26 @@ def workspaces(
     )
 
 
-def _recurrent_bytes(geometry: ModelGeometry) -> int:
-    """Bytes of a token of a prompt in the widest recurrence: float32 queries, keys and values in chunks, as
-    they are and as they are moved, and products of every pair of tokens in a chunk of 64.
+def _recurrent_bytes(geometry: ModelGeometry, element: int) -> int:
+    """Bytes of a token of a prompt in the layer with the widest recurrence: what enters and leaves it, and
+    float32 queries, keys and values in chunks of 64, with products of every pair of tokens in one.
     """
-    shapes = [
-        state.shape
-        for layer in geometry.layers
-        for state in layer.states
-        if state.kind is StateKind.RECURRENT and len(state.shape) == 3
-    ]
-    return max((4 * h * (10 * k + 4 * v + 6 * 64) for h, v, k in shapes), default=0)
+    return max((_of_mixer(geometry, layer, element) for layer in geometry.layers), default=0)
+
+
+def _of_mixer(geometry: ModelGeometry, layer: LayerGeometry, element: int) -> int:
+    shapes = {state.kind: state.shape for state in layer.states}
+    channels = shapes[StateKind.CONV][1] if StateKind.CONV in shapes else 0
+    recurrent = shapes.get(StateKind.RECURRENT, ())
+    if len(recurrent) != 3:
+        return element * (3 * geometry.hidden_size + 2 * channels)
+    h, v, k = recurrent
+    if geometry.model_type in _IN_TWO_LAUNCHES and max(k, v) <= _WIDEST:
+        chunks = 3 * k + v + 64
+    else:  # torch makes copies of what it cuts and moves
+        chunks = 10 * k + 4 * v + 6 * 64
+    around = 3 * geometry.hidden_size + 2 * channels + 2 * h * v + 2 * h
+    return 4 * h * chunks + element * around
 
 
 def _fixed_parts(layer: LayerGeometry, limits: Limits) -> int:

@@ -122,6 +122,22 @@ def test_equal_blocks_that_fill_the_device_stay_whole_in_a_step_with_room_for_mo
             assert -(-blocks * tiles // target) >= tiles, (room, blocks)
 
 
+def test_a_long_piece_beside_answers_is_cut_for_the_device_and_not_for_the_room_of_its_step() -> (
+    None
+):
+    """24 answers and 16 tokens behind 32,768 in a recorded step of 64 tokens and 32 sequences."""
+    found = decode(32, MANY, tokens=64, max_seqlen_q=64, wide=True)
+    tiles = [2] * 24 + [512]
+    per = max(-(-sum(tiles) // found.target), found.least)
+    parts = [-(-n // per) for n in tiles]
+    assert sum(parts) <= found.items
+    assert 16 <= parts[-1] <= 132 * MANY.programs // 8
+    short = [2] * 24 + [8]
+    assert max(-(-sum(short) // found.target), found.least) == 8, "what is short stays whole"
+    equal = decode(32, MANY, tokens=32 * 16, max_seqlen_q=16, wide=True)
+    assert (equal.target, equal.least) == (wide_items_aimed_at(MANY, equal.blocks, 132, 8), 1)
+
+
 def test_cutting_needs_neither_torch_nor_triton() -> None:
     code = (
         "import sys\n"

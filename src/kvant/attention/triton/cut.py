@@ -27,6 +27,9 @@ many programs join them faster than one.
 LONGEST_JOINED = 2048
 """Tokens of a window up to which it joins with fewer: such a sequence never has that many items."""
 
+LEAST_WIDE = 8
+"""Minimum tiles of an item of the kernel for many rows where sequences have unlike numbers of queries."""
+
 MOST_SCANNED = 128
 """Maximum sequences among which every program finds its work itself."""
 
@@ -100,8 +103,13 @@ def cut_step(
         tokens * group // shape.rows + min(num_seqs, tokens),
         tokens * -(-group // shape.rows),
     )
-    aimed_at = wide_items_aimed_at if wide else items_aimed_at
-    target = aimed_at(shape, blocks, multiprocessors, heads)
+    # Answers with one query each beside pieces of prompts, for example.
+    uneven = wide and tokens < num_seqs * max_seqlen_q
+    if uneven:
+        target = max(1, shape.programs * multiprocessors // heads)
+    else:
+        aimed_at = wide_items_aimed_at if wide else items_aimed_at
+        target = aimed_at(shape, blocks, multiprocessors, heads)
     fixed = fixed_seqlen_kv is not None
     if fixed_seqlen_kv is not None:
         least = max(1, FIXED_SPLIT // shape.tile)
@@ -109,7 +117,7 @@ def cut_step(
         splits = items > blocks
     else:
         splits = blocks * heads < 4 * shape.programs * multiprocessors
-        least = shape.least if splits else NEVER_SPLIT
+        least = (LEAST_WIDE if uneven else shape.least) if splits else NEVER_SPLIT
         items = blocks + target if splits else blocks
     rows = max_seqlen_q * group
     few = joins and not (wide or fixed) and 0 < rows <= MOST_JOINED and num_seqs <= MOST_SCANNED

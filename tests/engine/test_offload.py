@@ -469,3 +469,26 @@ def test_a_long_prompt_is_hashed_in_parts_beside_running_ones(
         lengths.append(len(waiting.prefix_hashes) - 1)
     assert lengths[:4] == [2, 4, 6, 8]
     finish(engine, engine.audit)
+
+
+def test_a_long_sequence_gives_its_pages_back_beside_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvant.scheduling.row_table.MOST_AT_ONCE", 4)
+    engine, _ = offloading(num_pages=64)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    engine.submit(prompt(1, 8), params)
+    engine.step()
+    long = engine.submit(prompt(0), SamplingParams(temperature=0, max_tokens=1))
+    while long in engine.numbers:
+        engine.step()
+        engine.audit()
+    assert engine.stats.num_held_pages > 40 // PAGE, "they wait for the next step"
+    engine.step()
+    engine.audit()
+    assert engine.stats.num_held_pages <= 5
+    finish(engine, engine.audit)
+    assert engine.stats.num_held_pages == 0
+    long = engine.submit(prompt(2), SamplingParams(temperature=0, max_tokens=1))
+    finish(engine)
+    assert engine.stats.num_held_pages == 0, "without another step nothing waits"

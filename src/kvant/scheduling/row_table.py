@@ -167,6 +167,10 @@ class RowTable:
             self.num_tokens[rows] -= missing
 
 
+MOST_AT_ONCE = 256
+"""Pages that an ended sequence gives back before other answers get their tokens."""
+
+
 class HeldPages:
     """The scheduler's pages and rows: gives them out, shares equal prefixes, caches and takes back.
 
@@ -196,6 +200,7 @@ class HeldPages:
         self._windows = [(g, w) for g, w in enumerate(shared.windows) if w is not None]
         self._sink_pages = [self.count_for(sink) for sink in shared.sinks]
         self._first_kept = np.zeros((count, max_num_seqs), np.int64)
+        self._leaving: list[list[list[int]]] = []  # pages by group, see `release`
 
     def count_for(self, num_tokens: int) -> int:
         """Pages for `num_tokens` tokens."""
@@ -392,19 +397,31 @@ class HeldPages:
         if len(sequence.held) > 1:
             self.table.num_pages[sequence.row] = min(len(pages) for pages in sequence.held)
 
-    def release(self, sequence: Sequence) -> None:
-        """Take back all pages and the row."""
+    def release(self, sequence: Sequence, *, may_wait: bool = False) -> None:
+        """Take back all pages and the row.
+
+        may_wait: many pages may be taken back by the next `take_leaving`, which runs beside the device.
+        """
         row = sequence.row
         self._forget_unconfirmed(sequence)
-        for place, (group, pages) in enumerate(zip(self.shared.groups, sequence.held, strict=True)):
-            group.release([page for page in pages if page != SCRATCH])
-            self._first_kept[place, row] = 0
+        leaving = [[page for page in pages if page != SCRATCH] for pages in sequence.held]
+        self._first_kept[:, row] = 0
+        self._leaving.append(leaving)
+        if not may_wait or sum(map(len, leaving)) < MOST_AT_ONCE:
+            self.take_leaving()
         self.table.free_row(row)
         if self.shared.states is not None:
             self.shared.states.release((sequence.state_page,))
         sequence.held = []
         sequence.row = sequence.state_page = -1
         sequence.num_remembered_pages = 0
+
+    def take_leaving(self) -> None:
+        """Take back the pages of sequences that ended."""
+        for leaving in self._leaving:
+            for group, pages in zip(self.shared.groups, leaving, strict=True):
+                group.release(pages)
+        self._leaving.clear()
 
     # -- the prefix cache ----------------------------------------------------------------------
 
@@ -654,6 +671,8 @@ class HeldPages:
             [[page for page in s.held[place] if page != SCRATCH] for s in holders]
             for place in range(len(self.shared.groups))
         ]
+        for leaving in self._leaving:
+            owned = [[*own, pages] for own, pages in zip(owned, leaving, strict=True)]
         if self.tiers is not None:
             owned = [own + moved for own, moved in zip(owned, self.tiers.held(), strict=True)]
         if self.shared.states is not None:

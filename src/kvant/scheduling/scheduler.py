@@ -214,6 +214,7 @@ class Scheduler:
         never take the place of a token. Returns a Schedule without sequences if nothing can run, and
         None if a step in flight must be committed first because pages are short.
         """
+        self.pages.take_leaving()
         if self.tiers is not None:
             self.tiers.poll()
         self.pages.trim(*self._ordered())
@@ -322,7 +323,7 @@ class Scheduler:
                 self._remember(sequence)
             self._running.remove(sequence)
             self._order = None
-            self.pages.release(sequence)
+            self.pages.release(sequence, may_wait=bool(self._running))
         elif sequence.order >= 0:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED

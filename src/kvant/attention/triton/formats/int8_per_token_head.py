@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.arithmetic import bound, nearest, scale_rows, store_bytes
+from kvant.attention.triton.arithmetic import ROUND, bound, scale_rows, store_bytes
 from kvant.attention.triton.format import Kernels
 from kvant.attention.triton.words import float16_of, load_row_scale
 from kvant.kv.format import Encoding, KVFormat
@@ -31,7 +31,8 @@ def encode(
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     y, _ = scale_rows(x, scales, there, LARGEST, PTX)
-    code = bound(nearest(y), -LARGEST, LARGEST).to(tl.int32) & 0xFF
+    # Behind this sum, the lowest bits are the nearest integer.
+    code = (bound(y, -LARGEST, LARGEST) + ROUND).to(tl.int32, bitcast=True)
     store_bytes(codes, there, code, HEAD, PAD)
 
 

@@ -9,7 +9,6 @@ import pty
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvant import LLM, SamplingParams
 from kvant.cli.chat import Conversation, KeptConversation, chat, printable
 from kvant.cli.main import app as kvant_app
 from kvant.errors import BadValue, NotServable
+from tests import forked
 from tests.engine import tiny_chat
 from tests.models import tiny
 
@@ -168,7 +168,8 @@ def test_the_models_recommendation_holds_where_no_flag_is_given(tmp_path: Path) 
 
 
 PROGRAM = """
-import sys, torch, typer
+import signal, sys, torch, typer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 torch.set_num_threads(1)
 from kvant.cli.chat import chat
 from kvant.engine.engine import Engine
@@ -189,13 +190,11 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
+        self.process = forked.popen(
+            ["-c", PROGRAM, *arguments],
+            streams=(slave, slave, slave),
             env={**os.environ, "TERM": "dumb"},
+            start_new_session=True,
         )
         os.close(slave)
         self.shown = ""

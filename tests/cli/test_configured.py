@@ -12,7 +12,7 @@ import yaml
 from kvant.cli.configured import ALL_OPTIONS
 from kvant.plan.config import ENGINE_OPTIONS, LLMOptions
 from tests.acceptance.models import config, write_model
-from tests.cli.command import Ran, kvant
+from tests.cli.command import Ran, in_turn, kvant, measured
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def shown(ran: Ran) -> dict[str, object]:
 
 
 def test_every_value_is_shown_with_who_said_it_and_nothing_is_started(file: Path) -> None:
-    ran = kvant(
+    ran = measured(
         "serve", "--config", file, "--max-num-seqs", "16", "--print-config",
         env={"KVANT_MAX_NUM_SEQS": "8", "KVANT_ENGINE_TIMEOUT": "5"},
     )  # fmt: skip
@@ -79,35 +79,33 @@ def test_a_plan_follows_file_and_variables_and_names_them(tmp_path: Path) -> Non
     assert f"{path}:2: kv_cache_dtype int8_per_token_head" in ran.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "env", "says"),
-    [
-        (("serve", "x", "--max-num-seqs", "0"), {}, "--max-num-seqs is 0"),
-        (("serve", "x", "--generation-config", "other"), {}, "--generation-config"),
-        (("serve", "x"), {"KVANT_MAX_N": "many"}, "KVANT_MAX_N is 'many'"),
-        (("chat",), {"KVANT_MAX_MODEL_LENGTH": "1"}, "did you mean KVANT_MAX_MODEL_LEN"),
-        (("serve", "x", "--served-model-name", ""), {}, "--served-model-name is empty"),
-        (("serve", "x", "--allowed-origins", "x"), {}, "--allowed-origins '*'"),
-        (("serve",), {}, "no model is named"),
-        (("plan",), {}, "no model is named"),
-        (("generate", "x", "--config", "/nowhere.yaml"), {}, "/nowhere.yaml cannot be read"),
-        (
-            ("plan", "x"),
-            {"KVANT_SPECULATIVE_CONFIG": '{"method":"eagle"}'},
-            "(asked by KVANT_SPECULATIVE_CONFIG)",
-        ),
-        (("serve", "x", "-tp", "0"), {}, "--tensor-parallel-size is 0"),
-        (("plan", "x", "--calculate-kv-scales"), {}, "--calculate-kv-scales"),
-    ],
+SENSELESS: tuple[tuple[tuple[str, ...], dict[str, str], str], ...] = (
+    (("serve", "x", "--max-num-seqs", "0"), {}, "--max-num-seqs is 0"),
+    (("serve", "x", "--generation-config", "other"), {}, "--generation-config"),
+    (("serve", "x"), {"KVANT_MAX_N": "many"}, "KVANT_MAX_N is 'many'"),
+    (("chat",), {"KVANT_MAX_MODEL_LENGTH": "1"}, "did you mean KVANT_MAX_MODEL_LEN"),
+    (("serve", "x", "--served-model-name", ""), {}, "--served-model-name is empty"),
+    (("serve", "x", "--allowed-origins", "x"), {}, "--allowed-origins '*'"),
+    (("serve",), {}, "no model is named"),
+    (("plan",), {}, "no model is named"),
+    (("generate", "x", "--config", "/nowhere.yaml"), {}, "/nowhere.yaml cannot be read"),
+    (
+        ("plan", "x"),
+        {"KVANT_SPECULATIVE_CONFIG": '{"method":"eagle"}'},
+        "(asked by KVANT_SPECULATIVE_CONFIG)",
+    ),
+    (("serve", "x", "-tp", "0"), {}, "--tensor-parallel-size is 0"),
+    (("plan", "x", "--calculate-kv-scales"), {}, "--calculate-kv-scales"),
 )
-def test_what_makes_no_sense_ends_with_one_block_before_anything_heavy(
-    arguments: tuple[str, ...], env: dict[str, str], says: str
-) -> None:
-    ran = kvant(*arguments, env=env)
-    assert ran.code == 2
-    assert says in ran.err
-    assert "Traceback" not in ran.err
-    assert ran.heavy == ()
+
+
+def test_what_makes_no_sense_ends_with_one_block_before_anything_heavy() -> None:
+    found = in_turn([(arguments, env) for arguments, env, _ in SENSELESS])
+    for (arguments, _, says), ran in zip(SENSELESS, found, strict=True):
+        assert ran.code == 2, arguments
+        assert says in ran.err
+        assert "Traceback" not in ran.err
+        assert ran.heavy == [], arguments
 
 
 def test_help_keeps_no_indentation_of_the_source() -> None:

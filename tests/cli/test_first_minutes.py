@@ -20,6 +20,7 @@ from rich.console import Console
 from kvant.cli.chat import Words
 from kvant.cli.progress import bars
 from kvant.engine.llm import LLM
+from tests import forked
 from tests.engine import tiny_chat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,8 +67,8 @@ def test_a_terminal_shows_the_phase_and_removes_it() -> None:
 
 
 def test_a_start_tells_its_phases_in_order(path: Path) -> None:
-    command = (sys.executable, "-c", RUN, "generate", "-m", str(path), "--max-tokens", "1", "hello")
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = forked.run(["-c", RUN, "generate", "-m", str(path), "--max-tokens", "1", "hello"])
+    assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("kvant: ")]
     phases = [line.removeprefix("kvant: ") for line in told]
     assert phases[0] == "planning"
@@ -147,7 +148,6 @@ def test_the_snippet_of_asyncllm_runs_as_printed(path: Path) -> None:
         one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Async" in one
     ]
     assert "temperature=0" in snippet, "an example gives the same text each time"
-    command = (sys.executable, "-c", snippet.replace('"smollm2"', repr(str(path))))
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forked.run(["-c", snippet.replace('"smollm2"', repr(str(path)))])
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.models import config, write_model
-from tests.cli.command import kvant
+from tests.cli.command import measured
 
 RUN = "import sys; sys.argv[0] = 'kvant'; from kvant.cli.main import run; run()"
 
@@ -61,6 +61,6 @@ def test_a_command_without_streams_does_its_work(tmp_path: Path) -> None:
 
 
 def test_characters_that_a_terminal_lacks_end_no_command(tmp_path: Path) -> None:
-    ran = kvant("plan", write_model(tmp_path / "m", config()), env={"PYTHONIOENCODING": "ascii"})
+    ran = measured("plan", write_model(tmp_path / "m", config()), env={"PYTHONIOENCODING": "ascii"})
     assert (ran.code, ran.err) == (0, "")
     assert "stored as" in ran.out

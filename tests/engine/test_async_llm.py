@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -23,6 +21,7 @@ from kvant.engine.result import Result
 from kvant.errors import ConfigError, EngineFault, KvantError, RequestError
 from kvant.execution.runner import ModelRunner
 from kvant.plan.config import config_of
+from tests import forked
 from tests.engine import tiny_chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -511,5 +510,5 @@ async def main():
 asyncio.run(main())
 left_open = AsyncLLM({str(path)!r}, kv_cache_memory="4MiB")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = forked.run(["-c", code])
     assert (done.returncode, done.stdout, done.stderr) == (0, "length 5\n", "")

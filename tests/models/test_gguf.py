@@ -21,6 +21,7 @@ from kvant.models import gguf_import, import_cache
 from kvant.models.gguf_config import shortest_float32
 from kvant.models.gguf_import import Attribution, import_gguf
 from kvant.sampling.generation_defaults import recommended_params
+from tests import forked
 from tests.kv.checkpoint.stored import stored
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import HEAD_DIM, HEADS, KV_HEADS, metadata, tensors, write_gguf
@@ -381,7 +382,7 @@ def test_what_a_killed_import_left_is_cleared_by_the_next(tiny: Path, cache: Pat
         "import os, sys, pathlib; from kvant.models.gguf_import import import_gguf;"
         "import_gguf(pathlib.Path(sys.argv[1]), progress=lambda *_: os._exit(9))"
     )
-    killed = subprocess.run([sys.executable, "-c", program, str(tiny)], cwd=ROOT, check=False)
+    killed = forked.run(["-c", program, str(tiny)])
     assert killed.returncode == 9
     left = [p.name for p in (cache / "gguf").iterdir() if p.is_dir()]
     assert len(left) == 1

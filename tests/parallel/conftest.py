@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvant.parallel import ranks
-from tests.parallel import forked
+from tests import forked
 
 
 @pytest.fixture(autouse=True, scope="session")

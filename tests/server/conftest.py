@@ -18,7 +18,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model: Path) -> Iterator[Server]:
     """One server with default limits for every test that does not change its life."""
-    with Server(model, ("--kv-cache-dtype", "fp8_per_token_head", "--max-num-seqs", "8")) as server:
+    flags = ("--kv-cache-dtype", "fp8_per_token_head", "--max-num-seqs", "8")
+    with Server(model, flags, is_real=True) as server:
         yield server
 
 

@@ -18,11 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests import forked
 from tests.engine import tiny_chat
 
 START_SECONDS = 90.0
 MODEL_LEN = 4096
-COMMAND = (sys.executable, "-c", "from kvant.cli.main import run; run()", "serve")
+RUN = "from kvant.cli.main import run; run()"
+COMMAND = (sys.executable, "-c", RUN, "serve")
+FORKED = ("-c", f"from tests.server.forked_children import fork; fork(); {RUN}", "serve")
 
 
 def build_model(directory: Path) -> Path:
@@ -54,11 +57,15 @@ class Answer:
 
 @dataclass
 class Server:
-    """Started on entry, killed on exit if it still runs."""
+    """Started on entry, killed on exit if it still runs.
+
+    is_real: it and its children are started as a user's are. Else they are forked, which takes no seconds.
+    """
 
     model: Path
     flags: tuple[str, ...] = ()
     key: str | None = None
+    is_real: bool = False
     port: int = 0
     output: list[str] = field(default_factory=list)
     start_seconds: float = START_SECONDS
@@ -90,13 +97,19 @@ class Server:
         self.process.stdout.close()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [*COMMAND, str(self.model), "--port", "0", "--kv-cache-memory", "4MiB", *self.flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        flags = (str(self.model), "--port", "0", "--kv-cache-memory", "4MiB", *self.flags)
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process: subprocess.Popen[str] | forked.Forked
+        if self.is_real:
+            self.process = subprocess.Popen(
+                [*COMMAND, *flags],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=env,
+            )
+        else:
+            self.process = forked.popen_piped([*FORKED, *flags], env)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -193,11 +206,17 @@ class Server:
         raise AssertionError(f"not idle after {seconds} s")
 
     def engine_pid(self) -> int:
+        return self.child("engine_process")
+
+    def child(self, name: str) -> int:
+        """The process of `kvant.server.NAME`."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        places = [Path(f"/proc/{pid}") for pid in children.split()]
         found = [
-            int(pid)
-            for pid in children.split()
-            if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            int(place.name)
+            for place in places
+            if f"kvant.server.{name}" in (place / "cmdline").read_text().split("\0")
+            or name == (place / "comm").read_text().strip()
         ]
         assert len(found) == 1
         return found[0]

@@ -21,17 +21,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 GOOD = json.dumps({"prompt": "abc", "max_tokens": 1}).encode()
 
 
-def _child(server: Server, name: bytes) -> int:
-    task = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    found = [
-        int(pid)
-        for pid in task.read_text().split()
-        if name in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    assert len(found) == 1
-    return found[0]
-
-
 def test_a_pause_of_the_api_process_does_not_cost_the_engine(model: Path) -> None:
     with Server(model, ("--engine-timeout", "1")) as server:
         engine = server.engine_pid()
@@ -92,7 +81,7 @@ def test_a_killed_template_process_costs_no_answer(server: Server) -> None:
     before = server.post(CHAT, body)
     assert before.status == 200
     for _ in range(3):
-        os.kill(_child(server, b"kvant.server.template"), signal.SIGKILL)
+        os.kill(server.child("template"), signal.SIGKILL)
         again = server.post(CHAT, body)
         assert again.status == 200, again.body
         assert again.json["choices"] == before.json["choices"]
@@ -104,7 +93,7 @@ def test_a_template_process_that_always_dies_is_an_api_error(server: Server) -> 
     def kill() -> None:
         while not killing.wait(0.005):
             try:
-                os.kill(_child(server, b"kvant.server.template"), signal.SIGKILL)
+                os.kill(server.child("template"), signal.SIGKILL)
             except (AssertionError, OSError, ProcessLookupError):
                 continue
             killed.set()

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.harness import COMMAND, Answer, Server, events
+from tests import forked
+from tests.server.harness import FORKED, Answer, Server, events
 
 LONG = {"max_tokens": 4000, "ignore_eos": True}
 
@@ -208,9 +208,7 @@ def test_a_killed_server_leaves_no_engine_behind(model: Path) -> None:
 def _fails(*arguments: str) -> tuple[int, str]:
     """Exit code and output of a server that must not start."""
     started = time.monotonic()
-    done = subprocess.run(
-        (*COMMAND, *arguments), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = forked.run((*FORKED, *arguments), timeout=60)
     assert time.monotonic() - started < 30
     text = done.stdout + done.stderr
     assert "Traceback" not in text

@@ -61,7 +61,7 @@ def test_abort_storms_leave_every_page_with_its_owners(
         "--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-num-queued-reqs", "32",
         "--kv-cache-memory", "16MiB", *more,
     )  # fmt: skip
-    with Server(model, flags) as server:
+    with Server(model, flags, is_real=True) as server:
         engine, usable = server.engine_pid(), server.metric("kvant:pages_usable")
         chance = random.Random(13)
         slowest, cached = 0.0, 0
@@ -101,7 +101,8 @@ def test_abort_storms_leave_every_page_with_its_owners(
 def test_10000_canaries_never_answer_with_a_token_of_anybody_else(model: Path) -> None:
     """Each request may use one token of its own; 64 at once, one in twenty leaves early."""
     requests, clients = 10_000, 64
-    with Server(model, ("--max-num-seqs", "64", "--max-num-queued-reqs", "64")) as server:
+    flags = ("--max-num-seqs", "64", "--max-num-queued-reqs", "64")
+    with Server(model, flags, is_real=True) as server:
         letters = {
             token: server.post("/detokenize", {"tokens": [token]}).json["prompt"]
             for token in server.post("/tokenize", {"prompt": string.ascii_letters}).json["tokens"]
@@ -166,7 +167,7 @@ def test_10000_canaries_never_answer_with_a_token_of_anybody_else(model: Path) -
 
 
 def test_32_requests_survive_kill_9(model: Path) -> None:
-    with Server(model, ("--max-num-seqs", "32")) as server:
+    with Server(model, ("--max-num-seqs", "32"), is_real=True) as server:
         bodies: list[bytes] = []
         statuses: list[int] = []
         ends: list[float] = []
@@ -208,7 +209,7 @@ def test_32_requests_survive_kill_9(model: Path) -> None:
 
 def test_400_trickling_connections_are_ended_and_others_hardly_notice(model: Path) -> None:
     """For a minute 200 that trickle headers and 200 that trickle bodies; whoever is ended comes back."""
-    with Server(model, ("--body-timeout", "14")) as server:
+    with Server(model, ("--body-timeout", "14"), is_real=True) as server:
         connection = server.connect()
         body = json.dumps({"prompt": "abc", "max_tokens": 1, "temperature": 0})
 
@@ -253,7 +254,7 @@ def test_400_trickling_connections_are_ended_and_others_hardly_notice(model: Pat
 def test_overload_keeps_the_queue_exact_and_refuses_at_once(model: Path) -> None:
     """Twenty times as many clients as places, for a minute."""
     flags = ("--max-num-seqs", "4", "--max-num-queued-reqs", "4")
-    with Server(model, flags) as server:
+    with Server(model, flags, is_real=True) as server:
         seconds, clients = 60, 160
         command = (sys.executable, "-S", light_client.__file__)
         memory = _resident(server)

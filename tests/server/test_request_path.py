@@ -35,7 +35,7 @@ def test_a_chat_request_passes_few_files(
     before = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (recorder, before))))
     monkeypatch.setenv("RECORDED_FILES", str(tmp_path))
-    with Server(model) as server:
+    with Server(model, is_real=True) as server:  # it starts with the recorder
         assert server.post("/v1/chat/completions", BODY).status == 200
         processes = [server.process.pid, *children(server.process.pid)]
         assert len(processes) == 3, "the server, its engine and its chat templates"

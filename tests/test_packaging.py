@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvant.cluster.config import ReplicaOptions
 from kvant.plan.config import EngineOptions
 from kvant.plan.options import options_of
+from kvant.plan.settings import read_settings
 from kvant.server.app import ENDPOINTS
 from kvant.server.config import ServerConfig
 from tests.server.conftest import model, server
@@ -112,6 +114,48 @@ def test_the_manifest_probes_endpoints_that_exist_and_drains() -> None:
     assert pod["securityContext"]["runAsNonRoot"]
     mounted = {one["name"] for one in box["volumeMounts"]}
     assert mounted == {one["name"] for one in pod["volumes"]}
+
+
+def test_the_set_of_two_hosts_serves_from_its_leader_and_drains_before_its_workers() -> None:
+    found = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "lws.yaml").read_text()))
+    assert [one["kind"] for one in found] == ["LeaderWorkerSet", "Service"]
+    template = found[0]["spec"]["leaderWorkerTemplate"]
+    leader, worker = (template[name]["spec"] for name in ("leaderTemplate", "workerTemplate"))
+    (box,), (other,) = leader["containers"], worker["containers"]
+    assert (box["command"], box["args"]) == (other["command"], other["args"])
+    flags = [argument for argument in box["args"] if argument.startswith("--")]
+    assert {*flags} <= FLAGS
+    value = dict(pairwise(box["args"]))
+    gpus = box["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(value["--tensor-parallel-size"]) == template["size"] * gpus
+    assert f"--nproc-per-node={gpus}" in box["command"]
+    assert value["--rank-launcher"] == "torchrun"
+    names = {*re.findall(r"\$\((\w+)\)", " ".join(box["command"]))}
+    assert names == {"LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"}
+    paths = {one.path for one in ENDPOINTS}
+    for probe in ("startupProbe", "livenessProbe"):
+        assert box[probe]["httpGet"]["path"] in paths
+    waits = int(box["lifecycle"]["preStop"]["exec"]["command"][1])
+    drained = waits + int(value["--shutdown-timeout"])
+    assert int(value["--shutdown-timeout"]) < 30  # torchrun kills after so long
+    assert leader["terminationGracePeriodSeconds"] > drained
+    stays = int(other["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert drained < stays < worker["terminationGracePeriodSeconds"]
+    selector = found[1]["spec"]["selector"]
+    assert selector.items() <= template["leaderTemplate"]["metadata"]["labels"].items()
+    assert not selector.items() <= template["workerTemplate"]["metadata"]["labels"].items()
+
+
+def test_the_application_of_ray_names_options_that_exist() -> None:
+    given = yaml.safe_load((DEPLOY / "ray" / "kvant.yaml").read_text())
+    (app,) = given["applications"]
+    kinds = (EngineOptions, ServerConfig, ReplicaOptions)
+    known = [option for kind in kinds for option in options_of(kind)]
+    read_settings(known, given=app["args"], by=lambda option: option.name, environ={})
+    module, _, name = app["import_path"].partition(":")
+    path = ROOT / "src" / (module.replace(".", "/") + ".py")
+    assert f"\ndef {name}(args: dict[str, Any])" in path.read_text()
+    assert given["http_options"]["host"] == "127.0.0.1"
 
 
 def _samples(dashboard: dict[str, Any]) -> set[str]:

@@ -11,12 +11,13 @@ import pytest
 from kvant.cluster import config as module
 from kvant.cluster.config import REPLICA_OPTIONS, check_replicas
 from kvant.errors import BadValue, NotServable
+from kvant.plan.config import ENGINE_OPTIONS
 from kvant.plan.settings import Settings, read_settings
 from kvant.server.config import SERVER_OPTIONS
 
 
 def _settings(**given: object) -> Settings:
-    known = (*SERVER_OPTIONS, *REPLICA_OPTIONS)
+    known = (*ENGINE_OPTIONS, *SERVER_OPTIONS, *REPLICA_OPTIONS)
     return read_settings(known, given=given, by=lambda option: option.flag, environ={})
 
 
@@ -40,6 +41,8 @@ def test_options_that_clash_are_refused_with_a_way_out_that_works() -> None:
     (flag, value) = caught.value.ways_out[0].arguments
     assert flag == "--max-num-replicas"
     assert check_replicas(_settings(**given, max_num_replicas=int(value))).most == 3
+    with pytest.raises(BadValue, match="--rank-launcher torchrun with --ray"):
+        check_replicas(_settings(ray=True, rank_launcher="torchrun"))
     with pytest.raises(BadValue, match="--kv-events"):
         check_replicas(_settings(ray=True, kv_events="tcp://127.0.0.1:5557"))
 

@@ -317,6 +317,8 @@ def _served(model: Path, directory: Path) -> Iterator[int]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        drain.join(10)
+        process.stdout.close()
 
 
 def test_the_application_file_serves_through_rays_own_proxy(tmp_path: Path) -> None:

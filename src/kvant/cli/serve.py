@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -31,7 +32,14 @@ def serve(settings: Settings) -> None:
     """
     _require_packages()
     replicas = check_replicas(settings)
-    _say(f"kvant: starting {settings.build(EngineOptions).model}")  # imports and plans take seconds
+    options = settings.build(EngineOptions)
+    if options.rank_launcher == "torchrun":
+        from kvant.parallel.launched import join, read_launch
+
+        launch = read_launch(os.environ, options.tensor_parallel_size)
+        if launch.rank > 0:
+            raise typer.Exit(join(launch))
+    _say(f"kvant: starting {options.model}")  # imports and plans take seconds
     from kvant.server.serve import log_to_stderr
     from kvant.server.serve import serve as run
 

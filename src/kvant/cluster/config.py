@@ -64,6 +64,12 @@ def check_replicas(settings: Settings) -> ReplicaOptions:
             why="every replica would publish at this one address",
             ways_out=(WayOut("start one server per replica, behind a router that reads events"),),
         )
+    if (launcher := settings.get("rank_launcher")) is not None and launcher.value != "here":
+        raise BadValue(
+            f"{launcher.label(launcher.value)} with --ray",
+            why="a replica starts its ranks itself, on one machine",
+            ways_out=(WayOut("let each replica start its ranks", ("--rank-launcher", "here")),),
+        )
     require_ray()
     return options
 

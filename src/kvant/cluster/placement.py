@@ -6,6 +6,7 @@ serve run kvant.cluster.placement:application model=smollm2 num_replicas=2
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -53,6 +54,8 @@ class PreferenceRouter(RequestRouter):  # type: ignore[misc]
         for one in candidate_replicas:
             name = one.replica_id.unique_id
             ranks[0 if name == asked.prefer else 2 if name in asked.avoid else 1].append(one)
+        for rank in ranks:
+            random.shuffle(rank)  # Serve takes the first of replicas that are equally busy
         return ranks
 
 

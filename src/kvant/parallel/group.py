@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +33,18 @@ _ONE_SHOT_BYTES = 256 * 1024
 """Larger sums on more than two ranks go in two shots, which move fewer bytes."""
 
 
+LOOPBACK = "127.0.0.1"
+
+
+def open_store(meet: str, size: int) -> dist.Store:
+    """A store of addresses. meet: a directory, or HOST:PORT of rank 0's store for ranks of torchrun."""
+    made: Any = dist
+    if meet.startswith("/"):
+        return made.FileStore(f"{meet}/store", size)  # type: ignore[no-any-return]
+    host, _, port = meet.rpartition(":")
+    return made.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)  # type: ignore[no-any-return]
+
+
 class RankGroup:
     """The collectives of one rank. `connect` meets the others; before that nothing can be summed."""
 
@@ -44,17 +55,19 @@ class RankGroup:
         self._symmetric: SymmetricSums | None = None
         self._is_alone = self._is_together = False
 
-    def connect(self, directory: Path, width: int, dtype: torch.dtype) -> None:
-        """Meet the other ranks through files in `directory`. Waits for all of them.
+    def connect(
+        self, store: dist.Store, width: int, dtype: torch.dtype, address: str = LOOPBACK
+    ) -> None:
+        """Meet the other ranks in a store (`open_store`). Waits for all of them.
 
-        width, dtype: of the rows that forwards sum.
+        width, dtype: of the rows that forwards sum. address: of this machine for the others, where ranks
+        may be on several.
         """
         made: Any = dist  # some of its names have no types
-        store = made.FileStore(str(directory / "store"), self.shard.size)
         rank, size = self.shard.rank, self.shard.size
         if self._device.type == "cpu":
             options = made.ProcessGroupGloo._Options()
-            options._devices = [made.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._devices = [made.ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = TIMEOUT
             self._backend = made.ProcessGroupGloo(store, rank, size, options)
             return
@@ -68,7 +81,7 @@ class RankGroup:
             device_id=self._device,
         )  # fmt: skip
         self._backend = dist.group.WORLD
-        if dtype in _SUMMED_OVER_NVLINK and _all_see_each_other(size):
+        if dtype in _SUMMED_OVER_NVLINK and address == LOOPBACK and _all_see_each_other(size):
             from kvant.parallel.symmetric import SymmetricSums
 
             self._symmetric = SymmetricSums(self.shard, width, dtype, self._device)

@@ -1,6 +1,7 @@
 """What travels between rank 0 and another rank: msgpack, strictly typed, and arrays of steps.
 
-The sockets and the memory are inherited; only these processes have them. What rank 0 sends begins with a
+The sockets and the memory are inherited; only these processes have them. Ranks of torchrun come over TCP
+and prove that they know a secret (`kvant.parallel.launched`). What rank 0 sends begins with a
 word that tells arrays (`kvant.parallel.mirror`) from msgpack.
 """
 
@@ -21,8 +22,8 @@ from kvant.plan.settings import Settings
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Become one rank of an engine. fingerprint: `plan_fingerprint` of rank 0's plan.
 
-    max_num_seqs: rows of the row table. gpu: the device's index, None on a CPU. directory: where ranks
-    meet. num_threads: torch's on a CPU.
+    max_num_seqs: rows of the row table. gpu: the device's index, None on a CPU. meet: where ranks
+    meet, see `kvant.parallel.group.open_store`. num_threads: torch's on a CPU.
     """
 
     settings: Settings
@@ -31,8 +32,17 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     num_pages: int
     max_num_seqs: int
     gpu: int | None
-    directory: str
+    meet: str
     num_threads: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """What a rank of torchrun says first on each of its two connections. secret: rank 0's, from the store."""
+
+    secret: str
+    rank: int
+    is_pulse: bool
+    pid: int
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect", array_like=True):
@@ -80,7 +90,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 FromRank = Loaded | Counted | Failed
 
 
-def encode(message: Start | FromRank) -> bytes:
+def encode(message: Start | Hello | FromRank) -> bytes:
     return _ENCODER.encode(message)
 
 
@@ -103,6 +113,11 @@ def read_from_rank(data: bytes) -> FromRank:
 def read_start(data: bytes) -> Start:
     """Raises msgspec.ValidationError."""
     return msgspec.msgpack.decode(data, type=Start)
+
+
+def read_hello(data: bytes) -> Hello:
+    """Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=Hello)
 
 
 def _plain(value: object) -> int:

@@ -1,8 +1,9 @@
-"""One rank's process: `python -P -m kvant.parallel.rank_process LINK PULSE`, started by `Ranks`.
+"""One rank's process: `python -P -m kvant.parallel.rank_process LINK PULSE [GPU]`, started by `Ranks`.
 
-LINK and PULSE are numbers of inherited sockets. Over the link come the
-settings and the memory through which steps arrive (`kvant.parallel.ring`). Over the pulse the rank says
-every second that it lives; the end of the pulse means that rank 0 is gone, and this process ends too.
+LINK and PULSE are numbers of inherited sockets. Over the link come the settings and the memory through
+which steps arrive (`kvant.parallel.ring`). GPU is the place on this machine of a rank of torchrun: rank 0
+may be on another machine, and steps arrive over the link. Over the pulse the rank says every second that it
+lives; the end of the pulse means that rank 0 is gone, and this process ends too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import sys
 import threading
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +35,7 @@ from kvant.parallel.messages import (
     read_to_rank,
 )
 from kvant.parallel.mirror import ZERO, Receiver, Table, asked, read_zero
-from kvant.parallel.ring import RingReader
+from kvant.parallel.ring import LinkReader, RingReader
 from kvant.plan.config import engine_config
 
 if TYPE_CHECKING:
@@ -49,10 +49,13 @@ SPIN_SECONDS = 100e-6
 _log = logging.getLogger(__name__)
 
 
-def serve_rank(link: Connection[bytes, bytes]) -> None:
-    """Be one rank until the link ends. Everything that goes wrong is sent as `Failed`, then raised."""
+def serve_rank(link: Connection[bytes, bytes], place: int | None = None) -> None:
+    """Be one rank until the link ends. Everything that goes wrong is sent as `Failed`, then raised.
+
+    place: on this machine, of a rank of torchrun.
+    """
     try:
-        _serve(link)
+        _serve(link, place)
     except EOFError:
         return
     except KvantError as fault:
@@ -63,8 +66,8 @@ def serve_rank(link: Connection[bytes, bytes]) -> None:
         raise
 
 
-def _serve(link: Connection[bytes, bytes]) -> None:
-    memory = reduction.recv_handle(link)
+def _serve(link: Connection[bytes, bytes], place: int | None) -> None:
+    memory = None if place is not None else reduction.recv_handle(link)
     start = read_start(link.recv_bytes())
     config = engine_config(start.settings)
     plan = own_plan(config)
@@ -76,13 +79,13 @@ def _serve(link: Connection[bytes, bytes]) -> None:
 
     from kvant.execution.proposing import load_proposer
     from kvant.models.load import load_model
-    from kvant.parallel.group import RankGroup
+    from kvant.parallel.group import LOOPBACK, RankGroup, open_store
     from kvant.parallel.watched import FollowingRunner
 
     torch.set_num_threads(start.num_threads)
     device = torch.device("cpu")
     if start.gpu is not None:
-        device = torch.device("cuda", start.gpu)
+        device = torch.device("cuda", start.gpu if place is None else place)
         torch.cuda.set_device(device)
     group = RankGroup(start.shard, device)
     target = plan.target
@@ -97,12 +100,14 @@ def _serve(link: Connection[bytes, bytes]) -> None:
         group=group,
     )
     link.send_bytes(encode(Loaded()))
-    ring = RingReader(
-        memory, start.shard.rank - 1, link,
-        spin_seconds=0.0 if start.gpu is None else SPIN_SECONDS,
-    )  # fmt: skip
+    ring: RingReader | LinkReader = LinkReader(link)
+    if memory is not None:
+        spin = 0.0 if start.gpu is None else SPIN_SECONDS
+        ring = RingReader(memory, start.shard.rank - 1, link, spin_seconds=spin)
     assert isinstance(read_to_rank(ring.receive()), Connect), "ranks meet before they run"
-    group.connect(Path(start.directory), model.hidden_size, model.dtype)
+    store = open_store(start.meet, start.shard.size)
+    address = LOOPBACK if place is None else own_address(link.fileno())
+    group.connect(store, model.hidden_size, model.dtype, address)
     runner = FollowingRunner(
         model, start.num_pages, max_num_seqs=start.max_num_seqs, layout=plan.layout
     )
@@ -114,7 +119,10 @@ def _serve(link: Connection[bytes, bytes]) -> None:
 
 
 def _run(
-    link: Connection[bytes, bytes], ring: RingReader, runner: ModelRunner, proposer: Proposer | None
+    link: Connection[bytes, bytes],
+    ring: RingReader | LinkReader,
+    runner: ModelRunner,
+    proposer: Proposer | None,
 ) -> None:
     """Run what rank 0 runs."""
     receiver = Receiver()
@@ -164,13 +172,19 @@ def _pulse(pulse: socket.socket) -> None:
     os._exit(0)
 
 
-def main(link: int, pulse: int) -> int:
+def own_address(fd: int) -> str:
+    """This machine's address on a TCP connection; the connection stays open."""
+    with socket.socket(fileno=os.dup(fd)) as known:
+        return str(known.getsockname()[0])
+
+
+def main(link: int, pulse: int, place: int | None = None) -> int:
     """Serve over inherited sockets; the exit code."""
     logging.basicConfig(stream=sys.stderr, format=f"kvant rank {os.getpid()}: %(message)s")
     beating = threading.Thread(target=_pulse, args=(socket.socket(fileno=pulse),), daemon=True)
     beating.start()
     try:
-        serve_rank(Connection(link))
+        serve_rank(Connection(link), place)
     except KvantError:
         return 1  # rank 0 was told
     except Exception:
@@ -180,4 +194,4 @@ def main(link: int, pulse: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -34,7 +34,7 @@ from kvant.parallel.messages import (
     encode_to_rank,
     read_from_rank,
 )
-from kvant.parallel.ring import Payload, Ring
+from kvant.parallel.ring import LinkSender, Payload, Ring
 
 SILENT_SECONDS = 8.0
 """A rank that has said nothing for so long is taken for hanging. It says every second that it lives."""
@@ -55,6 +55,19 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
         ...
+
+
+class Joined(Process, Protocol):
+    """A rank that was started elsewhere, with its two connections."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def link(self) -> Connection[bytes, bytes]: ...
+
+    @property
+    def pulse(self) -> socket.socket: ...
 
 
 @dataclass(eq=False)
@@ -80,6 +93,7 @@ class Ranks:
     ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvant-ranks-"))
         self._ranks: list[_Rank] = []
+        self._ring: Ring | LinkSender
         self._life = _Life(on_loss)
         self._finalizer = weakref.finalize(
             self, _end, self._ranks, self._life, self.directory, os.getpid(), on_end
@@ -89,15 +103,26 @@ class Ranks:
     def pids(self) -> list[int]:
         return [rank.process.pid for rank in self._ranks]
 
-    def start(self, starts: Sequence[Start]) -> None:
-        """Start a process for each; they load their weights from now on."""
-        for start in starts:
-            self._ranks.append(_start(start.shard.rank))
-        self._ring = ring = Ring(len(starts), self._life.check)
-        for rank, start in zip(self._ranks, starts, strict=True):
-            reduction.send_handle(rank.link, ring.fd, rank.process.pid)
-            rank.link.send_bytes(encode(start))
-        ring.close_file()
+    def start(self, starts: Sequence[Start], joined: Sequence[Joined] = ()) -> None:
+        """Start a process for each; they load their weights from now on.
+
+        joined: ranks that were started elsewhere, in their order.
+        """
+        if joined:
+            now = time.monotonic()
+            for one, start in zip(joined, starts, strict=True):
+                rank = _Rank(one.number, one, one.link, one.pulse, now)
+                self._ranks.append(rank)
+                rank.link.send_bytes(encode(start))
+            self._ring = LinkSender()
+        else:
+            for start in starts:
+                self._ranks.append(_start(start.shard.rank))
+            self._ring = ring = Ring(len(starts), self._life.check)
+            for rank, start in zip(self._ranks, starts, strict=True):
+                reduction.send_handle(rank.link, ring.fd, rank.process.pid)
+                rank.link.send_bytes(encode(start))
+            ring.close_file()
         threading.Thread(
             target=_watch, args=(self._ranks, self._life), name="kvant-ranks", daemon=True
         ).start()
@@ -184,10 +209,10 @@ class _Life:
         self._on_loss(fault)
 
 
-def spawn(link: socket.socket, pulse: socket.socket) -> Process:
-    """Start a rank's process with its ends of the two sockets."""
+def spawn(link: socket.socket, pulse: socket.socket, *more: int) -> Process:
+    """Start a rank's process with its ends of the two sockets. more: arguments of `rank_process`."""
     fds = link.fileno(), pulse.fileno()
-    command = [sys.executable, "-P", "-m", "kvant.parallel.rank_process", *map(str, fds)]
+    command = [sys.executable, "-P", "-m", "kvant.parallel.rank_process", *map(str, fds + more)]
     # A session of its own: an interrupt at the terminal is for rank 0 alone.
     return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
 

@@ -167,3 +167,28 @@ class RingReader:
         """Empty messages only wake."""
         if data := self._link.recv_bytes():
             self._long.append(data)
+
+
+class LinkSender:
+    """`Ring` where ranks may be on other machines: each message takes every link."""
+
+    def send(self, payload: Payload, links: Sequence[Link]) -> int | None:
+        """As `Ring.send`."""
+        data = memoryview(cast("bytes", payload)).cast("B")
+        for reader, link in enumerate(links):
+            try:
+                link.send_bytes(data)
+            except OSError:
+                return reader
+        return None
+
+
+class LinkReader:
+    """Another rank's side of `LinkSender`."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def receive(self) -> bytes:
+        """As `RingReader.receive`."""
+        return self._link.recv_bytes()

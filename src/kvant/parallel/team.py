@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from kvant.errors import NotServable, WayOut
 from kvant.models.loaded import LoadedModel
 from kvant.models.sharding.shard import Shard
 from kvant.parallel.agreement import plan_fingerprint
-from kvant.parallel.group import RankGroup
+from kvant.parallel.group import LOOPBACK, RankGroup, open_store
+from kvant.parallel.launched import gather, read_launch
 from kvant.parallel.messages import Connect, Start
-from kvant.parallel.ranks import Ranks
+from kvant.parallel.ranks import Joined, Ranks
 from kvant.parallel.runner import RankedRunner
-from kvant.plan.config import EngineConfig
+from kvant.plan.config import EngineConfig, EngineOptions
 from kvant.plan.plan import Plan
 
 
@@ -25,27 +28,38 @@ class Team:
         if not planned.request.on_cpu:
             gpu = torch.cuda.current_device()
             device = torch.device("cuda", gpu)
+        launched = config.settings.build(EngineOptions).rank_launcher == "torchrun"
+        if gpu is not None and not launched:
             _check_count(size, gpu)
         self.group = RankGroup(Shard(0, size), device)
         self._num_pages = num_pages
         self._limits, self._layout = planned.limits, planned.layout
         self._ranks = Ranks(self.group.abort, self.group.close)
+        self._address, meet = LOOPBACK, str(self._ranks.directory)
+        joined: tuple[Joined, ...] = ()
+        if launched:
+            self._gathered = found = gather(read_launch(os.environ, size))
+            self._address, meet, joined = found.address, found.meet, found.joined
+            self._store = found.store
+        else:
+            self._store = open_store(meet, size)
         self._ranks.start(
             [
                 Start(
                     config.settings, Shard(rank, size), plan_fingerprint(planned), num_pages,
                     self._limits.max_num_seqs, None if gpu is None else gpu + rank,
-                    str(self._ranks.directory), torch.get_num_threads(),
+                    meet, torch.get_num_threads(),
                 )
                 for rank in range(1, size)
-            ]
+            ],
+            joined,
         )  # fmt: skip
 
     def meet(self, model: LoadedModel) -> RankedRunner:
         """The runner of this rank's loaded part. Waits for the other ranks; raises RankLost."""
         self._ranks.wait_loaded()
         self._ranks.send(Connect())
-        self.group.connect(self._ranks.directory, model.hidden_size, model.dtype)
+        self.group.connect(self._store, model.hidden_size, model.dtype, self._address)
         return RankedRunner(
             model, self._num_pages, self._ranks, self.group,
             max_num_seqs=self._limits.max_num_seqs, layout=self._layout,

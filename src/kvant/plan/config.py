@@ -224,6 +224,11 @@ class EngineOptions(PlanOptions):
     )
     enable_prefix_caching: bool = _run(True, "Share pages between requests with equal beginnings.")
     device: str = _run("auto", "auto, cpu or cuda.")
+    rank_launcher: str = _run(
+        "here",
+        "Who starts the ranks: the engine on this machine, or torchrun on one or more.",
+        choices=("here", "torchrun"),
+    )
     seed: int | None = _run(None, "Seed for requests that have none.", unset="random")
     load_format: str = _run(
         "auto",
@@ -283,6 +288,7 @@ class LLMOptions(TypedDict, total=False):
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool | None
     device: str | None
+    rank_launcher: str | None
     seed: int | None
     load_format: str | None
     task: str | None

@@ -47,12 +47,17 @@ VLLM = {
     "/tokenize": """model prompt add_special_tokens return_token_strs messages add_generation_prompt
     continue_final_message chat_template chat_template_kwargs mm_processor_kwargs media_io_kwargs""",
     "/detokenize": "model tokens",
+    "/infill": """input_prefix input_suffix input_extra prompt id_slot n_predict n_indent top_k top_p
+    samplers stream cache_prompt t_max_prompt_ms t_max_predict_ms response_fields stop seed temperature
+    min_p typical_p repeat_penalty repeat_last_n presence_penalty frequency_penalty dry_multiplier
+    mirostat grammar json_schema logit_bias n_probs n_keep min_keep ignore_eos return_tokens
+    timings_per_token return_progress sse_ping_interval post_sampling_probs lora""",
     "/v1/embeddings": """model user input messages truncate_prompt_tokens truncation_side dimensions
     encoding_format use_activation add_special_tokens priority request_id mm_processor_kwargs embed_dtype
     endianness cache_salt chat_template chat_template_kwargs add_generation_prompt
     continue_final_message""",
 }
-"""The parameters of vLLM 0.33's requests."""
+"""The parameters of vLLM 0.33's requests, and of llama.cpp's for /infill."""
 
 
 def _of_openai() -> dict[str, set[str]]:
@@ -122,6 +127,7 @@ def test_a_bodys_types_are_read_whole() -> None:
             {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
         ),
         ("/v1/completions", {"prompt": "abc", "max_tokens": 1}),
+        ("/infill", {"input_prefix": "abc", "input_suffix": "", "n_predict": 1}),
         ("/v1/responses", {"input": "hi", "max_output_tokens": 1}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),

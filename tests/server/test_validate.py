@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.server.api_error import ApiError
 from kvant.server.config import Limits
+from kvant.server.fill import fill_form
 from kvant.server.parameters import CHAT, COMPLETIONS
-from kvant.server.requests import Facts, infill_form, read_chat, read_completion
+from kvant.server.requests import Facts, read_chat, read_completion
 from kvant.server.wire import ChatBody, CompletionBody
 
 LIMITS = Limits()
@@ -25,14 +26,14 @@ WIDE = Facts(("m",), 100, 2000, True, SamplingParams())
 
 def test_a_suffix_is_put_behind_the_models_own_marks() -> None:
     marks = {"<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "[SUFFIX]", "[PREFIX]"}
-    form = infill_form(lambda mark: mark in marks)
+    form = fill_form(lambda mark: mark in marks)
     body = json.dumps({"prompt": "a {suffix} b", "suffix": "c {prefix}", "max_tokens": 2}).encode()
     found = read_completion(body, LIMITS, replace(FACTS, infill=form))
     assert found.prompts == ("<|fim_prefix|>a {suffix} b<|fim_suffix|>c {prefix}<|fim_middle|>",)
-    other = infill_form(lambda mark: mark in ("[SUFFIX]", "[PREFIX]"))
+    other = fill_form(lambda mark: mark in ("[SUFFIX]", "[PREFIX]"))
     found = read_completion(body, LIMITS, replace(FACTS, infill=other))
     assert found.prompts == ("[SUFFIX]c {prefix}[PREFIX]a {suffix} b",)
-    assert infill_form(lambda mark: mark == "<fim_prefix>") is None
+    assert fill_form(lambda mark: mark == "<fim_prefix>") is None
     for more, facts in (({}, FACTS), ({"prompt": [1]}, replace(FACTS, infill=form))):
         with pytest.raises(ApiError) as refused:
             read_completion(

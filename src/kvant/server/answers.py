@@ -59,8 +59,8 @@ class Writer(Protocol):
     def fail(self, fault: ApiError) -> list[bytes]:
         """What ends a stream that failed."""
 
-    def whole(self, running: Running) -> msgspec.Struct:
-        """The answer of a request that has ended."""
+    def whole(self, running: Running) -> object:
+        """The answer of a request that has ended, for JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -589,7 +589,7 @@ async def generate(call: Call, writer: Writer, *, key: str | None) -> Response:
 
 async def finished(
     service: Service, running: Running, writer: Writer, *, threaded: bool = False
-) -> msgspec.Struct:
+) -> object:
     """Writes a running request to its end and closes it."""
     try:
         writer.begin(running)

@@ -40,11 +40,13 @@ from kvant.server.api_error import ApiError, Disconnected, bad_request, internal
 from kvant.server.config import Limits
 from kvant.server.embeddings import embed
 from kvant.server.guard import App, Guard, Receive, Scope, Send, header, with_cors
+from kvant.server.infill import infill
 from kvant.server.live import live_of, page
 from kvant.server.parameters import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    INFILL,
     MESSAGES,
     NONE,
     NOT_OFFERED,
@@ -292,6 +294,10 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/v1/completions", "Complete texts or token ids", _complete, wire.Completion,
         wire.CompletionBody, COMPLETIONS, wire.CompletionChunk, _GENERATES, generates=True,
+    ),
+    Endpoint(
+        "POST", "/infill", "Fill the gap between two texts", infill, wire.InfillAnswer,
+        wire.InfillBody, INFILL, wire.InfillAnswer, _GENERATES, generates=True,
     ),
     Endpoint(
         "POST", "/v1/responses", "Answer with OpenAI's Responses API", respond, ResponseAnswer,

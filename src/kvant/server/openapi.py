@@ -37,6 +37,8 @@ _REASONS = {
     503: "Starting, draining or restarting; try again.",
 }
 _JSON = "application/json"
+_EMPTY_PROMPTS = ("TokenizeBody", "InfillBody")
+"""Bodies whose prompt may be empty."""
 
 
 def document(
@@ -153,7 +155,7 @@ def _schemas(
             continue
         for field, inner in schema["properties"].items():
             inner.pop("default", None)
-            if field in narrower and not (name == "TokenizeBody" and field == "prompt"):
+            if field in narrower and not (name in _EMPTY_PROMPTS and field == "prompt"):
                 _narrow(inner, narrower[field])
         if name in tables:
             schema["properties"] |= {field: {} for field in tables[name].no_effect}

@@ -160,6 +160,31 @@ COMPLETIONS = Table(
     {**{name: one for name, one in _SHARED.items() if name != "suffix"}, **_ONLY_CONVERSATIONS},
     _SHARED_NO_EFFECT,
 )
+_IN_INFILL = frozenset({"n_indent", "t_max_predict_ms", "suffix", "guided_decoding_backend"})
+INFILL = Table(
+    {
+        **{
+            name: one
+            for name, one in {**_SHARED, **_ONLY_CONVERSATIONS}.items()
+            if name not in _IN_INFILL
+        },
+        # What editors send. The last of them is a rule of llama.cpp's for when to stop.
+        "samplers": Refused(
+            _is([], ["top_k", "top_p", "infill"]), "top_k and top_p are parameters; leave it out"
+        ),
+        "echo": Refused(_is(False), "use /v1/completions"),
+        "logprobs": Refused(way_out="use /v1/completions"),
+        "suffix": Refused(way_out="use input_suffix"),
+        "n": Refused(_is(1), "send the request several times"),
+        "return_progress": _FALSE,
+        "post_sampling_probs": _FALSE,
+    },
+    {
+        **_SHARED_NO_EFFECT,
+        "sse_ping_interval": "--ping-interval decides for all streams",
+        "t_max_prompt_ms": "llama.cpp does not read it either",
+    },
+)
 RESPONSES = Table(
     {
         "access_programs": _NEVER,
@@ -251,7 +276,6 @@ EMBEDDINGS = Table(
 NONE = Table()
 
 NOT_OFFERED: Mapping[str, str] = {
-    "/infill": "use /v1/completions with prompt and suffix",
     "/embedding": "use /v1/embeddings",
     "/pooling": "use /v1/embeddings",
     "/classify": "ask for one of several texts with structured_outputs.choice",

@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from kvant.sampling.structured_outputs import StructuredOutputs
 from kvant.server.api_error import ApiError, bad_request, of_request
 from kvant.server.call_grammar import TokenId, call_grammar
 from kvant.server.config import Limits
+from kvant.server.fill import FillForm
 from kvant.server.parameters import (
     CHAT,
     COMPLETIONS,
@@ -65,7 +66,7 @@ class Facts:
     defaults: sampling parameters of requests that do not set them. template: the chat template; None
     without one. template_values: for the template, where a request sets none. reply: how its answers are
     written, see `kvant.server.reply`; None if unknown.
-    infill: see `infill_form`. pooling: of an engine that embeds; None for one that generates.
+    infill: how it fills a gap, if it was trained to. pooling: of an engine that embeds, None for others.
     """
 
     names: tuple[str, ...]
@@ -76,7 +77,7 @@ class Facts:
     template: str | None = None
     template_values: Mapping[str, Any] = field(default_factory=dict)
     reply: dict[str, Any] | None = None
-    infill: str | None = None
+    infill: FillForm | None = None
     pooling: Pooling | None = None
 
 
@@ -280,26 +281,13 @@ def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
     return _generation(body, raw, prompts, None, body.logprobs, most, limits, facts)
 
 
-_INFILLS = (
-    "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",  # Qwen Coder, CodeGemma
-    "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",  # StarCoder, Granite
-    "<\N{FULLWIDTH VERTICAL LINE}fim\u2581begin\N{FULLWIDTH VERTICAL LINE}>{prefix}"
-    "<\N{FULLWIDTH VERTICAL LINE}fim\u2581hole\N{FULLWIDTH VERTICAL LINE}>{suffix}"
-    "<\N{FULLWIDTH VERTICAL LINE}fim\u2581end\N{FULLWIDTH VERTICAL LINE}>",  # DeepSeek Coder
-    "[SUFFIX]{suffix}[PREFIX]{prefix}",  # Codestral
-)
-
-
-def infill_form(has_token: Callable[[str], bool]) -> str | None:
-    """How a model is asked for the text between two others; None for one that was not trained for it.
-
-    has_token: whether a text is one token of the model.
+def read_text(raw: Raw, limits: Limits, facts: Facts) -> Generation:
+    """Reads a body of /v1/completions that was made from another endpoint's. Without max_tokens, the
+    answer continues to the end of the context.
     """
-    for form in _INFILLS:
-        marks = re.split(r"\{\w+\}", form)
-        if all(has_token(mark) for mark in marks if mark):
-            return form
-    return None
+    body = _converted(lambda: msgspec.convert(raw, CompletionBody))
+    prompts = read_prompts(body.prompt, limits, facts)
+    return _generation(body, raw, prompts, None, None, _max_tokens(body), limits, facts)
 
 
 def _with_suffix(prompt: Prompt, body: CompletionBody, facts: Facts) -> str:
@@ -308,14 +296,7 @@ def _with_suffix(prompt: Prompt, body: CompletionBody, facts: Facts) -> str:
         raise bad_request("suffix: this model has no tokens for filling in the middle", "suffix")
     if not isinstance(prompt, str) or body.echo:
         raise bad_request("suffix needs a text as prompt, and no echo", "suffix")
-    prefix_first = facts.infill.index("{prefix}") < facts.infill.index("{suffix}")
-    found = facts.infill
-    values = (("{prefix}", prompt), ("{suffix}", body.suffix or ""))
-    # The later place first, so that a text with braces stays as it is.
-    for place, text in reversed(values) if prefix_first else values:
-        before, _, after = found.partition(place)
-        found = before + text + after
-    return found
+    return facts.infill.prompt(prompt, body.suffix or "")
 
 
 def _generation(

@@ -30,6 +30,7 @@ from kvant.server.api_error import (
     unavailable,
 )
 from kvant.server.config import ServerConfig
+from kvant.server.fill import FillForm, fill_form
 from kvant.server.messages import Failure, Piece, Ready, Report
 from kvant.server.metrics import Activity, Metrics
 from kvant.server.parameters import read_template_values
@@ -42,7 +43,6 @@ from kvant.server.requests import (
     check_length,
     check_prompt_logprobs,
     check_task,
-    infill_form,
     renamed,
     strict_form,
 )
@@ -162,7 +162,7 @@ class Running:
     """A request in the engine. Its opener closes it on every path.
 
     sequences: by id, in the order of the choices, `copies` of each prompt. rendered: the conversation as
-    text, where the answer is to be read.
+    text, where the answer is to be read. is_enough: set by a writer that needs no more tokens.
     """
 
     sequences: dict[int, Sequence]
@@ -176,6 +176,7 @@ class Running:
     counted: dict[str, object]
     first_token: float = 0.0
     rendered: str = ""
+    is_enough: bool = False
 
 
 class Service:
@@ -241,11 +242,11 @@ class Service:
                 pooling=ready.pooling,
             )
 
-    def _infill(self) -> str | None:
+    def _infill(self) -> FillForm | None:
         if self.tokenizing is None:
             return None
         backend = self.tokenizing.backend
-        return infill_form(lambda mark: backend.token_to_id(mark) is not None)
+        return fill_form(lambda mark: backend.token_to_id(mark) is not None)
 
     def _template(self) -> str | None:
         if self.tokenizing is None or not self.tokenizing.has_chat_template:
@@ -339,7 +340,7 @@ class Service:
         """
         limits, channel = self.config.limits, running.channel
         silent_until = time.monotonic() + limits.ping_seconds
-        while running.open_ids:
+        while running.open_ids and not running.is_enough:
             if channel.overflowed:
                 raise ApiError(
                     503, "the answer was not read", type="server_error", code="slow_reader"

@@ -237,6 +237,45 @@ class EmbeddingBody(Struct, frozen=True, kw_only=True):
     request_id: str | None = None
 
 
+class InfillFile(Struct, frozen=True):
+    """Another file that the model is shown."""
+
+    filename: str
+    text: str
+
+
+if TYPE_CHECKING:
+    _InfillSampling = _SamplingFields
+else:
+    _ELSEWHERE = {"n", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
+    _InfillSampling = sampling_fields("_InfillSampling", without=_ELSEWHERE)
+
+
+class InfillBody(_InfillSampling, frozen=True, kw_only=True):
+    """llama.cpp's. prompt: the beginning of the answer. n_predict: -1 for no limit, 0 to fill the cache.
+
+    n_indent: the answer ends before a line with less indentation. t_max_predict_ms: from the first token;
+    the answer ends there if it has a whole line.
+    """
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[InfillFile] | None = None
+    prompt: str | None = None
+    model: str | None = None
+    n_predict: Annotated[int, Meta(ge=-1, le=INT64 - 1)] | None = None
+    max_tokens: _TOKENS = None
+    n_indent: Annotated[int, Meta(ge=0, le=1000)] | None = None
+    t_max_predict_ms: Annotated[float, Meta(ge=0)] | None = None
+    grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    return_tokens: bool | None = None
+    response_fields: list[str] | None = None
+    stream: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
 # -- answers -----------------------------------------------------------------------------------
 
 Count = Annotated[int, Meta(ge=0)]
@@ -437,6 +476,39 @@ class EmbeddingList(Struct, kw_only=True):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
+
+
+class InfillTimings(Struct):
+    """Tokens, milliseconds and rates, under llama.cpp's names. cache_n: prompt tokens from the cache."""
+
+    cache_n: Count
+    prompt_n: Count
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: Count
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class InfillAnswer(Struct, kw_only=True):
+    """Fields may be missing: a request can name the fields of its answer."""
+
+    content: str | UnsetType = UNSET
+    tokens: list[Count] | UnsetType = UNSET
+    stop: bool | UnsetType = UNSET
+    index: Count | UnsetType = 0
+    id_slot: int | UnsetType = -1
+    model: str | UnsetType = UNSET
+    tokens_predicted: Count | UnsetType = UNSET
+    tokens_evaluated: Count | UnsetType = UNSET
+    tokens_cached: Count | UnsetType = UNSET
+    has_new_line: bool | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    stop_type: Literal["eos", "limit", "word"] | UnsetType = UNSET
+    stopping_word: str | UnsetType = UNSET
+    timings: InfillTimings | UnsetType = UNSET
 
 
 class StoredKV(Struct):

@@ -169,7 +169,7 @@ def test_openapi_describes_every_endpoint(server: Server) -> None:
     found = server.get("/openapi.json").json["paths"]
     assert set(found) == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/tokenize",
-        "/detokenize", "/health", "/ready", "/metrics", "/version", "/v1/kv/plan", "/openapi.json",
+        "/detokenize", "/health", "/ready", "/metrics", "/version", "/v1/kv/plan", "/openapi.json", "/infill",
         "/ping", "/load", "/v1/loads", "/server_info", "/v1/completions/render",
         "/v1/chat/completions/render", "/tokenizer_info",
         "/v1/embeddings", "/v1/responses", "/v1/responses/{id}", "/v1/responses/{id}/cancel",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvant.server.api_error import ApiError
@@ -285,3 +285,56 @@ def test_a_tool_that_is_not_strict_keeps_its_freedom_beside_one_that_is() -> Non
     assert taken(_named("qwen3 thinks and calls"), text, tools).endswith("<eos>")
     text = "</think><tool_call>\n<function=free>\n<parameter=any>\n1\n</parameter>\n</function>\n</tool_call>"
     assert taken(_named("qwen3.5"), text, tools).endswith("<eos>")
+
+
+TREE = {
+    "type": "object",
+    "properties": {
+        "leaf": {"type": "integer"},
+        "branches": {"type": "array", "items": {"$ref": "#"}},
+    },
+    "required": ["leaf"],
+    "additionalProperties": False,
+}
+NAMED_AS_A_REFERENCE = {
+    "type": "object",
+    "properties": {"$ref": {"const": "#/x"}, "to": {"$ref": "#/properties/$ref"}},
+    "required": ["$ref"],
+    "additionalProperties": False,
+}
+OTHER = {**NESTED, "$defs": {"Place": {"type": "integer"}, "Places": {"type": "boolean"}}}
+CALLS = [
+    (
+        "near",
+        {"unit": "C", "place": PLACE, "exact": True},
+        {"unit": "C", "place": 5, "exact": True},
+    ),
+    ("far", {"unit": "C", "place": 5, "exact": True}, {"unit": "C", "place": PLACE, "exact": True}),
+    ("tree", {"leaf": 1, "branches": [{"leaf": 2}]}, {"leaf": 1, "branches": [{"leaf": "x"}]}),
+    ("odd", {"$ref": "#/x", "to": "#/x"}, {"$ref": "#/x", "to": "#/y"}),
+]
+SCHEMAS = {"near": NESTED, "far": OTHER, "tree": TREE, "odd": NAMED_AS_A_REFERENCE}
+
+
+@pytest.mark.parametrize(("name", "good", "bad"), CALLS, ids=[name for name, *_ in CALLS])
+def test_references_of_forced_calls_stay_within_their_own_function(
+    name: str, good: dict[str, Any], bad: dict[str, Any]
+) -> None:
+    """Two functions may have definitions of the same name."""
+    specs = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in SCHEMAS.items()
+    ]
+    before = copy.deepcopy(specs)
+    tokenizer, matching = tokenizers(True)
+    for forced in ("", name):
+        form = Tools(tuple(specs), forced=forced).form
+        for arguments, fits in ((good, True), (bad, False)):
+            call = arguments if forced else [{"name": name, "parameters": arguments}]
+            matcher = LLMatcher(
+                matching, grammar_from("json_schema", json.dumps(form)), log_level=0
+            )
+            assert not matcher.is_error(), matcher.get_error()
+            ids = tokenizer.encode(json.dumps(call)).ids
+            assert (matcher.validate_tokens(ids) == len(ids)) is fits, (forced, call)
+    assert specs == before

@@ -49,17 +49,42 @@ class Tools:
         functions = [spec["function"] for spec in self.specs]
         if self.forced:
             return next(_parameters(one) for one in functions if one["name"] == self.forced)
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": one["name"]}, "parameters": _parameters(one)},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for one in functions
-        ]
+        calls = []
+        for place, one in enumerate(functions):
+            parameters = moved(_parameters(one), f"/items/anyOf/{place}/properties/parameters")
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": one["name"]}, "parameters": parameters},
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+            )
         most = {} if self.parallel else {"maxItems": 1}
         return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
+
+
+_OF_NAMES = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+
+
+def moved(schema: Any, path: str) -> Any:
+    """A schema that becomes a part of another one, at a JSON pointer. Its references follow it."""
+    if isinstance(schema, list):
+        return [moved(one, path) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            found[key] = f"#{path}{value[1:]}"
+        elif key in _OF_NAMES and isinstance(value, dict):  # keys are names, even "$ref"
+            found[key] = {name: moved(one, path) for name, one in value.items()}
+        else:
+            found[key] = value if key in _VALUES else moved(value, path)
+    return found
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:

@@ -679,6 +679,7 @@ def _without_none(value: Any) -> Any:
 
 def _forced_form(tools: Tools, sampling: SamplingParams, limits: Limits) -> StructuredOutputs:
     _check_alone(sampling, "tool_choice", "tool_choice")
+    _check_parameters(tools, limits)
     return _tools_form(limits, json=json.dumps(tools.form))
 
 
@@ -696,12 +697,17 @@ def strict_form(
     ApiError 400 where the model's way to write calls cannot be enforced.
     """
     assert facts.reply is not None
-    for spec in tools.specs:
-        if parameters := spec["function"].get("parameters"):
-            _tools_form(limits, json=parameters)  # for its limits
+    _check_parameters(tools, limits)
     schema = None if otherwise is None else otherwise.schema
     grammar = call_grammar(facts.reply, tools, rendered, token_id, schema=schema)
     return _tools_form(limits, grammar=grammar)
+
+
+def _check_parameters(tools: Tools, limits: Limits) -> None:
+    """ApiError 400 for a function's schema that exceeds the limits."""
+    for spec in tools.specs:
+        if parameters := spec["function"].get("parameters"):
+            _tools_form(limits, json=parameters)
 
 
 def _tools_form(limits: Limits, **form: Any) -> StructuredOutputs:

@@ -182,7 +182,15 @@ def _joined(parts: list[Part]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded.name)
+SMOLLM2 = Recorded(
+    "smollm2, which lists its calls", "<|im_start|> <tool_call> tools", _CHATML,
+    f'<tool_call>[{{"name": "get_weather", "arguments": {_JSON_PARIS}}}, '
+    f'{{"name": "get_weather", "arguments": {_JSON_OSLO}}}]</tool_call>',
+    calls=(PARIS, OSLO),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recorded", [*RECORDED, SMOLLM2], ids=lambda recorded: recorded.name)
 def test_recorded_outputs_are_read_whole_and_cut_anywhere(recorded: Recorded) -> None:
     text = recorded.output
     whole = _read(recorded, [text])

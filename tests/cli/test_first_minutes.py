@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvant.cli.chat import Words
-from kvant.cli.progress import bars
+from kvant.cli.progress import bars, tracked, work
 from kvant.engine.llm import LLM
+from kvant.server.messages import Loading
+from kvant.server.serve import _LoadingLog
 from tests import forked
 from tests.engine import tiny_chat
 
@@ -79,7 +81,7 @@ def test_a_start_tells_its_phases_in_order(path: Path) -> None:
 def test_loading_tells_how_much_of_the_weights_is_there(path: Path) -> None:
     told: list[tuple[int, int]] = []
 
-    def progress(task: str, done: int, total: int) -> None:
+    def progress(task: str, done: int, total: int, unit: str = "bytes") -> None:
         if task == "loading weights":
             told.append((done, total))
 
@@ -151,3 +153,36 @@ def test_the_snippet_of_asyncllm_runs_as_printed(path: Path) -> None:
     done = forked.run(["-c", snippet.replace('"smollm2"', repr(str(path)))])
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_work_is_one_bar_that_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    with work("measuring", "rows") as told:
+        told(1, 2)
+    assert capsys.readouterr().err == "", "no terminal"
+
+
+def test_work_shows_what_is_done_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr("kvant.cli.progress.Console", lambda **_: terminal)
+    seen = list(tracked("ab", 2, "measuring", "rows"))
+    text = screen.getvalue()
+    assert seen == ["a", "b"]
+    assert "measuring" in text
+    assert "2/2" in text
+    assert "rows" in text
+    assert "0:00:00" in text
+
+
+def test_a_server_tells_shares_of_long_tasks_and_the_time_left() -> None:
+    said: list[str] = []
+    clock = iter((0.0, 0.0, 5.0, 10.0, 12.0, 30.0, 31.0, 32.0))
+    log = _LoadingLog(said.append, lambda: next(clock))
+    for done in (0, 10, 20, 24, 60):
+        log(Loading("Fetching m", done, 100, "bytes"))
+    log(Loading("verifying kernels", 0, 0, "bytes"))
+    log(Loading("recording steps", 1, 50, "steps"))
+    assert said == [
+        "kvant: Fetching m (100 B)", "kvant: Fetching m: 20%, 40 s left", "kvant: Fetching m: 60%, 20 s left",
+        "kvant: verifying kernels", "kvant: recording steps (50 steps)",
+    ]  # fmt: skip

@@ -36,7 +36,7 @@ def fails(*reports: Report) -> None:
 def supervisor(on_report: Any = lambda before, report: None) -> Supervisor:
     return Supervisor(
         Settings(), Restarts(), on_ready=lambda ready: None,
-        on_loading=lambda task, done, total: None, on_report=on_report,
+        on_loading=lambda news: None, on_report=on_report,
     )  # fmt: skip
 
 

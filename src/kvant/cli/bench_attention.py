@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvant.cli.output import OutFile, write_json
+from kvant.cli.progress import tracked
 from kvant.errors import BadValue, NotServable
 from kvant.kv.dtype import KVDtype
 
@@ -93,10 +94,13 @@ def run_grid(
     sys.stderr.write(f"read bandwidth {bandwidth:.2f} TB/s\n")
     facts = measurement_facts(command_line(command), ["torch", "triton"])
     found = []
-    for one in measure_grid(
-        stored, batches or BATCHES, lengths or LENGTHS, beside, sizes, device,
-        repeats=repeats, own_page_sizes=own_sizes,
-    ):  # fmt: skip
+    shapes = batches or BATCHES, lengths or LENGTHS
+    measured = measure_grid(
+        stored, *shapes, beside, sizes, device, repeats=repeats, own_page_sizes=own_sizes
+    )
+    most = len(stored) * len(shapes[0]) * len(shapes[1])  # fewer may fit into memory
+    most *= len(own_sizes) + len(beside) * len(sizes)
+    for one in tracked(measured, most, "measuring", "rows"):
         found.append(one)
         if out is not None:  # after every row, so that an interruption loses nothing
             document = {**facts, "read_tb_per_s": bandwidth, "rows": [asdict(r) for r in found]}

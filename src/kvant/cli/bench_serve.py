@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvant.cli.output import OutFile, write_json
+from kvant.cli.progress import Told, work
 
 if TYPE_CHECKING:
     from kvant.measure.servers import Server
@@ -81,8 +83,21 @@ async def _all(
     from kvant.measure.servers import run_all
 
     found = []
-    async for server, one in run_all(servers, loads, warm_up_requests=warm_up, seed=seed):
-        found.append((server, one))
-        rate = one.output_tokens_per_second
-        sys.stderr.write(f"{server.name}, {one.load.rate:g} requests/s: {rate:.0f} tokens/s\n")
+    total = len(servers) * math.ceil(sum(load.seconds for load in loads))
+    with work("measuring", "seconds of load") as told:
+        clock = asyncio.create_task(_tick(told, total))
+        try:
+            async for server, one in run_all(servers, loads, warm_up_requests=warm_up, seed=seed):
+                found.append((server, one))
+                rate = f"{one.output_tokens_per_second:.0f} tokens/s"
+                sys.stderr.write(f"{server.name}, {one.load.rate:g} requests/s: {rate}\n")
+        finally:
+            clock.cancel()
     return found
+
+
+async def _tick(told: Told, total: int) -> None:
+    """Tells the seconds that pass; answers to the last requests may take longer than `total`."""
+    for second in range(total):
+        told(second, total)
+        await asyncio.sleep(1)

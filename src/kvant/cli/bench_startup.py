@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvant.cli.output import OutFile, write_json
+from kvant.cli.progress import tracked
 
 CHAT = (sys.executable, "-c", "from kvant.cli.main import run; run()", "chat")
 PARTS = (sys.executable, "-m", "kvant.cli.startup_parts")
@@ -29,7 +30,8 @@ def startup(
     from kvant.measure.startup import measure_starts, table
 
     starts = []
-    for start in measure_starts(CHAT, PARTS, repeats, first=first):
+    measured = measure_starts(CHAT, PARTS, repeats, first=first)
+    for start in tracked(measured, repeats + first, "measuring", "starts"):
         starts.append(start)
         sys.stderr.write(f"{start.cache} cache: {start.seconds:.2f} s\n")
     sys.stdout.write(table(starts) + "\n")

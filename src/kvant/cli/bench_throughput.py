@@ -10,6 +10,7 @@ import typer
 
 from kvant.cli.configured import configured
 from kvant.cli.output import OutFile, write_json
+from kvant.cli.progress import tracked
 from kvant.plan.config import EngineOptions, engine_config
 from kvant.plan.settings import Settings
 
@@ -50,7 +51,10 @@ def throughput(
     loads = [parse_load(text) for text in load or ["8x128/64"]]
     samplings = {text: parse_sampling(text) for text in sampling or []} or GREEDY
     rounds = []
-    for found in measure(config, formats or ["auto"], loads, repeats, samplings):
+    names = formats or ["auto"]
+    total = len(names) * len(loads) * len(samplings)
+    measured = measure(config, names, loads, repeats, samplings)
+    for found in tracked(measured, total, "measuring", "rounds"):
         rounds.append(found)
         sys.stderr.write(
             f"{found.load} {found.stored}, {found.sampling}: "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvant.cli.demo_server import served
 from kvant.cli.measuring import kept_parts, progress
 from kvant.cli.output import figure_table
+from kvant.cli.progress import tracked
 from kvant.kv.names import FormatRequest
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def tasks(
     longest = llm.planned.target.geometry.max_model_len or TASK_TOKENS
     length = min(longest, TASK_TOKENS)
     formats_found = {}
-    for one in (baseline, *formats):
+    for one in tracked((baseline, *formats), 1 + len(formats), "lm-eval", "formats"):
         plan = plan_storing(llm, one)
         flags = (
             "--dtype", dtype, "--device", device, "--kv-cache-dtype", str(one),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.cli.share_done import ShareDone
+from kvant.cli.progress import Told, bars, work
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
@@ -32,18 +32,22 @@ Restart = Annotated[
 
 def measured_llm(model: str, dtype: str, device: str, *, attention_backend: str = "auto") -> LLM:
     """Load a model whose own pages are few: measurements build engines with pages of their own."""
+    from rich.console import Console
+
     from kvant.engine.llm import LLM
 
-    return LLM(
-        model,
-        dtype=dtype,
-        device=device,
-        kv_cache_dtype="model",
-        kv_cache_memory="32MiB",
-        max_model_len=256,
-        max_num_seqs=1,
-        attention_backend=attention_backend,
-    )
+    with bars(Console(stderr=True)) as progress:
+        return LLM(
+            model,
+            dtype=dtype,
+            device=device,
+            kv_cache_dtype="model",
+            kv_cache_memory="32MiB",
+            max_model_len=256,
+            max_num_seqs=1,
+            attention_backend=attention_backend,
+            progress=progress,
+        )
 
 
 def kept_parts(command: str, inputs: Mapping[str, object], *, restart: bool) -> Kept:
@@ -61,10 +65,9 @@ def kept_parts(command: str, inputs: Mapping[str, object], *, restart: bool) -> 
 
 
 @contextmanager
-def progress(kept: Kept) -> Iterator[Callable[[int, int], None]]:
-    """Show on stderr what is told as (done, total), and at the end which part was damaged."""
-    shown = ShareDone()
-    yield shown.tell
-    shown.end()
+def progress(kept: Kept) -> Iterator[Told]:
+    """Show what is told of the work, and at the end which part was damaged."""
+    with work("measuring", "tokens") as tell:
+        yield tell
     if kept.note:
         sys.stderr.write(f"{kept.note}\n")

@@ -11,6 +11,7 @@ import typer
 
 from kvant.cli.measuring import DeviceOption
 from kvant.cli.output import Format, FormatOption, writable
+from kvant.cli.progress import work
 from kvant.errors import BadValue, WayOut
 
 if TYPE_CHECKING:
@@ -100,14 +101,15 @@ def verify(
             ),
         )
     here = device_here(facts, compute)
-    found = run(
-        chosen,
-        here,
-        wanted,
-        batch_invariant=batch_invariant,
-        jobs=jobs or os.cpu_count() or 1,
-        told=_told,
-    )
+    with work("verifying", "rows") as told:
+        found = run(
+            chosen,
+            here,
+            wanted,
+            batch_invariant=batch_invariant,
+            jobs=jobs or os.cpu_count() or 1,
+            told=told,
+        )
     made = measurement_facts(command_line("kvant"), ["torch"])
     trees = {name: {"facts": made, "formats": tree} for name, tree in found.items()}
     document = recorded(Path(os.devnull) / "none", here, trees)
@@ -166,8 +168,3 @@ def _verify_weights(
         sys.stderr.write(f"FAILED {cell.format.summary}, {cell.way}\n")
     if wrong:
         raise typer.Exit(1)
-
-
-def _told(done: int, of: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{done} of {of} rows" + ("\n" if done == of else ""))

@@ -135,6 +135,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
                 limits.max_num_batched_tokens,
                 limits.max_model_len,
                 planned.draft_counts,
+                lambda task, done, total: begin(task, done, total, "steps"),
             )
         except NotServable as fault:
             warnings = (*warnings, f"{fault.what} ({fault.why})")
@@ -190,9 +191,14 @@ def _verify(planned: Plan) -> None:
             verify_plan(plan.kv, request.device, batch_invariant=request.batch_invariant)
 
 
-def _phases(progress: Progress | None) -> Callable[[str], None]:
-    """Tells `progress` that a phase of unknown length begins."""
-    return lambda task: None if progress is None else progress(task, 0, 0)
+def _phases(progress: Progress | None) -> Callable[..., None]:
+    """Tells `progress`, if there is one. A task alone begins a phase of unknown length."""
+
+    def begin(task: str, done: int = 0, total: int = 0, unit: str = "bytes") -> None:
+        if progress is not None:
+            progress(task, done, total, unit)
+
+    return begin
 
 
 def _share_of(

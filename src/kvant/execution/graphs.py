@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -148,19 +149,27 @@ class StepGraphs:
         self._decodes: dict[tuple[int, int], _Graph] = {}
         self._choosers: dict[int, _Graph] = {}
 
-    def capture(self) -> None:
-        """Record every graph, the largest first. Every row is padding meanwhile: nothing is stored."""
+    def capture(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Record every graph, the largest first. Every row is padding meanwhile: nothing is stored.
+
+        told: graphs done, of all.
+        """
         self._numbers[_ROWS] = self.state.padding_row
         self._numbers[_INDEX] = -1
         wanted = [(size, k) for k, sizes in self._sizes.items() for size in sizes]
+        most = self._sizes[0][-1]
+        choosers = {min(_FEW, most), most}
+        total = len(wanted) + len(choosers) + (0 if self._mixed is None else self._mixed.num_sizes)
+        done = count(1)
         for size, k in sorted(wanted, key=lambda one: -one[0] * (1 + one[1])):
             run = partial(self._run_decodes, size, k)
             self._decodes[size, k] = self._record(run, size, draws=not k)
-        most = self._sizes[0][-1]
-        for size in {min(_FEW, most), most}:
+            told(next(done), total)
+        for size in choosers:
             self._choosers[size] = self._record(partial(self._choose, size), size, draws=True)
+            told(next(done), total)
         if self._mixed is not None:
-            self._mixed.capture(self._recorder)
+            self._mixed.capture(self._recorder, lambda: told(next(done), total))
 
     def num_drafts(self, num_sequences: int) -> list[int]:
         """Numbers of drafts for which decodes of `num_sequences` are recorded; empty for too many."""
@@ -426,8 +435,12 @@ class MixedGraphs:
         self._memory = torch.zeros(self.room, dtype=torch.int64, device=device)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
 
-    def capture(self, recorder: Recorder) -> None:
-        """Record every size, the largest first. Every token is padding meanwhile."""
+    @property
+    def num_sizes(self) -> int:
+        return len(self._sizes)
+
+    def capture(self, recorder: Recorder, told: Callable[[], None]) -> None:
+        """Record every size, the largest first. Every token is padding meanwhile. told: after each."""
         for tokens, seqs in reversed(self._sizes):
             _, _, _, _, rows, *slots, _ = self._views(self._memory, tokens, seqs)
             for some in slots:
@@ -436,6 +449,7 @@ class MixedGraphs:
             replay, _ = recorder.record(partial(self._run, tokens, seqs))
             self._replays[tokens, seqs] = replay
             self._memory.zero_()
+            told()
 
     def run(self, batch: Batch, schedule: Schedule, staging: _Staging) -> bool:
         """Replay a step into the shared logits. False if no graph holds it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -184,10 +185,12 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_drafts: Sequence[int] = (),
+        told: Callable[[str, int, int], None] = lambda task, done, total: None,
     ) -> None:
         """Compile what a GPU needs and record steps as CUDA graphs, so that no request waits.
 
-        num_drafts: drafts of one sequence, for steps that the proposer drafts on the device.
+        num_drafts: drafts of one sequence, for steps that the proposer drafts on the device. told: the task,
+        and how many of its steps are done.
         On a CPU there is nothing to do. Raises NotServable where this model's steps cannot be recorded:
         they run all the same, each operation launched by Python.
         """
@@ -204,6 +207,7 @@ class ModelRunner:
                 max_num_seqs,
                 max_num_batched_tokens,
                 max_model_len,
+                partial(told, "compiling kernels"),
             )
         if self._last is not None:  # prompts only, whose rows the host reads
             return
@@ -214,6 +218,7 @@ class ModelRunner:
                 max_num_batched_tokens,
                 max_model_len,
                 num_drafts,
+                partial(told, "recording steps"),
             )
         except torch.OutOfMemoryError:
             raise
@@ -237,6 +242,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_drafts: Sequence[int] = (),
+        told: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Record steps, as `capture` does it; from now on they are launched ahead."""
         draft = self._proposer.draft if isinstance(self._proposer, DeviceProposer) else None
@@ -257,7 +263,7 @@ class ModelRunner:
             draft=draft,
             num_drafts=() if draft is None else num_drafts,
         )
-        graphs.capture()
+        graphs.capture(told)
         self._graphs = graphs
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -27,8 +28,9 @@ def warm_up(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
+    told: Callable[[int, int], None],
 ) -> None:
-    """Run steps that store nothing: short and long prompts, alone and together.
+    """Run steps that store nothing: short and long prompts, alone and together. told: steps done, of all.
 
     Several steps are launched at once, since compiling takes most of the time. They share a stream, so the
     device runs their kernels one after the other.
@@ -58,8 +60,8 @@ def warm_up(
         try:
             # Here, as cuDNN's plans are those of a thread.
             prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
-            for _ in compiled:
-                pass
+            for done, _ in enumerate(compiled, start=1):
+                told(done, len(others))
             draw.result()
         except BaseException:  # a start that fails does not go on compiling
             threads.shutdown(wait=False, cancel_futures=True)

@@ -39,8 +39,8 @@ class LocalModel:
 class Progress(Protocol):
     """Called during long work, from any thread; `done` never falls within a task.
 
-    task: a short description; done, total: bytes. The last call has done == total. A total of 0 is a phase
-    of unknown length, which lasts until the next task.
+    task: a short description; done, total: bytes, or what `unit` says. The last call has done == total. A
+    total of 0 is a phase of unknown length, which lasts until the next task.
     """
 
-    def __call__(self, task: str, done: int, total: int) -> None: ...
+    def __call__(self, task: str, done: int, total: int, unit: str = "bytes") -> None: ...

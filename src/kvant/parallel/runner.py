@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvant.errors import NotServable, RankLost, WayOut
@@ -84,12 +84,13 @@ class RankedRunner(ModelRunner):
         max_num_batched_tokens: int,
         max_model_len: int,
         num_drafts: Sequence[int] = (),
+        told: Callable[[str, int, int], None] = lambda task, done, total: None,
     ) -> None:
         self.ranks.send(
             Capture(max_num_seqs, max_num_batched_tokens, max_model_len, tuple(num_drafts))
         )
         with self._group.together():
-            super().capture(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts)
+            super().capture(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts, told)
 
     def saturated(self) -> tuple[Saturated, ...]:
         """Counts of all ranks, each of which stores some heads."""

@@ -71,11 +71,12 @@ def main(address: str) -> int:
     def send(message: FromEngine) -> None:
         socket.send(encode(message))
 
+    def progress(task: str, done: int, total: int, unit: str = "bytes") -> None:
+        send(Loading(task, done, total, unit))
+
     try:
         config = engine_config(settings)
-        built = build_engine(
-            config, progress=lambda task, done, total: send(Loading(task, done, total))
-        )
+        built = build_engine(config, progress=progress)
         built.engine.prepare_structured()
         publisher = _publisher(settings, built)
         ready = _ready(built)

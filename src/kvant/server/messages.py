@@ -38,11 +38,14 @@ ToEngine = Submit | Cancel
 
 
 class Loading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loading"):
-    """A download, conversion or loading during start-up, in bytes; total 0: a phase of unknown length."""
+    """A download, conversion or other task of a start, see `models.local.Progress`; total 0: a phase of
+    unknown length.
+    """
 
     task: str
     done: int
     total: int
+    unit: str
 
     @property
     def fraction(self) -> float | None:

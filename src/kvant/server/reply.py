@@ -76,7 +76,7 @@ def moved(schema: Any, path: str) -> Any:
         return [moved(one, path) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             found[key] = f"#{path}{value[1:]}"

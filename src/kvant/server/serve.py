@@ -25,13 +25,14 @@ from kvant.sampling.generation_defaults import recommendation
 from kvant.server.app import make_app
 from kvant.server.config import Limits, ServerConfig
 from kvant.server.guard import App, protocol_with
-from kvant.server.messages import Ready
+from kvant.server.messages import Loading, Ready
 from kvant.server.metrics import Metrics
 from kvant.server.service import Service
 
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FORCED = 130
+_SECONDS_BETWEEN_LINES = 10.0
 _REQUEST_LINE = 8 * 2**10
 
 
@@ -112,7 +113,7 @@ class _Server:
             metrics,
             self.say,
             on_ready=lambda ready: self._on_ready(service, ready),
-            on_loading=_Loading(self.say),
+            on_loading=_LoadingLog(self.say),
         )
         supervisor = service.supervisor
         metrics.watch(supervisor, service.admission)
@@ -199,17 +200,30 @@ class _Server:
         self.say(f"kvant: ready: {name} on {url} ({key})")
 
 
-class _Loading:
-    """One line a task."""
+class _LoadingLog:
+    """One line a task, and for a long one its share and the time left, every ten seconds at most."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._seen: set[str] = set()
+    def __init__(
+        self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say, self._clock = say, clock
+        self._began: dict[str, tuple[float, int]] = {}  # by task: when, and what was done then
+        self._said = clock()
 
-    def __call__(self, task: str, done: int, total: int) -> None:
-        if task not in self._seen:
-            self._seen.add(task)
-            self._say(f"kvant: {task} ({format_size(total)})" if total else f"kvant: {task}")
+    def __call__(self, news: Loading) -> None:
+        now, task, total = self._clock(), news.task, news.total
+        if task not in self._began:
+            self._began[task] = (now, news.done)
+            size = format_size(total) if news.unit == "bytes" else f"{total} {news.unit}"
+            self._say(f"kvant: {task} ({size})" if total else f"kvant: {task}")
+        elif total and now >= self._said + _SECONDS_BETWEEN_LINES:
+            begin, had = self._began[task]
+            speed = (news.done - had) / (now - begin)
+            left = f", {(total - news.done) / speed:.0f} s left" if speed else ""
+            self._say(f"kvant: {task}: {news.done / total:.0%}{left}")
+        else:
+            return
+        self._said = now
 
 
 def log_to_stderr() -> None:

@@ -31,7 +31,7 @@ from kvant.server.api_error import (
 )
 from kvant.server.config import ServerConfig
 from kvant.server.fill import FillForm, fill_form
-from kvant.server.messages import Failure, Piece, Ready, Report
+from kvant.server.messages import Failure, Loading, Piece, Ready, Report
 from kvant.server.metrics import Activity, Metrics
 from kvant.server.parameters import read_template_values
 from kvant.server.reply import Tools, reply_format
@@ -193,7 +193,7 @@ class Service:
         say: Callable[[str], None],
         *,
         on_ready: Callable[[Ready], None],
-        on_loading: Callable[[str, int, int], None],
+        on_loading: Callable[[Loading], None],
     ) -> None:
         self.config = config
         self.supervisor = Supervisor(

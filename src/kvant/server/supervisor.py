@@ -144,7 +144,7 @@ class Supervisor:
         restarts: Restarts,
         *,
         on_ready: Callable[[Ready], None],
-        on_loading: Callable[[str, int, int], None],
+        on_loading: Callable[[Loading], None],
         on_report: Callable[[Report, Report], None],
     ) -> None:
         self.state = State.STARTING
@@ -301,7 +301,7 @@ class Supervisor:
             match message:
                 case Loading():
                     self.loading = message
-                    self._on_loading(message.task, message.done, message.total)
+                    self._on_loading(message)
                 case Ready():
                     self.ready = message
                     self.loading = None

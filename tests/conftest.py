@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     sys.modules["triton"] = None  # type: ignore[assignment]
 
 pytest_plugins = ["tests.acceptance.report", "tests.audit"]
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+    pytest_plugins.append("tests.interpreter")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -126,7 +126,7 @@ class KeptConversation:
                 f"--resume {id!r} is no name of a session",
                 why="it has up to 64 letters, digits, dots, dashes and underscores",
             )
-        windows = llm.engine.scheduler.allocator.windows
+        windows = llm.engine.scheduler.allocator.every_window
         self._llm, self._id = llm, id
         self._sessions = SessionFiles(tiers.files.store, windows, llm.engine.limits.page_size)
         self.messages: list[Message] = []

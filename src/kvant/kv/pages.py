@@ -530,8 +530,9 @@ class SharedPages:
     per_superblock: pages of a superblock, of each group. sinks: first tokens that each group keeps beside its
     window, none by default. One group of whole superblocks without these.
 
-    groups, windows, sinks: of pages for tokens. states: of pages for states, None without them. Where counts
-    or pages of each group are given, those of states come last, and may be left out.
+    groups, windows, sinks: of pages for tokens. states: of pages for states, None without them. every,
+    every_window: of both. Where counts or pages of each group are given, those of states come last, and may
+    be left out.
     """
 
     def __init__(
@@ -543,7 +544,8 @@ class SharedPages:
     ) -> None:
         self.superblocks = Superblocks(num_superblocks)
         made = [PageAllocator(self.superblocks, n) for n in per_superblock]
-        self._all = tuple(made)
+        self._all = self.every = tuple(made)
+        self.every_window = tuple(windows)
         self.states = made.pop() if windows[-1] == STATES else None
         self.groups = tuple(made)
         self.windows = tuple(windows[: len(made)])

@@ -71,8 +71,8 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     draft_facts: DraftFacts | None = None
     if request.speculative is not None and facts.draft is not None:
         draft, draft_facts = _plan_draft(request, request.speculative, facts.draft, geometry)
-    _refuse_offload(request, geometry)
     limits = _limits(request, target)
+    _refuse_offload(request, geometry, limits)
     counts = _draft_counts(request.speculative, draft_facts, limits)
     if geometry.has_states and counts:
         places = min(_MOST_DRAFT_STATES, limits.max_num_seqs * max(counts))
@@ -150,7 +150,7 @@ def _refuse_drafts_over_states(request: PlanRequest, geometry: ModelGeometry) ->
     )
 
 
-def _refuse_offload(request: PlanRequest, geometry: ModelGeometry) -> None:
+def _refuse_offload(request: PlanRequest, geometry: ModelGeometry, limits: Limits) -> None:
     """Refuse tiers for engines whose pages do not go there."""
     if request.offload is None:
         if request.transfer is not None:
@@ -166,12 +166,14 @@ def _refuse_offload(request: PlanRequest, geometry: ModelGeometry) -> None:
             why="it keeps the pages that the prefix cache has no room for",
             ways_out=(WayOut("leave out one of --kv-offload and --no-enable-prefix-caching"),),
         )
-    reason = None
-    if geometry.has_states:
-        reason = (
-            "a prefix continues from a state of its recurrent layers, which is not offloaded yet"
+    if geometry.has_states and not limits.state_slots:
+        raise BadValue(
+            f"--kv-offload cannot be had for {request.model} without kept states",
+            why="a prefix continues from a state of its layers, and --state-cache-memory holds none",
+            ways_out=(WayOut("leave out --state-cache-memory"),),
         )
-    elif request.tensor_parallel_size > 1:
+    reason = None
+    if request.tensor_parallel_size > 1:
         reason = "each of several ranks holds a part of every page, and none offloads its part yet"
     if reason is not None:
         raise NotServable(

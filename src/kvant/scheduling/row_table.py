@@ -476,7 +476,7 @@ class HeldPages:
             return 0, []
         hashes = sequence.prefix_hashes[1 : most + 1]
         if not self._windows:
-            return self._restorable(hashes, has)
+            return self._with_state(*self._restorable(hashes, has), hashes, has)
 
         def there(group: int, digest: bytes) -> bool:
             return self._is_found(group, digest) or has(Key(group, digest))
@@ -510,6 +510,28 @@ class HeldPages:
                 return index, lacking
             lacking += keys
         return len(hashes), lacking
+
+    def _with_state(
+        self, cut: int, lacking: list[Key], hashes: Items[bytes], has: Callable[[Key], bool]
+    ) -> tuple[int, list[Key]]:
+        """Shorten what `_restorable` returned to the last place whose state is to be had; add its state."""
+        states, group = self.shared.states, len(self.shared.groups)
+        if states is None:
+            return cut, lacking
+        for end in range(cut, 0, -1):
+            state = Key(group, hashes[end - 1])
+            is_here = states.find(state.digest) is not None
+            if is_here or has(state):
+                wanted = set(hashes[:end])
+                lacking = [key for key in lacking if key.digest in wanted]
+                return end, lacking if is_here else [*lacking, state]
+        return 0, []
+
+    def present(self, sequence: Sequence, cut: int) -> list[int]:
+        """Pages of the first group that the device has among those of the sequence's first `cut` ones."""
+        group = self.shared.groups[0]
+        pages = [group.find(digest) for digest in sequence.prefix_hashes[1 : cut + 1]]
+        return [page for page in pages if page is not None]
 
     def hash_some(self, sequence: Sequence, most: int) -> bool:
         """Whether `find_prefix` would hash no page of a sequence; else hash up to `most` of them."""
@@ -625,6 +647,16 @@ class HeldPages:
                     )
                     if page is not None and generation is not None:
                         lacking.append((key, page, generation))
+        states = self.shared.states
+        if states is not None:
+            for index in range(first, full):
+                key = Key(len(self.shared.groups), sequence.prefix_hashes[index + 1])
+                page = states.find(key.digest)
+                generation = None if page is None else states.generation_of(page)
+                if page is not None and generation is not None:
+                    keys.append(key)
+                    if not tiers.in_host(key):
+                        lacking.append((key, page, generation))
         told = self.told_of(sequence, [key for key, _, _ in lacking])
         tiers.touch(keys)
         tiers.offer(
@@ -672,11 +704,12 @@ class HeldPages:
             for place in range(len(self.shared.groups))
         ]
         for leaving in self._leaving:
-            owned = [[*own, pages] for own, pages in zip(owned, leaving, strict=True)]
-        if self.tiers is not None:
-            owned = [own + moved for own, moved in zip(owned, self.tiers.held(), strict=True)]
+            for own, pages in zip(owned, leaving, strict=False):
+                own.append(pages)
         if self.shared.states is not None:
             owned.append([[s.state_page] for s in holders])
+        if self.tiers is not None:
+            owned = [own + moved for own, moved in zip(owned, self.tiers.held(), strict=True)]
         faults = self.shared.audit(owned)
         if self.tiers is not None:
             faults += self.tiers.audit()
@@ -741,6 +774,14 @@ class KeptStates:
         # others have taken since stay here until they are looked at.
         self._kept: OrderedDict[bytes, int] = OrderedDict()
 
+    def _notice(self) -> None:
+        """Count states that came back from a tier among the kept ones."""
+        if self._pages is not None:
+            for digest, _ in self._pages.known():
+                self._kept.setdefault(digest, -1)
+            while self.num_kept > self._most:
+                self._forget(next(iter(self._kept)))
+
     @property
     def num_kept(self) -> int:
         return sum(self._find(digest) is not None for digest in self._kept)
@@ -754,6 +795,7 @@ class KeptStates:
         """The first of its cached pages, up to the last place whose state is kept."""
         if not self.is_on:
             return found
+        self._notice()
         hashes = sequence.prefix_hashes
         count = next((n for n in range(len(found), 0, -1) if self._find(hashes[n]) is not None), 0)
         return found[:count]
@@ -793,6 +835,7 @@ class KeptStates:
             return None
         for old in [old for old in self._kept if self._find(old) is None]:
             del self._kept[old]
+        self._notice()
         while len(self._kept) >= self._most:
             self._forget(next(iter(self._kept)))
         taken = self._pages.allocate(1)
@@ -819,7 +862,8 @@ class KeptStates:
         """Faults in words: no more states than allowed, and each is findable by its hash alone."""
         if self._pages is None:
             return []
-        known = self._pages.num_idle
+        self._notice()
+        known = self._pages.num_known
         faults = (
             [] if known == self.num_kept else [f"{known} states kept, {self.num_kept} findable"]
         )

@@ -488,6 +488,8 @@ class Scheduler:
             num_tokens = (cut - len(found[0])) * self.limits.page_size
         if lacking and self.pages.has_room(sequence, found, first_piece, spare=spare):
             joined = [[page for page in pages if page != SCRATCH] for pages in found]
+            if self.states.is_on:  # such models have one group beside that of states
+                joined = [self.pages.present(sequence, cut), []]
             told = self.pages.told_of(sequence, lacking)
             if tiers.load(number, joined, lacking, told, num_tokens):
                 return True

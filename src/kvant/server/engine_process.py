@@ -237,7 +237,7 @@ def _page_store(built: BuiltEngine) -> PageStore | None:
     if tiers is None or tiers.files is None:
         return None
     store = tiers.files.store
-    windows = built.engine.scheduler.allocator.windows
+    windows = built.engine.scheduler.allocator.every_window
     return PageStore(str(store.directory), store.identity.fields, windows, store.budget)
 
 

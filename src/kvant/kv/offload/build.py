@@ -33,7 +33,7 @@ def build_tiers(
     what reads pages of other engines into it. give: makes what lets others read it; lives as the tiers do.
     Raises DoesNotFit if a GPU cannot reach that much host memory.
     """
-    per_superblock = [group.per_superblock for group in shared.groups]
+    per_superblock = [group.per_superblock for group in shared.every]
     row_bytes = [sum(piece.shape[1] for piece in of_group) for of_group in pieces]
     superblock = max(n * size for n, size in zip(per_superblock, row_bytes, strict=True))
     count = 1 + host_bytes // superblock  # the first one is the scratch pages', as in any arena
@@ -41,7 +41,7 @@ def build_tiers(
     on_gpu = device.type != "cpu"
     rows = HostRows(row_bytes, count, superblock, per_superblock, pinned=on_gpu)
     bell = Bell()
-    host = SharedPages(count, shared.windows, per_superblock)
+    host = SharedPages(count, shared.every_window, per_superblock)
     mover = PageMover(rows, _copiers(pieces, rows, device), bell)
     queue = None if files is None else FileQueue(files, bell)
     if policy is None:

@@ -256,7 +256,15 @@ def pieces_of(pools: Sequence[KVPool]) -> list[list[Tensor]]:
     """The pieces of a page in all pools that share page ids, by group: uint8 [num_pages, n] each."""
     arenas = list({id(pool.arena): pool.arena for pool in pools}.values())
     groups = range(len(arenas[0].layout.groups))
-    return [[piece for arena in arenas for piece in arena.pieces(group)] for group in groups]
+    return [
+        [
+            piece
+            for arena in arenas
+            if group < len(arena.layout.groups)  # a drafter's own arena has no states
+            for piece in arena.pieces(group)
+        ]
+        for group in groups
+    ]
 
 
 def _nothing() -> None:

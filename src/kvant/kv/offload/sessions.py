@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from kvant.kv.groups import STATES
 from kvant.kv.offload.page_files import PageFiles
 from kvant.kv.pages import CacheIdentity, page_hash, root_hash
 
@@ -46,7 +47,10 @@ class ForeignSession(Exception):
 
 
 class SessionFiles:
-    """Sessions beside the page files of one identity. windows: tokens that each group of pages keeps."""
+    """Sessions beside the page files of one identity.
+
+    windows: tokens that each group of pages keeps, that of states last (`SharedPages.every_window`).
+    """
 
     def __init__(self, files: PageFiles, windows: Sequence[int | None], page_size: int) -> None:
         self._files, self._windows, self._page_size = files, tuple(windows), page_size
@@ -77,9 +81,7 @@ class SessionFiles:
             self._is_there(g, digest)
             for g, window in enumerate(self._windows)
             if window is not None
-            for digest in hashes[
-                max(0, count * self._page_size - window + 1) // self._page_size : count
-            ]
+            for digest in hashes[self._first_read(count, window) : count]
         ):
             count -= 1
         return count
@@ -134,6 +136,12 @@ class SessionFiles:
     def delete(self, id: str, owner: str) -> None:
         """Forget a session; its pages may be removed from now on. Raises FileNotFoundError."""
         self._path(id, owner).unlink()
+
+    def _first_read(self, count: int, window: int) -> int:
+        """The first page of a group with a window that the token behind `count` pages reads."""
+        if window == STATES:
+            return count - 1  # a state is kept with the last page before it
+        return max(0, count * self._page_size - window + 1) // self._page_size
 
     def _path(self, id: str, owner: str) -> Path:
         if not ID.fullmatch(id):

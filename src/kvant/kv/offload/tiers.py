@@ -201,7 +201,7 @@ class Tiers:
         return bool(self._sources) and self._may_read and self._source_of(key) is not None
 
     def in_host(self, key: Key) -> bool:
-        return self._host.groups[key.group].find(key.digest) is not None
+        return self._host.every[key.group].find(key.digest) is not None
 
     def _source_of(self, key: Key) -> Source | None:
         return next((source for source in self._sources if source.has(key)), None)
@@ -215,7 +215,7 @@ class Tiers:
     def catalog(self) -> Catalog:
         """What other threads may ask."""
         return Catalog(
-            find=partial(_find, [group.find for group in self._host.groups], self._sums),
+            find=partial(_find, [group.find for group in self._host.every], self._sums),
             is_coming=partial(_is_coming, self._storing, self._offers),
         )
 
@@ -238,7 +238,7 @@ class Tiers:
         host, disk = self._counts["host"], self._counts["disk"]
         for tier in ("disk", "peer"):
             self._counts[tier].bad = sum(s.num_bad for s in self._sources if s.tier == tier)
-        known = sum(group.num_known for group in self._host.groups)
+        known = sum(group.num_known for group in self._host.every)
         file_bytes = 0 if self.files is None else self.files.num_bytes
         return OffloadStats(
             host=host.with_pages(known, known * max(self._mover.page_bytes, default=0)),
@@ -274,7 +274,7 @@ class Tiers:
         for key, page in (*self._fetches.items(), *self._writing.items()):
             holders[key.group].append([page])
         faults = [f"host memory: {fault}" for fault in self._host.audit(holders)]
-        for place, group in enumerate(self._host.groups):
+        for place, group in enumerate(self._host.every):
             for digest, page in group.known():
                 if self._sums.get((place, page), (b"", b""))[0] != digest:
                     faults.append(f"host memory: page {page} has no checksum")
@@ -296,7 +296,7 @@ class Tiers:
 
     def touch(self, keys: Sequence[Key]) -> None:
         """These pages of one sequence were used; the first ones stay longest."""
-        for place, group in enumerate(self._host.groups):
+        for place, group in enumerate(self._host.every):
             pages = [group.find(key.digest) for key in keys if key.group == place]
             there = [page for page in pages if page is not None]
             group.join(there)
@@ -311,7 +311,7 @@ class Tiers:
             chosen: list[Offer] = []
             while self._offers and len(chosen) < STORE_PAGES:
                 _, offer = self._offers.popitem(last=False)
-                group = self._shared.groups[offer.key.group]
+                group = self._shared.every[offer.key.group]
                 if group.generation_of(offer.page) == offer.generation:
                     chosen.append(offer)
                 else:
@@ -339,11 +339,11 @@ class Tiers:
     def _take_host(self, group: int) -> int | None:
         """A page of host memory, held; the least recently used one gives way."""
         counts = [int(place == group) for place in self._groups]
-        before = sum(one.num_known for one in self._host.groups)
+        before = sum(one.num_known for one in self._host.every)
         found = self._host.allocate(counts, clear=False)
         if found is None:
             return None
-        self._counts["host"].evicted += before - sum(one.num_known for one in self._host.groups)
+        self._counts["host"].evicted += before - sum(one.num_known for one in self._host.every)
         return found[group][0]
 
     def _stored(self, done: Moved) -> None:
@@ -355,7 +355,7 @@ class Tiers:
         ):
             key = offer.key
             self._storing.discard(key)
-            device = self._shared.groups[key.group]
+            device = self._shared.every[key.group]
             is_whole = device.generation_of(offer.page) == offer.generation
             if checksum is None or not is_whole or not self._remember(page, key, checksum):
                 counts.dropped += 1
@@ -366,7 +366,7 @@ class Tiers:
                 log.stored(key.digest, *offer.told)
             if self.files is not None and not self.files.has(key):
                 self._unsaved[key] = None
-        for place, group in enumerate(self._host.groups):
+        for place, group in enumerate(self._host.every):
             group.release(
                 [
                     page
@@ -377,7 +377,7 @@ class Tiers:
 
     def _remember(self, page: int, key: Key, checksum: bytes) -> bool:
         """Make a page of host memory findable. False if its contents are known as another page."""
-        if not self._host.groups[key.group].remember(page, key.digest):
+        if not self._host.every[key.group].remember(page, key.digest):
             return False
         self._sums[key.group, page] = key.digest, checksum
         return True
@@ -410,12 +410,13 @@ class Tiers:
         unknown = [
             Wanted(place, digest)
             for place, digest in enumerate(digests, first)
-            if not all(self.has(Key(group, digest)) for group in self._groups)
+            # States lie behind few pages, and are looked for with them.
+            if not all(self.has(Key(g, digest)) for g in range(len(self._shared.groups)))
         ]
         asked = [source for source in self._sources if source.is_ready]
         if unknown and asked:
             for source in asked:
-                source.probe(number, unknown, self._shared.windows, prompt)
+                source.probe(number, unknown, self._shared.every_window, prompt)
             self._waiting[number] = _Waiting(
                 Progress.MOVING, reading=time.monotonic(), num_probes=len(asked)
             )
@@ -473,7 +474,7 @@ class Tiers:
         counts = [sum(key.group == place for key in keys) for place in self._groups]
         if not self._shared.fit(counts, joined):
             return False
-        for group, pages in zip(self._shared.groups, joined, strict=True):
+        for group, pages in zip(self._shared.every, joined, strict=True):
             group.join(pages)
         load = next(self._jobs)
         self._loads[load] = _Load(
@@ -502,7 +503,7 @@ class Tiers:
         first, host_pages = found.num_begun, list[int]()
         keys = found.keys[first : first + LOAD_PAGES]
         for key in keys:
-            host_page = self._host.groups[key.group].find(key.digest)
+            host_page = self._host.every[key.group].find(key.digest)
             if host_page is None:
                 break  # it gave way to others meanwhile
             host_pages.append(host_page)
@@ -515,7 +516,7 @@ class Tiers:
         found.is_whole = first + len(keys) == len(found.keys) or len(keys) == LOAD_PAGES
         fresh, moves = [iter(pages) for pages in taken], list[Move]()
         for key, host_page in zip(keys, host_pages, strict=True):
-            self._host.groups[key.group].join([host_page])
+            self._host.every[key.group].join([host_page])
             _, checksum = self._sums[key.group, host_page]
             moves.append(Move(key.group, next(fresh[key.group]), host_page, checksum))
         for held, pages in zip(found.held, taken, strict=True):
@@ -536,7 +537,7 @@ class Tiers:
             zip(part.moves, done.checksums, strict=True), part.first
         ):
             key, told = load.keys[place], load.told[place]
-            host, device = self._host.groups[key.group], self._shared.groups[key.group]
+            host, device = self._host.every[key.group], self._shared.every[key.group]
             if checksum is None:
                 self._note_bad("host", "a page in host memory is not what was stored")
                 load.is_whole = False
@@ -551,7 +552,7 @@ class Tiers:
             log = device.log
             if device.remember(move.device_page, key.digest) and told is not None and log:
                 log.stored(key.digest, *told)
-        for place, group in enumerate(self._host.groups):
+        for place, group in enumerate(self._host.every):
             group.release([move.host_page for move in part.moves if move.group == place])
         if load.is_over:
             self._end_load(part.load)
@@ -571,7 +572,7 @@ class Tiers:
             self._num_restored_tokens += load.num_tokens
 
     def _release(self, held: list[list[int]]) -> None:
-        for group, pages in zip(self._shared.groups, held, strict=True):
+        for group, pages in zip(self._shared.every, held, strict=True):
             group.release(pages)
 
     def give_back(self) -> bool:
@@ -611,7 +612,7 @@ class Tiers:
     def forget(self, digests: Iterable[bytes]) -> None:
         """Drop pages whose contents are not trusted."""
         for digest in digests:
-            for place, group in enumerate(self._host.groups):
+            for place, group in enumerate(self._host.every):
                 key = Key(place, digest)
                 self._offers.pop(key, None)
                 self._unsaved.pop(key, None)
@@ -662,7 +663,7 @@ class Tiers:
                 counts.restored += 1
                 counts.bytes_restored += size
                 self.policy.note_copy(source.tier, size, seconds)
-            self._host.groups[key.group].release([page])
+            self._host.every[key.group].release([page])
             for waiting in self._waiting.values():
                 if key in waiting.unread:
                     waiting.unread.discard(key)
@@ -678,7 +679,7 @@ class Tiers:
 
     def _poll_writes(self, files: FileQueue) -> None:
         for key, is_written in files.take_written():
-            self._host.groups[key.group].release([self._writing.pop(key)])
+            self._host.every[key.group].release([self._writing.pop(key)])
             if is_written:
                 self._counts["disk"].stored += 1
                 self._counts["disk"].bytes_stored += self._mover.page_bytes[key.group]
@@ -689,7 +690,7 @@ class Tiers:
             self._write(files, key)
 
     def _write(self, files: FileQueue, key: Key) -> None:
-        host = self._host.groups[key.group]
+        host = self._host.every[key.group]
         page = host.find(key.digest)
         if page is None:
             self._counts["disk"].dropped += 1  # it left host memory before the files took it
@@ -720,7 +721,7 @@ class Tiers:
 
     @property
     def _groups(self) -> range:
-        return range(len(self._shared.groups))
+        return range(len(self._shared.every))
 
 
 def _find(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvant.kv.codecs import TORCH_ELEMENT, codec_for
 from kvant.kv.dtype import KVDtype
-from kvant.kv.groups import ArenaLayout, Owner
+from kvant.kv.groups import STATES, Owner, PageGroup
 from kvant.kv.identity import PageIdentity
 from kvant.kv.offload.mover import HostRows
 from kvant.kv.offload.moves import Key
@@ -28,16 +28,16 @@ _BY_NAME = {dtype.format.name: dtype for dtype in KVDtype}
 
 
 def groups_of(pools: Sequence[KVPool], rows: HostRows) -> list[GroupRows]:
-    """How pages of each group lie in host memory. Layers of drafters and wide rows are not listed."""
+    """How pages of each group lie in host memory. Layers of drafters, wide rows and states are not listed."""
     layout, target = pools[0].arena.layout, pools[0]
     return [
         GroupRows(
             group.window,
             rows.row_bytes[place],
             rows.stride(place),
-            [_layer_rows(target[owner.layer], found) for owner, found in _owners(layout, place)],
+            [_layer_rows(target[owner.layer], found) for owner, found in _owners(group)],
         )
-        for place, group in enumerate(layout.of_tokens)
+        for place, group in enumerate(layout.groups)
     ]
 
 
@@ -54,7 +54,11 @@ class CodecConverter:
         self._formats = frozenset(dtype.format.name for dtype in formats)
         self._groups, self._page_size = groups, page_size
         self._pool = pools[0]
-        self._whole = len(pools) == 1 and all(spec.wide is None for spec in pools[0].plan.layers)
+        self._whole = (
+            len(pools) == 1
+            and all(spec.wide is None for spec in pools[0].plan.layers)
+            and all(group.window != STATES for group in groups)
+        )
 
     @property
     def formats(self) -> frozenset[str]:
@@ -70,7 +74,7 @@ class CodecConverter:
                 "give both engines the same --page-size"
             )
         if not self._whole:
-            raise Unlike("pages with rows of a drafter, or with wide rows, are not converted")
+            raise Unlike("pages of drafters, wide rows and states are not converted")
         changes: dict[str, None] = {}
         if len(theirs.groups) != len(self._groups):
             raise Unlike("its layers lie in other groups of pages")
@@ -137,8 +141,10 @@ def _sides(layer: LayerRows) -> list[SideRows]:
     return [layer.k] if layer.v is None else [layer.k, layer.v]
 
 
-def _owners(layout: ArenaLayout, place: int) -> Iterator[tuple[Owner, Sequence[int]]]:
-    for owner, found in layout.of_tokens[place].offsets.items():
+def _owners(group: PageGroup) -> Iterator[tuple[Owner, Sequence[int]]]:
+    for owner, found in group.offsets.items():
+        if group.window == STATES:
+            return
         if owner.role is Role.TARGET and not owner.is_wide:
             yield owner, found
 

@@ -89,7 +89,8 @@ def _store(launch: Launch, *, is_master: bool) -> Any:
     """torchrun's own store; without one, rank 0's at the same address."""
     import torch.distributed as dist
 
-    return dist.TCPStore(
+    made: Any = dist  # some of its names have no types
+    return made.TCPStore(
         launch.host, launch.port, is_master=is_master, wait_for_workers=False,
         timeout=timedelta(seconds=30),
     )  # fmt: skip
@@ -136,10 +137,11 @@ def gather(launch: Launch) -> Gathered:
     """Rank 0: wait for all other ranks. Raises EngineFault if they do not come."""
     import torch.distributed as dist
 
+    made: Any = dist
     if launch.rank != 0:
         raise EngineFault(f"an engine is rank 0, not rank {launch.rank}")
     known = _store(launch, is_master=not launch.has_store)
-    own: Any = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    own = made.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     secret = secrets.token_hex(16)
     links: dict[int, tuple[socket.socket, int]] = {}
     pulses: dict[int, socket.socket] = {}

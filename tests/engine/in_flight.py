@@ -49,6 +49,8 @@ class RecordedRunner(RememberingRunner):
     ) -> None:  # fmt: skip
         super().__init__(num_pages, PAGE)
         self._rewrites = bool(num_drafts)
+        self._to_clear: Sequence[Sequence[int]] = ()
+        self.num_cleared = Counter[str]()
         self._wrong_every = wrong_every
         self.graphs = StepGraphs(
             self._forward,
@@ -61,6 +63,7 @@ class RecordedRunner(RememberingRunner):
             run=self._run,
             draft=self._draft if num_drafts else None,
             num_drafts=num_drafts,
+            eraser=None if num_drafts else self,
         )
         self.graphs.capture()
 
@@ -68,7 +71,23 @@ class RecordedRunner(RememberingRunner):
         return self.graphs.num_drafts(num_sequences)
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
-        return self.graphs.launch(schedule, table, drafts)
+        cleared, self._to_clear = self._to_clear, ()
+        return self.graphs.launch(schedule, table, drafts, cleared)
+
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
+        if self._rewrites:
+            super().zero(pages)
+        else:
+            self._to_clear = pages
+
+    def clear(self, pages: Sequence[Sequence[int]]) -> None:
+        self.num_cleared["at once"] += sum(map(len, pages))
+        super().zero(pages)
+
+    def clear_listed(self, entries: Tensor) -> None:
+        pages = entries[entries > 0].tolist()
+        self.num_cleared["in steps"] += len(pages)
+        super().zero([pages])
 
     def _run(self, batch: Batch, input_ids: Tensor) -> Tensor:
         if self._rewrites:

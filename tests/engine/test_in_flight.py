@@ -66,7 +66,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     launch, commit, schedule_ = StepGraphs.launch, LiveRequests._commit_plain, Scheduler.schedule
 
     def count(
-        graphs: StepGraphs, schedule: Schedule, table: RowTable, drafts: Drafts | None
+        graphs: StepGraphs,
+        schedule: Schedule,
+        table: RowTable,
+        drafts: Drafts | None,
+        cleared: Sequence[Sequence[int]] = (),
     ) -> Launched:
         is_ahead = bool(schedule.is_pending.any())
         found["ahead" if is_ahead else "read"] += 1
@@ -74,7 +78,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["drafts ahead"] += is_ahead and schedule.max_drafts is not None
         found["uncertain"] += schedule.limits is not None
         found["drawn"] += is_ahead and not table.is_greedy[schedule.rows].all()
-        return launch(graphs, schedule, table, drafts)
+        return launch(graphs, schedule, table, drafts, cleared)
 
     def count_plain(lives: LiveRequests, *given: Any) -> Any:
         progress = commit(lives, *given)

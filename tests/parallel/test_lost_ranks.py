@@ -138,4 +138,4 @@ def test_waiting_for_a_kernel_that_never_ends_ends_with_the_rank() -> None:
             raise RankLost("rank 1 was killed")
 
     with pytest.raises(RankLost, match="rank 1 was killed"):
-        WatchedMark(_Never(), check).synchronize()  # type: ignore[arg-type]
+        WatchedMark(_Never(), check, 0.0).synchronize()  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from kvant.execution.batch import (
 from kvant.execution.device_state import DeviceState
 from kvant.execution.recorder import Recorder
 from kvant.execution.shared_logits import SharedLogits
+from kvant.kernels.listed_pages import listed
 from kvant.kernels.transfer import to_device
 from kvant.models.loaded import widened
 from kvant.plan.graph_sizes import batch_sizes, draft_sizes, piece_sizes
@@ -55,6 +57,15 @@ Forward = Callable[[Tensor, Step, Tensor], Tensor]
 Draft = Callable[[Tensor, Step], Tensor]
 """`DeviceProposer.draft`."""
 
+
+class Eraser(Protocol):
+    """`kvant.kernels.triton.zero.PageEraser`."""
+
+    def clear(self, pages: Sequence[Sequence[int]]) -> None: ...
+
+    def clear_listed(self, entries: Tensor) -> None: ...
+
+
 MOST_CONTEXT = 8192
 """Stored tokens of a long piece in a mixed graph: more are faster as `Step.long`."""
 
@@ -66,8 +77,11 @@ _NO_LIMIT = 1 << 40
 _FEW = 128
 """Rows of the smaller chooser."""
 
-_ROWS, _TOKENS, _STARTS, _COUNTS, _LIMITS, _INDEX, _VALUES = range(7)
-"""Rows of a step's numbers; the last two are changes of page ids."""
+_ROWS, _TOKENS, _STARTS, _COUNTS, _LIMITS, _INDEX, _VALUES, _CLEARED = range(8)
+"""Rows of a step's numbers. _INDEX and _VALUES are changes of page ids, _CLEARED pages to clear."""
+
+_MOST_CLEARED = 64
+"""Pages that a recorded step clears; with more, clearing them is a launch of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +104,7 @@ class _Staging:
     """
 
     def __init__(self, recorder: Recorder, seqs: int, rows: int, mixed: int) -> None:
-        self.numbers = recorder.host_buffer(7, seqs, dtype=torch.int64)
+        self.numbers = recorder.host_buffer(8, seqs, dtype=torch.int64)
         self.mixed = recorder.host_buffer(mixed, dtype=torch.int64)
         self.u = recorder.host_buffer(seqs, dtype=torch.float64)
         # One piece, as the graph's: a copy into strided memory would make the host wait.
@@ -103,7 +117,7 @@ class StepGraphs:
 
     forward: the model. max_num_batched_tokens: of mixed graphs, 0 for none. draft: the proposer's, for
     decodes with each of `num_drafts` drafts. run: computes logits of a batch that no graph holds;
-    its second argument are the batch's ids on the device.
+    its second argument are the batch's ids on the device. eraser: clears the pages that `launch` is given.
     """
 
     def __init__(
@@ -120,8 +134,10 @@ class StepGraphs:
         run: Callable[[Batch, Tensor], Tensor],
         draft: Draft | None = None,
         num_drafts: Sequence[int] = (),
+        eraser: Eraser | None = None,
     ) -> None:
         assert draft is not None or not num_drafts
+        self._eraser = eraser
         self._forward, self._draft, self._eager = forward, draft, run
         self._page_size, self._max_model_len = page_size, max_model_len
         self._recorder = recorder
@@ -132,7 +148,7 @@ class StepGraphs:
         max_pages = -(-max_model_len // page_size)
         self.state = DeviceState(most_seqs, max_pages, device, num_groups)
         self.logits = SharedLogits()
-        self._numbers = torch.zeros(7, most_seqs, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(8, most_seqs, dtype=torch.int64, device=device)
         shape = num_groups, most_seqs, max_pages
         self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._draws = torch.zeros(most_seqs, 5, dtype=torch.float64, device=device)
@@ -175,10 +191,16 @@ class StepGraphs:
         """Numbers of drafts for which decodes of `num_sequences` are recorded; empty for too many."""
         return [k for k, sizes in self._sizes.items() if num_sequences <= sizes[-1]]
 
-    def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None) -> Launched:
+    def launch(
+        self,
+        schedule: Schedule,
+        table: RowTable,
+        drafts: Drafts | None,
+        cleared: Sequence[Sequence[int]] = (),
+    ) -> Launched:
         """Launch a step; the host does not wait. drafts: chosen by the host, else by the recorded drafter.
 
-        Here it is decided whether a graph is replayed.
+        cleared: pages of each group that are cleared before. Here it is decided whether a graph is replayed.
         """
         index, values = self.state.changes(table)
         has_drafts = schedule.max_drafts is not None and self._draft is not None
@@ -188,7 +210,10 @@ class StepGraphs:
             and not schedule.num_prefills
             and k in self.num_drafts(len(schedule.rows))
         ):
-            return self._launch_decodes(schedule, table, k, index, values)
+            return self._launch_decodes(schedule, table, k, index, values, cleared)
+        if any(cleared):
+            assert self._eraser is not None
+            self._eraser.clear(cleared)
         self.state.write(index, values)
         return self._launch_batch(schedule, table, drafts)
 
@@ -197,9 +222,14 @@ class StepGraphs:
     def _launch_decodes(
         self, schedule: Schedule, table: RowTable, k: int,
         index: NDArray[np.int64], values: NDArray[np.int64],
+        cleared: Sequence[Sequence[int]],
     ) -> Launched:  # fmt: skip
         count = len(schedule.rows)
         size = next(size for size in self._sizes[k] if size >= count)
+        if sum(map(len, cleared)) > min(size, _MOST_CLEARED):
+            assert self._eraser is not None
+            self._eraser.clear(cleared)
+            cleared = ()
         if len(index) > size:
             self.state.write(index, values)
             index = index[:0]
@@ -217,6 +247,8 @@ class StepGraphs:
             host[_COUNTS, :count] += schedule.max_drafts
         host[_INDEX, : len(index)] = index
         host[_VALUES, : len(index)] = values[: len(index)]
+        if pages := listed(cleared):
+            host[_CLEARED, : len(pages)] = pages
         self._numbers.copy_(staging.numbers, non_blocking=True)
         graph = self._decodes[size, k]
         graph.replay()
@@ -272,7 +304,7 @@ class StepGraphs:
         return Launched(schedule, graph.logits, read, is_final, batch)
 
     def _clear(self, staging: _Staging, size: int) -> NDArray[np.int64]:
-        """The staging numbers [7, most_seqs], whose first `size` columns are padding."""
+        """The staging numbers [8, most_seqs], whose first `size` columns are padding."""
         host: NDArray[np.int64] = staging.numbers.numpy()
         host[:, :size] = 0
         host[_ROWS, :size] = self.state.padding_row
@@ -361,7 +393,9 @@ class StepGraphs:
     def _run_decodes(self, size: int, k: int) -> tuple[Tensor, Tensor]:
         """Recorded: `size` sequences with one token and up to k drafts each."""
         state, tables = self.state, self._tables[:, :size]
-        rows, tokens, starts, counts, limits, index, values = self._numbers[:, :size]
+        rows, tokens, starts, counts, limits, index, values, cleared = self._numbers[:, :size]
+        if self._eraser is not None:
+            self._eraser.clear_listed(cleared[:_MOST_CLEARED])
         if has_kernels(state.device):
             from kvant.execution.triton_step import most_likely, plain_step, write_pages
 

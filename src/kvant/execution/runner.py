@@ -15,7 +15,7 @@ from kvant.attention.backends import load_backends
 from kvant.attention.base import Step, StepCall
 from kvant.errors import NotServable
 from kvant.execution.batch import Batch, Drafts, Launched, build_batch, on_host
-from kvant.execution.graphs import StepGraphs
+from kvant.execution.graphs import Eraser, StepGraphs
 from kvant.execution.recorder import CudaRecorder, Recorder
 from kvant.execution.warm_up import warm_up
 from kvant.kernels.transfer import to_device
@@ -37,7 +37,7 @@ class Runner(Protocol):
     def device(self) -> torch.device: ...
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
-        """Clear pages of each group that have a new owner."""
+        """Clear pages of each group that have a new owner, before the next step at the latest."""
         ...
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
@@ -97,12 +97,15 @@ class ModelRunner:
         self._proposer: Proposer | None = None
         self._taps: tuple[int, ...] = ()
         self._clear: Callable[[Sequence[Sequence[int]]], None] = self.pool.arena.zero
+        self._eraser: Eraser | None = None
+        self._to_clear: Sequence[Sequence[int]] = ()
         if self.device.type != "cpu":
             from kvant.kernels.triton.zero import PageEraser
 
             erased = self.pool.arena
             groups = range(len(erased.layout.of_tokens))
-            self._clear = PageEraser([erased.pieces(group) for group in groups]).clear
+            self._eraser = PageEraser([erased.pieces(group) for group in groups])
+            self._clear = self._eraser.clear
 
     @property
     def device(self) -> torch.device:
@@ -129,7 +132,15 @@ class ModelRunner:
         self.pool.refit(self.model.scales)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
-        self._clear(pages)
+        if self._clears_in_steps:
+            self._to_clear = pages
+        else:
+            self._clear(pages)
+
+    @property
+    def _clears_in_steps(self) -> bool:
+        """Whether the next step clears pages. A proposer may write to them before."""
+        return self._graphs is not None and self._eraser is not None and self._proposer is None
 
     def num_drafts(self, num_sequences: int) -> Sequence[int]:
         return () if self._graphs is None else self._graphs.num_drafts(num_sequences)
@@ -154,7 +165,8 @@ class ModelRunner:
 
     def _launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None) -> Launched:
         if self._graphs is not None:
-            return self._graphs.launch(schedule, table, drafts)
+            cleared, self._to_clear = self._to_clear, ()
+            return self._graphs.launch(schedule, table, drafts, cleared)
         batch = build_batch(schedule, table, self.model.plan.page_size, drafts)
         return on_host(schedule, batch, drafts, self.run(batch))
 
@@ -262,6 +274,7 @@ class ModelRunner:
             run=self._run,
             draft=draft,
             num_drafts=() if draft is None else num_drafts,
+            eraser=self._eraser if self._proposer is None else None,
         )
         graphs.capture(told)
         self._graphs = graphs

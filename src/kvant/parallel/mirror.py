@@ -7,6 +7,7 @@ which is copied to the other ranks as it lies: nothing is encoded, and a step th
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence as Items
 from typing import Any, Literal, cast, get_args, overload
 
@@ -27,7 +28,8 @@ _NAMES: dict[Any, _Name] = {np.dtype(name): name for name in get_args(_Name)}
 STEP, ZERO = 1, 2
 """First words of arrays that are sent, see `kvant.parallel.messages`."""
 
-_HEAD = 14
+_HEAD = 15
+_WORDS = struct.Struct(f"{_HEAD}q")
 _LIMITS, _MAX_DRAFTS, _NEEDS_HOST, _DRAFTS = 1, 2, 4, 8
 
 
@@ -79,9 +81,13 @@ class Sender:
         )  # fmt: skip
 
     def step(
-        self, schedule: Schedule, table: RowTable, drafts: Drafts | None, *, log_has_reader: bool
-    ) -> NDArray[np.int64]:
-        """A schedule without its sequences, as `Receiver.step` takes it; valid until the next call."""
+        self, schedule: Schedule, table: RowTable, drafts: Drafts | None, *, log_has_reader: bool,
+        cleared: Items[Items[int]] = (),
+    ) -> NDArray[np.int64]:  # fmt: skip
+        """A schedule without its sequences, as `Receiver.step` takes it; valid until the next call.
+
+        cleared: its pages to zero.
+        """
         changes = [] if self._is_new or table.log is None else table.log
         self._is_new = False
         if not log_has_reader:
@@ -94,7 +100,8 @@ class Sender:
             starts = schedule.starts[decodes:].tolist()
             ends = (schedule.starts + schedule.counts)[decodes:].tolist()
             spans = list(zip(starts, ends, strict=True))
-        known = np.flatnonzero(~schedule.is_pending[:decodes]).tolist()
+        pending = schedule.is_pending[:decodes]
+        known = [] if pending.all() else np.flatnonzero(~pending).tolist()
         new = sorted({row for row, start, _ in changes if start == 0})
         limits, max_drafts = schedule.limits, schedule.max_drafts
         states = schedule.states_to_place, schedule.states_to_load, schedule.states_to_keep
@@ -103,14 +110,14 @@ class Sender:
         num_pages = sum([len(pages) for _, _, pages in changes])
         self._make_room(
             _HEAD + 7 * count + num_tokens + num_drafted + 3 * len(changes) + num_pages
-            + 7 * len(new) + 2 * sum(map(len, states))
+            + 7 * len(new) + 2 * sum(map(len, states)) + sum([1 + len(some) for some in cleared])
         )  # fmt: skip
-        self._memory[:_HEAD] = (
-            STEP, count, prefills, schedule.num_drafts,
+        _WORDS.pack_into(
+            self._memory.data, 0, STEP, count, prefills, schedule.num_drafts,
             (limits is not None) * _LIMITS | (max_drafts is not None) * _MAX_DRAFTS
             | schedule.needs_host * _NEEDS_HOST | (drafts is not None) * _DRAFTS,
             len(known), num_tokens, num_drafted, len(changes), num_pages, len(new),
-            *map(len, states),
+            *map(len, states), len(cleared),
         )  # fmt: skip
         self._end = _HEAD
         self._add(schedule.rows)
@@ -144,6 +151,9 @@ class Sender:
         for pairs in states:
             if pairs:
                 self._add([one for pair in pairs for one in pair])
+        if cleared:
+            self._add([len(some) for some in cleared])
+            self._add([page for some in cleared for page in some])
         return self._memory[: self._end]
 
     def _make_room(self, size: int) -> None:
@@ -185,7 +195,7 @@ class Receiver:
         """
         (
             _, count, prefills, num_drafts, flags, num_known, num_tokens, num_drafted, num_changes,
-            num_pages, num_new, to_place, to_load, to_keep,
+            num_pages, num_new, to_place, to_load, to_keep, num_groups,
         ) = sent[:_HEAD].tolist()  # fmt: skip
         reader, table, decodes = _Reader(sent), self.table, count - prefills
         take = reader.take
@@ -218,9 +228,12 @@ class Receiver:
             table.seeds[new] = take(num_new)
             table.num_prompt[new] = take(num_new)
         states = [_pairs(take(2 * size)) for size in (to_place, to_load, to_keep)]
+        sizes = take(num_groups).tolist() if num_groups else []
+        cleared = [take(size).tolist() for size in sizes]
         return Schedule(
             cast("list[Sequence]", sequences), rows, table.owner[rows], starts, counts, samples,
-            prefills, limits, is_pending, max_drafts, num_drafts, bool(flags & _NEEDS_HOST), [], [],
+            prefills, limits, is_pending, max_drafts, num_drafts, bool(flags & _NEEDS_HOST),
+            cleared, [],
             *states,
         ), drafts  # fmt: skip
 

@@ -135,6 +135,8 @@ def _run(
                     proposer.zero(pages[0])
             case np.ndarray() as sent:
                 schedule, drafts = receiver.step(sent)
+                if schedule.pages_to_zero:
+                    runner.zero(schedule.pages_to_zero)
                 runner.launch(schedule, receiver.table, drafts)
             case Table() as table:
                 receiver.take(table)

@@ -39,12 +39,17 @@ class RankedRunner(ModelRunner):
         self.ranks = ranks
         self._group = group
         self._sender = Sender()
+        self._zeroed: Sequence[Sequence[int]] = ()
 
     def _recorder(self) -> Recorder:
         return WatchedRecorder(self.device, self.ranks.check)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
-        self.ranks.send_array(sent_zero(pages))
+        """Other ranks are told with the next step; at once if a proposer may write before it."""
+        if self._proposer is None:
+            self._zeroed = pages
+        else:
+            self.ranks.send_array(sent_zero(pages))
         super().zero(pages)
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
@@ -60,7 +65,10 @@ class RankedRunner(ModelRunner):
         sender, has_reader = self._sender, self.is_recorded
         if (whole := sender.table(table, log_has_reader=has_reader)) is not None:
             self.ranks.send(whole)
-        self.ranks.send_array(sender.step(schedule, table, drafts, log_has_reader=has_reader))
+        zeroed, self._zeroed = self._zeroed, ()
+        self.ranks.send_array(
+            sender.step(schedule, table, drafts, log_has_reader=has_reader, cleared=zeroed)
+        )
         try:
             with self._group.together():
                 launched = super().launch(schedule, table, drafts)

@@ -23,7 +23,7 @@ from kvant.attention.triton.backend import TritonBackend
 from kvant.execution.device_state import DeviceState
 from kvant.execution.triton_step import most_likely, plain_step, write_pages
 from kvant.kernels.triton.page_copy import copy_pages
-from kvant.kernels.triton.zero import clear_pages
+from kvant.kernels.triton.zero import clear_listed, clear_pages
 from kvant.kv.dtype import KVDtype
 from kvant.kv.spec import WideRows
 from kvant.sampling.triton_draw import draw_once
@@ -108,6 +108,7 @@ def _engine() -> None:
     table = torch.zeros(3, 4, dtype=torch.int32)
     plain_step(tokens, tokens, tokens, tokens, tokens, state, table[None], 16, 64)
     clear_pages[(1,)](tokens, tokens, BLOCK=1024, num_warps=4)
+    clear_listed[(1,)](tokens, tokens, GROUP=1 << 32, BLOCK=1024, num_warps=4)
     for to_rows in (True, False):
         copy_pages[(1,)](tokens, tokens, tokens, 64, TO_ROWS=to_rows, BLOCK=2048, num_warps=8)
 

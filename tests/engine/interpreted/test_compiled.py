@@ -46,7 +46,7 @@ def test_what_a_gpu_draws_with_compiles(tmp_path: Path) -> None:
         "_gather_pages": 1,
         "_write_pages": 1,
     }
-    assert compiled(tmp_path) == {**expected, "clear_pages": 1, "copy_pages": 2}
+    assert compiled(tmp_path) == {**expected, "clear_listed": 1, "clear_pages": 1, "copy_pages": 2}
 
 
 def test_so_does_what_reads_two_forms_of_a_row(tmp_path: Path) -> None:

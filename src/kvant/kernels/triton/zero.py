@@ -1,4 +1,4 @@
-"""Clear pages of an arena: one launch per group of pages."""
+"""Clear pages of an arena: one launch per group of pages, or one in a recorded step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvant.kernels.listed_pages import GROUP
 from kvant.kernels.transfer import to_device
 
 _BLOCK = 1024
@@ -28,6 +29,15 @@ class PageEraser:
         ]
         self._most = [max(p.shape[1] // 4 for p in pieces) for pieces in self._pieces]
 
+        self._every: Tensor | None = None
+        if self._pieces:
+            self._every = torch.cat(
+                [
+                    torch.cat([facts, torch.full_like(facts[:, :1], group)], 1)
+                    for group, facts in enumerate(self._facts)
+                ]
+            )
+
     def clear(self, pages: Sequence[Sequence[int]]) -> None:
         """pages: ids of each group."""
         for place, some in enumerate(pages):
@@ -36,6 +46,25 @@ class PageEraser:
                 ids = to_device(torch.tensor(some, dtype=torch.int64), facts.device)
                 grid = (len(some), len(facts), triton.cdiv(self._most[place], _BLOCK))
                 clear_pages[grid](facts, ids, BLOCK=_BLOCK, num_warps=4)
+
+    def clear_listed(self, entries: Tensor) -> None:
+        """May be recorded. entries: [n] int64 on the device, as `kvant.kernels.listed_pages` makes them."""
+        if self._every is not None:
+            grid = (len(entries), len(self._every))
+            clear_listed[grid](self._every, entries, GROUP=GROUP, BLOCK=_BLOCK, num_warps=4)
+
+
+@triton.jit
+def clear_listed(facts, entries, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (entry, piece). facts: of each piece its address, words of a page, and its group."""
+    entry = tl.load(entries + tl.program_id(0))
+    piece = facts + 3 * tl.program_id(1)
+    if (entry > 0) & (entry // GROUP == tl.load(piece + 2)):
+        words = tl.load(piece + 1)
+        start = tl.load(piece).to(tl.pointer_type(tl.int32)) + entry % GROUP * words
+        for first in range(0, words, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            tl.store(start + c, tl.zeros((BLOCK,), tl.int32), mask=c < words)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ other than keys and values, sparse or biased attention, masks other than causal 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -62,10 +63,15 @@ _HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "LMHead")
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found. num_weights: elements of all weights, towers included."""
+    """What a probe found. parameters: names and shapes of all weights, towers included."""
 
     geometry: ModelGeometry
-    num_weights: int
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all weights."""
+        return sum(math.prod(shape) for _, shape in self.parameters)
 
 
 class _CannotRun(Exception):
@@ -122,7 +128,8 @@ def probe(config: Mapping[str, Any]) -> Probed:
         max_model_len=limit,
         state_dtype=read_state_dtype(sections[1]),
     )
-    return Probed(geometry, sum(parameter.numel() for parameter in module.parameters()))
+    weights = tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())
+    return Probed(geometry, weights)
 
 
 def _config(config: Mapping[str, Any]) -> PreTrainedConfig:

@@ -26,7 +26,7 @@ from kvant.models.geometry.read import read_geometry
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
-_FORM = 3
+_FORM = 4
 """Number of the form in which a probe is kept, and of what a probe looks at."""
 
 _COMPARED = Path(__file__).with_name("compared.json")
@@ -51,7 +51,9 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         from kvant.models.probe import probe
 
         probed = probe(config)
-        found = ModelShape(probed.geometry, ShapeSource.PROBED, probed.num_weights)
+        found = ModelShape(
+            probed.geometry, ShapeSource.PROBED, probed.num_weights, probed.parameters
+        )
         _keep(config, found)
     return found
 
@@ -104,7 +106,8 @@ def _kept(config: Mapping[str, Any]) -> ModelShape | None:
             for layer in said["layers"]
         )
         geometry = ModelGeometry(**{**said, "layers": layers, "dtype": ComputeDtype(said["dtype"])})
-        return ModelShape(geometry, ShapeSource.PROBED, int(body["num_weights"]))
+        parameters = tuple((str(name), tuple(shape)) for name, shape in body["parameters"])
+        return ModelShape(geometry, ShapeSource.PROBED, int(body["num_weights"]), parameters)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -123,6 +126,13 @@ def _keep(config: Mapping[str, Any], shape: ModelShape) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial.write_text(
-            json.dumps({"geometry": said, "num_weights": shape.num_weights}), encoding="utf-8"
+            json.dumps(
+                {
+                    "geometry": said,
+                    "num_weights": shape.num_weights,
+                    "parameters": shape.parameters,
+                }
+            ),
+            encoding="utf-8",
         )
         partial.replace(file)

@@ -17,8 +17,9 @@ class ShapeSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """num_weights: elements of all weights, where the probe counted them."""
+    """num_weights: elements of all weights. parameters: names and shapes of those; where a probe saw them."""
 
     geometry: ModelGeometry
     source: ShapeSource
     num_weights: int | None = None
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()

@@ -95,6 +95,7 @@ class PlannedModel:
 
     config: its config.json. refusal: why its weights cannot be read here. shape_source: where its
     geometry comes from. narrow: what happens to a checkpoint's narrow weights, None for one without.
+    parameters: names and shapes of its weights, if Kvant does not list them from its config.
     """
 
     local: LocalModel
@@ -106,6 +107,7 @@ class PlannedModel:
     refusal: ConfigError | None = None
     shape_source: ShapeSource = ShapeSource.CONFIG
     narrow: str | None = None
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     geometry, rotary = fix_rotary(facts.target.config, geometry, request.max_model_len)
     ranks = request.tensor_parallel_size
     if ranks > 1:
-        check_ranks(request, facts.target.config, geometry)
+        check_ranks(request, facts.target.config, shape)
     target = _plan_model(request, request.requests.target, facts.target, geometry, Role.TARGET)
     division = None
     if ranks > 1:
@@ -310,4 +310,5 @@ def _plan_model(
         facts.refusal,
         source,
         _in_words(stored, facts),
+        () if facts.shape is None else facts.shape.parameters,
     )

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from kvant.errors import NotServable, WayOut
-from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.families import find_family
 from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.geometry.weight_recipe import Recipe, read_recipe
 from kvant.models.quantization import format_of
+from kvant.models.shape import ModelShape
 from kvant.models.sharding.divided import (
     Division,
     FormatOf,
+    Named,
     check_division,
+    named,
     rank_weight_bytes,
     replicated,
 )
-from kvant.models.stored import NotStored, read_blocks, read_stored
+from kvant.models.stored import NotStored, Stored, read_blocks, read_stored
 from kvant.models.weights import ELEMENT_BYTES, list_weights
 from kvant.plan.plan import PlannedModel, PlanRequest
 from kvant.speculative.methods import METHODS
@@ -28,9 +31,13 @@ from kvant.weights.format import WeightFormat
 _MATRICES = (WeightKind.LINEAR, WeightKind.EXPERT)
 
 
-def check_ranks(request: PlanRequest, config: Mapping[str, Any], geometry: ModelGeometry) -> None:
-    """Raise NotServable for what ranks cannot share, formats of weights aside. config: the target's."""
-    check_division(config, geometry, request.tensor_parallel_size)
+def check_ranks(request: PlanRequest, config: Mapping[str, Any], shape: ModelShape) -> None:
+    """Raise NotServable for what ranks cannot share, formats of weights aside. Both are the target's."""
+
+    def parameters() -> Iterable[Named]:
+        return shape.parameters or named(list_weights(config, shape.geometry))
+
+    check_division(shape.geometry, request.tensor_parallel_size, parameters)
     asked = request.speculative
     if asked is not None and asked.method not in METHODS:
         raise NotServable(
@@ -52,14 +59,11 @@ def divide(
     NotServable for narrow weights that ranks cannot divide.
     """
     geometry, whole, ranks = target.geometry, target.weights, request.tensor_parallel_size
-    listed = list_weights(target.config, geometry)
-    tied = all(weight.name != "lm_head" for weight in listed)
     narrow = _narrow_formats(request, target)
-    if narrow is not None:
-        check_division(target.config, geometry, ranks, (listed, narrow))
-    if whole.bytes is not None:
-        element = ELEMENT_BYTES[target.kv.compute_dtype]
-
+    element = ELEMENT_BYTES[target.kv.compute_dtype]
+    sized = [(one, math.prod(one[1]) * element) for one in target.parameters]
+    if not target.parameters:
+        listed = list_weights(target.config, geometry)
         recipe = None if request.quantization is not None else read_recipe(target.config)
 
         def bytes_of(weight: Weight) -> int:
@@ -71,10 +75,15 @@ def divide(
                 found = weight.copies * fmt.matrix_bytes(weight.rows, weight.columns)
             return weight.numel * element if found is None else found
 
-        of_rank = rank_weight_bytes(whole.bytes, listed, geometry, ranks, bytes_of)
+        sized = list(zip(named(listed), map(bytes_of, listed), strict=True))
+        if narrow is not None:
+            check_division(geometry, ranks, lambda: named(listed), (listed, narrow))
+    if whole.bytes is not None:
+        of_rank = rank_weight_bytes(whole.bytes, sized, geometry, ranks)
         weights = replace(whole, bytes=of_rank, reason=f"{whole.reason}; of one of {ranks} ranks")
         target = replace(target, weights=weights)
-    kept = replicated(geometry, ranks, tied=tied)
+    names = [one for one, _ in sized]
+    kept = replicated(geometry, ranks, names, tied=all("lm_head" not in name for name, _ in names))
     if drafts:
         kept = (*kept, "the drafter, with its KV cache")
     return target, Division(ranks, whole.bytes, kept)
@@ -86,6 +95,8 @@ def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | No
     NotServable for narrow weights that do not run as they are stored.
     """
     asked = request.quantization
+    if target.parameters and (asked is not None or _is_narrow(target)):
+        raise _not_divided(request, target, "only of families whose weights Kvant lists itself")
     if asked is not None:
         prefix = f"{find_family(target.config).prefix}."
 
@@ -94,18 +105,15 @@ def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | No
             return format_of(asked, columns) if is_chosen else None
 
         return rounded
-    stored = read_stored(target.config, request.device, target.kv.compute_dtype)
+    stored: Stored | NotStored | None = None
     if read_blocks(target.config) is not None:
         stored = NotStored("the blocks of GGUF files are not divided yet")
-    elif stored is not None and request.on_cpu:
-        stored = NotStored("on a CPU the compiled forward reads them, which runs one rank")
+    elif _is_narrow(target):
+        stored = read_stored(target.config, request.device, target.kv.compute_dtype)
+        if stored is not None and request.on_cpu:
+            stored = NotStored("on a CPU the compiled forward reads them, which runs one rank")
     if isinstance(stored, NotStored):
-        raise NotServable(
-            f"--tensor-parallel-size {request.tensor_parallel_size} cannot be had for the narrow weights "
-            f"of {target.local.name}",
-            why=f"ranks divide them where they run as they are stored: {stored.reason}",
-            ways_out=(WayOut("run on one device", ("--tensor-parallel-size", "1")),),
-        )
+        raise _not_divided(request, target, stored.reason)
     if stored is None:
         return None
 
@@ -114,3 +122,27 @@ def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | No
         return None if scheme is None else scheme.format
 
     return kept
+
+
+def _is_narrow(target: PlannedModel) -> bool:
+    """Whether any weight is narrow in the files: a recipe may be for KV alone."""
+    recipe = read_recipe(target.config)
+    if not isinstance(recipe, Recipe):
+        return recipe is not None
+    weights: Iterable[Weight] = (
+        Weight(name.removesuffix(".weight"), WeightKind.LINEAR, *shape)
+        for name, shape in target.parameters
+        if len(shape) == 2
+    )
+    if not target.parameters:
+        weights = list_weights(target.config, target.geometry)
+    return any(recipe.stored_bytes(weight) is not None for weight in weights)
+
+
+def _not_divided(request: PlanRequest, target: PlannedModel, reason: str) -> NotServable:
+    return NotServable(
+        f"--tensor-parallel-size {request.tensor_parallel_size} cannot be had for the narrow weights "
+        f"of {target.local.name}",
+        why=f"ranks divide them where they run as they are stored: {reason}",
+        ways_out=(WayOut("run on one device", ("--tensor-parallel-size", "1")),),
+    )

@@ -18,120 +18,174 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvant.kv.geometry import ModelGeometry
-from kvant.models.sharding.shard import Shard, recurrence_of
+from kvant.kv.geometry import LayerGeometry, ModelGeometry
+from kvant.models.sharding.shard import Recurrence, Shard, recurrence_of
 
 Ranges = tuple[tuple[int, int], ...]
+Items = tuple[int, ...]
 
 
 class Rule(Enum):
     """How one kind of weight is divided. Dimensions are counted from the end."""
 
-    Q_OUTPUTS = "query heads of the first dimension"
+    OUTPUTS = "the first dimension"
     KV_OUTPUTS = "KV heads of the first dimension"
     QKV_OUTPUTS = "query and KV heads of the first dimension, one behind the other"
-    Q_INPUTS = "query heads of the last dimension, to be summed"
-    OUTPUTS = "the first dimension"
     PAIRED_OUTPUTS = "both halves of the first dimension"
+    THIRDS = "each third of the first dimension"
     INPUTS = "the last dimension, to be summed"
+    MIXER_INPUTS = "the last dimension, to be summed behind the layer's mixer"
+    ONCE = "added once"
+    EXPERT_OUTPUTS = "each expert's first dimension"
     EXPERT_PAIRED_OUTPUTS = "both halves of each expert's first dimension"
     EXPERT_INPUTS = "each expert's last dimension, to be summed"
     EXPERT_ROWS = "each expert's first dimension, to be summed"
     EXPERT_COLUMNS = "each expert's last dimension"
     EXPERT_ONCE = "added once, for each expert"
-    ONCE = "added once"
+    ONE_PER_HEAD = "the one dimension that has a number for each head"
     CHANNELS = "heads of q, k and v of a recurrence, one behind the other in the first dimension"
-    MIXER_INPUTS = "the last dimension, to be summed behind the layer's mixer"
+    BY_KEY_HEAD = "heads of keys, each with its q, k, v and gate, in the first dimension"
+    STRENGTHS = "heads of keys, each with two numbers for every head that it serves"
+    MAMBA_ENTRY = "gate, values, groups of B and of C, and steps, in the first dimension"
+    MAMBA_CHANNELS = "values, groups of B and of C, in the first dimension"
+    GATED_NORM = "a norm over values of a recurrence's heads"
     HEADS_OF_A_NORM = "query heads of a norm over all heads"
     KV_HEADS_OF_A_NORM = "KV heads of a norm over all heads"
     VOCABULARY = "rows of the vocabulary"
 
 
-SUMMED = frozenset((Rule.Q_INPUTS, Rule.INPUTS))
+SUMMED = frozenset((Rule.INPUTS,))
 """Matrices whose products are partial sums."""
 
-_LAST = frozenset(
-    (Rule.Q_INPUTS, Rule.INPUTS, Rule.MIXER_INPUTS, Rule.EXPERT_INPUTS, Rule.EXPERT_COLUMNS)
+_LAST = frozenset((Rule.INPUTS, Rule.MIXER_INPUTS, Rule.EXPERT_INPUTS, Rule.EXPERT_COLUMNS))
+_BEFORE_LAST = frozenset((Rule.EXPERT_OUTPUTS, Rule.EXPERT_PAIRED_OUTPUTS, Rule.EXPERT_ROWS))
+
+_OF_RECURRENCES = frozenset(
+    (Rule.CHANNELS, Rule.BY_KEY_HEAD, Rule.STRENGTHS, Rule.MAMBA_ENTRY, Rule.MAMBA_CHANNELS)
 )
 
-_ATTENTION = {
-    r"self_attn\.q_proj\.(weight|bias)": Rule.Q_OUTPUTS,
-    r"self_attn\.[kv]_proj\.(weight|bias)": Rule.KV_OUTPUTS,
-    r"self_attn\.o_proj\.weight": Rule.Q_INPUTS,
-    r"self_attn\.o_proj\.bias": Rule.ONCE,
-}
-_MLP = {
-    r"mlp\.(gate|up)_proj\.(weight|bias)": Rule.OUTPUTS,
-    r"mlp\.down_proj\.weight": Rule.INPUTS,
-    r"mlp\.down_proj\.bias": Rule.ONCE,
-}
-_EXPERTS = {
-    r"mlp\.experts\.gate_up_proj": Rule.EXPERT_PAIRED_OUTPUTS,
-    r"mlp\.experts\.down_proj": Rule.EXPERT_INPUTS,
-    r"(mlp|block_sparse_moe)\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight": Rule.OUTPUTS,
-    r"(mlp|block_sparse_moe)\.experts\.\d+\.(down_proj|w2)\.weight": Rule.INPUTS,
-}
-_DENSE = {**_ATTENTION, **_MLP}
-_SHARED_EXPERT = {
-    r"mlp\.shared_experts?\.(gate|up)_proj\.weight": Rule.OUTPUTS,
-    r"mlp\.shared_experts?\.down_proj\.weight": Rule.INPUTS,
+_COMMON = {
+    # Attention. Heads divide among ranks, so equal parts are whole heads.
+    r"(self_attn|mixer)\.q_proj\.(weight|bias)": Rule.OUTPUTS,
+    r"(self_attn|mixer)\.[kv]_proj\.(weight|bias)": Rule.KV_OUTPUTS,
+    r"self_attn\.qkv_proj\.(weight|bias)": Rule.QKV_OUTPUTS,
+    r"(self_attn|attention)\.query_key_value\.(weight|bias)": Rule.OUTPUTS,  # head by head
+    r"self_attn\.sinks": Rule.OUTPUTS,
+    r"(self_attn|attention|mixer)\.(o_proj|out_proj|dense)\.weight": Rule.INPUTS,
+    r"(self_attn|attention|mixer)\.(o_proj|out_proj|dense)\.bias": Rule.ONCE,
+    r"block_sparse_moe\.input_linear\.weight": Rule.EXPERT_PAIRED_OUTPUTS,
+    r"block_sparse_moe\.output_linear\.weight": Rule.EXPERT_INPUTS,
+    # Feed-forward networks: dense, shared by all tokens, and experts.
+    r"([a-z_.]+\.)?(gate_proj|up_proj|w1|w3|fc1|c_fc|dense_h_to_4h)\.(weight|bias)": Rule.OUTPUTS,
+    r"([a-z_.]+\.)?(gate_up_proj|input_linear)\.(weight|bias)": Rule.PAIRED_OUTPUTS,
+    r"([a-z_.]+\.)?(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear)\.weight": Rule.INPUTS,
+    r"([a-z_.]+\.)?(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear)\.bias": Rule.ONCE,
+    r"[a-z_]+\.experts\.gate_up_proj": Rule.EXPERT_PAIRED_OUTPUTS,
+    r"[a-z_]+\.experts\.down_proj": Rule.EXPERT_INPUTS,
+    r"[a-z_]+\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight": Rule.OUTPUTS,
+    r"[a-z_]+\.experts\.\d+\.(down_proj|w2)\.weight": Rule.INPUTS,
 }
 _LATENT = {
-    r"self_attn\.(q_proj|q_b_proj|kv_b_proj)\.weight": Rule.Q_OUTPUTS,
-    r"self_attn\.o_proj\.weight": Rule.Q_INPUTS,
-    r"self_attn\.o_proj\.bias": Rule.ONCE,
-    **_MLP, **_EXPERTS, **_SHARED_EXPERT,
-}  # fmt: skip
+    r"self_attn\.(q_b_proj|kv_b_proj)\.weight": Rule.OUTPUTS,
+}
+_ALL_HEADS = {
+    r"self_attn\.q_norm\.weight": Rule.HEADS_OF_A_NORM,
+    r"self_attn\.k_norm\.weight": Rule.KV_HEADS_OF_A_NORM,
+}
 _DELTA = {
     r"linear_attn\.(in_proj_qkv|conv1d)\.weight": Rule.CHANNELS,
-    # Qwen3-Next joins them by heads of keys.
-    r"linear_attn\.in_proj_(z|b|a|qkvz|ba)\.weight": Rule.OUTPUTS,
+    r"linear_attn\.in_proj_(z|b|a)\.weight": Rule.OUTPUTS,
+    r"linear_attn\.in_proj_qkvz\.weight": Rule.BY_KEY_HEAD,
+    r"linear_attn\.in_proj_ba\.weight": Rule.STRENGTHS,
     r"linear_attn\.(dt_bias|A_log)(\.weight)?": Rule.OUTPUTS,
     r"linear_attn\.out_proj\.weight": Rule.MIXER_INPUTS,
-    **_DENSE, **_EXPERTS, **_SHARED_EXPERT,
-}  # fmt: skip
+}
+_MAMBA2 = {
+    r"(mamba|mixer)\.in_proj\.(weight|bias)": Rule.MAMBA_ENTRY,
+    r"(mamba|mixer)\.conv1d\.(weight|bias)": Rule.MAMBA_CHANNELS,
+    r"(mamba|mixer)\.(A_log|D|dt_bias)": Rule.OUTPUTS,
+    r"(mamba|mixer)\.norm\.weight": Rule.GATED_NORM,
+    r"(mamba|mixer)\.out_proj\.weight": Rule.INPUTS,
+    r"(mamba|mixer)\.out_proj\.bias": Rule.ONCE,
+}
+_SHORT_CONV = {
+    r"conv\.in_proj\.(weight|bias)": Rule.THIRDS,
+    r"conv\.conv\.(weight|bias)": Rule.OUTPUTS,
+    r"conv\.out_proj\.weight": Rule.INPUTS,
+    r"conv\.out_proj\.bias": Rule.ONCE,
+}
 
-RULES: Mapping[str, Mapping[str, Rule]] = {
-    "llama": _DENSE,
-    "mistral": _DENSE,
-    "ministral": _DENSE,
-    "qwen2": _DENSE,
-    "qwen3": _DENSE,
-    "gemma2": _DENSE,
-    "gemma3_text": _DENSE,
-    "phi3": {
-        r"self_attn\.qkv_proj\.weight": Rule.QKV_OUTPUTS,
-        r"self_attn\.o_proj\.weight": Rule.Q_INPUTS,
-        r"mlp\.gate_up_proj\.weight": Rule.PAIRED_OUTPUTS,
-        r"mlp\.down_proj\.weight": Rule.INPUTS,
-        **_DENSE,  # the names of `kvant.models.geometry`, which counts q, k and v apart
+_PLAIN = """
+    llama mistral ministral ministral3 qwen2 qwen3 qwen2_vl qwen2_5_vl qwen3_vl internlm3 iquestcoder
+    seed_oss cwm smollm3 ernie4_5 helium hunyuan_v1_dense phi3 arcee apertus granite hyperclovax gemma
+    gemma2 gemma3_text vaultgemma olmo exaone4 glm glm4 cohere2 starcoder2 stablelm gpt_neox phi persimmon
+    nemotron jais2 mixtral qwen2_moe qwen3_moe qwen3_vl_moe mellum granitemoe granitemoeshared dots1 glm4_moe
+    solar_open exaone_moe hy_v3 hunyuan_v1_moe ernie4_5_moe
+"""
+"""Families whose weights have common names alone."""
+
+# Patterns of names behind `layers.N.` that come before `_COMMON`'s.
+_OWN: Mapping[str, Mapping[str, Rule]] = {
+    **{name: {} for name in _PLAIN.split()},
+    "cohere": {  # a norm for each head
+        r"self_attn\.q_norm\.weight": Rule.OUTPUTS,
+        r"self_attn\.k_norm\.weight": Rule.KV_OUTPUTS,
     },
-    "olmo2": {
-        **_DENSE,
-        r"self_attn\.q_norm\.weight": Rule.HEADS_OF_A_NORM,
-        r"self_attn\.k_norm\.weight": Rule.KV_HEADS_OF_A_NORM,
-    },
-    "mixtral": {**_ATTENTION, **_EXPERTS},
-    "qwen3_moe": {**_DENSE, **_EXPERTS},
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2"), _ALL_HEADS),
     "gpt_oss": {
-        **_ATTENTION,
-        r"self_attn\.sinks": Rule.Q_OUTPUTS,
         r"mlp\.experts\.gate_up_proj(_bias)?": Rule.EXPERT_COLUMNS,  # gate and up alternate
         r"mlp\.experts\.down_proj": Rule.EXPERT_ROWS,
         r"mlp\.experts\.down_proj_bias": Rule.EXPERT_ONCE,
-        r"mlp\.experts\.\d+\.(gate_proj|up_proj)\.weight": Rule.OUTPUTS,
-        r"mlp\.experts\.\d+\.down_proj\.weight": Rule.INPUTS,
     },
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu"), _LATENT
+    ),
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA
     ),
+    "olmo_hybrid": {
+        r"linear_attn\.(q|k|v|g|a|b)_proj\.weight": Rule.OUTPUTS,
+        r"linear_attn\.conv1d\.weight": Rule.CHANNELS,
+        r"linear_attn\.([qkv]_conv1d\.weight|dt_bias|A_log)": Rule.OUTPUTS,
+        r"linear_attn\.o_proj\.weight": Rule.MIXER_INPUTS,
+        **_ALL_HEADS,
+    },
+    "kimi_linear": {
+        r"self_attn\.[kv]_proj\.weight": Rule.OUTPUTS,  # of delta attention
+        r"self_attn\.conv1d\.weight": Rule.THIRDS,
+        r"self_attn\.([qkv]_conv1d|b_proj|g_b_proj|(forget_gate\.)?f_b_proj)\.weight": Rule.OUTPUTS,
+        r"self_attn\.(forget_gate\.)?dt_bias": Rule.OUTPUTS,
+        r"self_attn\.(forget_gate\.)?A_log": Rule.ONE_PER_HEAD,
+        **_LATENT,
+    },
+    **dict.fromkeys(("bamba", "granitemoehybrid", "falcon_h1"), _MAMBA2),
+    "nemotron_h": {
+        **_MAMBA2,
+        r"mixer\.experts\.up_proj": Rule.EXPERT_OUTPUTS,
+    },
+    "jamba": {
+        r"mamba\.in_proj\.(weight|bias)": Rule.PAIRED_OUTPUTS,
+        r"mamba\.(conv1d|dt_proj)\.(weight|bias)": Rule.OUTPUTS,
+        r"mamba\.(A_log|D)": Rule.OUTPUTS,
+        r"mamba\.(x_proj|out_proj)\.weight": Rule.INPUTS,
+        r"mamba\.out_proj\.bias": Rule.ONCE,
+    },
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _SHORT_CONV),
+}  # fmt: skip
+
+RULES: Mapping[str, Mapping[str, Rule]] = {
+    name: {**rules, **{k: v for k, v in _COMMON.items() if k not in rules}}
+    for name, rules in _OWN.items()
 }
-"""By model_type: patterns of the names behind `layers.N.`, and the rule of each."""
+"""By model_type: patterns of the names behind `layers.N.`, of which the first that fits counts."""
 
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _TOWER = re.compile(r"vision|visual|audio|(?:^|\.)mtp\.")
-_HEAD = re.compile(r"(?:^|\.)lm_head\.(weight|bias)$")
+_HEAD = re.compile(r"(?:^|\.)(lm_head|embed_out)\.(weight|bias)$")
+
+
+class Indivisible(Exception):
+    """What ranks cannot divide, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +227,10 @@ class Cuts:
         return next((rule for pattern, rule in self._rules if pattern.fullmatch(inner)), None)
 
     def of(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """What this rank holds of a whole tensor [*shape]; None for all of it."""
+        """What this rank holds of a whole tensor [*shape]; None for all of it.
+
+        Raises Indivisible, which no model has that a plan admitted.
+        """
         rule = self.rule_of(name)
         if rule in (None, Rule.ONCE, Rule.EXPERT_ONCE):
             return None
@@ -181,14 +238,30 @@ class Cuts:
         dim = -len(shape)
         if rule in _LAST:
             dim = -1
-        elif rule in (Rule.EXPERT_PAIRED_OUTPUTS, Rule.EXPERT_ROWS):
+        elif rule in _BEFORE_LAST:
             dim = -2
+        elif rule is Rule.ONE_PER_HEAD:
+            dim = next((n - len(shape) for n, size in enumerate(shape) if size > 1), -1)
         width = shape[dim]
-        return Cut(rule, dim, self._ranges(rule, name, width), width)
+        try:
+            return Cut(rule, dim, self._ranges(rule, name, width), width)
+        except Indivisible as fault:
+            raise Indivisible(
+                f"the width {fault} of {name} does not divide among {self.shard.size} ranks"
+            ) from None
+
+    def is_tower(self, name: str) -> bool:
+        """Whether a weight is of a part beside the decoder, which every rank holds."""
+        return _TOWER.search(name) is not None
 
     def kv_repeats(self, name: str) -> int:
         """How many ranks hold each KV head of the layer of this weight."""
-        return max(1, self.shard.size // self._geometry.layers[_layer_of(name)].num_kv_heads)
+        return max(1, self.shard.size // self._layer(name).num_kv_heads)
+
+    def _layer(self, name: str) -> LayerGeometry:
+        found = _IN_LAYER.search(name)
+        assert found is not None
+        return self._geometry.layers[int(found[1])]
 
     def _ranges(self, rule: Rule, name: str, width: int) -> Ranges:
         shard = self.shard
@@ -196,43 +269,73 @@ class Cuts:
             most = -(-width // shard.size)
             return ((min(width, shard.rank * most), min(width, (shard.rank + 1) * most)),)
         if rule in (Rule.PAIRED_OUTPUTS, Rule.EXPERT_PAIRED_OUTPUTS):
-            half = width // 2
-            ((start, end),) = self._even(half)
-            return (start, end), (half + start, half + end)
+            return self._parts([width // 2] * 2)
+        if rule is Rule.THIRDS:
+            return self._parts([width // 3] * 3)
         if rule is Rule.QKV_OUTPUTS:
-            layer = self._geometry.layers[_layer_of(name)]
+            layer = self._layer(name)
             q, kv = layer.num_q_heads, layer.num_kv_heads
             each = width // (q + 2 * kv)
-            first, last = shard.kv_heads(kv)
-            (of_q,) = self._even(q)
-            heads = of_q, (q + first, q + last), (q + kv + first, q + kv + last)
+            heads = self._parts([q, kv, kv], shared=(1, 2))
             return tuple((a * each, b * each) for a, b in heads)
-        if rule is Rule.CHANNELS:
-            heads_of = recurrence_of(self._geometry.layers[_layer_of(name)])
-            assert heads_of is not None
-            starts, found = 0, []
-            for width in (heads_of.key_width, heads_of.key_width, heads_of.value_width):
-                ((start, end),) = self._even(width)
-                found.append((starts + start, starts + end))
-                starts += width
-            return tuple(found)
         if rule in (Rule.KV_OUTPUTS, Rule.KV_HEADS_OF_A_NORM):
-            kv = self._geometry.layers[_layer_of(name)].num_kv_heads
+            kv = self._layer(name).num_kv_heads
             first, last = shard.kv_heads(kv)
             return ((first * (width // kv), last * (width // kv)),)
-        if rule in (Rule.Q_OUTPUTS, Rule.Q_INPUTS, Rule.HEADS_OF_A_NORM):
-            q = self._geometry.layers[_layer_of(name)].num_q_heads
-            ((first, last),) = self._even(q)
-            return ((first * (width // q), last * (width // q)),)
-        return self._even(width)
+        if rule in _OF_RECURRENCES:
+            found = recurrence_of(self._layer(name))
+            assert found is not None, f"{name} belongs to no recurrence by heads"
+            return self._ranges_of_recurrence(rule, found)
+        return self._parts([width])
 
-    def _even(self, width: int) -> Ranges:
-        assert width % self.shard.size == 0, "the plan refuses what cannot be divided"
-        each = width // self.shard.size
-        return ((self.shard.rank * each, (self.shard.rank + 1) * each),)
+    def _ranges_of_recurrence(self, rule: Rule, found: Recurrence) -> Ranges:
+        heads, key_heads, values = found.heads, found.key_heads, found.value_width
+        if rule in (Rule.BY_KEY_HEAD, Rule.STRENGTHS):
+            served, start = heads // key_heads, 0
+            parts = [served, served]  # numbers of one head of keys
+            if rule is Rule.BY_KEY_HEAD:
+                parts = [2 * found.keys, served * found.values, served * found.values]
+            each, size = sum(parts), self.shard.size
+            first, last = self.shard.kv_heads(key_heads)
+            if key_heads >= size:
+                return ((first * each, last * each),)
+            place, sharing, ranges = self.shard.rank % (size // key_heads), size // key_heads, []
+            for number, part in enumerate(parts):
+                is_whole = rule is Rule.BY_KEY_HEAD and number == 0
+                of_rank = part if is_whole else part // sharing
+                at = first * each + start + (0 if is_whole else place * of_rank)
+                ranges.append((at, at + of_rank))
+                start += part
+            return tuple(ranges)
+        keys = found.keys
+        if rule is Rule.CHANNELS:
+            units = [(key_heads, keys), (key_heads, keys), (heads, found.values)]
+            shared: tuple[int, ...] = (0, 1)
+        elif rule is Rule.MAMBA_CHANNELS:
+            units, shared = [(values, 1), (key_heads, keys), (key_heads, keys)], (1, 2)
+        else:
+            units = [(values, 1), (values, 1), (key_heads, keys), (key_heads, keys), (heads, 1)]
+            shared = 2, 3
+        counts, sizes = zip(*units, strict=True)
+        return self._parts(counts, sizes, shared)
 
+    def _parts(
+        self, counts: Sequence[int], units: Sequence[int] | None = None, shared: Items = ()
+    ) -> Ranges:
+        """This rank's ranges of parts that lie one behind the other.
 
-def _layer_of(name: str) -> int:
-    found = _IN_LAYER.search(name)
-    assert found is not None
-    return int(found[1])
+        counts: what is divided in each. units: numbers of each of them. shared: parts whose members are
+        replicated where they are fewer than ranks.
+        """
+        found, begin, rank, size = [], 0, self.shard.rank, self.shard.size
+        for place, count in enumerate(counts):
+            unit = 1 if units is None else units[place]
+            if place in shared:
+                first, last = self.shard.kv_heads(count)
+            else:
+                if count % size:
+                    raise Indivisible(count)
+                first, last = rank * (count // size), (rank + 1) * (count // size)
+            found.append((begin + first * unit, begin + last * unit))
+            begin += count * unit
+        return tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +20,15 @@ from kvant.errors import EngineFault
 from kvant.kv.checkpoint.safetensors_header import find_weight_files
 from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
+from kvant.models.recurrent.mixers import MIXERS
 from kvant.models.sharding.cuts import SUMMED, Cut, Cuts, Rule
 from kvant.models.sharding.narrow import CutOf, cut_part
 from kvant.models.sharding.shard import Shard
 from kvant.models.stored import Stored
 from kvant.weights.linear import NarrowLinear
+
+_OUTPUTS = ("o_proj", "out_proj", "dense")
+"""What modules call the product behind their attention."""
 
 
 class Group(Protocol):
@@ -115,6 +120,8 @@ class Divided:
             setattr(owner, name, nn.Parameter(held, requires_grad=False))
             if isinstance(owner, nn.Linear):
                 owner.out_features, owner.in_features = owner.weight.shape
+            elif isinstance(owner, nn.Conv1d):  # a number of channels with a filter each
+                owner.in_channels = owner.out_channels = owner.groups = len(owner.weight)
 
     def read(self, directory: Path, factory: Any, options: Mapping[str, Any]) -> Any:
         """`from_pretrained` of this rank's part: what transformers returns with these options.
@@ -179,15 +186,19 @@ class Divided:
             if rule is Rule.MIXER_INPUTS:  # forwards that call the mixer alone sum by themselves
                 mixer = module.get_submodule(path.rsplit(".", 2)[0])
                 mixer.register_forward_hook(lambda _module, _inputs, out: group.sum(out))
-                self._adjust_mixer(mixer)
+            if rule is Rule.GATED_NORM:
+                at, _, last = path.removesuffix(".weight").rpartition(".")
+                setattr(module.get_submodule(at), last, _gated_norm_of_ranks(owner, group))
             if rule in (Rule.HEADS_OF_A_NORM, Rule.KV_HEADS_OF_A_NORM):
                 at, _, last = path.removesuffix(".weight").rpartition(".")
                 repeats = self._cuts.kv_repeats(path) if rule is Rule.KV_HEADS_OF_A_NORM else 1
                 setattr(module.get_submodule(at), last, _NormOfAllHeads(owner, group, repeats))
         for path, part in module.named_modules():
-            if path.endswith(".mlp.experts") and self._cuts.rule_of(f"{path}.down_proj"):
+            if path.endswith(".experts") and self._cuts.rule_of(f"{path}.down_proj"):
                 part.register_forward_hook(lambda _module, _inputs, out: group.sum(out))
-            if hasattr(part, "layer_idx") and hasattr(part, "o_proj"):
+            if type(part).__name__ in MIXERS:
+                self._adjust_mixer(path, part)
+            elif hasattr(part, "layer_idx") and any(hasattr(part, name) for name in _OUTPUTS):
                 self._adjust(part)
         self._divide_head(module)
 
@@ -195,7 +206,8 @@ class Divided:
         """Tell an attention module how many heads it has; some read this from their config."""
         size = self._cuts.shard.size
         config = copy.copy(attention.config)
-        q, kv = config.num_attention_heads, config.num_key_value_heads
+        q = config.num_attention_heads
+        kv = getattr(config, "num_key_value_heads", None) or q
         few = {
             "num_attention_heads": q // size,
             "num_heads": q // size,
@@ -206,15 +218,27 @@ class Divided:
             if hasattr(attention, name):
                 setattr(attention, name, count)
         # Without setattr of the class, which would check the fields against each other.
-        config.num_attention_heads, config.num_key_value_heads = q // size, max(1, kv // size)
+        config.num_attention_heads = q // size
+        if hasattr(config, "num_key_value_heads"):
+            config.num_key_value_heads = max(1, kv // size)
         attention.config = config
 
-    def _adjust_mixer(self, mixer: Any) -> None:
-        """Tell a recurrent module how many heads it has."""
+    def _adjust_mixer(self, path: str, mixer: Any) -> None:
+        """Tell a module that carries states how many heads it has."""
         size = self._cuts.shard.size
-        for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"):
+        for name in ("num_heads", "num_v_heads", "intermediate_size", "value_dim", "qkv_dim"):
             if hasattr(mixer, name):
                 setattr(mixer, name, getattr(mixer, name) // size)
+        for name in ("num_k_heads", "n_groups"):
+            if hasattr(mixer, name):
+                setattr(mixer, name, max(1, getattr(mixer, name) // size))
+        if hasattr(mixer, "key_dim"):
+            mixer.key_dim = mixer.num_k_heads * mixer.head_k_dim
+        if hasattr(mixer, "conv_dim"):
+            mixer.conv_dim = mixer.conv1d.weight.shape[0]
+        if hasattr(mixer, "mup_vector"):  # a factor for each output of the projection
+            cut, _ = self.cut[f"{path}.in_proj.weight"]
+            mixer.mup_vector = cut_of(mixer.mup_vector, replace(cut, dim=-1))
 
     def _divide_head(self, module: Any) -> None:
         head = module.get_output_embeddings()
@@ -250,6 +274,47 @@ class _NormOfAllHeads(nn.Module):
         wide = wide * torch.rsqrt(squares / self._width + self.variance_epsilon)
         found: Tensor = (self.weight * wide).to(x.dtype)
         return found
+
+
+def _gated_norm_of_ranks(norm: Any, group: Group) -> nn.Module:
+    """A gated norm over this rank's values, for one over groups of all ranks' values."""
+    size = group.shard.size
+    width = len(norm.weight) * size
+    groups = getattr(norm, "n_groups", None) or width // norm.group_size
+    if groups % size == 0:
+        if hasattr(norm, "n_groups"):
+            norm.n_groups //= size
+        found: nn.Module = norm
+        return found
+    assert size % groups == 0, "heads and their groups divide alike"
+    return _GatedNormOfRanks(norm, group, width // groups, size // groups)
+
+
+class _GatedNormOfRanks(nn.Module):
+    """A gated RMS norm over `width` numbers that lie on `sharing` ranks, one behind the other."""
+
+    def __init__(self, norm: Any, group: Group, width: int, sharing: int) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.variance_epsilon = norm.variance_epsilon
+        self._gates_first = not getattr(norm, "norm_before_gate", False)
+        self._rounds_first = not hasattr(norm, "norm_before_gate")
+        self._group, self._width, self._sharing = group, width, sharing
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate: [.., this rank's numbers] -> the same shape, in the dtype of x."""
+        factor = nn.functional.silu(gate.to(torch.float32))
+        wide = x.to(torch.float32)
+        if self._gates_first:
+            wide = wide * factor
+        squares = self._group.gather(wide.pow(2).sum(-1, keepdim=True))
+        first = self._group.shard.rank // self._sharing * self._sharing
+        mean = squares[..., first : first + self._sharing].sum(-1, keepdim=True) / self._width
+        wide = wide * torch.rsqrt(mean + self.variance_epsilon)
+        found: Tensor = self.weight * (wide.to(x.dtype) if self._rounds_first else wide)
+        if not self._gates_first:
+            found = found * factor
+        return found.to(x.dtype)
 
 
 def is_tied(module: Any) -> bool:

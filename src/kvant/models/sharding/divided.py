@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from kvant.errors import NotServable, WayOut
 from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.models.geometry.parameters import Weight, WeightKind
-from kvant.models.sharding.cuts import RULES, Cut, Cuts
+from kvant.models.sharding.cuts import RULES, Cut, Cuts, Indivisible
 from kvant.models.sharding.shard import Shard, recurrence_of
 from kvant.weights.format import WeightFormat
 
@@ -34,16 +33,33 @@ FormatOf = Callable[[Weight, int, int], WeightFormat | None]
 """A weight, and the outputs and inputs that a rank holds -> its narrow format; None for numbers."""
 
 
+Named = tuple[str, tuple[int, ...]]
+"""A weight's name as modules have it, and its shape."""
+
+
+def named(weights: Iterable[Weight]) -> Iterator[Named]:
+    """Listed weights by the names of modules."""
+    for weight in weights:
+        is_matrix = weight.kind is not WeightKind.OTHER
+        shape = (weight.rows, weight.columns) if is_matrix or weight.rows > 1 else (weight.columns,)
+        is_whole = not is_matrix and weight.name.endswith(".bias")
+        yield weight.name if is_whole else f"{weight.name}.weight", shape
+
+
 def check_division(
-    config: Mapping[str, Any],
     geometry: ModelGeometry,
     size: int,
+    parameters: Callable[[], Iterable[Named]],
     narrow: tuple[Iterable[Weight], FormatOf] | None = None,
 ) -> None:
-    """Raise NotServable if `size` ranks cannot share this model. narrow: its weights, and their formats."""
+    """Raise NotServable if `size` ranks cannot share this model.
+
+    parameters: its weights, which are asked for if the family can be divided. narrow: those that a recipe
+    may make narrow, and their formats.
+    """
 
     def reason_for(size: int) -> str | None:
-        found = _reason(config, geometry, size)
+        found = _reason(geometry, size, parameters)
         if found is None and narrow is not None:
             found = _refuse_narrow(*narrow, geometry, size)
         return found
@@ -61,7 +77,9 @@ def check_division(
     )
 
 
-def _reason(config: Mapping[str, Any], geometry: ModelGeometry, size: int) -> str | None:
+def _reason(
+    geometry: ModelGeometry, size: int, parameters: Callable[[], Iterable[Named]]
+) -> str | None:
     if geometry.model_type not in RULES:
         return f"Kvant divides {', '.join(RULES)}, not {geometry.model_type}"
     for layer in geometry.layers:
@@ -71,19 +89,23 @@ def _reason(config: Mapping[str, Any], geometry: ModelGeometry, size: int) -> st
         if kv % size and size % kv:
             return f"its {kv} KV heads divide neither among {size} ranks nor {size} by them"
         found = recurrence_of(layer)
-        if layer.states and found is None:
-            return "its layers keep states that are not divided by heads"
-        if found is not None and (found.heads % size or found.key_heads % size):
+        if found is None:
+            continue
+        if found.heads % size:
             return (
-                f"the {found.heads} heads and {found.key_heads} heads of keys of its recurrent layers "
-                f"do not divide among {size} ranks"
+                f"the {found.heads} heads of its recurrent layers do not divide among {size} ranks"
             )
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, Mapping) else config
-    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        width = config.get(name)
-        if isinstance(width, int) and width % size:
-            return f"its {name} {width} does not divide among {size} ranks"
+        if found.key_heads % size and size % found.key_heads:
+            return (
+                f"the {found.key_heads} heads of keys (groups) of its recurrent layers divide neither "
+                f"among {size} ranks nor {size} by them"
+            )
+    cuts = Cuts(geometry, Shard(0, size))
+    try:
+        for name, shape in parameters():
+            cuts.of(name, shape)
+    except Indivisible as fault:
+        return str(fault)
     return None
 
 
@@ -125,38 +147,41 @@ def _within(cut: Cut, unit: int, shared: int) -> bool:
 
 def _cut_of(weight: Weight, cuts: Cuts) -> Cut | None:
     """What a rank holds of a listed weight."""
-    is_matrix = weight.kind is not WeightKind.OTHER
-    shape = (weight.rows, weight.columns) if is_matrix or weight.rows > 1 else (weight.columns,)
-    name = weight.name
-    if is_matrix or not name.endswith(".bias"):
-        name += ".weight"
+    ((name, shape),) = named([weight])
     return cuts.of(name, shape)
 
 
 def rank_weight_bytes(
-    whole: int,
-    weights: Iterable[Weight],
-    geometry: ModelGeometry,
-    size: int,
-    bytes_of: Callable[[Weight], int],
+    whole: int, sized: Iterable[tuple[Named, int]], geometry: ModelGeometry, size: int
 ) -> int:
     """Bytes of the largest rank's weights. whole: bytes of the undivided model.
 
-    weights: the model's, as `kvant.models.weights` lists them. bytes_of: what each takes in memory.
+    sized: the model's weights, with what each takes in memory.
     """
     cuts = Cuts(geometry, Shard(0, size))
-    for weight in weights:
-        cut = _cut_of(weight, cuts)
+    for (name, shape), num_bytes in sized:
+        cut = cuts.of(name, shape)
         if cut is not None:
-            whole -= int(bytes_of(weight) * (1 - cut.share))
+            whole -= int(num_bytes * (1 - cut.share))
     return whole
 
 
-def replicated(geometry: ModelGeometry, size: int, *, tied: bool) -> tuple[str, ...]:
+def replicated(
+    geometry: ModelGeometry, size: int, parameters: Iterable[Named], *, tied: bool
+) -> tuple[str, ...]:
     """What every rank holds whole, in words."""
+    cuts, names = Cuts(geometry, Shard(0, size)), [name for name, _ in parameters]
     found = ["the embedding (which is the head too)" if tied else "the embedding", "norms"]
-    if any(rule.name.startswith("EXPERT") for rule in RULES[geometry.model_type].values()):
-        found.append("routers")  # of families that may have experts
+    if any(".experts." in name for name in names):
+        found.append("routers")
+    if any(map(cuts.is_tower, names)):
+        found.append("towers of images and sound")
+    few_keys = {one.key_heads for layer in geometry.layers if (one := recurrence_of(layer))}
+    for count in sorted(few_keys):
+        if count < size:
+            found.append(
+                f"heads of keys (groups) of recurrent layers: {size // count} ranks hold each of the {count}"
+            )
     if any(layer.attention is Attention.MLA for layer in geometry.layers):
         found.append(
             "latents: every rank stores them all, so capacity grows by memory of weights alone"

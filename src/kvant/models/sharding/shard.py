@@ -33,7 +33,10 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """The heads of a recurrent layer, and of the queries and keys that they share in equal parts."""
+    """The heads of a recurrent layer, and of the queries and keys that they share in equal parts.
+
+    Mamba2 calls the latter groups. Heads of keys fewer than ranks are replicated.
+    """
 
     heads: int
     key_heads: int
@@ -74,15 +77,18 @@ def rank_layer(layer: LayerGeometry, size: int) -> LayerGeometry:
 
 
 def _rank_states(layer: LayerGeometry, size: int) -> tuple[StateGeometry, ...]:
+    """By heads, or by channels where each channel has a state of its own."""
     found = recurrence_of(layer)
-    if found is None:
-        return layer.states
-    channels = (2 * found.key_width + found.value_width) // size
-    shapes = {
-        StateKind.CONV: lambda shape: (*shape[:-1], channels),
-        StateKind.RECURRENT: lambda shape: (found.heads // size, *shape[1:]),
-    }
-    return tuple(replace(one, shape=shapes[one.kind](one.shape)) for one in layer.states)
+
+    def shape_of(state: StateGeometry) -> tuple[int, ...]:
+        if state.kind is StateKind.RECURRENT:
+            return (state.shape[0] // size, *state.shape[1:])
+        if found is None:
+            return (*state.shape[:-1], state.shape[-1] // size)
+        keys = 2 * max(1, found.key_heads // size) * found.keys
+        return (*state.shape[:-1], keys + found.value_width // size)
+
+    return tuple(replace(state, shape=shape_of(state)) for state in layer.states)
 
 
 def rank_geometry(geometry: ModelGeometry, size: int) -> ModelGeometry:

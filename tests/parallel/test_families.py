@@ -1,0 +1,52 @@
+"""Two ranks answer as one device does, for every family that ranks divide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvant.models.fused.recipes import RECIPES
+from kvant.models.sharding.cuts import RULES
+from tests.models import families
+from tests.parallel.test_equality import make, tokens
+
+FAST = ("cohere", "gpt_neox", "granitemoehybrid", "falcon_h1", "lfm2", "jamba")
+FAMILIES = sorted(set(RULES) & set(families.FAMILIES))
+
+
+def test_every_family_of_the_decoder_is_divided() -> None:
+    """Text models of multimodal ones go by the latter's name."""
+    wanted = {name.removesuffix("_text") if "_vl_" in name else name for name in RECIPES}
+    assert wanted <= set(RULES)
+    assert set(RULES) <= {*FAMILIES, "qwen3_5", "qwen3_5_moe"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES]
+)
+def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+    if families.too_old(name):
+        pytest.skip("the installed transformers is older than the family needs")
+    families.build(name, tmp_path / "model")
+    if name == "olmo_hybrid":
+        _split_filters(tmp_path / "model" / "model.safetensors")
+    two, one = (make(tmp_path / "model", size) for size in (2, 1))
+    assert tokens(two) == tokens(one)
+    assert two.planned.weights_bytes is not None
+    assert one.planned.weights_bytes is not None
+    assert two.planned.weights_bytes < one.planned.weights_bytes
+
+
+def _split_filters(file: Path) -> None:
+    """Store filters of q, k and v as published checkpoints do; transformers saves three equal parts."""
+    stored = load_file(file)
+    for name in [name for name in stored if name.endswith("q_conv1d.weight")]:
+        layer = name.removesuffix("q_conv1d.weight")
+        joined = torch.cat([stored[f"{layer}{side}_conv1d.weight"] for side in "qkv"])
+        widths = [len(stored[f"{layer}{side}_proj.weight"]) for side in "qkv"]
+        for side, part in zip("qkv", joined.split(widths), strict=True):
+            stored[f"{layer}{side}_conv1d.weight"] = part.clone()
+    save_file(stored, file, metadata={"format": "pt"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -153,16 +152,15 @@ def test_a_rank_that_finds_other_files_ends_the_start(
     """The checkpoint changes between rank 0's plan and the others'."""
     begin = ranks.Ranks.start
 
-    def start(self: ranks.Ranks, starts: Any) -> None:
+    def start(self: ranks.Ranks, *given: Any) -> None:
         config = json.loads((per_head / "config.json").read_text())
         config["quantization_config"]["kv_cache_scheme"] = None
         (per_head / "config.json").write_text(json.dumps(config))
-        begin(self, starts)
+        begin(self, *given)
 
     monkeypatch.setattr(ranks.Ranks, "start", start)
     with pytest.raises(RankLost, match=r"rank 1 failed: .*made another plan"):
         make(per_head, 2)
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.case("A53")

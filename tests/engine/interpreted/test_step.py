@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from kvant.execution.device_state import DeviceState
 from kvant.execution.graphs import lay_out
 from kvant.execution.triton_step import gather_pages, most_likely, plain_step, write_pages
+from kvant.kernels.listed_pages import listed
+from kvant.kernels.triton.zero import PageEraser
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,3 +106,23 @@ def test_the_most_likely_token_is_the_first_of_the_largest_and_unsound_rows_are_
     assert sound[3] == 1
     assert state.tokens[8] == before[0][8]
     assert state.lengths[8] == before[1][8]
+
+
+def test_listed_pages_of_several_groups_are_cleared() -> None:
+    """A step's list has zeros behind its pages; pages of unequal sizes lie in each group."""
+    generator = torch.Generator().manual_seed(5)
+    groups = [
+        [
+            torch.randint(1, 255, (9, width), generator=generator, dtype=torch.uint8).to(DEVICE)
+            for _ in range(count)
+        ]
+        for count, width in ((2, 2800), (1, 4096))
+    ]
+    expected = [[piece.clone() for piece in pieces] for pieces in groups]
+    pages = [[3, 8], [2]]
+    entries = torch.tensor([*listed(pages), 0, 0], device=DEVICE)
+    PageEraser(groups).clear_listed(entries)
+    for pieces, wanted, cleared in zip(groups, expected, pages, strict=True):
+        for piece, before in zip(pieces, wanted, strict=True):
+            before[cleared] = 0
+            assert torch.equal(piece, before)

@@ -64,7 +64,14 @@ def test_a_command_line_of_vllms_documents_starts_the_same_server() -> None:
         (["m", "--", "--strange"], ["m", "--", "--strange"]),
         (["-tp", "1"], ["-tp", "1"]),
         (["--no-strict", "--data-parallel-size", "1"], ["--no-strict"]),
+        (["m", "-dp", "4"], ["m", "--ray", "--num-replicas", "4"]),
         (["--model=m"], ["m"]),
+        (
+            ["m", "--served-model-name", "a", "b", "--api-key", "k"],
+            ["m", "--served-model-name", "a", "--served-model-name", "b", "--api-key", "k"],
+        ),
+        (["--served-model-name", "a", "m"], ["--served-model-name", "a", "m"]),
+        (["m", "--cudagraph-capture-sizes", "1", "2", "4", "--port", "1"], ["m", "--port", "1"]),
         (["-dp=1", "-ep", "-O3", "-cc.mode=3", "-ac", "{}"], []),
         (["--no-enable-flashinfer-autotune", "--no-async-scheduling", "-tp=2"], ["-tp", "2"]),
         (["--compilation_config.pass_config.fuse=true", "--limit-mm-per-prompt.video", "0"], []),
@@ -124,7 +131,6 @@ def test_spellings_are_read(given: list[str], read: list[str]) -> None:
         (["--strange-flag"], ["has no option --strange-flag", "kvant serve --help"]),
         (["--max-model-length", "5"], ["did you mean --max-model-len?"]),
         (["-pp", "2"], ["--pipeline-parallel-size 2", "--tensor-parallel-size"]),
-        (["--data-parallel-size", "4"], ["--data-parallel-size 4", "behind a router"]),
         (["--convert=classify"], ["classify", "--task embed"]),
         (["--kv-transfer-config", '{"kv_connector": "Far"}'], ["other engines", "--kv-offload"]),
         (["--kv-events-config", "{"], ["is not JSON"]),
@@ -149,7 +155,7 @@ def test_every_foreign_flag_maps_has_no_effect_or_is_refused() -> None:
         assert flag not in ours, "it is Kvant's own"
         assert one.becomes or one.no_effect or one.refused
         assert set(one.becomes) <= ours
-        assert not one.neutral or one.refused
+        assert not one.neutral or one.refused or one.becomes
         assert "_" not in flag
     assert set(VALUES) <= ours
 
@@ -168,13 +174,13 @@ def test_every_flag_of_vllms_documents_is_known() -> None:
 
 
 def test_a_line_of_vllm_is_translated_as_far_as_it_can_be() -> None:
-    line = "VLLM_USE_V1=1 vllm serve m/one -tp 2 --port 9000 -dp 4 --pooler-config '{}' --enforce-eager"
+    line = "VLLM_USE_V1=1 vllm serve m/one -tp 2 --port 9000 -pp 4 --pooler-config '{}' --enforce-eager"
     ran = kvant("serve", "--from-vllm", line)
     assert ran.code == 2
     assert ran.out == "kvant serve m/one -tp 2 --port 9000\n"
     for words in (
         "2 flags",
-        "-size 4 is not served: one engine serves",
+        "-size 4 is not served: a model is not divided by layers",
         "--pooler-config",
         "eager has no",
     ):
@@ -212,4 +218,6 @@ def test_print_config_refuses_what_a_start_refuses(wrong: tuple[str, ...]) -> No
 def test_help_lists_the_flags_in_groups() -> None:
     ran = kvant("serve", "--help")
     titles = [line for line in ran.out.splitlines() if line and line[0] != " " and line[-1] == ":"]
-    assert titles == ["Arguments:", "Options:", "KV cache:", "Engine:", "Server:", "Limits:"]
+    assert titles == [
+        "Arguments:", "Options:", "KV cache:", "Engine:", "Server:", "Limits:", "Replicas:"
+    ]  # fmt: skip

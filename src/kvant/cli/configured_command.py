@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, ClassVar
@@ -68,13 +69,16 @@ class ConfiguredCommand(TyperCommand):
             for flag in (*param.opts, *param.secondary_opts)
         }
         objects: dict[str, dict[str, Any]] = {}  # of flags such as --speculative-config.method
-        rest = iter(args)
-        for argument in rest:
+        rest = deque(args)
+        has_model = False
+        while rest:
+            argument = rest.popleft()
             if argument == "--":
                 yield argument
                 yield from rest
                 break
             if not argument.startswith("-") or argument == "-" or argument[1].isdigit():
+                has_model = True
                 yield argument
                 continue
             flag, has_value, value = argument.partition("=")
@@ -85,10 +89,12 @@ class ConfiguredCommand(TyperCommand):
             if flag in ("--help", "-h"):
                 yield "--help"
             elif flag == "--model" and param is None:
-                yield value if has_value else next(rest, flag)
+                has_model = True
+                yield value if has_value else _next(rest, flag)
             elif param is None and one is not None:
                 if one.takes_value and not has_value:
-                    value = next(rest, "")
+                    value = _next(rest)
+                    list(_more(rest, if_any=has_model))
                 try:
                     yield from _carried_over(flag, value, one)
                 except BadValue as fault:
@@ -100,11 +106,13 @@ class ConfiguredCommand(TyperCommand):
                 yield flag + has_value + value
             else:
                 if not has_value:
-                    value = next(rest, "")
+                    value = _next(rest)
                 if keys:
                     _put(objects.setdefault(flag, {}), keys.replace("-", "_"), value)
-                else:
-                    yield from _valued(flag, value, param)
+                    continue
+                yield from _valued(flag, value, param)
+                for other in _more(rest, if_any=has_model and param.multiple):
+                    yield from _valued(flag, other, param)
         for flag, body in objects.items():
             yield from (flag, json.dumps(body))
 
@@ -172,6 +180,19 @@ class ServeCommand(ConfiguredCommand):
                     sys.stderr.write(f"kvant: {flags_of(one)} has no effect: {one.no_effect}\n")
             found = list(self.read(found, refused))
         return shlex.join(["kvant", "serve", *found])
+
+
+def _next(words: deque[str], otherwise: str = "") -> str:
+    return words.popleft() if words else otherwise
+
+
+def _more(words: deque[str], *, if_any: bool) -> Iterator[str]:
+    """Takes further values of a flag, as `--served-model-name A B` has them: words up to the next flag.
+
+    if_any: before the model's name, a word may be that name.
+    """
+    while if_any and words and not words[0].startswith("-"):
+        yield words.popleft()
 
 
 def _joined(refused: Sequence[BadValue]) -> BadValue:

@@ -33,7 +33,6 @@ _DIVIDED = (
     "--tensor-parallel-size divides a model, also its experts, over the devices of one machine"
 )
 _TENSOR_PARALLEL = WayOut("divide the model over devices of one machine: --tensor-parallel-size N")
-_ROUTER = WayOut("start one server on each device, behind a router")
 _NO_SCORES = "a model generates or embeds"
 _LOG = "a line for each request is printed with --log-requests only"
 _MERGE = WayOut("merge the adapter into the weights first (peft: merge_and_unload)")
@@ -71,6 +70,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--use-replayssm --replayssm-buffer-len= --enable-shm-tensor-arena --fail-on-environ-validation "
         "--allow-deprecated-quantization",
     "a preempted sequence is computed again": "--swap-space=",
+    "replicas of an engine run under Ray": "--data-parallel-backend=",
     "the processes of one machine's devices are started by Kvant":
         "--distributed-executor-backend= --max-parallel-loading-workers= --distributed-timeout-seconds= "
         "--cpu-distributed-timeout-seconds= --numa-bind --numa-bind-nodes= --numa-bind-cpus= "
@@ -120,7 +120,7 @@ _REFUSED: Mapping[str, tuple[str, WayOut | None]] = {
     "one process per device of one machine serves": (
         "--nnodes= --node-rank= --master-addr= --master-port= --headless --data-parallel-size-local= "
         "--data-parallel-rank= --data-parallel-start-rank= --data-parallel-address= "
-        "--data-parallel-rpc-port= --data-parallel-backend= --data-parallel-hybrid-lb "
+        "--data-parallel-rpc-port= --data-parallel-hybrid-lb "
         "--data-parallel-external-lb --data-parallel-supervisor-port= "
         "--data-parallel-multi-port-external-lb --elastic-ep-max-dp-size= "
         "--enable-elastic-ep --enable-fault-tolerance --fault-tolerance-config= --dp-sync-interval= "
@@ -334,7 +334,7 @@ VLLM: Mapping[str, Foreign] = {
         neutral=("assistant",),
     ),
     "--data-parallel-size": Foreign(
-        True, no_effect="one engine serves", refused="one engine serves", neutral=("1",), way_out=_ROUTER
+        True, no_effect="one engine serves", becomes=("--ray", "--num-replicas"), neutral=("1",)
     ),
     "--pipeline-parallel-size": Foreign(
         True, no_effect="one engine serves", refused="a model is not divided by layers", neutral=("1",),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from kvant.attention.cpu.backend import backend as cpu_backend
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint
@@ -77,6 +78,30 @@ def test_a_stored_model_computes_what_the_model_of_its_numbers_does(
     expected = wide.train(False)(torch.tensor([TEXT])).logits[0].detach()
     found = logits(load(path, only))
     assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "dialect", ["ct int4", "ct int4 zero points", "ct int8", "ct int8 packed", "awq", "gptq"]
+)
+def test_a_cpu_computes_what_the_model_of_stored_integers_does(
+    dialect: str, tmp_path: Path
+) -> None:
+    path, numbers = build(tmp_path, dialect)
+    geometry = tiny.geometry("llama")
+    config = json.loads((path / "config.json").read_text())
+    choice = select_forward(ForwardFacts(config, geometry, ComputeDtype.FLOAT32, CPU))
+    assert choice.info is not None
+    assert choice.info.name == "compiled", choice.refused
+    assert choice.stored is not None
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    model = load_model(path, plan, geometry, choice, device=torch.device("cpu"))
+    wide = LlamaForCausalLM(tiny.make("llama").config)
+    wide.load_state_dict(numbers)
+    expected = wide.train(False)(torch.tensor([TEXT])).logits[0].detach()
+    steps = driver.Driver(driver.pool(model.plan, 40), cpu_backend())
+    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
+    found = model.forward(ids, call, torch.arange(len(TEXT)))
+    assert (found - expected).abs().max() < 3e-4 * expected.abs().max()
 
 
 def _with(path: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
@@ -179,6 +204,20 @@ def test_what_does_not_run_as_stored_says_why(declared: dict[str, Any], says: st
     found = read_stored({"quantization_config": declared}, GPU)
     assert isinstance(found, NotStored)
     assert says in found.reason
+
+
+def test_cpus_run_integers_as_they_are_stored_and_decode_floats() -> None:
+    def read(dialect: str, **more: Any) -> Stored | NotStored | None:
+        return read_stored({"quantization_config": DIALECTS[dialect][0], **more}, CPU)
+
+    for dialect in ("ct int4 zero points", "awq", "gptq", "ct int8"):
+        assert isinstance(read(dialect), Stored)
+    for other in (read("ct mxfp4"), read("ct fp8 channel")):
+        assert isinstance(other, NotStored)
+        assert "NVIDIA GPUs" in other.reason
+    assert isinstance(read("awq", num_experts=8, model_type="qwen3_moe"), NotStored)
+    config = {"quantization_config": DIALECTS["awq"][0]}
+    assert isinstance(read_stored(config, CPU, ComputeDtype.BFLOAT16), NotStored)
 
 
 def test_experts_cpus_and_wide_computing_do_not_run_as_stored() -> None:

@@ -95,10 +95,31 @@ def read_stored(
     declared = config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return None
+    if device.kind is DeviceKind.CPU:
+        return _on_cpu(config, compute)
     if device.kind is not DeviceKind.CUDA:
-        return NotStored("weights run as they are stored on NVIDIA GPUs")
+        return NotStored("weights run as they are stored on NVIDIA GPUs and on CPUs")
     if compute is not None and compute not in _HALF:
         return NotStored(f"products with narrow weights compute in 16 bits, not in {compute.value}")
+    return _declared(config)
+
+
+def _on_cpu(config: Mapping[str, Any], compute: ComputeDtype | None) -> Stored | NotStored | None:
+    """The same where products are integer sums: of 4-bit integers in groups, and of 8-bit ones by output."""
+    if compute not in (None, ComputeDtype.FLOAT32):
+        return NotStored("products with narrow weights compute in float32 on a CPU")
+    found = _declared(config)
+    for _, scheme in found.groups if isinstance(found, Stored) else ():
+        fmt = scheme.format
+        if fmt != INT8_CHANNEL and not (fmt.code is Code.INT4 and fmt.scale is Scale.FLOAT16):
+            return NotStored(f"weights of {fmt.name} run as they are stored on NVIDIA GPUs")
+    if isinstance(found, Stored) and lists_experts(config):
+        return NotStored("experts run as they are stored on NVIDIA GPUs")
+    return found
+
+
+def _declared(config: Mapping[str, Any]) -> Stored | NotStored | None:
+    """What the quantization_config of a checkpoint declares."""
     if isinstance(config.get("text_config"), Mapping):
         return NotStored("models with several parts are decoded while they are loaded")
     try:

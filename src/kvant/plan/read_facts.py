@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from kvant.attention.need import DeviceFacts
+from collections.abc import Mapping
+from typing import Any
+
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.checkpoint.safetensors_header import read_headers
+from kvant.kv.dtype import ComputeDtype
+from kvant.kv.geometry import ModelGeometry
 from kvant.models.directory import CONFIG_NAME
+from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry import read_draft_geometry
 from kvant.models.geometry.weight_methods import refuse_weights
 from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.local import LocalModel, ModelSource, Progress
 from kvant.models.locate import locate
 from kvant.models.read_shape import read_shape
-from kvant.models.stored import Stored, read_stored
+from kvant.models.select import select_forward
+from kvant.models.stored import Stored, read_blocks, read_stored
 from kvant.models.weights import read_stored_weights
 from kvant.plan.device import device_memory
 from kvant.plan.facts import Facts, ModelFacts
@@ -73,6 +80,16 @@ def read_facts(
     )
 
 
+def _are_kept(config: Mapping[str, Any], geometry: ModelGeometry, device: DeviceFacts) -> bool:
+    """Whether narrow weights run as stored: on a CPU, if the forward that multiplies them runs the model."""
+    if not isinstance(read_stored(config, device), Stored):
+        return False
+    if device.kind is not DeviceKind.CPU or read_blocks(config) is not None:
+        return True
+    facts = ForwardFacts(config, geometry, ComputeDtype.FLOAT32, device)
+    return select_forward(facts).stored is not None
+
+
 def keeps_blocks(request: PlanRequest) -> bool:
     """Whether matrices of a GGUF file are imported as they are stored; elsewhere they become float32."""
     return request.on_cpu and request.tensor_parallel_size == 1
@@ -90,6 +107,9 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     if not is_target:
         return ModelFacts(local, config, checkpoint, weights, decoded)
     shape = read_shape(config)  # refuses a drafter
-    kept = isinstance(read_stored(config, device), Stored)
-    refusal = None if kept else refuse_weights(config, local.path, device)
+    refusal = (
+        None
+        if _are_kept(config, shape.geometry, device)
+        else refuse_weights(config, local.path, device)
+    )
     return ModelFacts(local, config, checkpoint, weights, decoded, refusal, shape)

@@ -222,8 +222,9 @@ def _encode_offsets(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
     rows, columns = wide.shape
     groups = wide.view(rows, -1, fmt.columns)
     low, high = groups.amin(-1), groups.amax(-1)
-    offset = low.to(torch.float16)
-    scale = ((high - low) / 15).to(torch.float16)
+    stored = TORCH_SCALE[fmt.scale]
+    offset = low.to(stored)
+    scale = ((high - low) / 15).to(stored)
     divisor = torch.where(scale == 0, torch.ones_like(scale), scale).float()
     shifted = (groups - offset.float()[..., None]) / divisor[..., None]
     codes = torch.round(shifted).clamp_(0, 15).to(torch.uint8).view(rows, columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from kvant.models.cpu.rounding import EIGHT_BITS, EXACT
 from kvant.models.cpu.verify import verify_cpu_products
 from kvant.models.cpu.weights import INT4, Code, PackedWeight, narrow_of, pack, pack_narrow, unpack
 from kvant.weights.blocks import read_blocks
-from kvant.weights.codecs import decode
-from kvant.weights.format import BLOCK_TYPES
+from kvant.weights.codecs import decode, encode
+from kvant.weights.format import BLOCK_TYPES, Scale, int4_groups
 from tests.weights.test_blocks import blocks
 
 SHAPES = [(4, 32), (70, 96), (192, 576), (576, 1536)]
@@ -122,6 +123,23 @@ def test_bytes_in_tiles_are_the_same_weight(code: Code) -> None:
     packed = pack_narrow(given)
     assert torch.equal(decode(narrow_of(packed)), decode(given))
     assert packed.num_bytes == kind.format.matrix_bytes(48, 512)  # whole tiles
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128])
+@pytest.mark.parametrize("scale", [Scale.FLOAT16, Scale.BFLOAT16, Scale.FLOAT32])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_groups_of_checkpoints_get_offsets_and_are_the_same_numbers(
+    columns: int, scale: Scale, zero_points: bool
+) -> None:
+    fmt = int4_groups(columns, zero_points=zero_points, scale=scale)
+    given = encode(numbers(3, 37, 512), fmt)
+    if scale is Scale.FLOAT32:  # as many bits as products of four bits with it can have
+        given = replace(given, scales=given.scales.to(torch.bfloat16).to(torch.float32))
+    packed = pack_narrow(given)
+    assert torch.equal(decode(narrow_of(packed)), decode(given))
+    x = numbers(5, 3, 512)
+    expected = x.double() @ decode(given).double().T
+    assert (Linear(packed, None)(x) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("code", STORED, ids=lambda code: code.name)

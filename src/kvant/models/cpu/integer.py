@@ -75,10 +75,13 @@ class _Beside:
 
     def __init__(self, b: Any, code: Code, tile: Any, blocks: Any) -> None:
         self._b, self._code, fmt = b, code, code.format
-        self._groups = GROUP // fmt.columns if fmt.columns else 1
-        self._size = TILE * fmt.scale.num_bytes * self._groups  # of a block
+        groups = max(1, GROUP // fmt.columns)
+        self._size = (
+            TILE * fmt.scale.num_bytes * groups
+        )  # of a block, or of blocks that share a scale
+        self._blocks = i64(max(1, fmt.columns // GROUP))
         self._scales = b.add(tile, b.mul(blocks, i64(code_bytes(code))))
-        room = b.mul(blocks, i64(self._size))
+        room = b.mul(b.sdiv(blocks, self._blocks), i64(self._size))
         self._offsets = b.add(self._scales, room)
         self._factors = b.add(self._offsets, room) if fmt.offsets else self._offsets
         per = fmt.superblock // GROUP if fmt.superblock else 1
@@ -90,7 +93,9 @@ class _Beside:
     def scales(self, block: Any, part: int) -> Any:
         """FLOATS for the `part`-th of a block's groups."""
         fmt, b = self._code.format, self._b
-        at = b.add(self._scales, b.mul(block, i64(self._size)))
+        at = b.add(self._scales, b.mul(b.sdiv(block, self._blocks), i64(self._size)))
+        if fmt.scale is Scale.FLOAT32:
+            return load(b, FLOATS, at)
         if fmt.scale is Scale.FLOAT16:
             return b.fpext(load(b, HALVES, at), FLOATS)
         small = load(b, BYTES, b.add(at, i64(TILE * part)))
@@ -100,7 +105,9 @@ class _Beside:
 
     def offsets(self, block: Any) -> Any:
         fmt, b = self._code.format, self._b
-        at = b.add(self._offsets, b.mul(block, i64(self._size)))
+        at = b.add(self._offsets, b.mul(b.sdiv(block, self._blocks), i64(self._size)))
+        if fmt.scale is Scale.FLOAT32:
+            return load(b, FLOATS, at)
         if fmt.scale is Scale.FLOAT16:
             return b.fpext(load(b, HALVES, at), FLOATS)
         wide = b.zext(load(b, BYTES, at), WORDS)
@@ -132,7 +139,7 @@ def _multiply(
         fmt, size = kind.format, code_bytes(kind)
         is_scaled = kind is Code.INT8
         beside = None if is_scaled else _Beside(b, kind, tile, blocks)
-        groups = 1 if is_scaled else GROUP // fmt.columns
+        groups = 1 if is_scaled else max(1, GROUP // fmt.columns)
         steps = 8 // groups
         x_at = [b.add(x, b.mul(x_stride, i64(r))) for r in range(n)]
         record = b.sdiv(stride, blocks)

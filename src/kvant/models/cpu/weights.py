@@ -8,13 +8,13 @@ padded with zeros. A block is 32 inputs, as vectors of 64 bytes, four inputs for
     6 bits   the same of the low halves, and 2 vectors of upper bits: field k of 2 bits in vector u belongs to
              inputs 16 u + 4 k ..
 
-Behind the codes of all blocks come scales, offsets and factors, each [block or superblock, 16].
+Behind the codes of all blocks come scales, offsets and factors, each [block, group or superblock, 16].
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -30,7 +30,8 @@ from kvant.weights.codecs import (
     unpack_nibbles,
     unpack_six,
 )
-from kvant.weights.format import BLOCK_TYPES, INT8_CHANNEL, WeightFormat
+from kvant.weights.format import BLOCK_TYPES, INT8_CHANNEL, Scale, WeightFormat
+from kvant.weights.format import Code as Bits
 
 
 class Code(IntEnum):
@@ -43,11 +44,17 @@ class Code(IntEnum):
     Q4_1 = 4
     Q4_K = 5
     Q6_K = 6
+    INT4_32 = 7  # 4 bits, with a float32 scale and offset for so many inputs
+    INT4_64 = 8
+    INT4_128 = 9
 
     @property
     def format(self) -> WeightFormat:
         """The format of a narrow weight."""
         assert self is not Code.FLOAT32
+        columns = {Code.INT4_32: 32, Code.INT4_64: 64, Code.INT4_128: 128}.get(self)
+        if columns is not None:
+            return WeightFormat("int4", Bits.INT4, 1, columns, Scale.FLOAT32, offsets=True)
         return INT8_CHANNEL if self is Code.INT8 else BLOCK_TYPES[self.name].format
 
     @property
@@ -93,8 +100,25 @@ def pack(weight: Tensor, code: Code) -> PackedWeight:
     return pack_narrow(encode_in_parts(weight, code.format))
 
 
+def with_offsets(weight: NarrowWeight) -> NarrowWeight:
+    """4-bit codes with float32 scales and offsets, in the place of zero points: the same numbers, exactly.
+
+    Scales of 16 bits have at most 11 significant bits: with four more of a code, products and offsets are
+    exact in float32. Products with float32 scales are rounded to it once.
+    """
+    fmt = weight.format
+    scales = weight.scales.to(torch.float32)
+    zeros = 8.0 if weight.zeros is None else weight.zeros.to(torch.float32)
+    made = replace(fmt, scale=Scale.FLOAT32, zero_points=False, offsets=True)
+    return NarrowWeight(
+        made, weight.rows, weight.columns, weight.codes, scales, offsets=-scales * zeros
+    )
+
+
 def pack_narrow(weight: NarrowWeight) -> PackedWeight:
-    """A narrow weight's bytes in tiles."""
+    """A narrow weight's bytes in tiles; 4-bit codes in groups get offsets (`with_offsets`)."""
+    if weight.format not in _OF_FORMAT:
+        weight = with_offsets(weight)
     code, rows, columns = _OF_FORMAT[weight.format], weight.rows, weight.columns
     tiles, blocks = -(-rows // TILE), columns // GROUP
     codes = torch.cat([_codes_in_tiles(code, part) for part in _parts(weight)])
@@ -131,7 +155,7 @@ def narrow_of(weight: PackedWeight) -> NarrowWeight:
     if code.bits == 8:
         codes = numbers ^ 0x80
     else:
-        codes = pack_six(numbers) if code.bits == 6 else pack_nibbles(numbers, GROUP)
+        codes = pack_six(numbers) if code.bits == 6 else pack_nibbles(numbers, fmt.columns)
     if code is Code.INT8:
         assert weight.scales is not None
         return NarrowWeight(fmt, rows, columns, codes, weight.scales[:rows])
@@ -155,7 +179,7 @@ def code_bytes(code: Code) -> int:
 def _beside(code: Code, columns: int) -> list[tuple[int, torch.dtype]]:
     """Behind the codes: how many vectors of 16, and their dtype."""
     fmt = code.format
-    scale = {1: torch.uint8, 2: torch.float16}[fmt.scale.num_bytes]
+    scale = {1: torch.uint8, 2: torch.float16, 4: torch.float32}[fmt.scale.num_bytes]
     if code is Code.Q6_K:
         scale = torch.int8
     found = [(columns // fmt.columns, scale)] * (2 if fmt.offsets else 1)
@@ -182,7 +206,7 @@ def _codes_in_tiles(code: Code, codes: Tensor) -> Tensor:
     if code.bits == 8:
         parts = (codes ^ 0x80).view(tiles, TILE, -1, 8, 4)
         return parts.permute(0, 2, 3, 1, 4).reshape(tiles, -1, 8 * 64)
-    numbers = unpack_six(codes) if code.bits == 6 else unpack_nibbles(codes, GROUP)
+    numbers = unpack_six(codes) if code.bits == 6 else unpack_nibbles(codes, code.format.columns)
     steps = numbers.view(tiles, TILE, -1, 2, 4, 4).permute(3, 0, 2, 4, 1, 5)  # halves first
     low = steps & 15
     packed = (low[0] | (low[1] << 4)).reshape(tiles, -1, 4 * 64)

@@ -44,7 +44,7 @@ class Code(IntEnum):
     Q4_1 = 4
     Q4_K = 5
     Q6_K = 6
-    INT4_32 = 7  # 4 bits, with a float32 scale and offset for so many inputs
+    INT4_32 = 7  # 4 bits, with a float32 scale and offset for 32 inputs, 64 or 128
     INT4_64 = 8
     INT4_128 = 9
 

@@ -362,6 +362,7 @@ class PageAllocator:
         faults: list[str] = []
         held = Counter(page for pages in holders for page in pages)
         shared, size = self.superblocks, self.per_superblock
+        held_in = Counter(page // size for page in held)
         spots = Counter(page for pages in self._spots.values() for page in pages)
         free = Counter(shared.free)
         num_idle = 0
@@ -374,7 +375,7 @@ class PageAllocator:
             rests = shared.resting.get(superblock) is self
             is_idle = page in self._idle or (rests and is_known)
             num_idle += is_idle
-            is_live = any(held[p] for p in self._pages_of(superblock))
+            is_live = superblock in held_in
             if is_live and (free[superblock] or superblock in shared.resting):
                 faults.append(f"superblock {superblock}: live, and to be taken")
             if page in self._idle and not is_live:
@@ -392,7 +393,7 @@ class PageAllocator:
             if superblock == SCRATCH and (referred or spots[page]):
                 faults.append(f"page {page} lies in the scratch superblock")
         for superblock, count in enumerate(self._held_in):
-            if count != sum(held[page] > 0 for page in self._pages_of(superblock)):
+            if count != held_in[superblock]:
                 faults.append(f"superblock {superblock}: {count} pages counted as held")
             bucket = self._by_held[count] if count < len(self._by_held) else {}
             if (superblock in self._spots) != (superblock in bucket):

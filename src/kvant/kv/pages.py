@@ -366,7 +366,10 @@ class PageAllocator:
         spots = Counter(page for pages in self._spots.values() for page in pages)
         free = Counter(shared.free)
         num_idle = 0
-        for page in range(self.num_pages):
+        # No other page can be at fault: they are held, free, idle and found nowhere, as they should be.
+        told = {page for page, count in enumerate(self._ref_counts) if count}
+        told.update(held, spots, self._idle, self._hash_of, *map(self._pages_of, held_in))
+        for page in sorted(told.intersection(range(self.num_pages))):
             superblock = page // size
             count, referred = self._ref_counts[page], held[page]
             if count != referred:

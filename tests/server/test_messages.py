@@ -37,7 +37,7 @@ TO_ENGINE = (
     Cancel((1, 2)),
 )
 FROM_ENGINE = (
-    Loading("weights", 1, 2),
+    Loading("weights", 1, 2, "B"),
     Fault("no", 2),
     Report(Stats()),
     Report(Stats(speculation=SpeculationStats(1, 7, 3, 4, (1, 1, 1), 2, False))),

@@ -21,6 +21,23 @@ def starts(data: Any) -> Cells:
     return lines
 
 
+@table("serving-beside", "h200-serving-beside.json")
+def serving_beside(data: Any) -> Cells:
+    lines = [
+        ["call", "commit", "seconds of load", "tok/s", "first token p50, p99, ms",
+         "next token p50, p99, ms", "whole answer p50, p99, ms"]
+    ]  # fmt: skip
+    for number, rounds in enumerate(data["rounds"], 1):
+        for r in rounds:
+            times = [f"{r[f'{k}_p50_ms']:.1f}, {r[f'{k}_p99_ms']:.1f}" for k in ("ttft", "e2e")]
+            gaps = f"{r['itl_p50_ms']:.2f}, {r['itl_p99_ms']:.2f}"
+            lines.append(
+                [str(number), r["commit"], f"{r['seconds']:.0f}", f"{r['tokens_per_second']:.0f}",
+                 times[0], gaps, times[1]]
+            )  # fmt: skip
+    return lines
+
+
 @table("gpu-memory", "h200-memory.json")
 def gpu_memory(data: Any) -> Cells:
     lines = [

@@ -142,6 +142,26 @@ def test_a_browser_talks_stops_and_sees_the_cache(
     page.get_by_role("button", name="Send").click()
     page.wait_for_selector(".fault")
     assert "a sequence may have" in page.locator(".fault").inner_text()
+    assert page.locator("#text").input_value() == "too long", "it can be mended and sent again"
+
+    answer = "Some **bold** `a < b`:\n\n## A title\n```py\nx = '**no**'\n```\nEnd"
+    shown = page.evaluate(
+        """(answer) => {
+          const [whole, parts] = [make("div"), make("div")];
+          new Written(whole, false).push(answer);
+          const written = new Written(parts, false);
+          for (const piece of answer) written.push(piece);
+          const shows = (box) => [...box.querySelectorAll("strong, code")].map((one) => one.textContent);
+          return [shows(whole), shows(parts), whole.textContent === parts.textContent];
+        }""",
+        answer,
+    )
+    marked = ["bold", "a < b", "A title\n", "x = '**no**'\n"]
+    assert shown == [marked, marked, True]
+    said = page.locator(".message").count()
+    page.reload()
+    page.wait_for_selector(".message.assistant")
+    assert page.locator(".message").count() == said - 2, "all but the one that failed"
     assert faults == []
     wanted = os.environ.get("PAGE_PICTURE")
     target = Path(wanted) / f"page-{theme}.png" if wanted else tmp_path / "page.png"

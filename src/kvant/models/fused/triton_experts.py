@@ -16,7 +16,7 @@ from kvant.kernels.triton.device import has_ptx, launches_ahead
 from kvant.models.fused import experts_kernels as kernels
 from kvant.models.fused.experts import Experts, GateOrder
 from kvant.models.fused.routing import Routing, Scoring, route
-from kvant.weights.choose import few_serves, warps_of_one
+from kvant.weights.choose import LISTED, few_serves, warps_of_one
 from kvant.weights.codecs import NarrowStack
 from kvant.weights.cuda import few_rows as cuda
 from kvant.weights.cuda.few_rows import Act, Beside, Kind, Pairs
@@ -138,7 +138,7 @@ class TritonExperts:
             cut = warps_of_one(fmt, columns, weights=count)
             cuda.begin(fmt, columns, 1, dtype, cut, one, bias=has_bias)
             for tiles in (1, 2):
-                cuda.begin(fmt, 0, tiles, dtype, warps_of_one(fmt, columns), many, bias=has_bias)
+                cuda.begin(fmt, 0, tiles, dtype, LISTED, many, bias=has_bias)
 
     def route(
         self,
@@ -268,9 +268,8 @@ class TritonExperts:
         kinds = replace(_gated(experts), pairs=Pairs.LISTED), Kind(pairs=Pairs.LISTED, share=True)
         for (weight, bias), kind in zip((experts.gate_up, experts.down), kinds, strict=True):
             assert isinstance(weight, NarrowStack)
-            cut = warps_of_one(weight.whole.format, weight.shape[2])
             found = cuda.multiply(
-                found, weight.whole, bias, cut, kind, beside, experts=weight.count
+                found, weight.whole, bias, LISTED, kind, beside, experts=weight.count
             )
         return found
 

@@ -115,6 +115,25 @@ def decode_uint2(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def load_halfwords(pointer, there):
+    """The 16 bits at pointers [rows] as int32, 0 where not there.
+
+    Loads the 32 bits they lie in, since the copy pipeline takes no less; planes begin and end at multiples of
+    4 bytes.
+    """
+    address = pointer.to(tl.int64)
+    pair = tl.load((address & -4).to(tl.pointer_type(tl.int32)), mask=there, other=0)
+    return (pair >> ((address & 2) << 3).to(tl.int32)) & 0xFFFF
+
+
+@triton.jit
+def load_half_scale(pointer, there):
+    """`load_row_scale` for float16 scales in the pages."""
+    scale = float16_of(load_halfwords(pointer, there)).to(tl.float32)
+    return scale, tl.zeros_like(scale)
+
+
+@triton.jit
 def load_row_scale(pointer, there):
     """A float16 or float32 scale per row as float32 [rows], and zeros in place of a zero point."""
     scale = tl.load(pointer, mask=there, other=0.0).to(tl.float32)

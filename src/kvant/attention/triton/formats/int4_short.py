@@ -12,7 +12,7 @@ from kvant.attention.triton.formats.int4_per_token_head import (
     nearest_codes,
     rotated_range,
 )
-from kvant.attention.triton.words import decode_uint4
+from kvant.attention.triton.words import decode_uint4, load_halfwords
 from kvant.kv.codecs import int4_short
 from kvant.kv.format import KVFormat
 
@@ -27,7 +27,7 @@ NAN_WORD = tl.constexpr(int4_short.NAN_WORD)
 @triton.jit
 def load_short_scale_and_zero_point(pointer, there):
     """Scale and zero point of rows, float32 [rows] each; pointer: the scale plane as int16."""
-    word = tl.load(pointer, mask=there, other=0).to(tl.int32) & 0xFFFF
+    word = load_halfwords(pointer, there)
     bits = ((word >> 4) + OFFSET) << DROPPED_BITS
     bits = tl.where(word >= NAN_WORD, NAN_BITS, bits)
     return bits.to(tl.float32, bitcast=True), (word & 15).to(tl.float32)

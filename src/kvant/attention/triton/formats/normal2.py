@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvant.attention.triton.format import Kernels
 from kvant.attention.triton.formats.turboquant_k import normalised, store_normal
-from kvant.attention.triton.words import decode_uint2, load_row_scale
+from kvant.attention.triton.words import decode_uint2, load_half_scale
 from kvant.kv.codecs import normal2
 from kvant.kv.format import KVFormat
 
@@ -29,5 +29,5 @@ def encode(
 
 def kernels(declared: KVFormat) -> Kernels:
     return Kernels(
-        decode_uint2, encode, row_scale=load_row_scale, factor=2.0**22, bias=normal2.BIAS, even=4.0
+        decode_uint2, encode, row_scale=load_half_scale, factor=2.0**22, bias=normal2.BIAS, even=4.0
     )

@@ -21,7 +21,7 @@ from kvant.attention.triton.arithmetic import (
 )
 from kvant.attention.triton.format import Kernels
 from kvant.attention.triton.rotation import hadamard
-from kvant.attention.triton.words import float16_of, load_row_scale
+from kvant.attention.triton.words import float16_of, load_half_scale
 from kvant.kv.codecs.codebook import CENTROIDS_3BIT, CENTROIDS_4BIT, middles
 from kvant.kv.format import KVFormat
 
@@ -219,4 +219,4 @@ def store_normal(
 
 def kernels(declared: KVFormat) -> Kernels:
     decode = decode4 if declared.bits == 4 else decode3
-    return Kernels(decode, encode, row_scale=load_row_scale, factor=2.0**16)
+    return Kernels(decode, encode, row_scale=load_half_scale, factor=2.0**16)

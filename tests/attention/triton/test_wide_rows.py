@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.attention.launching import Shape
-from kvant.attention.triton import backend
+from kvant.attention.triton import backend, both_decode
 from kvant.attention.triton.backend import TritonBackend
 from kvant.attention.triton.cut import NEVER_SPLIT
 from kvant.kv.dtype import KVDtype
@@ -41,7 +41,8 @@ def check(shape: Shape, *, invariant: bool = False, k: KVDtype = INT4, **options
     triton = TritonBackend(batch_invariant=invariant)
     triton.write(x.cache, x.k, x.v, x.step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "shape_for", lambda *_, **__: shape)
+        for module in (backend, both_decode):
+            patch.setattr(module, "shape_for", lambda *_, **__: shape)
         found = triton.attend(x.cache, x.q, x.step, x.params)
     assert case.error(found, x.expected()) < 2e-3
 

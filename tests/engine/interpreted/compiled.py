@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvant.attention.base import HeadRotation
-from kvant.attention.triton import backend
+from kvant.attention.triton import backend, both_decode
 from kvant.attention.triton.backend import TritonBackend
 from kvant.execution.device_state import DeviceState
 from kvant.execution.triton_step import most_likely, plain_step, write_pages
@@ -68,9 +68,10 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
 def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
     """Writing and reading rows, for one query and for many."""
     rows = None if wide is None else WideRows(choice(wide), choice(wide), 4, 128)
-    module: Any = backend
-    module.has_ptx = module.is_nvidia = lambda device: True
-    module.multiprocessors = lambda device: 132
+    modules: tuple[Any, ...] = (backend, both_decode)
+    for module in modules:
+        module.has_ptx = module.is_nvidia = lambda device: True
+        module.multiprocessors = lambda device: 132
     if k is v and k.format.bits >= 8:
         for new in (1, 40):
             x = case.prepare(

@@ -19,7 +19,7 @@ from kvant.attention.base import (
 from kvant.attention.cuda import latent_rows, many_rows
 from kvant.attention.launching import Shape, outer
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
-from kvant.attention.triton import dense_prefill, prefill, rotated_store
+from kvant.attention.triton import both_decode, dense_prefill, prefill, rotated_store
 from kvant.attention.triton.combine import combine
 from kvant.attention.triton.cut import Cut, cut_step, heads_joined_at_once
 from kvant.attention.triton.dense_prefill import attend_dense
@@ -28,6 +28,7 @@ from kvant.attention.triton.latent import latent_attention
 from kvant.attention.triton.latent_prefill import attend_expanded
 from kvant.attention.triton.launch import (
     ahead,
+    listed_items,
     pad,
     page_units,
     rotate,
@@ -40,7 +41,6 @@ from kvant.attention.triton.prefill import attend_long
 from kvant.attention.triton.rotated_store import rotate_and_store
 from kvant.attention.triton.store import store_rows
 from kvant.attention.triton.tuning import latent_shape, shape_for
-from kvant.attention.triton.workmap import list_items
 from kvant.kernels.triton.device import arrivals, has_ptx, is_nvidia, multiprocessors
 from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
@@ -201,10 +201,14 @@ class TritonBackend:
     def _attend_both(
         self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams
     ) -> Tensor:
-        """`attend` for a layer with wide rows: first the narrow form of its keys, then the wide one."""
+        """`attend` for a layer with wide rows, in one launch where that serves the step. Else the narrow form
+        of its keys is read first, then the wide one.
+        """
         wide = cache.spec.wide
         assert wide is not None
         assert cache.wide is not None
+        if not self.batch_invariant and both_decode.serves(cache, step):
+            return both_decode.attend(cache, q, step, params)
         rows = q.new_empty(*q.shape[:2], cache.spec.geometry.head_dim_v, dtype=torch.float32)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         narrow = _Form(int(NARROW.value), wide.sink, wide.recent, rows, lse)
@@ -409,7 +413,7 @@ def _launch_items(
     k, v = format_of(spec.k.dtype), format_of(spec.v.dtype)
     head_k, head_v = spec.geometry.head_dim_k, spec.geometry.head_dim_v
     window = params.window or 0
-    listed = _listed(step, cut, window, tokens=False) if cut.listed else None
+    listed = listed_items(step, cut, window, tokens=False) if cut.listed else None
     arrived = arrivals(device, cut.items * cut.heads) if cut.join else None
     options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
     options |= ahead(device)
@@ -451,7 +455,7 @@ def _launch_latents(
     latent_attention[(cut.items,)](
         q, q.stride(0), q.stride(1), *words(cache.k, k), page_units(cache), cache.k_scale,
         out, partial, partial_lse,
-        step.cu_seqlens_q, step.seqlens_kv, _listed(step, cut, 0, tokens=False) if cut.listed else None,
+        step.cu_seqlens_q, step.seqlens_kv, listed_items(step, cut, 0, tokens=False) if cut.listed else None,
         step.page_table, step.page_table.stride(0), cut.num_seqs,
         params.scale, cut.target, cut.least,
         GROUP=cut.group, PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
@@ -478,7 +482,7 @@ def _launch_combine(
     shape, head_v, q_heads = cut.shape, cache.spec.geometry.head_dim_v, cut.heads * cut.group
     rotated = cache.spec.v is not None and format_of(cache.spec.v.dtype).rotated
     window = params.window or 0
-    listed = _listed(step, cut, window, tokens=True) if cut.listed else None
+    listed = listed_items(step, cut, window, tokens=True) if cut.listed else None
     per_program = heads_joined_at_once(cut.tokens, q_heads)
     at_once, warps = cut.parts_joined_at_once
     width = triton.next_power_of_2(head_v)
@@ -498,29 +502,3 @@ def _launch_combine(
 
 def _narrow(form: _Form | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if form is None else (form.rows, form.lse)
-
-
-def _listed(step: Step, cut: Cut, window: int, *, tokens: bool) -> Tensor:
-    """The step's items, or its tokens, as `list_items` finds them: once for all layers cut alike."""
-    shape, count = cut.shape, cut.tokens if tokens else cut.items
-    key = (
-        count,
-        shape.rows,
-        shape.tile,
-        cut.group,
-        cut.target,
-        cut.least,
-        cut.fixed,
-        window,
-        tokens,
-    )
-    found = step.lists.get(key)
-    if found is None:
-        found = step.seqlens_kv.new_empty(count, 4)
-        list_items[(count,)](
-            found, step.cu_seqlens_q, step.seqlens_kv, cut.num_seqs, window, cut.target, cut.least,
-            GROUP=cut.group, ROWS=shape.rows, TILE=shape.tile, CAUSAL=step.causal,
-            WINDOW=window > 0, FIXED=cut.fixed, TOKENS=tokens, num_warps=1,
-        )  # fmt: skip
-        step.lists[key] = found
-    return found

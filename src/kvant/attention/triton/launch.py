@@ -9,9 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
+from kvant.attention.base import Step
+from kvant.attention.triton.cut import Cut
 from kvant.attention.triton.format import Format
 from kvant.attention.triton.rotation import rotate_rows
 from kvant.attention.triton.words import load_24_bit_words
+from kvant.attention.triton.workmap import list_items
 from kvant.kernels.triton.device import launches_ahead
 from kvant.kv.pool import LayerCache
 
@@ -70,3 +73,29 @@ def page_units(cache: LayerCache) -> int:
 def pad(head_dim: int, format: Format) -> int:
     """Words of a row, padded to a power of two that a matrix product takes."""
     return max(16, int(triton.next_power_of_2(head_dim // format.elements)))
+
+
+def listed_items(step: Step, cut: Cut, window: int, *, tokens: bool) -> Tensor:
+    """The step's items, or its tokens, as `list_items` finds them: once for all layers cut alike."""
+    shape, count = cut.shape, cut.tokens if tokens else cut.items
+    key = (
+        count,
+        shape.rows,
+        shape.tile,
+        cut.group,
+        cut.target,
+        cut.least,
+        cut.fixed,
+        window,
+        tokens,
+    )
+    found = step.lists.get(key)
+    if found is None:
+        found = step.seqlens_kv.new_empty(count, 4)
+        list_items[(count,)](
+            found, step.cu_seqlens_q, step.seqlens_kv, cut.num_seqs, window, cut.target, cut.least,
+            GROUP=cut.group, ROWS=shape.rows, TILE=shape.tile, CAUSAL=step.causal,
+            WINDOW=window > 0, FIXED=cut.fixed, TOKENS=tokens, num_warps=1,
+        )  # fmt: skip
+        step.lists[key] = found
+    return found

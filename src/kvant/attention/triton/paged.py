@@ -224,7 +224,7 @@ def _query_part(pointer, there, words, sign, normal,
 
 
 @triton.jit
-def _clear(out, first, end, step, head, GROUP: tl.constexpr, HEADS: tl.constexpr,
+def clear(out, first, end, step, head, GROUP: tl.constexpr, HEADS: tl.constexpr,
            HEAD: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
     """Zeros for one KV head's query heads of every `step`-th token."""
     c = tl.arange(0, PAD)
@@ -252,30 +252,21 @@ def with_narrow(o, lse, narrow, narrow_lse, row, there, mask, c, HEAD_V: tl.cons
 
 
 @triton.jit
-def _join(
-    partial, partial_lse, sinks, out, narrow, narrow_lse, first, splits, first_token, num_queries, block,
-    head,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
-    ROWS: tl.constexpr, VALID: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
-    ROTATED: tl.constexpr, FORM: tl.constexpr,
+def sum_of_parts(
+    partial, partial_lse, first, count, head, r, there, top, den,
+    HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, VALID: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The first VALID rows of a block, from its items first .. first + splits."""
-    r = tl.arange(0, VALID)
+    """Sums [VALID, PAD] over the items first .. first + count, their weights 2^top [VALID], and their sums.
+
+    r: rows of a block [VALID]; there: which to read. top, den: what joins them, for instance sinks.
+    """
     c = tl.arange(0, PAD)
     s = tl.arange(0, AT_ONCE)
-    at_row = block * ROWS + r
-    there = at_row // GROUP < num_queries
-    query_head = head * GROUP + at_row % GROUP
-    if SINKS:
-        top = tl.load(sinks + query_head, mask=there, other=0.0).to(tl.float32) * LOG2E
-        den = tl.full((VALID,), 1.0, tl.float32)
-    else:
-        top = tl.full((VALID,), float("-inf"), tl.float32)
-        den = tl.zeros((VALID,), tl.float32)
     o = tl.zeros((VALID, PAD), tl.float32)
-    for begin in range(0, splits, AT_ONCE):
+    for begin in range(0, count, AT_ONCE):
         slot = ((first + begin + s).to(tl.int64) * HEADS + head)[:, None] * ROWS + r[None, :]
-        mask = (begin + s < splits)[:, None] & there[None, :]
+        mask = (begin + s < count)[:, None] & there[None, :]
         lse = tl.load(partial_lse + slot, mask=mask, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(partial + slot[:, :, None] * HEAD_V + c[None, None, :],
                        mask=mask[:, :, None] & (c < HEAD_V)[None, None, :], other=0.0,
@@ -287,6 +278,33 @@ def _join(
         o = o * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
         den = den * fade + tl.sum(weight, 0)
         top = higher
+    return o, top, den
+
+
+@triton.jit
+def _join(
+    partial, partial_lse, sinks, out, narrow, narrow_lse, first, splits, first_token, num_queries, block,
+    head,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
+    ROWS: tl.constexpr, VALID: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
+    ROTATED: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """The first VALID rows of a block, from its items first .. first + splits."""
+    r = tl.arange(0, VALID)
+    c = tl.arange(0, PAD)
+    at_row = block * ROWS + r
+    there = at_row // GROUP < num_queries
+    query_head = head * GROUP + at_row % GROUP
+    if SINKS:
+        top = tl.load(sinks + query_head, mask=there, other=0.0).to(tl.float32) * LOG2E
+        den = tl.full((VALID,), 1.0, tl.float32)
+    else:
+        top = tl.full((VALID,), float("-inf"), tl.float32)
+        den = tl.zeros((VALID,), tl.float32)
+    o, top, den = sum_of_parts(
+        partial, partial_lse, first, splits, head, r, there, top, den,
+        HEADS, HEAD_V, PAD, ROWS, VALID, AT_ONCE,
+    )  # fmt: skip
     o = tl.where((den > 0)[:, None], o / den[:, None], (0.0 * den)[:, None])
     if ROTATED:
         ROTATION: tl.constexpr = HEAD_V & -HEAD_V
@@ -303,80 +321,29 @@ def _join(
     tl.store(out + row[:, None] * HEAD_V + c[None, :], o.to(out.dtype.element_ty), mask=mask)
 
 
-# Numbers that change from step to step. Triton would compile a kernel for each class of number (1, multiples
-# of 16, others), and requests would wait a second for each.
-_VARYING = (
-    "page_units", "max_pages", "num_seqs", "window", "target", "least", "num_tokens", "sink", "lag",
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def paged_attention(
+@triton.jit
+def attend_item(
     q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts, page_units,
-    k_outer, v_outer, sinks,
-    out, partial, partial_lse, narrow, narrow_lse,
-    cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs, arrived, num_tokens,
-    softmax_scale, cap, window, target, least, sink, lag,
+    k_outer, v_outer, sinks, page_table, max_pages, seq, first_token, num_queries, length, head, block,
+    split, splits, per_split, softmax_scale, cap, window, sink, lag,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     K: tl.constexpr, HEAD_K: tl.constexpr, PAD_K: tl.constexpr,
     V: tl.constexpr, HEAD_V: tl.constexpr, PAD_V: tl.constexpr,
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
-    PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
-    FORM: tl.constexpr = 0,
+    FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Program item * HEADS + KV head: programs of one item run side by side and share memory pages.
+    """Rows [ROWS, E * PAD_V] of one item divided by their sums, and their log-sum-exp [ROWS] in base 2.
 
-    Writes `out` if DIRECT and the sequence is one item long, else partial results.
-
-    K, V: `Format` of the pages. q: [T, HEADS * GROUP, HEAD_K] by its strides.
-    out: [T, HEADS * GROUP, HEAD_V], rotated back if values are stored rotated.
-    partial: [items, HEADS, ROWS, HEAD_V] float32, each row divided by its sum.
-    partial_lse: [items, HEADS, ROWS] float32, base 2.
-    shifts: see `load_24_bit_words`. page_units: from a page to the next one, see `launch.page_units`.
-    k_outer, v_outer: float32 scales outside the pages. K_OUTER, V_OUTER: 0 none, 1 for [1], 2 for [HEADS].
-    FIXED: an item is `least` tiles counted from token 0, in any batch. LISTED: items is from `list_items`.
-    JOIN: the last program of a row's items joins their partial results, AT_ONCE items at a time and in order;
-    JOIN is the number of valid rows, rounded up to a power of two; 0 leaves them to `combine`.
-    arrived: int32 [items, HEADS], zeros before and after the launch. AHEAD: launched while the kernel
-    before still runs.
-    FORM: 0, or which form of the keys it reads: NARROW from key `sink` on and without the latest `lag` keys
-    of a query, and leaves `out`, in float32, and narrow_lse [T, HEADS * GROUP], in base 2; WIDE the first
-    `sink` keys and a `window`, and joins narrow, which has the shape of `out`, and narrow_lse.
+    Arguments as of `paged_attention`. block: of the sequence's query rows; split: of `splits`. Values stored
+    rotated stay so.
     """
-    if AHEAD:
-        gdc_launch_dependents()
-        gdc_wait()
     ELEMENTS_K: tl.constexpr = K.elements
     ELEMENTS_V: tl.constexpr = V.elements
     FACTOR_K: tl.constexpr = K.factor
     FACTOR_V: tl.constexpr = V.factor
     EVEN_K: tl.constexpr = K.even
     EVEN_V: tl.constexpr = V.even
-    ROTATION: tl.constexpr = HEAD_V & -HEAD_V
-    head = tl.program_id(0) % HEADS
-    item = tl.program_id(0) // HEADS
-    if JOIN > 0:  # tokens of no sequence get zeros
-        _clear(out, tl.load(cu_seqlens_q + num_seqs) + item, num_tokens, tl.num_programs(0) // HEADS,
-               head, GROUP, HEADS, HEAD_V, ELEMENTS_V * PAD_V)  # fmt: skip
-    per_split = least
-    if LISTED:
-        seq, first_item, splits = listed(items, item)
-    else:
-        if not FIXED:
-            per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
-                                        GROUP, ROWS, TILE, CAUSAL, WINDOW, True)  # fmt: skip
-        seq, first_item, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
-                                            GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
-    if seq < 0:
-        return
-    block = (item - first_item) // splits
-    split = (item - first_item) % splits
-    first_token = tl.load(cu_seqlens_q + seq)
-    num_queries = tl.load(cu_seqlens_q + seq + 1) - first_token
-    length = tl.load(seqlens_kv + seq)
-
     r = block * ROWS + tl.arange(0, ROWS)
     query = r // GROUP
     there = query < num_queries
@@ -427,7 +394,6 @@ def paged_attention(
     # the query: largest magnitude of each row, then its parts
     token = (first_token + query).to(tl.int64)
     q_row = q_ptr + token * q_stride_token + query_head * q_stride_head
-    out_row = out + (token * (HEADS * GROUP) + query_head) * HEAD_V
     jk = tl.arange(0, PAD_K)
     sign = tl.where(softmax_scale < 0, -1.0, 1.0)
     if K.operand != tl.float16 or FULL:
@@ -545,25 +511,102 @@ def paged_attention(
             part -= less[:, None]
         parts = parts + (part,)
     o = in_order(parts, ROWS, PAD_V)
+    lse = tl.where(den > 0, level + tl.log2(den), float("-inf"))
+    return o, tl.where(den != den, den, lse)
+
+
+# Numbers that change from step to step. Triton would compile a kernel for each class of number (1, multiples
+# of 16, others), and requests would wait a second for each.
+_VARYING = (
+    "page_units", "max_pages", "num_seqs", "window", "target", "least", "num_tokens", "sink", "lag",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def paged_attention(
+    q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts, page_units,
+    k_outer, v_outer, sinks,
+    out, partial, partial_lse, narrow, narrow_lse,
+    cu_seqlens_q, seqlens_kv, items, page_table, max_pages, num_seqs, arrived, num_tokens,
+    softmax_scale, cap, window, target, least, sink, lag,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr, HEAD_K: tl.constexpr, PAD_K: tl.constexpr,
+    V: tl.constexpr, HEAD_V: tl.constexpr, PAD_V: tl.constexpr,
+    K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
+    PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    FORM: tl.constexpr = 0,
+):  # fmt: skip
+    """Program item * HEADS + KV head: programs of one item run side by side and share memory pages.
+
+    Writes `out` if DIRECT and the sequence is one item long, else partial results.
+
+    K, V: `Format` of the pages. q: [T, HEADS * GROUP, HEAD_K] by its strides.
+    out: [T, HEADS * GROUP, HEAD_V], rotated back if values are stored rotated.
+    partial: [items, HEADS, ROWS, HEAD_V] float32, each row divided by its sum.
+    partial_lse: [items, HEADS, ROWS] float32, base 2.
+    shifts: see `load_24_bit_words`. page_units: from a page to the next one, see `launch.page_units`.
+    k_outer, v_outer: float32 scales outside the pages. K_OUTER, V_OUTER: 0 none, 1 for [1], 2 for [HEADS].
+    FIXED: an item is `least` tiles counted from token 0, in any batch. LISTED: items is from `list_items`.
+    JOIN: the last program of a row's items joins their partial results, AT_ONCE items at a time and in order;
+    JOIN is the number of valid rows, rounded up to a power of two; 0 leaves them to `combine`.
+    arrived: int32 [items, HEADS], zeros before and after the launch. AHEAD: launched while the kernel
+    before still runs.
+    FORM: 0, or which form of the keys it reads: NARROW from key `sink` on and without the latest `lag` keys
+    of a query, and leaves `out`, in float32, and narrow_lse [T, HEADS * GROUP], in base 2; WIDE the first
+    `sink` keys and a `window`, and joins narrow, which has the shape of `out`, and narrow_lse.
+    """
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
+    ELEMENTS_V: tl.constexpr = V.elements
+    ROTATION: tl.constexpr = HEAD_V & -HEAD_V
+    head = tl.program_id(0) % HEADS
+    item = tl.program_id(0) // HEADS
+    if JOIN > 0:  # tokens of no sequence get zeros
+        clear(out, tl.load(cu_seqlens_q + num_seqs) + item, num_tokens, tl.num_programs(0) // HEADS,
+               head, GROUP, HEADS, HEAD_V, ELEMENTS_V * PAD_V)  # fmt: skip
+    per_split = least
+    if LISTED:
+        seq, first_item, splits = listed(items, item)
+    else:
+        if not FIXED:
+            per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
+                                        GROUP, ROWS, TILE, CAUSAL, WINDOW, True)  # fmt: skip
+        seq, first_item, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                            GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
+    if seq < 0:
+        return
+    block = (item - first_item) // splits
+    split = (item - first_item) % splits
+    first_token = tl.load(cu_seqlens_q + seq)
+    num_queries = tl.load(cu_seqlens_q + seq + 1) - first_token
+    length = tl.load(seqlens_kv + seq)
+
+    o, lse = attend_item(
+        q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts, page_units,
+        k_outer, v_outer, sinks, page_table, max_pages, seq, first_token, num_queries, length, head, block,
+        split, splits, per_split, softmax_scale, cap, window, sink, lag,
+        GROUP, HEADS, PAGE, ROWS, TILE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V, K_OUTER, V_OUTER,
+        CAUSAL, WINDOW, SOFTCAP, SINKS, FULL, DIRECT, FIXED, PTX, FORM,
+    )  # fmt: skip
+    r = block * ROWS + tl.arange(0, ROWS)
+    there = r // GROUP < num_queries
     c = tl.arange(0, ELEMENTS_V * PAD_V)
     mask = there[:, None] & (c < HEAD_V)[None, :]
-    if direct:
+    if DIRECT and splits == 1:
+        row = (first_token + r // GROUP).to(tl.int64) * (HEADS * GROUP) + head * GROUP + r % GROUP
         if V.rotated:
             o = hadamard(o, ROWS, ELEMENTS_V * PAD_V, ROTATION) / ROTATION
-        if FORM > 0:
-            row = token * (HEADS * GROUP) + query_head
-            lse = tl.where(den > 0, level + tl.log2(den), float("-inf"))
-            lse = tl.where(den != den, den, lse)
-            if FORM == NARROW:
-                tl.store(narrow_lse + row, lse, mask=there)
-            else:
-                o = with_narrow(o, lse, narrow, narrow_lse, row, there, mask, c, HEAD_V)
-        tl.store(out_row[:, None] + c[None, :], o.to(out.dtype.element_ty), mask=mask)
+        if FORM == NARROW:
+            tl.store(narrow_lse + row, lse, mask=there)
+        elif FORM == WIDE:
+            o = with_narrow(o, lse, narrow, narrow_lse, row, there, mask, c, HEAD_V)
+        tl.store(out + row[:, None] * HEAD_V + c[None, :], o.to(out.dtype.element_ty), mask=mask)
     else:
         slot = (item.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
         tl.store(partial + slot[:, None] * HEAD_V + c[None, :], o, mask=mask)
-        lse = tl.where(den > 0, level + tl.log2(den), float("-inf"))
-        lse = tl.where(den != den, den, lse)
         tl.store(partial_lse + slot, lse, mask=there)
         if JOIN > 0:
             first = first_item + block * splits

@@ -1,0 +1,136 @@
+"""Launches of `both_attention`: decode steps and short drafts of layers with wide rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from kvant.attention.base import AttentionParams, Step
+from kvant.attention.launching import outer
+from kvant.attention.triton.both import both_attention, combine_both
+from kvant.attention.triton.cut import Cut, cut_step, heads_joined_at_once
+from kvant.attention.triton.format import format_of
+from kvant.attention.triton.launch import (
+    ahead,
+    listed_items,
+    pad,
+    page_units,
+    rotate,
+    shifts,
+    words,
+)
+from kvant.attention.triton.tuning import shape_for
+from kvant.kernels.triton.device import arrivals, has_ptx, multiprocessors
+from kvant.kv.codecs.rotation import block_length
+from kvant.kv.pool import LayerCache
+
+_ROWS = 16
+"""Query rows of a program: more per sequence and KV head take two launches."""
+
+
+def serves(cache: LayerCache, step: Step) -> bool:
+    """Whether one launch reads both forms of the layer in this step."""
+    g = cache.spec.geometry
+    return step.causal and step.max_seqlen_q * (g.num_q_heads // g.num_kv_heads) <= _ROWS
+
+
+def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+    """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype, of both forms."""
+    spec, wide_cache, both = cache.spec, cache.wide, cache.spec.wide
+    assert spec.k is not None
+    assert spec.v is not None
+    assert wide_cache is not None
+    assert both is not None
+    g, device = spec.geometry, q.device
+    tokens, q_heads, head_k = q.shape
+    heads, head_v = g.num_kv_heads, g.head_dim_v
+    group, num_seqs = q_heads // heads, step.seqlens_kv.shape[0]
+    if tokens == 0:
+        return q.new_empty(0, q_heads, head_v)
+    full = q.dtype is torch.float32
+    sms = multiprocessors(device)
+    shape = shape_for(
+        spec.k.dtype,
+        spec.v.dtype,
+        (g.head_dim_k, head_v),
+        step.max_seqlen_q * group,
+        full=full,
+        crowd=num_seqs * heads / sms,
+        single=step.max_seqlen_q == 1,
+    )
+    k, v = format_of(spec.k.dtype), format_of(spec.v.dtype)
+    wide_k, wide_v = format_of(both.k.dtype), format_of(both.v.dtype)
+    cut = cut_step(
+        shape,
+        tokens=tokens,
+        num_seqs=num_seqs,
+        max_seqlen_q=step.max_seqlen_q,
+        heads=heads,
+        group=group,
+        multiprocessors=sms,
+        rotated=True,
+    )
+    narrow_q, wide_q = (_prepared(q, rotated=f.rotated) for f in (k, wide_k))
+    wide_step = step.of(cache.wide_group)
+    out = q.new_empty(tokens, q_heads, head_v)
+    partial = q.new_empty((2 * cut.items, heads, shape.rows, head_v), dtype=torch.float32)
+    partial_lse = q.new_empty((2 * cut.items, heads, shape.rows), dtype=torch.float32)
+    options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
+    both_attention[(heads * cut.items,)](
+        narrow_q, narrow_q.stride(0), narrow_q.stride(1), *words(cache.k, k), *words(cache.v, v),
+        shifts(device, k, v), page_units(cache), cache.k_scale, cache.v_scale,
+        step.page_table, step.page_table.stride(0),
+        wide_q, wide_q.stride(0), wide_q.stride(1), *words(wide_cache.k, wide_k),
+        *words(wide_cache.v, wide_v), page_units(wide_cache),
+        wide_step.page_table, wide_step.page_table.stride(0),
+        params.sinks, out, partial, partial_lse, step.cu_seqlens_q, step.seqlens_kv,
+        listed_items(step, cut, 0, tokens=False) if cut.listed else None,
+        num_seqs, arrivals(device, cut.items * heads) if cut.join else None, tokens,
+        params.scale, params.softcap, cut.target, cut.least, both.sink, both.recent,
+        GROUP=group, HEADS=heads, PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
+        HEAD_K=head_k, HEAD_V=head_v, K=k, PAD_K=pad(head_k, k), V=v, PAD_V=pad(head_v, v),
+        K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
+        WIDE_TILE=min(32, shape.tile), WIDE_K=wide_k, WIDE_PAD_K=pad(head_k, wide_k),
+        WIDE_V=wide_v, WIDE_PAD_V=pad(head_v, wide_v),
+        SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None, FULL=full, LISTED=cut.listed,
+        PTX=has_ptx(device), JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join),
+        num_warps=shape.warps, num_stages=shape.stages, **options, **ahead(device),
+    )  # fmt: skip
+    if not cut.join:
+        _combine(cut, q_heads, head_v, out, partial, partial_lse, step, params, rotated=v.rotated)
+    return out
+
+
+def _combine(
+    cut: Cut,
+    q_heads: int,
+    head_v: int,
+    out: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+    step: Step,
+    params: AttentionParams,
+    *,
+    rotated: bool,
+) -> None:
+    """Fill out [T, q_heads, head_v] from the parts of both forms."""
+    per_program = heads_joined_at_once(cut.tokens, q_heads)
+    at_once, warps = cut.parts_joined_at_once
+    width = triton.next_power_of_2(head_v)
+    warps = max(warps, at_once * width // 4096)  # as in the backend: 128 numbers a thread
+    combine_both[(q_heads * cut.tokens // per_program,)](
+        partial, partial_lse, params.sinks, out, step.cu_seqlens_q, step.seqlens_kv,
+        listed_items(step, cut, 0, tokens=True) if cut.listed else None,
+        cut.num_seqs, cut.target, cut.least, cut.items, per_program,
+        GROUP=cut.group, HEADS=cut.heads, HEAD_V=head_v, PAD=width, ROWS=cut.shape.rows,
+        TILE=cut.shape.tile, AT_ONCE=at_once, SINKS=params.sinks is not None,
+        LISTED=cut.listed, ROTATED=rotated, num_warps=warps, **ahead(out.device),
+    )  # fmt: skip
+
+
+def _prepared(q: Tensor, *, rotated: bool) -> Tensor:
+    """Queries [T, heads, head_dim] as kernels read them."""
+    if rotated:
+        return rotate(q, block_length(q.shape[-1]))
+    return q if q.stride(-1) == 1 else q.contiguous()

@@ -16,7 +16,7 @@ from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, AskedWide, KVRequest
 from kvant.plan.resolution import resolve_again
 from tests.engine.equality import Bench, run, tokens
-from tests.models import tiny
+from tests.models import families, tiny
 
 PAGE_SIZE = 4
 NUM_TOKENS = 24
@@ -140,14 +140,14 @@ def test_drafts_change_nothing(where: Path) -> None:
     assert engine.stats.speculation.num_drafts > 0
 
 
-def test_ranks_are_refused_before_anything_is_loaded(where: Path) -> None:
-    path = tiny.build("llama", where / "refused")
+def test_recurrent_models_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    families.build("qwen3_5_text", tmp_path)
+    options = {"kv_cache_dtype": "int4_per_token_head", "max_model_len": 64}
     with pytest.raises(NotServable, match="kv_recent_tokens=8") as fault:
-        LLM(
-            path, kv_cache_dtype="int4_per_token_head", kv_recent_tokens=8, max_model_len=64,
-            kv_cache_memory="4MiB", tensor_parallel_size=2,
-        )  # fmt: skip
-    assert fault.value.ways_out
+        LLM(tmp_path, kv_cache_memory="4MiB", kv_recent_tokens=8, **options)
+    assert "recurrent" in str(fault.value)
+    assert [str(way) for way in fault.value.ways_out] == ["leave the option out"]
+    assert LLM(tmp_path, kv_cache_memory="4MiB", **options).plan.has_states
 
 
 def test_batch_invariant_answers_have_the_same_bits(where: Path) -> None:

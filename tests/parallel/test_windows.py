@@ -39,3 +39,23 @@ def test_two_ranks_share_page_tables_of_windows_under_pressure(
     page, whole = layout.superblock_bytes, one.planned.layout
     assert whole is not None
     assert 2 * page == whole.superblock_bytes  # which is what one device's page takes
+
+
+@pytest.mark.slow
+def test_two_ranks_release_wide_rows_under_pressure(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    options = {
+        "page_size": 4, "max_model_len": 104, "max_num_batched_tokens": 16,
+        "kv_cache_dtype": "int4_per_token_head", "kv_format_defaults": "off",
+        "kv_recent_tokens": tiny.WINDOW, "kv_sink_tokens": 3,
+    }  # fmt: skip
+    one = make(path, 1, kv_cache_memory="4MiB", attention_backend="reference", **options)
+    two = make(path, 2, kv_cache_memory="60KiB", **options)
+    layout = two.planned.layout
+    assert layout is not None
+    assert [(group.window, group.sink) for group in layout.groups] == [(None, 0), (tiny.WINDOW, 3)]
+    expected = [result.token_ids for result in one.generate(PROMPTS, GREEDY)]
+    for _ in range(2):
+        assert [result.token_ids for result in two.generate(PROMPTS, GREEDY)] == expected
+    assert two.engine.stats.num_preemptions > 0
+    two.engine.audit()

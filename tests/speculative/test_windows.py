@@ -93,3 +93,24 @@ def _some_stood(llm: LLM) -> None:
     found = llm.metrics()
     accepted = found["spec_decode_num_accepted_tokens"]
     assert 0 < accepted < found["spec_decode_num_draft_tokens"]
+
+
+@pytest.mark.slow
+def test_wide_rows_are_released_beside_a_drafter(pair: Pair) -> None:
+    prompts = [list(prompt) for prompt in pair.prompts] * 2
+    options = {
+        "page_size": 4, "max_model_len": 112, "kv_cache_dtype": "int4_per_token_head",
+        "kv_format_defaults": "off", "kv_recent_tokens": WINDOW, "kv_sink_tokens": 3,
+    }  # fmt: skip
+    plain = make_llm(pair, plain=True, **options)
+    expected = [r.token_ids for r in plain.generate(prompts, GREEDY)]
+    llm = make_llm(pair, **{**options, "kv_cache_memory": "165KB"})
+    layout = llm.planned.layout
+    assert layout is not None
+    assert [(group.window, group.sink) for group in layout.groups] == [(None, 0), (WINDOW, 3)]
+    assert layout.holds(Role.DRAFT)
+    for _ in range(2):
+        assert [r.token_ids for r in llm.generate(prompts, GREEDY)] == expected
+        llm.engine.audit()
+    assert llm.engine.stats.num_preemptions > 0
+    _some_stood(llm)

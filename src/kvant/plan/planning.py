@@ -101,24 +101,15 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
 
 
 def _check_wide_rows(plan: Plan) -> None:
-    """Refuse wide rows where their pages cannot be released, and where that was never verified."""
+    """Refuse wide rows beside recurrent states, where no page is released before its sequence ends."""
     asked = plan.request.requests.target.wide
-    if asked is None or not plan.target.kv.has_wide_rows:
-        return
-    if plan.draft is not None:
-        why, way = "beside a drafter's pages", WayOut("run without --speculative-config")
-    elif plan.num_ranks > 1:
-        why = "among several ranks"
-        way = WayOut("run on one device", ("--tensor-parallel-size", "1"))
-    elif plan.target.kv.has_states:
-        why, way = "beside recurrent states", WayOut("leave the option out")
-    else:
-        return
-    raise NotServable(
-        f"{asked.asked_by} is not offered for this plan",
-        why=f"wide rows are in pages that are released apart from the others; {why} they are not yet",
-        ways_out=(way,),
-    )
+    kv = plan.target.kv
+    if asked is not None and kv.has_wide_rows and kv.has_states:
+        raise NotServable(
+            f"{asked.asked_by} is not offered for a model with recurrent layers",
+            why="beside states no page is released early, so wide rows of every token would be kept",
+            ways_out=(WayOut("leave the option out"),),
+        )
 
 
 def _check_length(request: PlanRequest, geometry: ModelGeometry) -> None:

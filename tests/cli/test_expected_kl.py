@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvant.cli.expected_kl import _MEASURED
-from tests.acceptance.models import LLAMA, write_model
+from tests.acceptance.models import LLAMA, config, write_model
 from tests.cli.command import kvant
 
+QWEN3 = config(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
 
@@ -22,6 +23,14 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
             "divergence: 0.059 nats, measured on SmolLM2",
         ),
         (("--kv-cache-dtype", "fp8/int4_per_token_head"), "divergence: not measured; kvant eval"),
+        (
+            ("--kv-cache-dtype", "int4_per_token_head", "--kv-recent-tokens", "200"),
+            "0.0041 nats, measured on SmolLM2-135M-Instruct with the first 16 and the last 128 rows wide",
+        ),
+        (
+            ("--kv-cache-dtype", "int4_per_token_head", "--kv-recent-tokens", "20"),
+            "divergence: not measured",
+        ),
         ((), None),
     ],
 )
@@ -44,3 +53,36 @@ def test_shipped_figures_are_those_of_the_recorded_measurements() -> None:
     (found,) = json.loads(_MEASURED.read_text()).values()
     for name, one in tuned["uniform"].items():
         assert found["formats"][name]["kld_mean"] == round(one["kld_mean"], 6)
+        assert found["formats"][name]["same_top"] == round(one["same_top"], 4)
+    runs = json.loads((BENCHMARKS / "wide-rows.json").read_text())["runs"]
+    measured = [row for run in runs for row in run["rows"] if row["rows"] != "0+0"]
+    shipped = [one for rows in found["wide"].values() for one in rows]
+    assert sorted(one["kld_mean"] for one in shipped) == sorted(
+        round(row["kld_mean"], 6) for row in measured
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "warned"),
+    [
+        (LLAMA, ("--kv-cache-dtype", "int4_per_token_head"), "87% of its most likely tokens"),
+        (
+            LLAMA,
+            ("--kv-cache-dtype", "turboquant_k3/turboquant_v3", "--kv-format-defaults", "off"),
+            "keys of 3 bits",
+        ),
+        (LLAMA, ("--kv-cache-dtype", "int8_per_token_head/int4_per_token_head"), None),
+        (
+            LLAMA,
+            ("--kv-cache-dtype", "int4_per_token_head", "--kv-recent-tokens", "128"),
+            None,
+        ),
+        (QWEN3, ("--kv-cache-dtype", "int4_per_token_head"), None),
+    ],
+)
+def test_narrow_keys_without_norms_are_warned_of_with_a_number(
+    family: object, asked: tuple[str, ...], warned: str | None, tmp_path: Path
+) -> None:
+    shown = kvant("plan", write_model(tmp_path / "model", family), *asked).out
+    assert ("without norms of queries and keys" in shown) == (warned is not None)
+    assert warned is None or warned in shown

@@ -6,11 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvant.kv.geometry import ModelGeometry
-from kvant.kv.spec import KVPlan, ScaleState
+from kvant.kv.geometry import Attention, ModelGeometry
+from kvant.kv.spec import KVPlan, ScaleState, WideRows
+from kvant.models.fused.recipes import recipe_of
+from kvant.models.geometry.parameters import QKNorm
 
 _MEASURED = Path(__file__).with_name("measured_kl.json")
-"""By geometry's fingerprint and format: mean KL divergence from the model's own dtype, in nats."""
+"""By geometry's fingerprint: mean KL divergence from the model's own dtype, in nats, and the share of equal
+most likely tokens. `formats` by format; `wide` by format, for numbers of wide rows.
+"""
+
+_WITHOUT_NORM = "36788259ad2578e9"
+"""The measured model without norms of queries and keys whose figures stand for others like it."""
+
+_FEW_BITS = 4
 
 
 def expected_kl(kv: KVPlan, geometry: ModelGeometry) -> str | None:
@@ -18,18 +27,66 @@ def expected_kl(kv: KVPlan, geometry: ModelGeometry) -> str | None:
     wide = kv.compute_dtype.kv_dtype
     if list(kv.formats) in ([], [str(wide)]):
         return None
-    measured = json.loads(_MEASURED.read_text(encoding="utf-8"))
-    found: dict[str, Any] | None = measured.get(geometry.fingerprint)
-    entry = None
-    is_plain = len(kv.formats) == 1 and not kv.has_wide_rows
-    if found is not None and is_plain and not _is_calibrated_fp8(kv):
-        entry = found["formats"].get(next(iter(kv.formats)))
+    found = _measured().get(geometry.fingerprint)
+    entry, rows = None, ""
+    if found is not None and len(kv.formats) == 1 and not _is_calibrated_fp8(kv):
+        (name,) = kv.formats
+        if not kv.has_wide_rows:
+            entry = found["formats"].get(name)
+        else:
+            entry = _nearest(found["wide"].get(name, ()), kv)
     if found is None or entry is None:
         return "expected KL divergence: not measured; kvant eval measures it"
+    if "recent" in entry:
+        rows = f" with the first {entry['sink']} and the last {entry['recent']} rows wide"
     return (
-        f"expected KL divergence: {entry['kld_mean']:.2g} nats, measured on {found['model']} in windows of "
-        f"{entry['context']} tokens"
+        f"expected KL divergence: {entry['kld_mean']:.2g} nats, measured on {found['model']}{rows} in "
+        f"windows of {entry['context']:,} tokens"
     )
+
+
+def risk(kv: KVPlan, geometry: ModelGeometry) -> str | None:
+    """A warning about keys of few bits in a model without norms of queries and keys, else None.
+
+    Nothing is said about an unknown family.
+    """
+    narrow = {
+        layer.k.dtype
+        for layer in kv.layers
+        if layer.k is not None
+        and layer.wide is None
+        and layer.geometry.attention is not Attention.MLA
+        and layer.k.dtype.format.bits <= _FEW_BITS
+    }
+    recipe = recipe_of(geometry.model_type)
+    if not narrow or recipe is None or recipe.attention.qk_norm is not QKNorm.NONE:
+        return None
+    one = _measured()[_WITHOUT_NORM]
+    worst = min(narrow, key=lambda dtype: (dtype.format.bits, str(dtype)))
+    entry = next((e for n, e in one["formats"].items() if n.split("/")[0] == str(worst)), None)
+    if entry is None:
+        entry = one["formats"]["int4_per_token_head"]
+    best = one["wide"]["int4_per_token_head"][0]
+    return (
+        f"keys of {worst.format.bits} bits without norms of queries and keys: {one['model']} has none "
+        f"either, and {entry['same_top']:.0%} of its most likely tokens stayed the same; with 4 bits and "
+        f"--kv-recent-tokens {best['recent']}, {best['same_top']:.0%} did"
+    )
+
+
+def _measured() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_MEASURED.read_text(encoding="utf-8"))
+    return found
+
+
+def _nearest(measured: list[dict[str, Any]], kv: KVPlan) -> dict[str, Any] | None:
+    """The figures with most wide rows that the plan has too, of the longest context."""
+    stored: set[WideRows | None] = {layer.wide for layer in kv.layers}
+    rows = stored.pop()
+    if stored or rows is None or not rows.k.dtype.format.is_native:
+        return None
+    fitting = [e for e in measured if e["sink"] <= rows.sink and e["recent"] <= rows.recent]
+    return max(fitting, key=lambda e: (e["recent"], e["sink"], e["context"]), default=None)
 
 
 def _is_calibrated_fp8(kv: KVPlan) -> bool:

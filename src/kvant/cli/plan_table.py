@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvant.cli.expected_kl import expected_kl
+from kvant.cli.expected_kl import expected_kl, risk
 from kvant.cli.output import plain
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
@@ -45,7 +45,8 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
     _print_memory(plan, console)
     _print_alternatives(plan, console)
     _print_weights(plan, console)
-    for line in plan.warnings:
+    danger = risk(kv, plan.target.geometry)
+    for line in (*plan.warnings, *([danger] if danger else [])):
         console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
     if command and plan.can_run:
         line = " ".join(command)

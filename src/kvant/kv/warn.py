@@ -31,8 +31,8 @@ def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
             note(f"the latent and its rotary part are both stored in {layer.k.dtype}", index)
         if layer.geometry.sinks:
             note(
-                f"keys in {layer.k.dtype} under attention sinks: such models lose more than others; "
-                "measure before serving",
+                f"keys in {layer.k.dtype} under attention sinks: users of llama.cpp saw such a model with "
+                "q8_0 keys keep 74.9 % of its most likely tokens; measure before serving: kvant eval",
                 index,
             )
     lines = [f"{text} ({_span(layers, len(plan.layers))})" for text, layers in found.items()]

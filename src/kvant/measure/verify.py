@@ -36,9 +36,14 @@ class Choice:
         found = [
             Row(k, v, size) for k, v in self.formats for size in self.head_sizes or tuple(usual)
         ]
-        latent = [row for row in whole if row.v is None and (row.k, row.k) in self.formats]
+        more = [
+            row
+            for row in whole
+            if (row.v is None and (row.k, row.k) in self.formats)
+            or (row.wide is not None and (row.k, row.v) in self.formats)
+        ]
         return found + [
-            row for row in latent if not self.head_sizes or row.head_dim in self.head_sizes
+            row for row in more if not self.head_sizes or row.head_dim in self.head_sizes
         ]
 
 

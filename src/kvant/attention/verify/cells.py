@@ -10,6 +10,7 @@ from kvant.attention.select import refusal
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.names import FormatRequest, whole_formats
+from kvant.kv.spec import Choice, Scale, ScaleState, Source, WideRows
 
 HEAD_SIZES = (64, 80, 96, 128, 256, 512)
 QUERIES = (1, 16, 512)
@@ -26,6 +27,19 @@ _MIXED = (
     (KVDtype.NVFP4, KVDtype.BFLOAT16),
 )
 _MIXED_HEAD_SIZES = (64, 128)
+
+_WIDE = (
+    (KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.BFLOAT16),
+    (KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD),
+    (KVDtype.INT4_SHORT, KVDtype.INT4_SHORT, KVDtype.BFLOAT16),
+    (KVDtype.INT4_SHORT, KVDtype.NORMAL2, KVDtype.BFLOAT16),
+    (KVDtype.NORMAL2, KVDtype.NORMAL2, KVDtype.BFLOAT16),
+    (KVDtype.NVFP4, KVDtype.NVFP4, KVDtype.BFLOAT16),
+    (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3, KVDtype.BFLOAT16),
+)
+"""K, V and wide rows, of which kernels have more parts than the formats alone."""
+
+_SINK = 4
 
 LATENTS = {288: 256, 320: 256, 576: 512}
 """Widths of stored rows of latent attention, and how many of a row's first numbers are the latent."""
@@ -53,16 +67,21 @@ MASKS = tuple(Mask(causal, window) for window in (None, WINDOW) for causal in (T
 class Row:
     """Cells that differ only in mask and queries. v: None for latents, of `head_dim` numbers.
 
-    name: "K" or "K/V", as in `--kv-cache-dtype`; "K, latent" of latents.
+    wide: the format of wide rows, the first 4 and the last 100; None without them.
+    name: "K" or "K/V", as in `--kv-cache-dtype`; "K, latent" of latents; "K/V, wide W" with wide rows.
     """
 
     k: KVDtype
     v: KVDtype | None
     head_dim: int
+    wide: KVDtype | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.k}, latent" if self.v is None else str(FormatRequest(self.k, self.v))
+        if self.v is None:
+            return f"{self.k}, latent"
+        stored = str(FormatRequest(self.k, self.v))
+        return stored if self.wide is None else f"{stored}, wide {self.wide}"
 
 
 def rows() -> Iterator[Row]:
@@ -79,6 +98,8 @@ def rows() -> Iterator[Row]:
         yield from (Row(k, v, head_dim) for head_dim in HEAD_SIZES)
     for k, v in _MIXED:
         yield from (Row(k, v, head_dim) for head_dim in _MIXED_HEAD_SIZES)
+    for narrow_k, narrow_v, wide in _WIDE:
+        yield from (Row(narrow_k, narrow_v, head_dim, wide) for head_dim in _MIXED_HEAD_SIZES)
     for k, v in pairs:
         assert isinstance(k, KVDtype)
         if k is v and k.format.bits >= _FEWEST_LATENT_BITS:
@@ -107,7 +128,11 @@ def need_of(
         window=mask.window,
         causal=mask.causal,
     )
-    return Need(layer, row.k, row.v, compute, PAGE_SIZE, device, batch_invariant)
+    wide = None
+    if row.wide is not None:
+        choice = Choice(row.wide, Source.EXPLICIT, "verification", (), Scale(ScaleState.NONE))
+        wide = WideRows(choice, choice, _SINK, WINDOW)
+    return Need(layer, row.k, row.v, compute, PAGE_SIZE, device, batch_invariant, wide)
 
 
 def refused(
@@ -123,6 +148,8 @@ def refused(
     for mask in MASKS:
         need = need_of(row, mask, device, compute, batch_invariant=batch_invariant)
         reason = refusal(need, info)
+        if reason is None and row.wide is not None and (mask.window or not mask.causal):
+            reason = "wide rows are those of causal layers without a window"
         if reason is not None:
             found[mask] = reason
     return found

@@ -63,7 +63,7 @@ def test_two_programs_with_three_tiles_or_more_fit_a_multiprocessor_in_every_pai
     None
 ):
     multiprocessor, static_and_system = 228 * 1024, 4 * 1024 + 1024
-    assert len(many_rows.SERVED) == 7
+    assert len(many_rows.SERVED) == 8
     for k, v in itertools.product(many_rows.SERVED, repeat=2):
         stages = many_rows.shape_for(k, v).stages
         program = many_rows.shared_bytes(k, v) + static_and_system
@@ -77,5 +77,6 @@ def test_every_source_is_in_the_package() -> None:
         names = many_rows.sources(dtype, dtype)
         text = "".join(package.joinpath(name).read_text() for name in names)
         assert text.count('extern "C" __global__') == 1
-        assert text.count(f"struct {dtype.format.name} :") == 1
+        struct = many_rows._side_defines("K", dtype)["FORMAT_K"]
+        assert text.count(f"struct {struct} :") == 1
         assert "#include" not in text

@@ -61,9 +61,14 @@ def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bo
     )
 
 
+def _stored_as(dtype: KVDtype) -> KVDtype:
+    """The format whose bytes it has: error feedback changes the writer alone."""
+    return KVDtype.INT4_PER_TOKEN_HEAD if dtype is KVDtype.INT4_FEEDBACK else dtype
+
+
 def _format_source(dtype: KVDtype) -> str:
     """The format's file: it has the name of the codec, and a struct with the name of the format."""
-    return f"formats/{dtype.format.codec}.cuh"
+    return f"formats/{_stored_as(dtype).format.codec}.cuh"
 
 
 SERVED = frozenset(
@@ -113,7 +118,7 @@ def _side_defines(side: str, dtype: KVDtype) -> dict[str, int | str]:
     codes, *scales = format.planes(HEAD)
     per_row = bool(scales) and format.granularity is Granularity.TOKEN_HEAD
     return {
-        f"FORMAT_{side}": format.name,
+        f"FORMAT_{side}": _stored_as(dtype).format.name,
         f"BYTES_{side}": codes.row_bytes,
         f"SB_{side}": sum(plane.row_bytes for plane in scales),
         f"SCALED_{side}": int(per_row),

@@ -37,7 +37,7 @@ def test_narrow_layers_of_every_token_get_wide_rows_and_no_others() -> None:
     wide = plan.layers[0].wide
     assert wide is not None
     assert (wide.sink, wide.recent, wide.k.dtype) == (SINK_TOKENS, 128, KVDtype.BFLOAT16)
-    assert str(wide) == "first 4 and last 128 in bfloat16"
+    assert str(wide) == "first 16 and last 128 in bfloat16"
     assert "--kv-recent-tokens" in wide.k.because
 
 

@@ -71,7 +71,7 @@ def evaluate(
         typer.Option(
             "--kv-sink-tokens",
             min=0,
-            help="First tokens likewise. Default: 4 with --kv-recent-tokens.",
+            help="First tokens likewise. Default: 16 with --kv-recent-tokens.",
         ),
     ] = None,
     recent_format: Annotated[

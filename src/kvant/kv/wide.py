@@ -17,8 +17,8 @@ from kvant.kv.names import FormatRequest, Request
 from kvant.kv.request import AskedWide, KVRequest
 from kvant.kv.spec import Choice, Scale, ScaleState, Source, WideRows
 
-SINK_TOKENS = 4
-"""First tokens that are wide beside recent ones unless a request says otherwise."""
+SINK_TOKENS = 16
+"""First tokens that are wide beside recent ones unless a request says otherwise: those of a usual page."""
 
 
 def ask_wide(

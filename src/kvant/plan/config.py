@@ -108,7 +108,7 @@ class PlanOptions:
         "First tokens that attention reads wide, beside the last ones.",
         low=0,
         high=2**20,
-        unset="4 with --kv-recent-tokens",
+        unset="16 with --kv-recent-tokens",
     )
     kv_recent_dtype: str | None = _kv(
         None,

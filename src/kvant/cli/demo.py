@@ -23,6 +23,10 @@ WIDE_LAYERS = "0,-1"
 QUESTION = "Why is the sky blue? Answer in three sentences."
 ANSWER_TOKENS = 160  # a limit that the answer does not reach: it ends by itself
 TEXT_TOKENS = 384
+UNIFORM = "int4_per_token_head"
+POLICY = Path(__file__).with_name("demo_policy.yaml")
+"""Made by `kvant tune` on other text; its first lines hold the command."""
+
 SERVED_TEXT_CHARS = 1600
 SERVED_ANSWER_TOKENS = 64
 SERVED_QUESTIONS = (
@@ -138,6 +142,50 @@ def _formats(llm: LLM, console: Console) -> dict[str, object]:
     return {"formats": [{**asdict(row), "format": str(row.format)} for row in rows]}
 
 
+def _tuned(llm: LLM, console: Console) -> dict[str, object]:
+    """Compare one format for all layers with a policy that takes no more bytes."""
+    from kvant.kv.dtype import KVDtype
+    from kvant.kv.names import FormatRequest, parse_format
+    from kvant.kv.policy import read_policy
+    from kvant.measure.fidelity import compare, passage
+    from kvant.measure.own_engine import plan_storing, runner_of
+    from kvant.measure.teacher_forced import text_logits
+    from kvant.plan.resolution import resolve_again
+
+    console.print(_made_by(POLICY), style="dim", highlight=False, soft_wrap=True)
+    model, tokens = runner_of(llm).model, llm.encode(passage())[:TEXT_TOKENS]
+    baseline = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
+    truth = text_logits(model, plan_storing(llm, baseline), tokens)
+    plans = {
+        f"{UNIFORM} in every layer": plan_storing(llm, parse_format(UNIFORM, asked_by="demo")),
+        "the tuned policy": resolve_again(llm.planned, read_policy(POLICY).target),
+    }
+    table = figure_table("stored as", ("B/token", "mean KL", "same top"))
+    measured: dict[str, object] = {}
+    for name, plan in plans.items():
+        found = compare(truth, text_logits(model, plan, tokens))
+        measured[name] = {"bytes_per_token": plan.bytes_per_token, **asdict(found)}
+        table.add_row(
+            name, f"{plan.bytes_per_token:,}", f"{found.mean_kl:.5f}", f"{found.same_top:.1%}"
+        )
+    console.print(table)
+    stored = ", ".join(
+        f"{n} layers {name}" for name, n in plans["the tuned policy"].formats.items()
+    )
+    console.print(f"[dim]the policy stores {stored}; it was chosen on other text than this[/]")
+    return {"tuned": measured}
+
+
+def _made_by(policy: Path) -> str:
+    """The command in the first comment of a policy file."""
+    lines = []
+    for line in policy.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").strip())
+    return " ".join(lines).split("`")[1]
+
+
 def _speed(llm: LLM, console: Console) -> dict[str, object]:
     """Compare with transformers' generate: same process, threads and weights, float32 in transformers."""
     import torch
@@ -244,6 +292,7 @@ CHAPTERS: tuple[tuple[str, Callable[[LLM, Console], dict[str, object] | None]], 
     ("What is stored, layer by layer, and who decided it", _plan),
     ("A real model answers through that cache", _answer),
     ("The same model under every format", _formats),
+    ("One format for all layers against a tuned policy of the same bytes", _tuned),
     ("Tokens a second, beside transformers", _speed),
     ("A drafter over the same quantised cache: fewer steps, and the same answer", _drafts),
     ("Served over HTTP: two clients share a prefix", _served),

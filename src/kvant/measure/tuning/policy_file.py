@@ -28,7 +28,7 @@ def policy_text(tuned: Tuned, geometry: ModelGeometry, model: str, made_by: str)
     )
     if best is not None:
         said += f" ({best.name} in every layer: {best.figures.kld_mean:.3g})"
-    lines = [f"# {line}" for line in textwrap.wrap(said + ".", 110)]
+    lines = [f"# {line}" for line in textwrap.wrap(said + ".", 110, break_on_hyphens=False)]
     lines += [
         "# After a rule: what each format adds to the KL divergence in that layer and side alone.",
         "model:",

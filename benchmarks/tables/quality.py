@@ -104,6 +104,17 @@ def wide_decode(data: Any) -> Cells:
     return lines
 
 
+@table("head-sizes", "head-sizes.json")
+def head_sizes(data: Any) -> Cells:
+    lines = [["format", "bits, heads of 64", "error", "bits, heads of 128", "error"]]
+    for name, sizes in data["formats"].items():
+        cells = [name]
+        for one in sizes.values():
+            cells += [f"{one['bits']:.3f}", f"{one['error']:.2e}"]
+        lines.append(cells)
+    return lines
+
+
 @table("tune", "smollm2-tune.json")
 def tuned(data: Any) -> Cells:
     lines = [["stored as", "B/token", "bits", "mean KL", "its standard error", "same top token"]]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvant.cluster import config as module
-from kvant.cluster.config import REPLICA_OPTIONS, check_replicas
+from kvant.cluster.config import REPLICA_OPTIONS, check_replicas, start_fault
 from kvant.errors import BadValue, NotServable
 from kvant.plan.config import ENGINE_OPTIONS
 from kvant.plan.settings import Settings, read_settings
@@ -61,3 +61,13 @@ def test_serving_and_the_front_need_no_ray() -> None:
         "import kvant.cli.main, kvant.cli.serve, kvant.cluster.front, kvant.cluster.replica"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_reason_of_a_failed_start_is_taken_out_of_rays_traceback() -> None:
+    message = "m is no model directory\n  why: it has no config.json\n  way out: name a directory"
+    told = (
+        f"ray::Replica()\n  File x, line 3\nkvant.server.supervisor.StartFault: {message}\nThe end."
+    )
+    assert start_fault(told) == message
+    assert start_fault("ray::Replica()\nValueError: x") is None
+    assert start_fault("") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,12 +44,12 @@ REPLICA_OPTIONS = options_of(ReplicaOptions)
 def check_replicas(settings: Settings) -> ReplicaOptions:
     """Raises BadValue for options that clash, NotServable without the extra."""
     options = settings.build(ReplicaOptions)
-    given = [found for one in REPLICA_OPTIONS if (found := settings.get(one.name))]
     if not options.ray:
-        for one in given:
-            if one.value is not False:
+        for option in REPLICA_OPTIONS:
+            given = settings.get(option.name)
+            if given is not None and given.value not in (option.default, False):
                 raise BadValue(
-                    one.label(one.value),
+                    given.label(given.value),
                     why="it is for replicas under Ray",
                     ways_out=(WayOut("run them", ("--ray",)), WayOut("leave it out")),
                 )
@@ -84,3 +85,12 @@ def require_ray() -> None:
                 WayOut("start one server per replica behind vLLM's router (docs/how-to/deploy.md)"),
             ),
         )
+
+
+def start_fault(told: str) -> str | None:
+    """The message of the `StartFault` in a traceback; None without one."""
+    _, found, rest = told.rpartition("StartFault: ")
+    if not found:
+        return None
+    first, *more = rest.splitlines()
+    return "\n".join([first, *itertools.takewhile(lambda line: line.startswith("  "), more)])

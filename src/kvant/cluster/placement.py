@@ -36,6 +36,8 @@ _CHECK_SECONDS = 2.0
 _ANSWER_SECONDS = 10.0
 _MOST_REQUESTS = 100_000
 """Serve holds nothing back: a replica refuses what it cannot hold, and says for how long."""
+_STARTS = 3
+"""Tries to start a deployment's replicas before it counts as failed."""
 _QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
@@ -115,6 +117,7 @@ def replicas(
         graceful_shutdown_wait_loop_s=_CHECK_SECONDS / 4,
         graceful_shutdown_timeout_s=config.shutdown_timeout,
         logging_config=_QUIET,
+        max_constructor_retry_count=_STARTS,
         request_router_config=RequestRouterConfig(request_router_class=PreferenceRouter),
         **scaling,
     )

@@ -17,10 +17,10 @@ import ray
 from ray import serve
 
 from kvant.cluster.asking import Ask, Asked, Part, ReplicaLost
-from kvant.cluster.config import ReplicaOptions
+from kvant.cluster.config import ReplicaOptions, start_fault
 from kvant.cluster.front import Front
-from kvant.cluster.placement import asker, replicas
-from kvant.errors import NotServable, WayOut
+from kvant.cluster.placement import DEPLOYMENT, asker, replicas
+from kvant.errors import EngineFault, NotServable, WayOut
 from kvant.plan.settings import Settings
 from kvant.server.config import ServerConfig
 from kvant.server.serve import FORCED, bind, http_server
@@ -95,13 +95,15 @@ class _Driver:
                 await asyncio.wait_for(in_thread(lambda: serve.delete(self._name)), 10)
 
     def _deploy(self) -> Any:
-        """The handle, once all replicas answer. Blocks."""
+        """The handle, once all replicas answer. Blocks; raises EngineFault if they do not start."""
         serve.start(proxy_location="Disabled")
-        return serve.run(
-            replicas(self._settings, self._config, self._options),
-            name=self._name,
-            route_prefix=None,
-        )
+        built = replicas(self._settings, self._config, self._options)
+        try:
+            return serve.run(built, name=self._name, route_prefix=None)
+        except RuntimeError as fault:
+            known = serve.status().applications.get(self._name)
+            told = "" if known is None else known.deployments[DEPLOYMENT].message
+            raise EngineFault(start_fault(told) or f"replicas did not start: {fault}") from None
 
     async def _ask_when_deployed(self, asked: Asked) -> AsyncGenerator[Part, None]:
         if self._ask is None:

@@ -63,7 +63,9 @@ class Eraser(Protocol):
 
     def clear(self, pages: Sequence[Sequence[int]]) -> None: ...
 
-    def clear_listed(self, entries: Tensor) -> None: ...
+    def clear_listed(self, entries: Tensor) -> None:
+        """entries: [n] int64."""
+        ...
 
 
 MOST_CONTEXT = 8192

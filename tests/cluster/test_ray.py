@@ -43,8 +43,11 @@ BACK_SECONDS = 200.0
 """A bound for cores that do other work too."""
 
 
+@dataclass
 class Cluster(Server):
     """`kvant serve --ray`. Its replicas are actors of a cluster that ends with it."""
+
+    is_real: bool = True
 
     def health(self) -> dict[str, Any]:
         return self.get("/health").json  # type: ignore[no-any-return]

@@ -270,6 +270,36 @@ def test_health_counts_replicas_and_ready_ends_with_a_drain() -> None:
     assert complete(front).json["error"]["code"] == "draining"
 
 
+def test_a_busy_replica_keeps_its_state_and_a_lost_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_FRESH_SECONDS", 0.0)
+    busy: set[str] = set()
+
+    async def ask(asked: Asked) -> AsyncGenerator[Part, None]:
+        async for part in replicas.ask(asked):
+            if isinstance(part, Taken) and part.replica in busy:
+                await asyncio.sleep(5)
+            yield part
+
+    replicas = Replicas({"a": whole(), "b": whole()})
+    front = Front(ServerConfig(served_names=("m",)), ask, 2)
+
+    async def run() -> None:
+        assert await front.states() == {"a": "ready", "b": "ready"}
+        busy.add("b")
+        assert await front.states() == {"a": "ready", "b": "ready"}
+        monkeypatch.setattr(module, "_LATE_SECONDS", 0.0)
+        assert await front.states() == {"a": "ready"}
+        busy.clear()
+        assert len(await front.states()) == 2
+        monkeypatch.setattr(module, "_LATE_SECONDS", 10.0)
+        del replicas.answers["b"]
+        assert await front.states() == {"a": "ready"}  # all were heard: the other one is gone
+
+    asyncio.run(run())
+
+
 def test_a_client_that_leaves_ends_its_request() -> None:
     replicas = Replicas({"a": whole()})
 

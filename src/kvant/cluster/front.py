@@ -45,6 +45,8 @@ MOST_LOSSES = 3
 _PAUSE_SECONDS = 0.25
 _STATE_SECONDS = 2.0
 _FRESH_SECONDS = 1.0
+_LATE_SECONDS = 10.0
+"""Time for which a replica that does not answer keeps its last state, unless its process has ended."""
 _NOT_PASSED_ON = frozenset({b"origin", b"connection", b"keep-alive", b"transfer-encoding"})
 _DROPPED = frozenset({b"connection", b"transfer-encoding", b"date", b"server"})
 _SEQUENCE = re.compile(rb'"sequence_number":(\d+)')
@@ -96,7 +98,7 @@ class Front:
         self._guard, self._limits = Guard(config), config.limits
         self._affinity = Affinity()
         self._counts = _Counts()
-        self._states: dict[str, str] = {}
+        self._heard: dict[str, tuple[str, float]] = {}
         self._states_at = 0.0
         self._asking_states = asyncio.Lock()
         self._forwarding: set[asyncio.Task[Any]] = set()
@@ -225,19 +227,23 @@ class Front:
                 assert isinstance(head, Head)
                 if not head.is_stream:
                     return _Whole(replica, head, await _rest(parts))
-                await self._pass_on(asked.path, head, parts, send)
+                await self._pass_on(asked.path, replica, head, parts, send)
                 return None
             except StopAsyncIteration:
                 raise ReplicaLost("the replica did not answer", replica) from None
             except ReplicaLost as fault:
-                self._affinity.forget(replica)
-                self._states_at = 0.0
+                self._forget(replica)
                 raise ReplicaLost(str(fault), replica) from None
             finally:
                 self._affinity.end(replica)
 
     async def _pass_on(
-        self, path: str, head: Head, parts: AsyncGenerator[Part, None], send: Send
+        self,
+        path: str,
+        replica: str,
+        head: Head,
+        parts: AsyncGenerator[Part, None],
+        send: Send,
     ) -> None:
         """Pass a stream on. If the replica is lost, an event of the stream's form says so."""
         await _send_head(head, send)
@@ -252,7 +258,7 @@ class Front:
             if isinstance(fault, ReplicaLost):
                 _log.warning("a replica was lost while it answered: %s", fault)
                 self._counts.cut.inc()
-                self._states_at = 0.0
+                self._forget(replica)
             elif not self._is_ending:
                 raise
             told = _LOST if isinstance(fault, ReplicaLost) else _ENDED
@@ -263,27 +269,35 @@ class Front:
     # -- what the front says itself --------------------------------------------------------------
 
     async def states(self) -> dict[str, str]:
-        """The state of each replica that can be reached, at most a second old."""
+        """The state of each replica that can be reached, at most a second old.
+
+        A replica that is too busy to say has its last state for a while.
+        """
         async with self._asking_states:
             if time.monotonic() - self._states_at > _FRESH_SECONDS:
-                found = await self._everyone(Asked("GET", "/health"))
-                self._states = {}
-                for whole in found:
-                    try:
-                        self._states[whole.replica] = msgspec.json.decode(whole.body)["status"]
-                    except (msgspec.DecodeError, KeyError, TypeError):
-                        self._states[whole.replica] = "stopped"
-                self._states_at = time.monotonic()
-                self._affinity.keep(self._states)
+                found, are_all = await self._everyone(Asked("GET", "/health"))
+                now = time.monotonic()
+                heard = {whole.replica: (_state_of(whole), now) for whole in found}
+                if not are_all:
+                    late = {r: s for r, s in self._heard.items() if now - s[1] < _LATE_SECONDS}
+                    heard = late | heard
+                self._heard, self._states_at = heard, now
+                self._affinity.keep(heard)
                 self._counts.ready.set(self._num_ready)
-            return self._states
+            return {replica: state for replica, (state, _) in self._heard.items()}
 
     @property
     def _num_ready(self) -> int:
-        return sum(state == "ready" for state in self._states.values())
+        return sum(state == "ready" for state, _ in self._heard.values())
 
-    async def _everyone(self, asked: Asked) -> list[_Whole]:
-        """Each replica's answer; replicas that do not answer soon are left out."""
+    def _forget(self, replica: str) -> None:
+        """The replica was lost; the next state is asked for again."""
+        self._affinity.forget(replica)
+        self._heard.pop(replica, None)
+        self._states_at = 0.0
+
+    async def _everyone(self, asked: Asked) -> tuple[list[_Whole], bool]:
+        """Each replica's answer, and whether these are all: some may not answer soon."""
         found: dict[str, _Whole] = {}
         end = time.monotonic() + _STATE_SECONDS
         while (left := end - time.monotonic()) > 0:
@@ -291,23 +305,27 @@ class Front:
                 async with asyncio.timeout(left):
                     whole = await self._one(replace(asked, avoid=tuple(found)))
             except TimeoutError:
-                break
-            except ReplicaLost:
+                return list(found.values()), False
+            except ReplicaLost as fault:
+                if fault.replica is not None:
+                    self._forget(fault.replica)
                 continue
             if whole.replica in found:
-                break
+                return list(found.values()), True
             found[whole.replica] = whole
-        return list(found.values())
+        return list(found.values()), False
 
     async def _one(self, asked: Asked) -> _Whole:
         async with aclosing(self._ask(asked)) as parts:
             replica = await _taken(parts, _STATE_SECONDS)
             try:
                 head = await anext(parts)
+                assert isinstance(head, Head)
+                return _Whole(replica, head, await _rest(parts))
             except StopAsyncIteration:
-                raise ReplicaLost("the replica did not answer") from None
-            assert isinstance(head, Head)
-            return _Whole(replica, head, await _rest(parts))
+                raise ReplicaLost("the replica did not answer", replica) from None
+            except ReplicaLost as fault:
+                raise ReplicaLost(str(fault), replica) from None
 
     async def _health(self) -> Response:
         return await self._state(counts_draining=False)
@@ -328,7 +346,7 @@ class Front:
 
     async def _metrics(self) -> Response:
         await self.states()
-        answers = await self._everyone(Asked("GET", "/metrics", headers=self._own_key()))
+        answers, _ = await self._everyone(Asked("GET", "/metrics", headers=self._own_key()))
         texts = {one.replica: one.body.decode() for one in answers if one.head.status == 200}
         text = generate_latest(self._counts.registry).decode() + merged(texts)
         return Response(text, media_type="text/plain; version=0.0.4")
@@ -358,6 +376,13 @@ async def _rest(parts: AsyncGenerator[Part, None]) -> bytes:
 async def _send_head(head: Head, send: Send) -> None:
     headers = [(name, value) for name, value in head.headers if name not in _DROPPED]
     await send({"type": "http.response.start", "status": head.status, "headers": headers})
+
+
+def _state_of(whole: _Whole) -> str:
+    try:
+        return str(msgspec.json.decode(whole.body)["status"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return "stopped"
 
 
 def _worst(states: dict[str, str]) -> str:

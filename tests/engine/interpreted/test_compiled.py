@@ -52,7 +52,8 @@ def test_what_a_gpu_draws_with_compiles(tmp_path: Path) -> None:
 def test_so_does_what_reads_two_forms_of_a_row(tmp_path: Path) -> None:
     found = compiled(tmp_path, "INT4_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "BFLOAT16")
     assert found["store_rows"] == found["rotate_and_store"] == 2
-    assert found["paged_attention"] >= 8, "each form, with attention sinks and without"
+    assert found["both_attention"] == found["combine_both"] == 2, "with attention sinks and without"
+    assert found["paged_attention"] >= 5, "of prompts and batch-invariant steps, each form"
 
 
 @pytest.mark.parametrize(

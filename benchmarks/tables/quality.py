@@ -116,6 +116,7 @@ def head_sizes(data: Any) -> Cells:
 
 
 @table("tune", "smollm2-tune.json")
+@table("tune-short", "smollm2-tune-short.json")
 def tuned(data: Any) -> Cells:
     lines = [["stored as", "B/token", "bits", "mean KL", "its standard error", "same top token"]]
     named = {f"policy, --budget {name}bits": one for name, one in data["policies"].items()}

@@ -1,5 +1,5 @@
 # Each target sets up .venv on its own when needed; a second run installs nothing.
-.PHONY: demo test kernels lowest setup
+.PHONY: demo test kernels transfer lowest setup
 
 setup:
 	@python3 scripts/setup.py
@@ -12,6 +12,9 @@ test: setup
 
 kernels: setup
 	@.venv/bin/python scripts/test_kernels.py
+
+transfer: setup
+	@.venv/bin/python scripts/test_transfer.py
 
 lowest: setup
 	@scripts/test_lowest.sh

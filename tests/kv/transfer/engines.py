@@ -56,11 +56,11 @@ def exchanging(
     def giver(rows: HostRows, catalog: Catalog) -> Giver:
         assert give is not None
         size = rows.bytes.numel()
-        return Giver(give, catalog, identity, groups(rows), PAGE, rows.address, size)
+        return Giver(give, catalog, identity, groups(rows), PAGE, rows.address, size, rows)
 
     def takers(rows: HostRows, bell: Bell) -> Sequence[Taker]:
         assert take is not None
-        return [Taker(take, identity, rows.row_bytes, rows.address, rows.bytes.numel(), bell)]
+        return [Taker(take, identity, rows.row_bytes, rows.address, rows.bytes.numel(), rows, bell)]
 
     def tiers(shared: SharedPages, runner: RememberingRunner) -> Tiers:
         pieces = [[runner.stored.view(torch.uint8).view(NUM_PAGES, -1)]]

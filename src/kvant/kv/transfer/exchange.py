@@ -29,13 +29,23 @@ def exchange(
             converter = CodecConverter(pools, groups, page_size, config.convert)
         size, formats = rows.bytes.numel(), sorted(formats_of(groups))
         return [
-            Taker(address, identity, rows.row_bytes, rows.address, size, bell, converter, formats)
+            Taker(
+                address,
+                identity,
+                rows.row_bytes,
+                rows.address,
+                size,
+                rows,
+                bell,
+                converter,
+                formats,
+            )
             for address in config.take
         ]
 
     def give(rows: HostRows, catalog: Catalog) -> Giver:
         assert config.give is not None
         groups, size = groups_of(pools, rows), rows.bytes.numel()
-        return Giver(config.give, catalog, identity, groups, page_size, rows.address, size)
+        return Giver(config.give, catalog, identity, groups, page_size, rows.address, size, rows)
 
     return takers if config.take else None, give if config.give is not None else None

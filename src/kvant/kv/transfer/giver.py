@@ -35,7 +35,8 @@ class Giver:
     """Answers at `address` until it is closed or collected.
 
     identity: of the pages. groups: how they lie in host memory, from the address `first` on, `num_bytes` in
-    all, which must outlive this object. Raises NotServable if it cannot listen there, or without NIXL.
+    all; their `owner` is kept until they are no longer registered. Raises NotServable if it cannot listen
+    there, or without NIXL.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Giver:
         page_size: int,
         first: int,
         num_bytes: int,
+        owner: object,
     ) -> None:
         instance = uuid.uuid4().hex
         memory = RemoteMemory(instance)
@@ -67,7 +69,7 @@ class Giver:
                 ways_out=(WayOut("name an address of this machine that is free: give:HOST:PORT"),),
             ) from None
         stop = threading.Event()
-        desk = _Desk(socket, memory, catalog, identity, welcome, stop)
+        desk = _Desk(socket, memory, catalog, identity, welcome, stop, owner)
         thread = threading.Thread(target=desk.run, name="kvant-give", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _end, stop, thread)
@@ -84,7 +86,9 @@ class _Desk:
         identity: PageIdentity,
         welcome: messages.Welcome,
         stop: threading.Event,
+        owner: object,
     ) -> None:
+        self._owner = owner
         self._socket, self._memory, self._catalog = socket, memory, catalog
         self._identity, self._welcome, self._stop = identity, welcome, stop
         self._formats = formats_of(welcome.groups)

@@ -87,9 +87,10 @@ class Converter(Protocol):
 class Taker:
     """The other engine's pages. All methods belong to the engine's thread.
 
-    identity: of this engine's pages. first, num_bytes: its host memory, where pages are read to; it must
-    outlive this object. row_bytes: of a page of each group. formats: of this engine. Raises NotServable if
-    the engine answers and has unlike pages, and without NIXL. An engine that does not answer is asked again.
+    identity: of this engine's pages. first, num_bytes: its host memory, where pages are read to; its `owner`
+    is kept until it is no longer registered. row_bytes: of a page of each group. formats: of this engine.
+    Raises NotServable if the engine answers and has unlike pages, and without NIXL. An engine that does not
+    answer is asked again.
     """
 
     tier = "peer"
@@ -101,6 +102,7 @@ class Taker:
         row_bytes: Sequence[int],
         first: int,
         num_bytes: int,
+        owner: object,
         bell: Bell,
         converter: Converter | None = None,
         formats: Sequence[str] = (),
@@ -114,7 +116,7 @@ class Taker:
         memory.register(first, num_bytes)
         self._reader = reader = _Reader(
             address, identity, tuple(row_bytes), memory, bell, converter, self._known, self._read,
-            self._probed, tuple(formats),
+            self._probed, tuple(formats), owner,
         )  # fmt: skip
         met = threading.Event()
         thread = threading.Thread(
@@ -190,8 +192,9 @@ class _Reader:
         done: deque[tuple[Key, bytes | None, float]],
         probed: deque[int],
         formats: tuple[str, ...],
+        owner: object,
     ) -> None:
-        self._formats = formats
+        self._formats, self._owner = formats, owner
         self._address, self._identity, self._row_bytes = address, identity, row_bytes
         self._memory, self._bell, self._converter = memory, bell, converter
         self._known, self._done, self._probed = known, done, probed

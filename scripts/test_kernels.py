@@ -51,7 +51,9 @@ def main() -> int:
         "TRITON_INTERPRET": "1",
         "KVANT_TEST_OLDEST_TRITON": str(BESIDE_OLDEST),
     }
-    command = [sys.executable, "-m", "pytest", "-n", workers, *(sys.argv[1:] or TESTS)]
+    # A test that compiles takes as long as fifty others, which the next worker then takes over.
+    spread = ("-n", workers, "--dist", "worksteal")
+    command = [sys.executable, "-m", "pytest", *spread, *(sys.argv[1:] or TESTS)]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 

@@ -54,7 +54,7 @@ def check_division(
 ) -> None:
     """Raise NotServable if `size` ranks cannot share this model.
 
-    parameters: its weights, which are asked for if the family can be divided. narrow: those that a recipe
+    parameters: its weights, which are asked for if the family can be divided. narrow: the ones that a recipe
     may make narrow, and their formats.
     """
 

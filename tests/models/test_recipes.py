@@ -48,6 +48,8 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gpt_neox", {"use_parallel_residual": True}),
     ("granite", _MULTIPLIERS),
     ("granitemoeshared", _MULTIPLIERS),
+    ("granitemoehybrid", {**_MULTIPLIERS, "position_embedding_type": "rope"}),
+    ("granitemoehybrid", {**_MULTIPLIERS, "num_local_experts": 0, "position_embedding_type": None}),
     ("hyperclovax", {**_MULTIPLIERS, "use_post_norm": True}),
     (
         "ministral3",

@@ -210,12 +210,20 @@ class _Reader:
         if block.residual_multiplier is not None:
             factor = float(getattr(layer, block.residual_multiplier))
         module = getattr(layer, recipe.feed_forward.module)
+        if module is None:
+            assert recipe.mixture is not None
+            names = recipe.mixture.shared_names or recipe.feed_forward
+            feed_forward: Dense | Experts = self._dense(
+                getattr(layer, str(recipe.mixture.shared)), names, name
+            )
+        else:
+            feed_forward = self.feed_forward(module, layer, name)
         return {
             "attn_in": self._optional(layer, block.attn_in),
             "attn_out": self._optional(layer, block.attn_out),
             "ffn_in": self._optional(layer, block.ffn_in),
             "ffn_out": self._optional(layer, block.ffn_out),
-            "feed_forward": self.feed_forward(module, layer, name),
+            "feed_forward": feed_forward,
             "factor": factor,
         }
 
@@ -284,6 +292,8 @@ class _Reader:
         if windowed and geometry.window is None:
             return None
         if rotated is Rotated.FLAGGED and not attention.use_rope:
+            return None
+        if rotated is Rotated.NAMED and self._config.position_embedding_type != "rope":
             return None
         arguments = (self._config.layer_types[index],) if self._recipe.by_layer_type else ()
         if arguments not in self.angles:

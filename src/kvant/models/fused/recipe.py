@@ -77,6 +77,7 @@ class Rotated(Enum):
     WINDOWED = "those with a window"
     WINDOWED_IF_ANY = "those with a window, or all where the config has no window"
     FLAGGED = "those whose attention has use_rope"
+    NAMED = "all, where the config's position_embedding_type is rope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,8 @@ class Mixture:
     its best expert's. bias: a correction of scores in the choice.
     transposed: weights are [E, in, out]. alternating: rows are gate 0, up 0, gate 1, ..; clamped: the
     activation (up + 1) * gate * sigmoid(alpha * gate) of clamped numbers.
-    shared: the expert of all tokens, in the block or the layer; shared_gate: its gate;
+    shared: the expert of all tokens, in the block or the layer, or the dense layer in place of a block that
+    is None; shared_gate: its gate;
     shared_names: of its parts, where they are not those of dense layers.
     """
 

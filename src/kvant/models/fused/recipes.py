@@ -239,6 +239,29 @@ RECIPES: Mapping[str, Recipe] = {
             shared_names=FeedForward(up=("input_linear",), down="output_linear"),
         ),
     ),
+    # Layers that mix tokens by Mamba2 or a short convolution.
+    "granitemoehybrid": replace(
+        _GRANITE_FAMILY, module_class="GraniteMoeHybridModel", mixers=True,
+        attention=Attend(rotated=Rotated.NAMED),
+        feed_forward=FeedForward(module="block_sparse_moe"),
+        mixture=replace(
+            _GRANITE_EXPERTS, shared="shared_mlp",
+            shared_names=FeedForward(up=("input_linear",), down="output_linear"),
+        ),
+    ),
+    "bamba": Recipe(
+        "BambaModel", block=Block(ffn_in="pre_ff_layernorm"),
+        feed_forward=FeedForward(module="feed_forward"), last_norm="final_layernorm", mixers=True,
+        partial=True,
+    ),
+    "lfm2": Recipe(
+        "Lfm2Model", block=Block("operator_norm", ffn_in="ffn_norm"),
+        attention=Attend(
+            output="out_proj", qk_norm=QKNorm.HEAD, q_norm="q_layernorm", k_norm="k_layernorm"
+        ),
+        feed_forward=FeedForward(module="feed_forward", up=("w1", "w3"), down="w2"),
+        last_norm="embedding_norm", mixers=True,
+    ),
     "deepseek_v2": Recipe(
         "DeepseekV2Model",
         attention=Attend(latent=True, pairing=Pairing.NEIGHBOURS, angles=Angles.COMPLEX),

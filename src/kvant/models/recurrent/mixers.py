@@ -381,10 +381,12 @@ class Mamba2:
 
     @property
     def is_framed(self) -> bool:
-        """Whether its projections are numbers without biases, and nothing else is done to them."""
+        """Whether its projections are numbers alone, in pairs of rows, and nothing else is done to them."""
         m = self.module
         plain = (type(x) is nn.Linear and x.bias is None for x in (m.in_proj, m.out_proj))
-        return not hasattr(m, "ssm_in_multiplier") and all(plain)
+        if hasattr(m, "ssm_in_multiplier") or not all(plain):
+            return False
+        return bool(m.in_proj.out_features % 2 == 0)
 
     @property
     def entry(self) -> Tensor:

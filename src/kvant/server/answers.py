@@ -159,7 +159,7 @@ class Choices:
         if not self.chat:
             return []
         counted = self._counted(running)
-        if self.generation.continuous_usage:  # the first tokens are there, and come with the next chunk
+        if self.generation.continuous_usage:  # tokens that are there come with the next chunk
             details = usage(running).prompt_tokens_details
             count = running.num_prompt_tokens
             counted = {**counted, "usage": wire.Usage(count, 0, count, details)}

@@ -51,8 +51,29 @@ def test_states_are_divided_by_heads(tmp_path: Path) -> None:
     families.build("qwen3_5_text", tmp_path / "model")
     one, two = (plan(tmp_path / "model", size) for size in (1, 2))
     assert two.rank_kv.bytes_per_sequence * 2 == one.rank_kv.bytes_per_sequence
-    with pytest.raises(NotServable, match="2 heads of keys of its recurrent layers"):
-        plan(tmp_path / "model", 4)
+    four = plan(tmp_path / "model", 4)
+    assert four.division is not None
+    assert any("2 ranks hold each of the 2" in line for line in four.division.replicated)
+    with pytest.raises(NotServable, match="4 heads of its recurrent layers do not divide"):
+        plan(tmp_path / "model", 8)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bamba",  # gated norms over groups that two ranks share
+        pytest.param("qwen3_5_text", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", marks=pytest.mark.slow),  # joined projections, head by head
+        pytest.param("nemotron_h", marks=pytest.mark.slow),
+        pytest.param("falcon_h1", marks=pytest.mark.slow),
+    ],
+)
+def test_heads_of_keys_fewer_than_ranks_are_replicated(name: str, tmp_path: Path) -> None:
+    if families.too_old(name):
+        pytest.skip("the installed transformers is older than the family needs")
+    families.build(name, tmp_path / "model")
+    four, one = (make(tmp_path / "model", size) for size in (4, 1))
+    assert tokens(four) == tokens(one)
 
 
 def test_latents_are_replicated_and_said_so(tmp_path: Path) -> None:

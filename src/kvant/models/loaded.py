@@ -212,9 +212,7 @@ class LoadedModel:
         return self._forward.score(hidden.to(self.dtype))
 
 
-_FINAL_NORMS = (
-    "norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm"
-)  # fmt: skip
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

@@ -105,13 +105,13 @@ _MAMBA2 = {
     r"(mamba|mixer)\.conv1d\.(weight|bias)": Rule.MAMBA_CHANNELS,
     r"(mamba|mixer)\.(A_log|D|dt_bias)": Rule.OUTPUTS,
     r"(mamba|mixer)\.norm\.weight": Rule.GATED_NORM,
-    r"(mamba|mixer)\.out_proj\.weight": Rule.INPUTS,
+    r"(mamba|mixer)\.out_proj\.weight": Rule.MIXER_INPUTS,
     r"(mamba|mixer)\.out_proj\.bias": Rule.ONCE,
 }
 _SHORT_CONV = {
     r"conv\.in_proj\.(weight|bias)": Rule.THIRDS,
     r"conv\.conv\.(weight|bias)": Rule.OUTPUTS,
-    r"conv\.out_proj\.weight": Rule.INPUTS,
+    r"conv\.out_proj\.weight": Rule.MIXER_INPUTS,
     r"conv\.out_proj\.bias": Rule.ONCE,
 }
 
@@ -167,7 +167,8 @@ _OWN: Mapping[str, Mapping[str, Rule]] = {
         r"mamba\.in_proj\.(weight|bias)": Rule.PAIRED_OUTPUTS,
         r"mamba\.(conv1d|dt_proj)\.(weight|bias)": Rule.OUTPUTS,
         r"mamba\.(A_log|D)": Rule.OUTPUTS,
-        r"mamba\.(x_proj|out_proj)\.weight": Rule.INPUTS,
+        r"mamba\.x_proj\.weight": Rule.INPUTS,
+        r"mamba\.out_proj\.weight": Rule.MIXER_INPUTS,
         r"mamba\.out_proj\.bias": Rule.ONCE,
     },
     **dict.fromkeys(("lfm2", "lfm2_moe"), _SHORT_CONV),

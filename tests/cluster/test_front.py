@@ -300,6 +300,18 @@ def test_a_busy_replica_keeps_its_state_and_a_lost_one_does_not(
     asyncio.run(run())
 
 
+def test_a_replica_that_is_lost_while_states_are_asked_for_is_not_counted() -> None:
+    async def ask(asked: Asked) -> AsyncGenerator[Part, None]:
+        async for part in replicas.ask(asked):
+            yield part
+        if asked.path == "/health" and "a" in asked.avoid:
+            front._forget("a")  # its answer came before
+
+    replicas = Replicas({"a": whole(), "b": whole()})
+    front = Front(ServerConfig(served_names=("m",)), ask, 2)
+    assert asyncio.run(front.states()) == {"b": "ready"}
+
+
 def test_a_client_that_leaves_ends_its_request() -> None:
     replicas = Replicas({"a": whole()})
 

@@ -16,7 +16,7 @@ from kvant import LLM, SamplingParams
 from kvant.errors import NotServable, RequestError
 from kvant.models.hub_files import small_files
 from kvant.models.pooling import Pooling, Task, choose_pooling
-from tests.models import tiny
+from tests.models import families, tiny
 
 PROMPTS = [
     [3 + (7 * n + i) % 120 for i in range(length)] for n, length in enumerate((5, 1, 40, 23))
@@ -45,6 +45,23 @@ def test_vectors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     (alone,) = llm.embed(PROMPTS[2], normalize=False)
     np.testing.assert_allclose(alone, found[2], atol=1e-5)
     assert llm.metrics()["num_steps"] > 4, "the longest prompt runs in chunks"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_vectors_of_models_with_recurrent_layers(name: str, tmp_path: Path) -> None:
+    """States go on from chunk to chunk, and from a prefix in the cache."""
+    path = tmp_path / name
+    families.build(name, path)
+    given = {**OPTIONS, "max_model_len": 300, "page_size": 16}
+    llm = LLM(path, task="embed", max_num_batched_tokens=41, max_num_seqs=3, **given)
+    prompts = [[5 + (i * i + n) % 110 for i in range(n)] for n in (70, 1, 129, 17)]
+    found = llm.embed(prompts, normalize=False)
+    for prompt, vector in zip(prompts, found, strict=True):
+        np.testing.assert_allclose(vector, expected(path, prompt), atol=5e-4, rtol=5e-3)
+    (longer,) = llm.embed([*prompts[2], 7, 8], normalize=False)
+    whole = expected(path, [*prompts[2], 7, 8])
+    np.testing.assert_allclose(longer, whole, atol=5e-4, rtol=5e-3)
+    llm.engine.audit()
 
 
 def test_a_family_with_more_behind_its_last_layer_is_refused(tmp_path: Path) -> None:

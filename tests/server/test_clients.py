@@ -92,6 +92,8 @@ def test_continuous_usage_counts_in_every_chunk(server: Server) -> None:
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
         assert counts[-1] == 6
+        if path == CHAT:
+            assert counts[0] == 0, "the first chunk has a role and no token"
         assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
 
 

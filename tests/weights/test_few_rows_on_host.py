@@ -201,8 +201,8 @@ def test_single_tokens_have_the_sum_of_their_experts(
 @pytest.mark.parametrize(
     ("fmt", "columns", "alternating", "tokens", "cut"),
     [
-        (MXFP4, 352, True, 7, Warps(1, 2, 2)),
-        pytest.param(FP8_BLOCK, 256, False, 30, Warps(2, 1, 2), marks=slow),
+        (MXFP4, 352, True, 7, Warps(2, 2, 2)),
+        pytest.param(FP8_BLOCK, 256, False, 30, Warps(2, 2, 2), marks=slow),
         pytest.param(FP8_CHANNEL, 320, False, 9, Warps(1, 2, 1), marks=slow),
         pytest.param(ZEROS, 256, False, 9, Warps(2, 2, 1), marks=slow),
     ],

@@ -99,6 +99,7 @@ class Front:
         self._affinity = Affinity()
         self._counts = _Counts()
         self._heard: dict[str, tuple[str, float]] = {}
+        self._lost_at: dict[str, float] = {}
         self._states_at = 0.0
         self._asking_states = asyncio.Lock()
         self._forwarding: set[asyncio.Task[Any]] = set()
@@ -275,13 +276,20 @@ class Front:
         """
         async with self._asking_states:
             if time.monotonic() - self._states_at > _FRESH_SECONDS:
+                began = time.monotonic()
                 found, are_all = await self._everyone(Asked("GET", "/health"))
                 now = time.monotonic()
-                heard = {whole.replica: (_state_of(whole), now) for whole in found}
+                heard = {
+                    whole.replica: (_state_of(whole), now)
+                    for whole in found
+                    if self._lost_at.get(whole.replica, 0.0) < began
+                }
                 if not are_all:
                     late = {r: s for r, s in self._heard.items() if now - s[1] < _LATE_SECONDS}
                     heard = late | heard
-                self._heard, self._states_at = heard, now
+                self._heard = heard
+                # Asked again at once if a replica was lost meanwhile.
+                self._states_at = 0.0 if max(self._lost_at.values(), default=0) > began else now
                 self._affinity.keep(heard)
                 self._counts.ready.set(self._num_ready)
             return {replica: state for replica, (state, _) in self._heard.items()}
@@ -294,6 +302,7 @@ class Front:
         """The replica was lost; the next state is asked for again."""
         self._affinity.forget(replica)
         self._heard.pop(replica, None)
+        self._lost_at[replica] = time.monotonic()
         self._states_at = 0.0
 
     async def _everyone(self, asked: Asked) -> tuple[list[_Whole], bool]:

@@ -61,9 +61,7 @@ Draft = Callable[[Tensor, Step], Tensor]
 class Eraser(Protocol):
     """`kvant.kernels.triton.zero.PageEraser`."""
 
-    def clear(self, pages: Sequence[Sequence[int]]) -> None:
-        """pages: ids of each group."""
-        ...
+    def clear(self, pages: Sequence[Sequence[int]]) -> None: ...
 
     def clear_listed(self, entries: Tensor) -> None:
         """entries: [n] int64."""

@@ -212,7 +212,9 @@ class LoadedModel:
         return self._forward.score(hidden.to(self.dtype))
 
 
-_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+_FINAL_NORMS = (
+    "norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm"
+)  # fmt: skip
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

@@ -159,6 +159,10 @@ class Choices:
         if not self.chat:
             return []
         counted = self._counted(running)
+        if self.generation.continuous_usage:  # tokens that are there come with the next chunk
+            details = usage(running).prompt_tokens_details
+            count = running.num_prompt_tokens
+            counted = {**counted, "usage": wire.Usage(count, 0, count, details)}
         return [
             _event(
                 wire.ChatCompletionChunk(

@@ -115,6 +115,8 @@ _SHARED: Mapping[str, Refused] = {
     "t_max_predict_ms": _ZERO,
     "min_keep": _ZERO,
     "lora": _LORA,
+    "return_progress": Refused(_is(False), "progress of all requests is at /v1/kv/live"),
+    "post_sampling_probs": _FALSE,
     # SGLang
     "stop_regex": Refused(way_out="use stop"),
     "no_stop_trim": Refused(_is(False), "use include_stop_str_in_output"),
@@ -144,6 +146,7 @@ _SHARED_NO_EFFECT: Mapping[str, str] = {
     "cache_prompt": _CACHE,
     "id_slot": "places are given by the server",
     "timings_per_token": "times are at /metrics",
+    "sse_ping_interval": "--ping-interval decides for all streams",
     "dry_base": "belongs to dry_multiplier, which is refused",
     "dry_allowed_length": "belongs to dry_multiplier, which is refused",
     "dry_penalty_last_n": "belongs to dry_multiplier, which is refused",
@@ -176,12 +179,9 @@ INFILL = Table(
         "logprobs": Refused(way_out="use /v1/completions"),
         "suffix": Refused(way_out="use input_suffix"),
         "n": Refused(_is(1), "send the request several times"),
-        "return_progress": _FALSE,
-        "post_sampling_probs": _FALSE,
     },
     {
         **_SHARED_NO_EFFECT,
-        "sse_ping_interval": "--ping-interval decides for all streams",
         "t_max_prompt_ms": "llama.cpp does not read it either",
     },
 )

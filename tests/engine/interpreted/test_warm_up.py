@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kvant.attention.base import Step
-from kvant.attention.triton import backend, prefill
+from kvant.attention.triton import backend, launch, prefill
 from kvant.attention.triton.backend import TritonBackend
 from kvant.execution.graphs import Forward
 from kvant.execution.warm_up import _nowhere, step_lengths, warm_up
@@ -42,14 +42,15 @@ class Spy:
         return launch
 
 
-KERNELS = ("paged_attention", "list_items", "combine")
+KERNELS = {"paged_attention": backend, "list_items": launch, "combine": backend}
+"""With the modules that launch them."""
 
 
 @pytest.fixture
 def spies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spy]:
     found = {name: Spy() for name in KERNELS}
     for name, spy in found.items():
-        monkeypatch.setattr(backend, name, spy)
+        monkeypatch.setattr(KERNELS[name], name, spy)
     monkeypatch.setattr(backend, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(backend, "rotate", _rotated)
     return found
@@ -113,7 +114,7 @@ def warm(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
         dtype=torch.bfloat16,
         measure=lambda most_tokens: None,
     )
-    warm_up(model, pool, forward, 4, 600, 500)
+    warm_up(model, pool, forward, 4, 600, 500, lambda done, of: None)
 
 
 def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

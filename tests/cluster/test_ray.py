@@ -186,7 +186,7 @@ def test_a_killed_replica_loses_nothing_that_had_not_begun(cluster: Cluster) -> 
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         while cluster.health()["ready"] == 2:
-            assert time.monotonic() - killed < 3, "the loss is not seen"
+            assert time.monotonic() - killed < 15, "the loss is not seen"
             time.sleep(0.05)
         assert cluster.get("/health").status == 200  # the other one serves
         back = cluster.wait_for(2) + 0.0

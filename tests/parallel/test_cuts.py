@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from kvant.models.sharding.divide import RankFiles, cut_of
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.sharding.shard import Shard
 from kvant.weights.format import FP8_BLOCK, Dialect, Scheme
-from tests.models import tiny
+from tests.models import families, tiny
+from tests.parallel.test_plan import plan
 
 FAMILIES = [name for name in tiny.FAMILIES if tiny.FAMILIES[name].config and name in RULES]
 WHOLE_MATRICES = ("embed_tokens.weight", "mlp.gate.weight", "mlp.router.weight")
@@ -107,3 +109,18 @@ def test_scales_of_blocks_are_cut_with_their_blocks() -> None:
     found = cut_part(scheme, "weight_scale_inv", (2, 3), (256, 384), within)
     assert found is not None
     assert found.ranges == ((0, 1),)
+
+
+@pytest.mark.parametrize("name", ["bamba", "deepseek_v3", "lfm2", "mixtral", "qwen3_5_text"])
+def test_a_rank_reads_its_slices_of_states_latents_and_experts(name: str, tmp_path: Path) -> None:
+    """A rank reads half of all layers' bytes, and small things that every rank holds."""
+    families.build(name, tmp_path)
+    geometry = plan(tmp_path, 2).target.geometry
+    read, whole = 0, 0
+    for rank in range(2):
+        with RankFiles(tmp_path, Cuts(geometry, Shard(rank, 2)).of) as files:
+            for tensor, part in files.tensors.items():
+                if ".layers." in tensor:
+                    read += part[...].nbytes
+                    whole += math.prod(part._source.get_shape()) * 4
+    assert 0.5 < read / whole < 0.6

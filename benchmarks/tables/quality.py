@@ -90,8 +90,7 @@ def wide_rows(data: Any) -> Cells:
 def wide_decode(data: Any) -> Cells:
     names = {"k3v3": "K3/V3", "s4": "int4_short", "s4n2": "int4_short/normal2", "n2": "normal2"}
     lines = [["stored as", "sequences", "tokens", "us", "of bfloat16"]]
-    later = data["later"]["rows"].items()
-    rows = {**data["rows"], **{key: r for key, r in later if key.startswith(("s4", "n2"))}}
+    rows = data["rows"]
     shapes = list(dict.fromkeys(key.partition(" ")[2] for key in rows))
     for key, r in sorted(rows.items(), key=lambda item: shapes.index(item[0].partition(" ")[2])):
         name, batch, length, _ = key.split(" ")

@@ -1,7 +1,8 @@
-"""One launch for layers with wide rows: each program reads its share of the wide form, then the narrow one.
+"""One launch for layers with wide rows, of steps in which every sequence is one block of rows.
 
-It serves steps of at most `Shape.rows` query rows per sequence and KV head, so every sequence is one block of
-rows. The parts of both forms are joined together, by the last program of a sequence or by `combine_both`.
+Either each program reads its share of the wide form and then of the narrow one, or programs for the wide form
+come before the others. The parts of both forms are joined together, by the last program of a sequence or by
+`combine_both`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from kvant.attention.triton.workmap import find_item, find_token, listed, tiles_
 
 @triton.jit
 def _join_both(
-    partial, partial_lse, sinks, out, first, splits, first_wide, token, r, there, head,
+    partial, partial_lse, sinks, out, first, splits, first_wide, parts, token, r, there, head,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, VALID: tl.constexpr, AT_ONCE: tl.constexpr,
     SINKS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Write rows r [VALID] of a block where `there`, from `splits` narrow and as many wide parts.
+    """Write rows r [VALID] of a block where `there`, from `splits` narrow parts and `parts` wide ones.
 
     first, first_wide: slots of the first ones. token: the sequence's first one.
     """
@@ -44,7 +45,7 @@ def _join_both(
         level = lowest
         weight = none
     wide, level, weight = sum_of_parts(
-        partial, partial_lse, first_wide, splits, head, r, there, level, weight,
+        partial, partial_lse, first_wide, parts, head, r, there, level, weight,
         HEADS, HEAD_V, PAD, ROWS, VALID, AT_ONCE,
     )  # fmt: skip
     higher = tl.maximum(top, level)
@@ -89,12 +90,13 @@ def both_attention(
     K: tl.constexpr, PAD_K: tl.constexpr, V: tl.constexpr, PAD_V: tl.constexpr,
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     WIDE_TILE: tl.constexpr, WIDE_K: tl.constexpr, WIDE_PAD_K: tl.constexpr,
-    WIDE_V: tl.constexpr, WIDE_PAD_V: tl.constexpr,
+    WIDE_V: tl.constexpr, WIDE_PAD_V: tl.constexpr, APART: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FULL: tl.constexpr, LISTED: tl.constexpr,
     PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program item * HEADS + KV head: its share of the wide rows of a sequence, then of the others.
 
+    APART: 0, or how many programs for wide rows of each sequence and KV head come before the others instead.
     Arguments without WIDE as in `paged_attention`, whose NARROW and WIDE forms this reads. Queries are
     causal. partial and partial_lse have slots of the narrow parts of all items first, then of the wide ones.
     """
@@ -104,51 +106,97 @@ def both_attention(
     COLUMNS: tl.constexpr = V.elements * PAD_V
     WIDE_COLUMNS: tl.constexpr = WIDE_V.elements * WIDE_PAD_V
     head = tl.program_id(0) % HEADS
-    item = tl.program_id(0) // HEADS
-    num_items = tl.num_programs(0) // HEADS
+    program = tl.program_id(0) // HEADS
+    num_wide = num_seqs * APART
+    num_items = tl.num_programs(0) // HEADS - num_wide
+    item = program - num_wide  # negative: for wide rows alone
     if JOIN > 0:  # tokens of no sequence get zeros
-        clear(out, tl.load(cu_seqlens_q + num_seqs) + item, num_tokens, num_items,
+        clear(out, tl.load(cu_seqlens_q + num_seqs) + program, num_tokens, num_items + num_wide,
               head, GROUP, HEADS, HEAD_V, COLUMNS)  # fmt: skip
     per_split = least
-    if LISTED:
-        seq, first, splits = listed(items, item)
-    else:
+    is_narrow = item >= 0
+    if not LISTED:
         per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, 0, target, least,
                                     GROUP, ROWS, TILE, True, False, True)  # fmt: skip
-        seq, first, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
-                                       GROUP, ROWS, TILE, True, False)  # fmt: skip
+    if APART == 0 or is_narrow:
+        if LISTED:
+            seq, first, splits = listed(items, item)
+        else:
+            seq, first, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
+                                           GROUP, ROWS, TILE, True, False)  # fmt: skip
+    else:
+        mine = program // APART
+        if LISTED:
+            seq = mine
+            first = 0 * program
+            splits = 1 + first
+        else:
+            token = tl.load(cu_seqlens_q + mine)
+            seq, first, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
+                                            GROUP, ROWS, TILE, True, False)  # fmt: skip
+            seq = tl.where(seq == mine, seq, -1)  # another one's: this one has no queries
     if seq < 0:
         return
     first_token = tl.load(cu_seqlens_q + seq)
     num_queries = tl.load(cu_seqlens_q + seq + 1) - first_token
     length = tl.load(seqlens_kv + seq)
     there = tl.arange(0, ROWS) // GROUP < num_queries
-    o, lse = attend_item(
-        wide_q_ptr, wide_q_stride_token, wide_q_stride_head,
-        wide_k_codes, wide_k_scales, wide_v_codes, wide_v_scales, None, wide_units,
-        None, None, None, wide_page_table, wide_max_pages, seq, first_token, num_queries, length, head, 0,
-        item - first, splits, per_split, softmax_scale, cap, recent, sink, recent,
-        GROUP, HEADS, PAGE, ROWS, WIDE_TILE, WIDE_K, HEAD_K, WIDE_PAD_K, WIDE_V, HEAD_V, WIDE_PAD_V,
-        0, 0, True, True, SOFTCAP, False, FULL, False, False, PTX, WIDE,
-    )  # fmt: skip
-    slot = ((num_items + item).to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
-    _store_part(partial, partial_lse, slot, o, lse, there, WIDE_COLUMNS, HEAD_V)
-    o, lse = attend_item(
-        q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts, page_units,
-        k_outer, v_outer, None, page_table, max_pages, seq, first_token, num_queries, length, head, 0,
-        item - first, splits, per_split, softmax_scale, cap, 0, sink, recent,
-        GROUP, HEADS, PAGE, ROWS, TILE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V, K_OUTER, V_OUTER,
-        True, False, SOFTCAP, False, FULL, False, False, PTX, NARROW,
-    )  # fmt: skip
-    slot = (item.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
-    _store_part(partial, partial_lse, slot, o, lse, there, COLUMNS, HEAD_V)
+    if APART > 0:
+        first_wide = num_items + seq * APART
+        share = program % APART
+        shares = APART
+        if is_narrow:
+            o, lse = attend_item(
+                q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts,
+                page_units, k_outer, v_outer, None, page_table, max_pages, seq, first_token, num_queries,
+                length, head, 0, item - first, splits, per_split, softmax_scale, cap, 0, sink, recent,
+                GROUP, HEADS, PAGE, ROWS, TILE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V, K_OUTER, V_OUTER,
+                True, False, SOFTCAP, False, FULL, False, False, PTX, NARROW,
+            )  # fmt: skip
+            slot = (item.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
+            _store_part(partial, partial_lse, slot, o, lse, there, COLUMNS, HEAD_V)
+        else:
+            o, lse = attend_item(
+                wide_q_ptr, wide_q_stride_token, wide_q_stride_head,
+                wide_k_codes, wide_k_scales, wide_v_codes, wide_v_scales, None, wide_units,
+                None, None, None, wide_page_table, wide_max_pages, seq, first_token, num_queries, length,
+                head, 0,
+                share, shares, per_split, softmax_scale, cap, recent, sink, recent,
+                GROUP, HEADS, PAGE, ROWS, WIDE_TILE, WIDE_K, HEAD_K, WIDE_PAD_K, WIDE_V, HEAD_V, WIDE_PAD_V,
+                0, 0, True, True, SOFTCAP, False, FULL, False, False, PTX, WIDE,
+            )  # fmt: skip
+            slot = ((first_wide + share).to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
+            _store_part(partial, partial_lse, slot, o, lse, there, WIDE_COLUMNS, HEAD_V)
+    else:
+        first_wide = num_items + first
+        share = item - first
+        shares = splits
+        o, lse = attend_item(
+            wide_q_ptr, wide_q_stride_token, wide_q_stride_head,
+            wide_k_codes, wide_k_scales, wide_v_codes, wide_v_scales, None, wide_units,
+            None, None, None, wide_page_table, wide_max_pages, seq, first_token, num_queries, length, head, 0,
+            share, shares, per_split, softmax_scale, cap, recent, sink, recent,
+            GROUP, HEADS, PAGE, ROWS, WIDE_TILE, WIDE_K, HEAD_K, WIDE_PAD_K, WIDE_V, HEAD_V, WIDE_PAD_V,
+            0, 0, True, True, SOFTCAP, False, FULL, False, False, PTX, WIDE,
+        )  # fmt: skip
+        slot = ((first_wide + share).to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
+        _store_part(partial, partial_lse, slot, o, lse, there, WIDE_COLUMNS, HEAD_V)
+        o, lse = attend_item(
+            q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts, page_units,
+            k_outer, v_outer, None, page_table, max_pages, seq, first_token, num_queries, length, head, 0,
+            item - first, splits, per_split, softmax_scale, cap, 0, sink, recent,
+            GROUP, HEADS, PAGE, ROWS, TILE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V, K_OUTER, V_OUTER,
+            True, False, SOFTCAP, False, FULL, False, False, PTX, NARROW,
+        )  # fmt: skip
+        slot = (item.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
+        _store_part(partial, partial_lse, slot, o, lse, there, COLUMNS, HEAD_V)
     if JOIN > 0:
         tl.debug_barrier()
         arrived_before = tl.atomic_add(arrived + first * HEADS + head, 1, sem="acq_rel")
-        if arrived_before == splits - 1:
+        if arrived_before == splits + APART - 1:
             r = tl.arange(0, JOIN)
             _join_both(
-                partial, partial_lse, sinks, out, first, splits, num_items + first, first_token,
+                partial, partial_lse, sinks, out, first, splits, first_wide, shares, first_token,
                 r, r // GROUP < num_queries, head,
                 GROUP, HEADS, HEAD_V, COLUMNS, ROWS, JOIN, AT_ONCE, SINKS, V.rotated,
             )  # fmt: skip
@@ -160,7 +208,7 @@ def combine_both(
     partial, partial_lse, sinks, out, cu_seqlens_q, seqlens_kv, tokens,
     num_seqs, target, least, num_items, per_program,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, APART: tl.constexpr,
     SINKS: tl.constexpr, LISTED: tl.constexpr, ROTATED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: per_program query heads of a token, from the parts that `both_attention` left.
@@ -186,11 +234,17 @@ def combine_both(
             tl.store(out + at, tl.zeros((PAD,), out.dtype.element_ty), mask=c < HEAD_V)
         return
     first_token = tl.load(cu_seqlens_q + seq)
+    if APART > 0:
+        first_wide = num_items + seq * APART
+        shares = APART
+    else:
+        first_wide = num_items + first
+        shares = splits
     for i in range(per_program):
         head = (first_head + i) // GROUP
         r = (token - first_token) * GROUP + (first_head + i) % GROUP + tl.arange(0, 1)
         _join_both(
-            partial, partial_lse, sinks, out, first, splits, num_items + first, first_token,
+            partial, partial_lse, sinks, out, first, splits, first_wide, shares, first_token,
             r, r >= 0, head,
             GROUP, HEADS, HEAD_V, PAD, ROWS, 1, AT_ONCE, SINKS, ROTATED,
         )  # fmt: skip

@@ -4,9 +4,9 @@ Rows are (query, head of the group) pairs of one KV head, so the kernel reads K 
 It computes an online softmax in base 2. Scores stay *raw*: the row's factor (softmax scale, outer key scale
 and normalisation of the query) enters together with the exponential, in one fused multiply-add.
 
-A layer with wide rows (`kvant.kv.spec.WideRows`) takes two launches where `both_attention` does not serve the
-step. The first one reads the narrow form of the keys between the first ones and the latest, and leaves float32
-rows with their log-sum-exp. The second one reads the other keys in their wide form and joins both.
+A layer with wide rows (`kvant.kv.spec.WideRows`) takes two launches where `both_attention` does not serve
+the step. The first one reads the narrow form of the keys between the first ones and the latest, and leaves
+float32 rows with their log-sum-exp. The second one reads the other keys in their wide form and joins both.
 
 Products with 8- and 4-bit keys are float16. The query is divided by its row's largest magnitude, so that
 nothing overflows. Probabilities times value scales are divided by the largest value scale so far and stay

@@ -11,7 +11,6 @@ import torch
 
 from kvant import LLM, SamplingParams
 from kvant.execution.batch import Launched
-from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 from tests.gpu import waiting_is_an_error
 from tests.models import tiny
@@ -103,11 +102,12 @@ def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
               batch_invariant=invariant, enable_prefix_caching=False)  # fmt: skip
     drawn, launch = [], StepGraphs.launch
 
-    def watched(self: StepGraphs, schedule: Schedule, table: RowTable, drafts: None) -> Launched:
+    def watched(self: StepGraphs, schedule: Schedule, *given: object) -> Launched:
         is_ahead = bool(schedule.is_pending.any())
+        table = llm.engine.scheduler.table
         drawn.append(is_ahead and not table.is_greedy[schedule.rows].all())
         with waiting_is_an_error():
-            return launch(self, schedule, table, drafts)
+            return launch(self, schedule, *given)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(StepGraphs, "launch", watched)
@@ -151,10 +151,10 @@ def test_requests_that_arrive_are_answered_by_steps_that_are_launched_ahead(
         drawn = [llm.generate([p], [one])[0] for p, one in zip(PROMPTS, params, strict=True)]
     ahead, launch = [], StepGraphs.launch
 
-    def watched(self: StepGraphs, schedule: Schedule, table: RowTable, drafts: None) -> Launched:
+    def watched(self: StepGraphs, schedule: Schedule, *given: object) -> Launched:
         ahead.append(bool(schedule.num_prefills and schedule.is_pending.any()))
         with waiting_is_an_error() if recorded else nullcontext():
-            return launch(self, schedule, table, drafts)
+            return launch(self, schedule, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StepGraphs, "launch", watched)
     engine, found, count = llm.engine, {}, 0

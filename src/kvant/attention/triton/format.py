@@ -53,7 +53,6 @@ class Kernels:
         `Format.operand`. PTX: whether inline assembly for NVIDIA sm_89 and later can be used.
     encode(x, head, there, codes, scales, outer, FORMAT, OUTER, HEAD, PAD, ROWS, PTX): stores rows x
         [ROWS, PAD] to `codes`, and their scales to `scales`, pointers [ROWS], where `there` [ROWS].
-        PTX: whether inline assembly for NVIDIA can be used; 2 where the device converts to e4m3, too.
     row_scale(pointer, there): (scale, zero point or minimum) of rows, float32 [rows]. pointer: [rows].
     block_scale(codes, PTX): float16 factors of the blocks' scale codes.
     factor, bias: number = decoded * factor - bias, before the row's scale.

@@ -53,7 +53,7 @@ class Stored:
         heads, values, keys = self.shape
         return {
             "HEADS": heads, "VALUES": values, "KEYS": keys, "FORMAT": self.format,
-            "PTX": 2 * has_ptx(self.codes.device),
+            "PTX": has_ptx(self.codes.device),
         }  # fmt: skip
 
 

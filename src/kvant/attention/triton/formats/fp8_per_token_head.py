@@ -18,11 +18,7 @@ def encode(
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     y, broken = scale_rows(x, scales, there, FORMAT.float8.max, PTX)
-    if PTX > 1:  # the same bytes: nearest, ties to even, saturating
-        code = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        code = float8_code(y, FORMAT)
-    code = tl.where(broken[:, None], FORMAT.float8.nan_code, code)
+    code = tl.where(broken[:, None], FORMAT.float8.nan_code, float8_code(y, FORMAT))
     store_bytes(codes, there, code, HEAD, PAD)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvant.kv.dtype import KVDtype
 from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.kv.spec import KVPlan, ScaleState, WideRows
 from kvant.models.fused.recipes import recipe_of
@@ -19,6 +20,7 @@ most likely tokens. `formats` by format; `wide` by format, for numbers of wide r
 _WITHOUT_NORM = "36788259ad2578e9"
 """The measured model without norms of queries and keys whose figures stand for others like it."""
 
+_FOUR_BITS = str(KVDtype.INT4_PER_TOKEN_HEAD)
 _FEW_BITS = 4
 
 
@@ -65,8 +67,8 @@ def risk(kv: KVPlan, geometry: ModelGeometry) -> str | None:
     worst = min(narrow, key=lambda dtype: (dtype.format.bits, str(dtype)))
     entry = next((e for n, e in one["formats"].items() if n.split("/")[0] == str(worst)), None)
     if entry is None:
-        entry = one["formats"]["int4_per_token_head"]
-    best = one["wide"]["int4_per_token_head"][0]
+        entry = one["formats"][_FOUR_BITS]
+    best = one["wide"][_FOUR_BITS][0]
     return (
         f"keys of {worst.format.bits} bits without norms of queries and keys: {one['model']} has none "
         f"either, and {entry['same_top']:.0%} of its most likely tokens stayed the same; with 4 bits and "

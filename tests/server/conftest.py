@@ -12,7 +12,7 @@ CONNECTIONS = 40
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("served"))
+    return build_model(tmp_path_factory.mktemp("served"), fills=True)
 
 
 @pytest.fixture(scope="session")

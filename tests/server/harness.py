@@ -28,9 +28,9 @@ COMMAND = (sys.executable, "-c", RUN, "serve")
 FORKED = ("-c", f"from tests.server.forked_children import fork; fork(); {RUN}", "serve")
 
 
-def build_model(directory: Path) -> Path:
-    """A tiny random model whose answers can be long."""
-    return tiny_chat.build(directory, max_position_embeddings=MODEL_LEN)
+def build_model(directory: Path, *, fills: bool = False) -> Path:
+    """A tiny random model whose answers can be long. fills: with tokens to fill in the middle."""
+    return tiny_chat.build(directory, fills=fills, max_position_embeddings=MODEL_LEN)
 
 
 @dataclass(slots=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.tiny_chat import VOCAB
+from tests.engine.tiny_chat import FILLING_VOCAB
 from tests.server.bad_inputs import ANY, corpus
 from tests.server.harness import MODEL_LEN, Server
 
-CORPUS = corpus(VOCAB, MODEL_LEN)
+CORPUS = corpus(FILLING_VOCAB, MODEL_LEN)
 
 
 def test_the_corpus_is_as_wide_as_it_claims() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.tiny_chat import VOCAB
+from tests.engine.tiny_chat import FILLING_VOCAB
 from tests.server import light_client, slow_client
 from tests.server.harness import MODEL_LEN, Server, events
 from tests.server.test_disconnect import LONG, _send
@@ -43,7 +43,9 @@ def _dflash(directory: Path) -> dict[str, object]:
     """A drafter that has learnt nothing: its drafts fall, its pages are written, read and given back."""
     from tests.speculative.pair import Drafter, config  # with torch
 
-    drafter = Drafter(config(vocab_size=VOCAB, mask_token_id=0, max_position_embeddings=MODEL_LEN))
+    drafter = Drafter(
+        config(vocab_size=FILLING_VOCAB, mask_token_id=0, max_position_embeddings=MODEL_LEN)
+    )
     drafter.save(directory)
     return {"method": "dflash", "model": str(directory), "adaptive": False}
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _judge(directory: Path, *flags: str) -> str:
     """All checks, positive and negative data, NUL bytes, ignored_auth; the judge's report."""
-    model = tiny_chat.build(directory, max_position_embeddings=MODEL_LEN)
+    model = tiny_chat.build(directory, fills=True, max_position_embeddings=MODEL_LEN)
     places = ("--max-num-seqs", "256", "--max-num-queued-reqs", "512")
     with Server(model, ("--api-key", "sesame", *places), key="sesame") as server:
         engine = server.engine_pid()

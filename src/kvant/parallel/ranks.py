@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -72,11 +72,14 @@ class Joined(Process, Protocol):
 
 @dataclass(eq=False)
 class _Rank:
+    """reading: held while `link` is read, since the watching thread reads a rank's last words."""
+
     number: int
     process: Process
     link: Connection[bytes, bytes]
     pulse: socket.socket
     heard: float
+    reading: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Ranks:
@@ -151,7 +154,8 @@ class Ranks:
         found = []
         for rank in self._ranks:
             try:
-                answer = read_from_rank(rank.link.recv_bytes())
+                with rank.reading:
+                    answer = read_from_rank(rank.link.recv_bytes())
             except (EOFError, OSError):
                 raise self._lost(rank) from None
             if isinstance(answer, Failed):
@@ -271,9 +275,10 @@ def _death(rank: _Rank) -> str:
 def _last_words(rank: _Rank) -> str | None:
     """What a rank sent before it ended, if it explained itself."""
     try:
-        while rank.link.poll():
-            if isinstance(said := read_from_rank(rank.link.recv_bytes()), Failed):
-                return f"rank {rank.number} failed: {said.text}"
+        with rank.reading:
+            while rank.link.poll():
+                if isinstance(said := read_from_rank(rank.link.recv_bytes()), Failed):
+                    return f"rank {rank.number} failed: {said.text}"
     except (EOFError, OSError):
         pass
     return None

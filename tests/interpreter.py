@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 _patch = interpreter._patch_lang
 _patched: set[tuple[bool, bool]] = set()
-"""Modules that are patched now, as sets of those that a function sees."""
+"""What the running launch has patched: whether functions see `triton.language`, and its `core`."""
 
 
 class _Scope(interpreter._LangPatchScope):

@@ -65,7 +65,7 @@ class Cluster(Server):
 
 
 def _descendants(pid: int) -> list[int]:
-    """Of this process alone: other clusters of the machine are not touched."""
+    """Returns the processes below `pid`, so that tests end no process of another Ray cluster."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

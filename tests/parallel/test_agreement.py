@@ -33,7 +33,7 @@ KV_HEADS, LAYERS = 2, 4
 
 
 def scale(layer: int, side: str, head: int) -> float:
-    """Of heads that differ as much as a checkpoint's could."""
+    """Returns a scale that differs by layer, side and head, by up to 40 times between heads."""
     return {"k": 0.04, "v": 0.02}[side] * 1.1**layer * (40.0, 1.0)[head]
 
 

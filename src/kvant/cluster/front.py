@@ -163,7 +163,7 @@ class Front:
         await unless_disconnected(receive, self._forward(asked, keys, send))
 
     async def _forward(self, asked: Asked, keys: tuple[int, ...], send: Send) -> None:
-        """`_choose`, which `end` can end."""
+        """Runs `_choose` as a task that `end` can cancel."""
         task = asyncio.current_task()
         assert task is not None
         self._forwarding.add(task)

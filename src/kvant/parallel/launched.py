@@ -112,7 +112,7 @@ class RemoteRank:
             one.close()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its machine waits for it; nothing is known here."""
+        """Returns 0: the launcher waits for it. With a timeout, ends it and raises TimeoutExpired."""
         if timeout is None:
             return 0
         self.kill()

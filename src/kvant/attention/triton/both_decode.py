@@ -28,8 +28,8 @@ from kvant.kv.pool import LayerCache
 _ROWS = 16
 """Query rows of a program: more per sequence and KV head take two launches."""
 
-
 _MOST_APART = 4
+"""Programs for the wide rows of one block of rows, at most."""
 
 
 def serves(cache: LayerCache, step: Step) -> bool:

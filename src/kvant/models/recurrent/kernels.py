@@ -309,21 +309,8 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, w
     u = beta * (v - tl.sum(s * k[None, :], 1))
     s += u[:, None] * k[None, :]
     o = tl.sum(s * q[None, :], 1)
-    store_state(
-        s,
-        codes,
-        bits,
-        state_stride,
-        scale_stride,
-        page,
-        r,
-        is_value,
-        FORMAT,
-        KEYS,
-        WIDE,
-        BLOCK,
-        PTX,
-    )
+    store_state(s, codes, bits, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE, BLOCK,
+                PTX)  # fmt: skip
     tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
 
 
@@ -355,21 +342,8 @@ def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, words, co
     s = s * tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * step)
     s += (step * x)[:, None] * k[None, :]
     o = tl.sum(s * q[None, :], 1) + tl.load(d + h).to(tl.float32) * x
-    store_state(
-        s,
-        codes,
-        bits,
-        state_stride,
-        scale_stride,
-        page,
-        r,
-        is_value,
-        FORMAT,
-        KEYS,
-        WIDE,
-        BLOCK,
-        PTX,
-    )
+    store_state(s, codes, bits, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE, BLOCK,
+                PTX)  # fmt: skip
     tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
 
 

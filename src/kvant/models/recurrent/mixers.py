@@ -351,11 +351,27 @@ def _join(parts: Sequence[nn.Linear]) -> Tensor:
     return joined
 
 
-class Mamba2:
-    """Mamba2 as Bamba, Granite 4, Nemotron-H, Falcon-H1 and Zamba2 have it."""
+class _Projected:
+    """What mixers share whose module has one projection in and one out, `in_proj` and `out_proj`."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
+
+    @property
+    def entry(self) -> Tensor:
+        """Weight [outputs, hidden] of the first product; its outputs are what `between` takes."""
+        weight: Tensor = self.module.in_proj.weight
+        return weight
+
+    @property
+    def exit(self) -> Tensor:
+        """Weight [hidden, inputs] of the last product; its inputs are what `between` returns."""
+        weight: Tensor = self.module.out_proj.weight
+        return weight
+
+
+class Mamba2(_Projected):
+    """Mamba2 as Bamba, Granite 4, Nemotron-H, Falcon-H1 and Zamba2 have it."""
 
     @property
     def states(self) -> tuple[StateGeometry, ...]:
@@ -388,19 +404,8 @@ class Mamba2:
             return False
         return bool(m.in_proj.out_features % 2 == 0)
 
-    @property
-    def entry(self) -> Tensor:
-        """[heads * values + channels + heads, hidden]."""
-        weight: Tensor = self.module.in_proj.weight
-        return weight
-
-    @property
-    def exit(self) -> Tensor:
-        """[hidden, heads * values]."""
-        weight: Tensor = self.module.out_proj.weight
-        return weight
-
     def between(self, projected: Tensor, states: LayerStates) -> Tensor:
+        """projected: [T, heads * values + channels + heads] -> [T, heads * values]."""
         assert states.conv is not None
         assert states.recurrent is not None
         m, conv = self.module, self.module.conv1d
@@ -520,11 +525,8 @@ class Mamba1:
         return mixed
 
 
-class ShortConv:
+class ShortConv(_Projected):
     """LFM2's gated convolution."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
 
     @property
     def states(self) -> tuple[StateGeometry, ...]:
@@ -544,19 +546,8 @@ class ShortConv:
         m = self.module
         return all(type(x) is nn.Linear and x.bias is None for x in (m.in_proj, m.out_proj))
 
-    @property
-    def entry(self) -> Tensor:
-        """[3 hidden, hidden]."""
-        weight: Tensor = self.module.in_proj.weight
-        return weight
-
-    @property
-    def exit(self) -> Tensor:
-        """[hidden, hidden]."""
-        weight: Tensor = self.module.out_proj.weight
-        return weight
-
     def between(self, projected: Tensor, states: LayerStates) -> Tensor:
+        """projected: [T, 3 hidden] -> [T, hidden]."""
         assert states.conv is not None
         conv, packed = self.module.conv, states.packed
         if packed.lengths is None and takes_kernels(projected, states.conv):

@@ -50,6 +50,38 @@ for _file in (*PARTS, "cpu-context.json"):
     table(_file.removesuffix(".json"), _file)(_steps)
 
 
+@table("cpu-gguf", "cpu-gguf.json")
+def gguf(data: Any) -> Cells:
+    peers = {
+        (r["case"], r["weights"]): tokens_per_second(r)
+        for r in data["steps"]
+        if r["engine"] != "Kvant"
+    }
+    lines = [
+        [
+            "what",
+            "file",
+            "llama.cpp, tokens/s",
+            "Kvant",
+            "over it",
+            "Kvant, activations int8",
+            "over it",
+        ]
+    ]
+    found = {
+        (r["case"], r["weights"]): tokens_per_second(r)
+        for r in data["steps"]
+        if r["engine"] == "Kvant"
+    }
+    for (case, weights), peer in peers.items():
+        own, rounded = found[case, weights], found[case, f"{weights}, activations int8"]
+        lines.append(
+            [case, weights, f"{peer:.1f}", f"{own:.1f}", f"{own / peer:.2f}", f"{rounded:.1f}",
+             f"{rounded / peer:.2f}"]
+        )  # fmt: skip
+    return lines
+
+
 def _found(data: Any, engine: str, case: str, kv: str = "") -> float:
     """Tokens a second of the one row that is meant."""
     (row,) = [

@@ -1,8 +1,9 @@
-"""What a recording that fails leaves behind, with torch's own context around streams that are not there."""
+"""Recordings that fail, and objects that are freed while one is made."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,3 +62,28 @@ def test_the_stream_that_was_current_is_so_again_after_a_recording_that_failed(
     with pytest.raises(RuntimeError, match="previous error"):
         CudaRecorder(torch.device("cuda")).record(run)
     assert now[-1] is mine
+
+
+@pytest.mark.gpu
+def test_an_older_graph_is_not_freed_while_a_step_is_recorded() -> None:
+    # An engine is full of cycles, so its graphs are freed by the collector: at any allocation.
+    older: list[Any] = [
+        CudaRecorder(torch.device("cuda")).record(lambda: torch.ones(4, device="cuda") * 2)
+    ]
+    older.append(older)
+    del older
+    rows, thresholds = torch.zeros(4, device="cuda"), gc.get_threshold()
+    found: list[list[int]] = []
+
+    def run() -> torch.Tensor:
+        found.extend([i] for i in range(5000))  # enough for a collection of the oldest generation
+        return rows + 1
+
+    gc.set_threshold(10, 2, 2)
+    try:
+        replay, made = CudaRecorder(torch.device("cuda")).record(run)
+    finally:
+        gc.set_threshold(*thresholds)
+    rows += 1
+    replay()
+    assert made.tolist() == [2.0] * 4

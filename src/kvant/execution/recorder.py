@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
@@ -52,7 +54,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with _no_collections(), torch.cuda.graph(graph, pool=self._pool):
                 made = run()
         except BaseException:
             # Where ending the recording fails too, torch goes on with the stream that was recorded.
@@ -66,3 +68,15 @@ class CudaRecorder:
     def mark(self) -> Mark:
         event: Mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return event
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keeps the garbage collector still: to free an older engine's graphs would end the recording."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

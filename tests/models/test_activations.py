@@ -64,7 +64,9 @@ def test_a_declaration_is_followed_and_a_flag_wins(declared: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("declared", "options", "why"),
     [
-        (compressed(strategy="tensor", dynamic=False), {}, "no products for such activations"),
+        (compressed(strategy="channel", dynamic=False), {}, "no products for such activations"),
+        (compressed(strategy="tensor", dynamic=False, symmetric=False), {}, "no products for"),
+        (compressed(strategy="tensor", dynamic=False), {"batch_invariant": True}, "on the batch"),
         (compressed(strategy="tensor", dynamic=True), {}, "no products for such activations"),
         (BLOCKS, {"batch_invariant": True}, "depend on the batch"),
         (BLOCKS, {"num_ranks": 2}, "ranks hold parts"),
@@ -109,3 +111,40 @@ def test_fp8_weights_take_rounded_activations(asked: Quantization) -> None:
         assert choose(facts_of(quantization=asked)).activations is Activations.FP8
         with pytest.raises(NotServable, match="contradicts"):
             choose(facts_of(quantization=asked), Activations.EXACT)
+
+
+STATIC = compressed(strategy="tensor", dynamic=False)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        STATIC,
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "fp8", "activation_scheme": "static"},
+    ],
+    ids=["compressed-tensors", "modelopt", "fp8"],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_declared_scales_are_read_and_used(declared: dict[str, Any], ranks: int) -> None:
+    found = choose(facts_of(declared, num_ranks=ranks))
+    assert found.activations is Activations.FP8_STATIC
+    assert "by the scale that the checkpoint has for each layer" in found.activations_because
+    assert "the checkpoint declares 8-bit floats, static" in found.activations_because
+    assert found.stored is not None
+    assert all(scheme.rounds_inputs for _, scheme in found.stored.groups)
+
+
+@pytest.mark.parametrize("asked", [Activations.EXACT, Activations.FP8])
+def test_a_flag_wins_over_declared_scales_which_stay_in_the_files(asked: Activations) -> None:
+    found = choose(facts_of(STATIC), asked)
+    assert found.activations is (None if asked is Activations.EXACT else asked)
+    assert found.stored is not None
+    assert not any(scheme.rounds_inputs for _, scheme in found.stored.groups)
+
+
+def test_scales_that_no_file_has_cannot_be_asked_for() -> None:
+    assert choose(facts_of(STATIC), Activations.FP8_STATIC).activations is Activations.FP8_STATIC
+    with pytest.raises(NotServable) as caught:
+        choose(facts_of(BLOCKS), Activations.FP8_STATIC)
+    assert "does not have a scale of activations" in str(caught.value.why)

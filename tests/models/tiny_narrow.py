@@ -56,6 +56,20 @@ def _fp8(scales: tuple[int, ...] | None, name: str) -> Layer:
     return make
 
 
+INPUT_SCALE = 0.0625
+"""By which layers of dialects with static scales round what they multiply."""
+
+
+def _static(layer: Layer, name: str, dtype: torch.dtype = torch.float32) -> Layer:
+    """The same layer, with a scale of its inputs by this name."""
+
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        tensors, numbers = layer(weight, generator)
+        return {**tensors, name: torch.tensor(INPUT_SCALE, dtype=dtype)}, numbers
+
+    return make
+
+
 def _int4(group: int, *, zero_points: bool, dialect: str) -> Layer:
     def make(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         rows, columns = weight.shape
@@ -137,15 +151,19 @@ def _mxfp4(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]
     return {"weight_packed": packed, "weight_scale": scales}, values * spread
 
 
-def _group(layout: str, **weights: object) -> dict[str, Any]:
+def _group(layout: str, inputs: dict[str, Any] | None = None, **weights: object) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    if inputs is not None:
+        group["input_activations"] = inputs
     return {
         "quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {"group_0": group},
     }  # fmt: skip
 
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_STATIC = {**_FP8, "strategy": "tensor", "dynamic": False}
 DIALECTS: dict[str, tuple[dict[str, Any], Layer]] = {
     "fp8 block": (
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
@@ -177,7 +195,22 @@ DIALECTS: dict[str, tuple[dict[str, Any], Layer]] = {
         _group("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
         _mxfp4,
     ),
-    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, _fp8((), "weight_scale")),
+    "modelopt fp8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        _static(_fp8((), "weight_scale"), "input_scale"),
+    ),
+    "ct fp8 static": (
+        _group("float-quantized", _STATIC, **_FP8, strategy="tensor"),
+        _static(_fp8((1,), "weight_scale"), "input_scale", torch.bfloat16),
+    ),
+    "ct fp8 static channel": (
+        _group("float-quantized", _STATIC, **_FP8, strategy="channel"),
+        _static(_fp8(None, "weight_scale"), "input_scale"),
+    ),
+    "fp8 static": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        _static(_fp8((), "weight_scale_inv"), "activation_scale"),
+    ),
     "modelopt nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         _nvfp4(("weight", "weight_scale_2"), 0.125, divides=False),

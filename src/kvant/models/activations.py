@@ -12,6 +12,8 @@ from kvant.models.quantization import Activations, Quantization
 from kvant.models.stored import Stored, lists_experts
 from kvant.weights.format import Code, Scale
 
+_FP8 = (Activations.FP8, Activations.FP8_STATIC)
+_STATIC = "by the scale that the checkpoint has for each layer, in steps of more than 64 tokens"
 _DYNAMIC = "by token, or by 128 inputs with weights in blocks, in steps of more than 64 tokens"
 
 
@@ -21,8 +23,18 @@ def with_activations(
     """The choice with its activations and who decided them.
 
     A flag wins over a checkpoint's declaration. NotServable, with ways out, where products cannot round as a
-    flag asks. A declaration that cannot be followed leaves 16 bits, and the choice says why.
+    flag asks. A declaration that cannot be followed leaves 16 bits, and the choice says why. Scales of
+    activations stay in the files unless products use them.
     """
+    chosen = _decide(forward, asked, facts)
+    if chosen.stored is None or chosen.activations is Activations.FP8_STATIC:
+        return chosen
+    return replace(chosen, stored=chosen.stored.without_input_scales)
+
+
+def _decide(
+    forward: ForwardChoice, asked: Activations | None, facts: ForwardFacts
+) -> ForwardChoice:
     method, stored = facts.quantization, forward.stored
     if asked is Activations.EXACT:
         if method is not None and method.rounds_activations:
@@ -36,14 +48,16 @@ def with_activations(
         _check_int8(forward, facts)
         because = "int8 by 32 numbers, from --weight-activations"
         return replace(forward, activations=asked, activations_because=because)
-    if asked is Activations.FP8:
-        refusal = _refuse_fp8(forward, facts)
+    if asked in _FP8:
+        assert asked is not None
+        refusal = _refuse_fp8(forward, facts, asked)
         if refusal is not None:
-            without = WayOut("run without --weight-activations")
             raise NotServable(
-                "--weight-activations fp8 cannot be had here", why=refusal, ways_out=(without,)
+                f"--weight-activations {asked.value} cannot be had here",
+                why=refusal,
+                ways_out=(WayOut("run without --weight-activations"),),
             )
-        because = f"fp8 {_DYNAMIC}, from --weight-activations"
+        because = f"fp8 {_way(asked)}, from --weight-activations"
         return replace(forward, activations=asked, activations_because=because)
     if method is not None and method.rounds_activations:
         because = f"fp8 {_DYNAMIC}, from --quantization {method.value}"
@@ -51,16 +65,22 @@ def with_activations(
     if stored is None or not stored.activations:
         return forward
     declared = f"the checkpoint declares {stored.activations}"
-    refusal = _refuse_fp8(forward, facts) if stored.rounding is Activations.FP8 else None
-    if stored.rounding is Activations.FP8 and refusal is None:
-        because = f"fp8 {_DYNAMIC}, as {declared}"
-        return replace(forward, activations=Activations.FP8, activations_because=because)
+    wanted = stored.rounding
+    refusal = None if wanted is None else _refuse_fp8(forward, facts, wanted)
+    if wanted is not None and refusal is None:
+        because = f"fp8 {_way(wanted)}, as {declared}"
+        return replace(forward, activations=wanted, activations_because=because)
     why = refusal or "Kvant has no products for such activations"
     return replace(forward, activations_because=f"16 bits, though {declared}: {why}")
 
 
-def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts) -> str | None:
-    """Why products do not round activations to 8-bit floats, or None."""
+def _way(asked: Activations) -> str:
+    return _STATIC if asked is Activations.FP8_STATIC else _DYNAMIC
+
+
+def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts, asked: Activations) -> str | None:
+    """Why products do not round activations to 8-bit floats in this way, or None."""
+    static = asked is Activations.FP8_STATIC
     device = facts.device
     if device.kind is not DeviceKind.CUDA or device.arch < "sm_89":
         return "8-bit floats are multiplied on NVIDIA GPUs from compute capability 8.9 on"
@@ -68,10 +88,12 @@ def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts) -> str | None:
         return f"products of 8-bit floats give bfloat16, and the model computes in {facts.compute.value}"
     if facts.batch_invariant:
         return "steps of few tokens do not round, so results would depend on the batch"
-    if facts.num_ranks > 1:
+    if facts.num_ranks > 1 and not static:
         return "ranks hold parts of a token, which would have scales of their own"
     if lists_experts(facts.config):
         return "products with experts take 16-bit activations"
+    if static and (forward.stored is None or forward.stored.rounding is not asked):
+        return "the checkpoint does not have a scale of activations for each layer"
     if facts.quantization in (Quantization.FP8, Quantization.FP8_DYNAMIC):
         return None
     if facts.quantization is not None:

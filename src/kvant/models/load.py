@@ -124,7 +124,7 @@ def load_model(
     if text._attn_implementation != ATTENTION_NAME:
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
-    if forward.activations is Activations.FP8:
+    if forward.activations in (Activations.FP8, Activations.FP8_STATIC):
         round_activations(module)
     hook_mixers(module)
     with _room_for(path, device):

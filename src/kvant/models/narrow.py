@@ -28,9 +28,9 @@ from kvant.models.sharding.cuts import Cut
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.models.stored_experts import StoredExperts, read_tensor
-from kvant.weights.codecs import decode, encode_in_parts, encode_stack
+from kvant.weights.codecs import decode, encode, encode_in_parts, encode_stack
 from kvant.weights.dialects import check_order, check_part, check_scales, parts_of, read
-from kvant.weights.format import FP8_CHANNEL, FP8_TENSOR, Dialect, Scheme, WeightFormat
+from kvant.weights.format import FP8_CHANNEL, FP8_TENSOR, WHOLE, Dialect, Scheme, WeightFormat
 from kvant.weights.linear import NarrowEmbedding, NarrowLinear, named_tensors
 
 _METHOD = "kvant"
@@ -40,6 +40,9 @@ _DTYPES = {
     "U8": torch.uint8,
 }  # fmt: skip
 
+
+_MADE_UP_SCALE = 1 / 32
+"""The scale of activations for made-up weights; outputs of norms lie within 448 times that."""
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of modules that choose among experts or weigh them: they stay as they are."""
@@ -94,8 +97,14 @@ def make_narrow(
     for name, fmt in linear.items():
         old = _linear(model, name)
         new = _awaiting(old, fmt)
-        bias = None if old.bias is None else torch.zeros_like(numbers(old.bias))
-        new.put(encode_in_parts(numbers(old.weight), fmt), bias)
+        wide = numbers(old.weight)
+        bias = None if old.bias is None else wide.new_zeros(old.bias.shape)
+        scheme = None if stored is None else stored.scheme(name)
+        scale = None
+        if scheme is not None and scheme.rounds_inputs:
+            scale = wide.new_full((1,), _MADE_UP_SCALE)
+        whole = fmt.rows == WHOLE or fmt.global_scale
+        new.put((encode if whole else encode_in_parts)(wide, fmt), bias, scale)
         model.set_submodule(name, new)
     for name, formats in experts.items():
         part = model.get_submodule(name)
@@ -152,10 +161,10 @@ class StoredLinear(nn.Module):
     def narrow(self, name: str) -> NarrowLinear:
         """The layer `name` with its weight, once all tensors are here."""
         tensors = dict(self.named_parameters())
-        bias = tensors.pop("bias", None)
+        bias, scale = tensors.pop("bias", None), tensors.pop(self.scheme.input_scale, None)
         made = read(name, self.scheme, self.out_features, self.in_features, tensors)
         new = NarrowLinear(made.format, *made.shape, None if bias is None else bias.dtype)
-        new.put(made, None if bias is None else bias.data)
+        new.put(made, None if bias is None else bias.data, scale)
         return new
 
 
@@ -315,7 +324,8 @@ def await_stored(
             assert shape is not None
             found[short] = entry.dtype, _held(scheme, short, shape, (whole[0], whole[1]), of)
             if wanted.is_scale:
-                check_scales(entry.name, read_tensor(home[entry.name], entry.name))
+                found_scales = read_tensor(home[entry.name], entry.name)
+                check_scales(entry.name, found_scales, wanted.ways_out)
             if short.endswith("g_idx"):
                 index = read_tensor(home[entry.name], entry.name)
                 check_order(entry.name, index, scheme.format.columns)

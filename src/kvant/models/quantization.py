@@ -46,6 +46,7 @@ class Activations(Enum):
 
     INT8 = "int8"  # on a CPU: -127..127 and a scale for 32 numbers
     FP8 = "fp8"  # on a GPU, in steps of many tokens: e4m3 and a scale a token, or for 128 numbers
+    FP8_STATIC = "fp8_static"  # the same with the scale that the checkpoint has for each layer
     EXACT = "exact"  # 16 bits, also where a checkpoint declares otherwise
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvant.attention.need import DeviceFacts, DeviceKind
@@ -63,6 +63,12 @@ class Stored:
             return self.words
         formats = ", ".join(dict.fromkeys(scheme.format.summary for _, scheme in self.groups))
         return f"linear layers run as they are stored: {formats}"
+
+    @property
+    def without_input_scales(self) -> Stored:
+        """The same, with scales of activations left in the files."""
+        groups = tuple((names, replace(one, rounds_inputs=False)) for names, one in self.groups)
+        return replace(self, groups=groups)
 
     def scheme(self, name: str) -> Scheme | None:
         """The scheme of a linear layer by its path, such as model.layers.0.mlp.up_proj."""
@@ -206,18 +212,19 @@ def lists_experts(config: Mapping[str, Any]) -> bool:
 
 
 def _fp8(fields: Fields) -> Stored | NotStored:
-    """DeepSeek's and Qwen's FP8: blocks, or one scale a matrix; activations in fp8 by token."""
+    """DeepSeek's and Qwen's FP8: blocks, or one scale a matrix; activations in fp8 by token, or by layer."""
     block = fields.integers("weight_block_size", least=1)
+    said = fields.text("activation_scheme")
+    rounding = Activations.FP8 if said == "dynamic" else None
     if block is None:
-        scheme = Scheme(Dialect.FP8, FP8_TENSOR)
+        scheme = Scheme(Dialect.FP8, FP8_TENSOR, rounds_inputs=said == "static")
+        rounding = Activations.FP8_STATIC if scheme.rounds_inputs else rounding
     elif tuple(block) == (128, 128):
         scheme = Scheme(Dialect.FP8, FP8_BLOCK)
     else:
         return NotStored(f"blocks of {shown(block)} are not 128 x 128")
     names = fields.words("modules_to_not_convert") or ()
-    said = fields.text("activation_scheme")
     activations = f"8-bit floats, {said}" if said else ""
-    rounding = Activations.FP8 if said == "dynamic" else None
     return _whole(scheme, names, activations, rounding)
 
 
@@ -275,7 +282,8 @@ def _modelopt(fields: Fields) -> Stored | NotStored:
     algorithm = fields.text("quant_algo")
     names = fields.words("ignore") or fields.words("exclude_modules") or ()
     if algorithm == "FP8":
-        return _whole(Scheme(Dialect.MODELOPT_FP8, FP8_TENSOR), names, "8-bit floats, static")
+        scheme = Scheme(Dialect.MODELOPT_FP8, FP8_TENSOR, rounds_inputs=True)
+        return _whole(scheme, names, "8-bit floats, static", Activations.FP8_STATIC)
     if algorithm == "NVFP4":
         return _whole(Scheme(Dialect.MODELOPT_NVFP4, NVFP4), names, "4-bit floats, dynamic")
     return NotStored(f"Kvant has no products for ModelOpt's {shown(algorithm)}")
@@ -286,14 +294,17 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
         return NotStored("the weights are sparse")
     groups: list[tuple[Callable[[str], bool] | None, Scheme]] = []
     declared: list[str] = []
-    rounded: list[bool] = []
+    rounded: set[Activations | None] = set()
     for group, weights, layout in linear_groups(fields):
         scheme = _scheme(weights, layout)
         if isinstance(scheme, NotStored):
             return scheme
-        groups.append((targets_chosen(group), scheme))
         inputs = group.inside("input_activations")
-        rounded.append(inputs is not None and _is_dynamic_fp8(inputs, scheme))
+        rounding = None if inputs is None else _fp8_inputs(inputs, scheme)
+        rounded.add(rounding)
+        if rounding is Activations.FP8_STATIC:
+            scheme = replace(scheme, rounds_inputs=True)
+        groups.append((targets_chosen(group), scheme))
         if inputs is not None:
             kind = "floats" if inputs.text("type") == "float" else "integers"
             when = "dynamic" if inputs.flag("dynamic", False) else "static"
@@ -301,18 +312,21 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
     if not groups:
         return None  # it describes the KV cache alone
     left = names_chosen(fields.words("ignore") or ())
-    rounding = Activations.FP8 if all(rounded) else None
+    rounding = next(iter(rounded)) if len(rounded) == 1 else None
     return Stored(tuple(groups), left, ", ".join(sorted(set(declared))), rounding=rounding)
 
 
-def _is_dynamic_fp8(inputs: Fields, scheme: Scheme) -> bool:
-    """Whether activations are declared as products with this weight round them."""
-    by_block = scheme.format == FP8_BLOCK
-    wanted = "group" if by_block else "token"
-    is_fp8 = inputs.text("type") == "float" and inputs.integer("num_bits", most=16) == 8
+def _fp8_inputs(inputs: Fields, scheme: Scheme) -> Activations | None:
+    """How activations are declared, if products with this weight can round them so."""
+    if inputs.text("type") != "float" or inputs.integer("num_bits", most=16) != 8:
+        return None
+    by_block, strategy = scheme.format == FP8_BLOCK, inputs.text("strategy")
+    if not inputs.flag("dynamic", False):
+        is_plain = scheme.format in (FP8_TENSOR, FP8_CHANNEL) and inputs.flag("symmetric", True)
+        return Activations.FP8_STATIC if is_plain and strategy == "tensor" else None
     size = inputs.optional_integer("group_size", least=-1)
     fits = not by_block or size in (None, FP8_BLOCK.columns)
-    return is_fp8 and inputs.flag("dynamic", False) and inputs.text("strategy") == wanted and fits
+    return Activations.FP8 if fits and strategy == ("group" if by_block else "token") else None
 
 
 def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:

@@ -23,6 +23,7 @@ from kvant.weights.triton.product import (
     of_blocks,
     one,
     rounded,
+    rounded_by,
     rounded_groups,
     tiled,
 )
@@ -78,13 +79,24 @@ def takes_rounded(weight: NarrowWeight) -> bool:
     return shared in ((1, WHOLE), (WHOLE, WHOLE)) and not (weight.rows % 16 or weight.columns % 16)
 
 
-def multiply_rounded(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
+def multiply_rounded(
+    x: Tensor, weight: NarrowWeight, bias: Tensor | None, input_scale: Tensor | None = None
+) -> Tensor:
     """x [T, columns], rounded to e4m3, -> [T, rows], by products of fp8.
 
-    A row shares a scale, or each 128 numbers of a row where the weight is in blocks.
+    input_scale: as in `linear.multiply`. Without one, a row shares a scale, or each 128 numbers of a row
+    where the weight is in blocks.
     """
     x = x.contiguous()
-    if weight.format.rows == few_rows.BLOCK:
+    if input_scale is not None:
+        codes, scales = rounded_by(x, input_scale), input_scale
+        of_outputs = weight.scales
+        if weight.format.rows != WHOLE:
+            scales, of_outputs = input_scale.expand(len(x), 1).contiguous(), of_outputs[None]
+        made = torch._scaled_mm(
+            codes, weight.codes.view(torch.float8_e4m3fn).t(), scales, of_outputs, out_dtype=x.dtype
+        )
+    elif weight.format.rows == few_rows.BLOCK:
         codes, scales = rounded_groups(x, few_rows.BLOCK)
         made = of_blocks(codes, scales, weight, x.new_empty(x.shape[0], weight.rows))
     else:

@@ -286,6 +286,11 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return _E4M3.encode(wide / scales), scales
 
 
+def round_by(x: Tensor, scale: Tensor) -> Tensor:
+    """Activations [T, columns] over a scale, float32 [1], as e4m3 codes, uint8 of the same shape."""
+    return _E4M3.encode(x.to(torch.float32) / scale)
+
+
 def round_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """`round_rows` of each `group` numbers of x [T, columns]: codes, and scales [T, columns / group]."""
     tokens, columns = x.shape

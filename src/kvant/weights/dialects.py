@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvant.errors import BadCheckpoint
+from kvant.errors import BadCheckpoint, WayOut
 from kvant.weights.blocks import read_blocks
 from kvant.weights.codecs import NarrowStack, NarrowWeight, pack_nibbles
 from kvant.weights.format import WHOLE, Code, Dialect, Scale, Scheme, WeightFormat, block_type
@@ -30,19 +30,32 @@ _SCALE_OF = {
 class Part:
     """A tensor of a layer: its dtypes in safetensors' words, and the shapes that it may have.
 
-    is_scale: numbers that must be finite and above zero.
+    is_scale: numbers that must be finite and above zero. ways_out: of a fault of this tensor.
     """
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     is_scale: bool = False
     optional: bool = False
+    ways_out: tuple[WayOut, ...] = ()
+
+
+_WHOLE: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
+"""Shapes of a tensor with one number."""
 
 
 def parts_of(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]:
     """The tensors of a layer [rows, columns] in a dialect, by the names behind the layer's."""
+    found = _parts_of_weight(scheme, rows, columns)
+    if scheme.rounds_inputs:
+        exact = WayOut("take 16-bit activations", ("--weight-activations", "exact"))
+        found[scheme.input_scale] = Part(_FLOATS, _WHOLE, is_scale=True, ways_out=(exact,))
+    return found
+
+
+def _parts_of_weight(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]:
     fmt, dialect = scheme.format, scheme.dialect
-    whole: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
+    whole = _WHOLE
     down, along = fmt.blocks(rows, columns)
     shared = whole
     if (fmt.rows, fmt.columns) == (1, WHOLE):
@@ -126,24 +139,38 @@ def check_part(name: str, part: Part, dtype: str | None, shape: tuple[int, ...] 
     if dtype is None or shape is None:
         if part.optional:
             return
-        raise BadCheckpoint(f"the tensor {name} is missing", why="its layer's weight needs it")
+        raise BadCheckpoint(
+            f"the tensor {name} is missing", why="its layer needs it", ways_out=part.ways_out
+        )
     if shape not in part.shapes:
         fits = " or ".join(str(list(one)) for one in part.shapes)
-        raise BadCheckpoint(f"{name} has the shape {list(shape)}", why=f"its layer needs {fits}")
+        raise BadCheckpoint(
+            f"{name} has the shape {list(shape)}",
+            why=f"its layer needs {fits}",
+            ways_out=part.ways_out,
+        )
     if dtype not in part.dtypes:
         raise BadCheckpoint(
-            f"{name} has the dtype {dtype}", why=f"its dialect stores {' or '.join(part.dtypes)}"
+            f"{name} has the dtype {dtype}",
+            why=f"its dialect stores {' or '.join(part.dtypes)}",
+            ways_out=part.ways_out,
         )
 
 
-def check_scales(name: str, scales: Tensor) -> None:
+def check_scales(name: str, scales: Tensor, ways_out: tuple[WayOut, ...] = ()) -> None:
     """BadCheckpoint for scales of any shape [..] that are NaN, infinite, zero or negative."""
     wide = scales.to(torch.float32)
     if not bool(torch.isfinite(wide).all()):
-        raise BadCheckpoint(f"{name} holds NaN or infinite scales", why="its numbers would be NaN")
+        raise BadCheckpoint(
+            f"{name} holds NaN or infinite scales",
+            why="its numbers would be NaN",
+            ways_out=ways_out,
+        )
     if bool((wide <= 0).any()):
         raise BadCheckpoint(
-            f"{name} holds scales that are zero or negative", why="whole blocks would be lost"
+            f"{name} holds scales that are zero or negative",
+            why="whole blocks would be lost",
+            ways_out=ways_out,
         )
 
 

@@ -135,10 +135,19 @@ class Dialect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One layer's weight in a checkpoint. format: what it is; its scales' dtype is the file's."""
+    """One layer's weight in a checkpoint. format: what it is; its scales' dtype is the file's.
+
+    rounds_inputs: the checkpoint has a scale by which the layer's inputs are rounded to e4m3.
+    """
 
     dialect: Dialect
     format: WeightFormat
+    rounds_inputs: bool = False
+
+    @property
+    def input_scale(self) -> str:
+        """The name of that scale, behind the layer's."""
+        return "activation_scale" if self.dialect is Dialect.FP8 else "input_scale"
 
 
 FP8_TENSOR = WeightFormat("fp8_e4m3", Code.E4M3, WHOLE, WHOLE, Scale.FLOAT32)

@@ -11,6 +11,7 @@ from kvant.weights.codecs import (
     NarrowWeight,
     decode,
     pick_rows,
+    round_by,
     round_groups,
     round_rows,
 )
@@ -27,30 +28,35 @@ def multiply(
     *,
     alike: bool = False,
     rounds: bool = False,
+    input_scale: Tensor | None = None,
 ) -> Tensor:
     """x [T, columns] times a weight, plus bias [rows] or None: [T, rows] in x's dtype.
 
     alike: on a GPU, multiply any T in one way, so that no row's result depends on the rows beside it.
-    rounds: round x as `codecs.round_rows` does where T is more than `MOST_EXACT`.
+    rounds: round x as `rounded_numbers` says where T is more than `MOST_EXACT`. input_scale: float32 [1] for
+    all of x, or None for scales of its own.
     On a GPU kernels read the codes. Elsewhere the weight is decoded for each product, which is slow.
     """
     if x.device.type == "cuda":
         from kvant.weights import choose
 
         if rounds and len(x) > MOST_EXACT and choose.takes_rounded(weight):
-            return choose.multiply_rounded(x, weight, bias)
+            return choose.multiply_rounded(x, weight, bias, input_scale)
         return (choose.multiply_alike if alike else choose.multiply)(x, weight, bias)
     if rounds and len(x) > MOST_EXACT:
-        x = rounded_numbers(x, weight.format).to(x.dtype)
+        x = rounded_numbers(x, weight.format, input_scale).to(x.dtype)
     return F.linear(x, decode(weight, x.dtype), bias)
 
 
-def rounded_numbers(x: Tensor, fmt: WeightFormat) -> Tensor:
+def rounded_numbers(x: Tensor, fmt: WeightFormat, input_scale: Tensor | None = None) -> Tensor:
     """What x [T, columns] is, in float32, once it is rounded to be multiplied with weights of this format.
 
-    A row shares a scale; with weights in blocks, as many neighbours as a block has columns.
+    input_scale: float32 [1] of all numbers. Without one, a row shares a scale; with weights in blocks, as
+    many neighbours as a block has columns.
     """
-    if fmt.rows > 1 and fmt.columns != WHOLE:
+    if input_scale is not None:
+        codes, scales = round_by(x, input_scale), input_scale
+    elif fmt.rows > 1 and fmt.columns != WHOLE:
         codes, scales = round_groups(x, fmt.columns)
         scales = scales.repeat_interleave(fmt.columns, 1)
     else:
@@ -63,7 +69,7 @@ class NarrowLinear(nn.Module):
 
     Its tensors are made on the meta device, and a loader sets them. weight: codes. weight_scale,
     weight_zeros, weight_factor, weight_offsets, weight_factors: see `NarrowWeight`; None where the format has
-    none. rounds: see `multiply`.
+    none. rounds, input_scale: see `multiply`.
     """
 
     weight: Tensor
@@ -72,6 +78,7 @@ class NarrowLinear(nn.Module):
     weight_factor: Tensor | None
     weight_offsets: Tensor | None
     weight_factors: Tensor | None
+    input_scale: Tensor | None
     bias: Tensor | None
 
     def __init__(
@@ -86,6 +93,7 @@ class NarrowLinear(nn.Module):
         self.format, self.out_features, self.in_features = fmt, rows, columns
         for name, tensor in awaited_tensors("weight", fmt, rows, columns).items():
             setattr(self, name, tensor)
+        self.input_scale = None
         self.bias = None if bias is None else _awaited((rows,), bias)
 
     @property
@@ -97,21 +105,30 @@ class NarrowLinear(nn.Module):
             self.weight_offsets, self.weight_factors,
         )  # fmt: skip
 
-    def put(self, weight: NarrowWeight, bias: Tensor | None = None) -> None:
-        """Take a weight of the declared shape, and a bias [out_features] or None."""
+    def put(
+        self, weight: NarrowWeight, bias: Tensor | None = None, input_scale: Tensor | None = None
+    ) -> None:
+        """Take a weight of the declared shape, and a bias [out_features] or None.
+
+        input_scale: one number of any float dtype and shape, or None to keep what is there.
+        """
         assert weight.shape == (self.out_features, self.in_features)
         self.format = weight.format
         for name, tensor in named_tensors("weight", weight).items():
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
         if bias is not None:
             self.bias = nn.Parameter(bias, requires_grad=False)
+        if input_scale is not None:
+            wide = input_scale.to(torch.float32).reshape(1)
+            self.input_scale = nn.Parameter(wide, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [.., in_features] -> [.., out_features]."""
         rows = x.reshape(-1, self.in_features)
-        return multiply(rows, self.narrow, self.bias, rounds=self.rounds).view(
-            *x.shape[:-1], self.out_features
+        found = multiply(
+            rows, self.narrow, self.bias, rounds=self.rounds, input_scale=self.input_scale
         )
+        return found.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.format.summary}"

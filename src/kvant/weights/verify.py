@@ -51,6 +51,18 @@ class ProductCell:
         return all(error < self.most for error in self.errors)
 
 
+def _ways(
+    fmt: WeightFormat, like: torch.Tensor
+) -> Iterator[tuple[str, bool, bool, torch.Tensor | None]]:
+    """Ways of a product: names, and `alike`, `rounds` and `input_scale` of `multiply`."""
+    yield "fastest", False, False, None
+    yield "batch-invariant", True, False, None
+    if fmt.code is Code.E4M3:
+        yield "rounded activations", False, True, None
+        if fmt != FP8_BLOCK:
+            yield "activations by a stored scale", False, True, like.new_full((1,), 1 / 64)
+
+
 def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[ProductCell]:
     """Multiply with every format in every way that an engine uses; yield the errors."""
     generator = torch.Generator(device).manual_seed(0)
@@ -61,16 +73,16 @@ def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[Produc
     for fmt in FORMATS:
         weight = encode(numbers, fmt)
         exact = decode(weight, torch.float64)
-        ways = {"fastest": {}, "batch-invariant": {"alike": True}}
-        if fmt.code is Code.E4M3:
-            ways["rounded activations"] = {"rounds": True}
-        for way, options in ways.items():
+        for way, alike, rounds, input_scale in _ways(fmt, numbers):
             errors = []
             for x in inputs:
                 seen = x.to(torch.float64)
-                if "rounds" in options and len(x) > MOST_EXACT:
-                    seen = rounded_numbers(x, fmt).to(torch.float64)
+                if rounds and len(x) > MOST_EXACT:
+                    seen = rounded_numbers(x, fmt, input_scale).to(torch.float64)
                 expected = seen @ exact.T
-                found = multiply(x, weight, None, **options).to(torch.float64)
+                made = multiply(
+                    x, weight, None, alike=alike, rounds=rounds, input_scale=input_scale
+                )
+                found = made.to(torch.float64)
                 errors.append(float((found - expected).norm() / expected.norm()))
             yield ProductCell(fmt, way, tuple(errors), _MOST[dtype])

@@ -55,6 +55,7 @@ def main() -> None:
         codes, scales = product.rounded_groups(torch.empty(tokens, 4096, dtype=torch.bfloat16), 128)
         product.of_blocks(codes, scales, weight, torch.empty(tokens, 128, dtype=torch.bfloat16))
     product.rounded(torch.empty(512, 4096, dtype=torch.bfloat16))
+    product.rounded_by(torch.empty(512, 4096, dtype=torch.bfloat16), torch.ones(1))
     weight = encode(torch.randn(128, 4096), INT8_CHANNEL)
     product.tiled(x, weight, x[0, :128], Tiles(128, 128, 128, 1, 3, 8))
 

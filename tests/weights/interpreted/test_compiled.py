@@ -27,5 +27,6 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = {line.split()[0] for line in done.stdout.splitlines()}
     assert found == {
-        "product", "vector", "decode_tile", "round_row", "round_groups", "product_of_blocks",
+        "product", "vector", "decode_tile", "round_row", "round_by", "round_groups",
+        "product_of_blocks",
     }  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from kvant.weights.codecs import decode, encode, round_groups
+from kvant.weights.codecs import decode, encode, round_by, round_groups
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -26,6 +26,7 @@ from kvant.weights.triton.product import (
     decoded,
     of_blocks,
     one,
+    rounded_by,
     rounded_groups,
     tiled,
 )
@@ -99,3 +100,12 @@ def test_rounding_groups_is_the_definition() -> None:
     expected = round_groups(x, 128)
     assert torch.equal(codes.view(torch.uint8), expected[0])
     assert torch.equal(scales, expected[1])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter encodes e4m3 otherwise")
+def test_rounding_by_a_stored_scale_is_the_definition() -> None:
+    x = (torch.randn(70, 384, device=DEVICE) * torch.logspace(-3, 3, 384, device=DEVICE)).to(DTYPE)
+    for value in (0.037, 1.0, 2.0**-7):
+        scale = torch.tensor([value], device=DEVICE)
+        codes = rounded_by(x, scale).view(torch.uint8)
+        assert torch.equal(codes, round_by(x, scale))

@@ -42,6 +42,7 @@ def _join_narrow(products: Sequence[Any], multiply: Multiply, name: str) -> Line
     narrow = [product for product in products if isinstance(product, NarrowLinear)]
     biases = [product.bias for product in products if product.bias is not None]
     joinable = len(narrow) == len(products) and can_join([one.narrow for one in narrow])
+    joinable = joinable and _round_alike(narrow)
     if len(products) > 1 and (not joinable or len(biases) not in (0, len(products))):
         return Apart(tuple(join([product], multiply, name) for product in products))
     weights = [one.narrow for one in narrow]
@@ -53,7 +54,15 @@ def _join_narrow(products: Sequence[Any], multiply: Multiply, name: str) -> Line
     bias = None
     if biases:
         bias = _joined(biases) if len(biases) > 1 else biases[0]
-    return NarrowProduct(whole, bias, alike, narrow[0].rounds)
+    return NarrowProduct(whole, bias, alike, narrow[0].rounds, narrow[0].input_scale)
+
+
+def _round_alike(products: Sequence[NarrowLinear]) -> bool:
+    """Whether all products round what they multiply by one scale, or all by none."""
+    first, *others = (product.input_scale for product in products)
+    if first is None:
+        return all(one is None for one in others)
+    return all(one is not None and torch.equal(one, first) for one in others)
 
 
 def check_numbers(products: Sequence[Any], name: str) -> None:

@@ -55,13 +55,14 @@ class NarrowProduct:
     """A weight in a narrow format, and a bias [rows] or None.
 
     alike: any number of rows is multiplied in one way, so that no row's result depends on others.
-    rounds: activations of many rows are rounded, see `kvant.weights.linear.multiply`.
+    rounds, input_scale: how activations of many rows are rounded, see `kvant.weights.linear.multiply`.
     """
 
     weight: NarrowWeight
     bias: Tensor | None
     alike: bool = False
     rounds: bool = False
+    input_scale: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -72,7 +73,10 @@ class NarrowProduct:
         return self.weight.columns
 
     def __call__(self, x: Tensor) -> Tensor:
-        return multiply(x, self.weight, self.bias, alike=self.alike, rounds=self.rounds)
+        return multiply(
+            x, self.weight, self.bias, alike=self.alike, rounds=self.rounds,
+            input_scale=self.input_scale,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

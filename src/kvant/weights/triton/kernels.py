@@ -374,6 +374,16 @@ def round_row(x, codes, scales, COLUMNS, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def round_by(x, codes, scale, COUNT, BLOCK: tl.constexpr):
+    """Program: BLOCK of the COUNT numbers of x to e4m3 codes by one scale, float32 [1]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < COUNT
+    values = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    fitting = tl.minimum(tl.maximum(tl.div_rn(values, tl.load(scale)), -448.0), 448.0)
+    tl.store(codes + at, fitting.to(codes.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def round_groups(x, codes, scales, COLUMNS, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """Program (row, GROUPS groups): each GROUP numbers of x [T, COLUMNS] to e4m3 codes and a scale.
 

@@ -121,6 +121,16 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+def rounded_by(x: Tensor, scale: Tensor) -> Tensor:
+    """x [T, columns], contiguous, over a scale, float32 [1], as float8_e4m3fn of the same shape."""
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    block = 4096
+    kernels.round_by[(triton.cdiv(x.numel(), block),)](
+        x, codes, scale, x.numel(), BLOCK=block, num_warps=8
+    )
+    return codes
+
+
 def rounded_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [T, columns] as float8_e4m3fn, and a float32 scale for each `group` numbers [T, columns / group]."""
     tokens, columns = x.shape

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 class AsyncStream(AsyncIterator[Progress]):
     """Yields what each step adds to one request; the last piece carries the result.
 
-    Errors of the request are raised where it is read. One task reads it. When that task is cancelled
-    the request is too; leaving the loop early or dropping the stream also cancels it. A stream in a
-    variable lives as long as the variable does, in a kept traceback for instance: `async with` ends it
-    at a certain place.
+    Only one task may read it, and the request's errors are raised there. Cancelling that task, leaving the
+    loop early or dropping the stream cancels the request. A variable, or a kept traceback, can keep a
+    stream alive: use `async with` to end it at a definite place.
     """
 
     def __init__(self, llm: AsyncLLM, worker: Worker, mailbox: Mailbox) -> None:
@@ -79,7 +78,7 @@ class AsyncStream(AsyncIterator[Progress]):
             self.cancel()
 
     def _watch(self, task: asyncio.Task[object] | None) -> None:
-        """Cancel the request when the task that reads it is cancelled somewhere else than here."""
+        """Cancels the request if the task that reads it is cancelled while it awaits something else."""
         if task is None or task is self._reader:
             return
         self._reader = task
@@ -87,7 +86,7 @@ class AsyncStream(AsyncIterator[Progress]):
 
 
 class _Watcher:
-    """Holds no stream, so that a task does not keep alive what it has read."""
+    """A task's done-callback that cancels the request. It holds no stream, so the task keeps none alive."""
 
     def __init__(self, worker: Worker, mailbox: Mailbox) -> None:
         self._worker, self._mailbox = worker, mailbox
@@ -105,11 +104,10 @@ class AsyncLLM:
             print(piece.text, end="")
         llm.close()
 
-    Arguments are those of `LLM`. Everything that is asked at the same time runs in one batch, stepped
-    by one thread, which also loads the model: `progress` is called there, and the constructor waits.
-    Methods can be called from any event loop of any thread. A step that fails costs those who took part
-    an EngineFault; several in a row end the engine (`kvant.engine.driver`), and every
-    reader is told.
+    Arguments are those of `LLM`. Concurrent requests run in one batch, stepped by one thread. That thread
+    also loads the model and calls `progress`, while the constructor waits. Methods can be called from any
+    event loop of any thread. A step that fails raises EngineFault for its requests. Several failed steps
+    in a row end the engine (`kvant.engine.driver`), and every reader gets the error.
     """
 
     def __init__(
@@ -125,16 +123,17 @@ class AsyncLLM:
     def from_config(
         cls, config: EngineConfig, *, progress: local.Progress | None = None
     ) -> AsyncLLM:
-        """An AsyncLLM of a configuration that was made elsewhere."""
+        """Builds an AsyncLLM from a configuration, for example one read from command line flags."""
         made = cls.__new__(cls)
         made._start(lambda: LLM.from_config(config, progress=progress))
         return made
 
     @classmethod
     def from_llm(cls, llm: LLM) -> AsyncLLM:
-        """Take over a loaded model; the LLM itself must not generate any more.
+        """Takes over a loaded model; the LLM itself must not generate any more.
 
-        On a GPU, the first long prompts wait for plans that the loading thread made only for itself.
+        On a GPU the first long prompts are slower: cuDNN's attention plans of the loading thread are not
+        shared, so the new thread makes them again.
         """
         made = cls.__new__(cls)
         made._start(lambda: llm)
@@ -160,15 +159,16 @@ class AsyncLLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """Parameters of requests that bring none: see `LLM.default_params`."""
+        """Parameters of requests without parameters of their own: see `LLM.default_params`."""
         return self._llm.default_params
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, salt: str = ""
     ) -> AsyncStream:
-        """Complete one prompt, a text or token ids. One answer: n is 1. Needs a running event loop.
+        """Completes one prompt, a text or token ids, once (n must be 1). Needs a running event loop.
 
-        It starts at once, read or not. Reading a wrong request raises RequestError.
+        The request starts at once, even if the stream is not read. Reading raises RequestError if the
+        request cannot be served.
         """
         return self._open(lambda: self._llm.encode(prompt), sampling_params, salt)
 
@@ -183,7 +183,7 @@ class AsyncLLM:
         return self._open(lambda: self._llm.encode_chat(messages), sampling_params, salt)
 
     def metrics(self) -> dict[str, Any]:
-        """As `LLM.metrics`, after the last step."""
+        """Returns `LLM.metrics` as of the last step."""
         return as_metrics(self._worker.stats)
 
     def close(self) -> None:
@@ -206,6 +206,6 @@ class AsyncLLM:
                 unread = EngineFault(f"the prompt could not be read: {fault!r}")
                 post(mailbox.loop, [(mailbox, unread)])
 
-        # Tokenising a long text takes a while, in which the loop must go on.
+        # Tokenising a long text takes a while and must not block the event loop.
         mailbox.loop.run_in_executor(None, submit)
         return stream

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that is ready to step. The plan decides; this module assembles."""
+"""Builds an engine from a configuration. The plan makes all choices; this module assembles the parts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """engine: ready to step. planned: what `kvant plan` would show for it. tokenizing: None for a model
-    without tokenizer files. notes: lines for the user about what was chosen. warnings: lines about what
-    is worse than it could be, including the plan's. pooling: None for an engine that generates.
+    """An engine that is ready to step, and how it was built.
+
+    planned: the plan that `kvant plan` shows for it. tokenizing: None for a model without tokenizer files.
+    notes: lines for the user about choices. warnings: lines about drawbacks, including the plan's warnings.
+    pooling: how an embedding engine makes a vector; None for an engine that generates.
     """
 
     engine: Engine
@@ -57,9 +59,9 @@ class BuiltEngine:
 
 
 def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> BuiltEngine:
-    """Plan, fetch, load. Raises ConfigError before weights are read, wherever that is possible.
+    """Plans, downloads and loads. Raises ConfigError, before weights are read wherever that is possible.
 
-    progress: told about downloads, conversions and the phases of the start.
+    progress: called with downloads, conversions and the phases of the start.
     """
     begin = _phases(progress)
     begin("planning")
@@ -74,7 +76,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     begin("importing torch and transformers")
     # Refusals above answer without torch and transformers, which are imported only now.
     wait_without_spinning()
-    # Transformers takes seconds, most of them outside of Python, and so do compilers of kernels.
+    # Importing transformers and compiling kernels each take seconds, mostly without the interpreter lock.
     with ThreadPoolExecutor(1) as importing:
         imported = importing.submit(import_module, "kvant.models.load")
         device = torch_device(planned.request.device)
@@ -94,7 +96,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     if planned.num_ranks > 1:
         from kvant.parallel.team import Team
 
-        team = Team(config, planned, num_pages)  # which load their weights meanwhile
+        team = Team(config, planned, num_pages)  # the other ranks load their weights meanwhile
     begin("loading weights")
     tokenizing = open_tokenizer(target.local.path)
     model = load_model(
@@ -112,7 +114,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     if config.dummy_weights:
         notes = (*notes, "weights are random (--load-format dummy): answers mean nothing")
     ends = model.eos_token_ids or (() if tokenizing is None else tokenizing.eos_token_ids)
-    # An obstacle to loading does not concern random weights.
+    # Obstacles to loading weights do not matter for random weights.
     warnings = tuple(line for line in planned.warnings if line not in planned.obstacles)
     begin("compiling kernels and recording steps")
     with _memory_for(planned):
@@ -163,7 +165,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
 
 
 def _refuse_to_embed(planned: Plan) -> None:
-    """Raise NotServable for what an engine that embeds cannot have."""
+    """Raises NotServable if an embedding engine is asked for a drafter or for several devices."""
     if planned.request.speculative is not None:
         raise NotServable(
             "an engine that embeds has no drafter",
@@ -192,7 +194,7 @@ def _verify(planned: Plan) -> None:
 
 
 def _phases(progress: Progress | None) -> Callable[..., None]:
-    """Tells `progress`, if there is one. A task alone begins a phase of unknown length."""
+    """Returns a function that calls `progress`, if there is one. By default the phase has no known length."""
 
     def begin(task: str, done: int = 0, total: int = 0, unit: str = "bytes") -> None:
         if progress is not None:
@@ -204,7 +206,7 @@ def _phases(progress: Progress | None) -> Callable[..., None]:
 def _share_of(
     task: str, num_bytes: int | None, progress: Progress | None
 ) -> Callable[[float], None] | None:
-    """Tells `progress` the bytes that a share of a task's stands for."""
+    """Returns a function that reports a share (0 to 1) of a task to `progress`, as bytes of `num_bytes`."""
     if progress is None or not num_bytes:
         return None
     return lambda share: progress(task, int(share * num_bytes), num_bytes)
@@ -212,7 +214,7 @@ def _share_of(
 
 @contextmanager
 def _memory_for(planned: Plan) -> Iterator[None]:
-    """Report out-of-memory as DoesNotFit: other processes took memory after it was measured."""
+    """Reports out-of-memory as DoesNotFit, since other processes may take memory after it was measured."""
     import torch
 
     try:
@@ -230,10 +232,10 @@ def _memory_for(planned: Plan) -> Iterator[None]:
 
 
 def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Plan:
-    """The plan that an engine runs. Raises ConfigError for a plan that cannot run here.
+    """Returns the plan that an engine runs. Raises ConfigError for a plan that cannot run here.
 
-    Facts are read once. A refusal comes before a download: the first plan is made without weights, and
-    made again only if the downloaded or converted weights add facts.
+    The first plan is made without weights, so that a refusal comes before a download. It is made again only
+    if the downloaded or converted weights add facts.
     """
     request = config.plan
     facts = read_facts(request, memory=True)
@@ -258,7 +260,7 @@ def _runnable(plan: Plan) -> Plan:
 
 
 def _unused(model: LoadedModel, checkpoint: CheckpointKV) -> tuple[str, ...]:
-    """A note on tensors of the files that the model does not use, except scales, which the plan reports."""
+    """Returns a note on checkpoint tensors that the model does not use. The plan reports unused scales."""
     of_kv = {scale.name for scale in checkpoint.scales.values()}
     of_kv |= {line.partition(":")[0] for line in checkpoint.ignored}
     found = [name for name in model.unused_tensors if name not in of_kv]
@@ -269,9 +271,9 @@ def _unused(model: LoadedModel, checkpoint: CheckpointKV) -> tuple[str, ...]:
 
 
 def cache_identity(planned: Plan) -> CacheIdentity:
-    """The identity of pages: equal for engines whose weights and arithmetic store equal bytes for a token.
+    """Returns the identity of cached pages. Engines with equal identities store equal bytes for a token.
 
-    A drafter's pages have the same ids as the target's, so it is a part of the identity.
+    A page id also names the drafter's page, so the drafter is part of the identity.
     """
     target, draft = planned.target, planned.draft
     parts = [target.kv.fingerprint, target.kv.compute_dtype.value]
@@ -292,7 +294,7 @@ def cache_identity(planned: Plan) -> CacheIdentity:
 def make_speculation(
     planned: Plan, proposer: Proposer | None, runner: ModelRunner
 ) -> Speculation | None:
-    """The engine's part of speculation; None without a proposer."""
+    """Returns the engine's side of speculative decoding; None without a proposer."""
     from kvant.execution.speculation import Speculation
     from kvant.speculative.base import DeviceProposer
 

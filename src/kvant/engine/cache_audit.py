@@ -1,4 +1,4 @@
-"""What an engine notices about its cache: scales that changed, and values beyond a layer's range."""
+"""Checks of a running engine's KV cache: scales that changed, and values beyond a layer's range."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from kvant.kv.scale_audit import ScaleAudit
 from kvant.kv.spec import Choice
 
 SLICE_BYTES = 2 * 2**20
-"""Bytes of scales checked per call: a few milliseconds, by which an arriving request is late."""
+"""Bytes of scales checked per call. This takes a few milliseconds, which delays an arriving request."""
 
 
 class CacheAudit:
-    """Checks cached pages in a cycle, some at each call, between two steps.
+    """Checks the scales of cached pages round-robin, a few pages per call, between two steps.
 
-    The first visit notes a checksum of a page's scales; later visits compare it, until the page has
-    another owner. A mismatch empties the whole prefix cache: requests that read the page since its last
-    check have added pages computed from it.
+    The first visit notes a checksum of a page's scales. Later visits compare with it until the page is
+    reused. A mismatch empties the whole prefix cache, because other pages may have been computed from the
+    damaged one since its last check.
     """
 
     def __init__(self, shared: SharedPages, scales: ScaleAudit) -> None:
         self._shared = shared
         self._scales = scales
         self._most = max(1, SLICE_BYTES // max(1, scales.page_bytes))
-        # Generation and sum, by group and page.
+        # (group, page) -> (the page's generation, the checksum of its scales).
         self._noted: dict[tuple[int, int], tuple[int, int]] = {}
-        self._next = (0, 0)  # group and page
+        self._next = (0, 0)  # group and page where the next check begins
 
     def check(self) -> list[str]:
-        """Returns faults in words. If there are any, the cache is empty afterwards."""
+        """Checks the next pages. Returns one sentence per fault; any fault empties the prefix cache."""
         found = self._scales.restore()
         group, pages = self._slice()
         for (page, generation), total in zip(
@@ -53,7 +53,7 @@ class CacheAudit:
         self._scales.accept()
 
     def _slice(self) -> tuple[int, list[tuple[int, int]]]:
-        """A group, and its next cached pages and their generations, as many as one call may check."""
+        """Returns a group and its next cached pages, as (page, generation), as many as one call checks."""
         group, first = self._next
         if not self._scales.page_bytes:
             return group, []
@@ -73,7 +73,7 @@ class CacheAudit:
 
 
 def saturation_warning(found: Sequence[Saturated]) -> str:
-    """Return one line for layers that were not reported before."""
+    """Returns the warning for layers that stored values beyond their range."""
     shown = ", ".join(_layer(one) for one in found[:4])
     more = f" and {len(found) - 4} more layers" if len(found) > 4 else ""
     return (

@@ -1,7 +1,7 @@
 """Steps one engine for many requesters: the loop of `kvant.AsyncLLM` and of the server's engine process.
 
-A failing request or a failing step ends neither the loop nor the other requests. All methods belong to
-one thread; the caller moves what they return to the requesters.
+A failing request or a failing step ends neither the loop nor the other requests. One thread must call all
+methods; the caller delivers the events that they return to the requesters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IDLE_SECONDS = 1.0
 """An engine that has been idle for this long audits its pages, and then some scales at every interval."""
 
 MOVE_SECONDS = 0.005
-"""The longest wait of an idle engine for pages on their way to another tier, by which a request is late."""
+"""The longest wait of an idle engine for copies of pages between tiers; it may delay an arriving request."""
 
 PROMPT_STEP_TOKENS = 64
 """Steps with fewer tokens are mostly decoding and do not show how fast prompts are computed."""
@@ -54,7 +54,7 @@ Event = tuple[Job[_Key], "Progress | RequestError | EngineFault"]
 
 
 class Driver(Generic[_Key]):
-    """Submits, cancels and steps.
+    """Runs one engine for many requesters: submits and cancels their requests, and steps.
 
     prompt_tokens_per_second: smoothed speed of steps with prompts, 0.0 until one was measured.
     num_tokens: prompt tokens computed plus tokens generated, over all steps.
@@ -180,7 +180,7 @@ class Driver(Generic[_Key]):
             self._jobs[number].started = started
 
     def _survive(self) -> None:
-        """Called while a step's exception is handled: the engine has cancelled all that took part."""
+        """Ends the jobs of a failed step, whose requests the engine has cancelled. Call in the handler."""
         self._failed_in_a_row += 1
         _log.exception("a step failed")
         left = self.engine.numbers

@@ -1,12 +1,13 @@
-"""The loop: requests in, tokens and text out, one step at a time.
+"""The engine's loop: takes requests and produces tokens and text, one step at a time.
 
     submit -> [schedule -> clear new pages -> launch | read the step before -> append, finish] -> ...
 
-On a GPU one step is in flight: step N + 1 is launched before step N's tokens reach the host. Where the
-next step depends on something that the host computes, the step in flight is read first; on a CPU always.
+On a GPU one step is in flight: step N + 1 is launched before step N's tokens reach the host. If the
+next step depends on something that the host computes, the step in flight is read first. A CPU always reads
+it first.
 
-Nothing here runs by itself: the owner of an engine calls `step` until nothing is left. Between two steps
-any request can be cancelled.
+The engine starts no thread: its owner calls `step` until no request is left. Any request can be cancelled
+between two steps.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ from kvant.scheduling.scheduler import Schedule, Scheduler
 
 _COMPILE_LIMITS = CompileLimits()
 SATURATION_STEPS = 512
-"""Steps between two looks at what layers could not hold, as each waits for the device."""
+"""Steps between two reads of the layers' counts of saturated values, since each read waits for the device."""
 WAIT_SECONDS = 0.005
-"""The longest wait for pages from other tiers between two looks at what else is to be done."""
+"""The longest single wait, in seconds, for pages from other tiers while no request can run."""
 _log = logging.getLogger(__name__)
 
 
 class Engine:
     """Runs requests on one model.
 
-    num_pages: superblocks of the runner's arena, the scratch pages' included. layout: of the arena; without
-    one, every superblock is a page of all layers. seed: seeds the requests that bring
-    no seed, so that a run of the same requests in the same order can be repeated. scale_audit: checks the
-    runner's pool in `audit_scales`. compile_limits: for structured output. offload: makes the tiers behind
-    the engine's pages. embeds: the runner's rows are hidden states, so every request is `EMBEDDING`.
+    num_pages: superblocks of the runner's arena, including those of scratch pages. layout: how the arena is
+    divided; None makes every superblock one page of all layers. seed: seeds requests without a seed of their
+    own, so that equal requests in equal order give equal tokens. scale_audit: checks the runner's pools in
+    `audit_scales`. compile_limits: limits on grammars of structured output. offload: builds the tiers behind
+    the engine's pages. embeds: the runner returns hidden states, so every request must be `EMBEDDING`.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Engine:
         self._forms = Forms(tokenizer, vocab_size, self.eos_token_ids, compile_limits)
         self._live = LiveRequests(self.scheduler, self._forms, embeds=embeds)
         self._is_stepping = False
-        self._dropped: list[int] = []  # while a step ran
+        self._dropped: list[int] = []  # requests whose stream was dropped while a step ran
         self._next_number = 0
         self._num_steps = 0
         self._num_computed_tokens = 0
@@ -186,10 +187,10 @@ class Engine:
         return self._live.cancel(number)
 
     def step(self) -> list[Progress]:
-        """Run once; what became of every request that got a token or ended, one piece for each token.
+        """Runs one step. Returns a `Progress` for each token that a request got, and for each that ended.
 
-        If the forward fails its requests are cancelled, then the fault is raised: the engine itself
-        stays sound.
+        If the forward fails, its requests are cancelled and the exception is raised; the engine itself
+        stays usable.
         """
         try:
             self._is_stepping = True
@@ -200,18 +201,18 @@ class Engine:
                 self.cancel(self._dropped.pop())
 
     def tell(self, log: PageLog) -> None:
-        """Log from now on which pages the device and host memory hold."""
+        """Starts to write to `log` which pages the device and host memory hold."""
         self.scheduler.allocator.log = log
         if self.tiers is not None:
             self.tiers.set_log(log)
 
     @property
     def is_moving(self) -> bool:
-        """Whether pages are on their way between tiers; `move` or `step` take them when they are there."""
+        """True while pages are being copied between tiers. `move` and `step` finish copies that arrived."""
         return self.tiers is not None and self.tiers.is_moving
 
     def move(self, seconds: float) -> None:
-        """Take pages that came to another tier; if none did, wait for some, at most so long."""
+        """Finishes copies of pages between tiers that arrived; if none did, waits up to `seconds` for one."""
         assert self.tiers is not None, "there are no tiers"
         if self.tiers.is_moving:
             self.tiers.wait(seconds)
@@ -222,7 +223,7 @@ class Engine:
         try:
             self._run_step(progress)
         except BaseException:
-            # What was scheduled and not committed is lost.
+            # Steps that were scheduled but not committed are lost.
             self._in_flight = None
             for number in self.scheduler.abandon():
                 self.cancel(number)
@@ -235,7 +236,7 @@ class Engine:
         return progress
 
     def _run_step(self, progress: list[Progress]) -> None:
-        """Launch the next step, then read the one before. Adds to `progress`."""
+        """Launches the next step, then commits the one before. Appends to `progress`."""
         num_drafts = 0
         if self.speculation is not None:
             num_drafts = self.speculation.num_draft_tokens(self.scheduler.num_running)
@@ -256,16 +257,16 @@ class Engine:
             if not launched.is_final:
                 self._commit(progress)
         if not self._live.by_number and self._in_flight is not None:
-            self._in_flight = None  # nothing waits for what it finds
+            self._in_flight = None  # no request is left to receive its tokens
             self.scheduler.abandon()
 
     def _runs_ahead(self, num_drafts: int) -> bool:
-        """With a proposer: whether the next step is drafted on the device, from tokens it finds there."""
+        """True if the next step can be drafted on the device, without reading the step in flight first."""
         is_recorded = num_drafts in self.runner.num_drafts(self.scheduler.num_running)
         return is_recorded and not self.scheduler.may_run_prompts
 
     def _launch(self, schedule: Schedule) -> Launched:
-        """Clear new pages, draft, launch the model."""
+        """Clears new pages, proposes drafts if the host must, and launches the model."""
         speculation, drafts = self.speculation, None
         self._num_preemptions += len(schedule.preempted)
         if any(schedule.pages_to_zero):
@@ -279,7 +280,7 @@ class Engine:
         return self.runner.launch(schedule, self.scheduler.table, drafts)
 
     def _commit(self, progress: list[Progress]) -> None:
-        """Read the step in flight, if there is one, and add what became of its requests."""
+        """Reads the step in flight, if there is one, and appends its requests' progress to `progress`."""
         if self._in_flight is None:
             return
         (launched, launched_at), self._in_flight = self._in_flight, None
@@ -295,7 +296,7 @@ class Engine:
             self.speculation.note(schedule, outcome.drafts, found, launched_at)
 
     def stream(self, number: int) -> TokenStream:
-        """The progress of a submitted request as an iterator. Other requests advance with it."""
+        """Returns an iterator over a submitted request's progress. Reading it advances other requests too."""
         live = self._live.by_number[number]
         stream = TokenStream(self.step, lambda: self._drop(number))
         live.stream, live.is_simple = weakref.ref(stream), False
@@ -303,14 +304,14 @@ class Engine:
         return stream
 
     def _drop(self, number: int) -> None:
-        """Cancel, but after the current step: Python may collect an unused stream at any moment."""
+        """Cancels a request after the current step, since Python may collect its stream at any moment."""
         if self._is_stepping:
             self._dropped.append(number)
         else:
             self.cancel(number)
 
     def audit(self) -> None:
-        """Recompute all ownership of pages. Raises EngineFault with every finding."""
+        """Checks the ownership of all pages. Raises EngineFault with every inconsistency found."""
         faults = self.scheduler.audit()
         if self.numbers - self._forms.numbers != {s.number for s in self.scheduler.sequences()}:
             faults.append("the engine's requests are not the scheduler's")
@@ -318,10 +319,10 @@ class Engine:
             raise EngineFault("the page audit found:\n  " + "\n  ".join(faults))
 
     def audit_scales(self) -> list[str]:
-        """Check the scales of some cached pages, the next ones at each call, for a few milliseconds.
+        """Checks the scales of the next few cached pages, which takes a few milliseconds.
 
-        May be called only without work. Returns faults in words; if there are any, the prefix cache is
-        emptied.
+        May be called only while no request runs. Returns one sentence per fault; any fault empties the
+        prefix cache.
         """
         assert not self.has_work, "pages may be written"
         found = [] if self._cache_audit is None else self._cache_audit.check()
@@ -330,7 +331,7 @@ class Engine:
         return found
 
     def refit(self, identity: CacheIdentity) -> None:
-        """Forget cached pages, since the runner got other weights and scales. identity: of the new ones."""
+        """Drops all cached pages after the runner's weights changed. identity: of pages from now on."""
         assert not self.has_work, "pages are read"
         self.scheduler.allocator.forget_all()
         if self.tiers is not None:
@@ -372,7 +373,7 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------
 
     def _queue_compiled(self) -> list[Progress]:
-        """Queue requests whose grammars have been compiled; requests whose grammar was refused end."""
+        """Queues requests whose grammar is compiled. Ends and returns requests whose grammar was refused."""
         ended = []
         for sequence, fault in self._forms.take(patiently=not self.scheduler.has_work):
             if fault is None:
@@ -384,7 +385,7 @@ class Engine:
         return ended
 
     def _look_at_saturation(self) -> None:
-        """Every SATURATION_STEPS steps and at the end of work: warn once per layer."""
+        """Warns once per layer about saturated values, every SATURATION_STEPS steps and when work ends."""
         if self._live.by_number and self._num_steps % SATURATION_STEPS:
             return
         known = {one.layer for one in self._saturated}

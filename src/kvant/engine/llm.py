@@ -37,11 +37,10 @@ class LLM:
         for result in llm.generate(["Once upon a time", "The sea"], SamplingParams(temperature=0)):
             print(result.text)
 
-    model: a directory, a .gguf file, a hub id, or "smollm2", the default. Options mean
-    the same as the flags of the same names (docs/configuration.md). Missing ones come from KVANT_
-    variables, else from the defaults. Sizes are bytes or texts such as "2GiB". Not thread-safe;
-    `kvant.AsyncLLM` is for programs that serve many. Raises ConfigError, before weights are read,
-    for everything that cannot be done as asked.
+    model: a directory, a .gguf file, a hub id, or "smollm2", the default. Options are the flags of the
+    same names (docs/configuration.md). Missing options come from KVANT_ variables, else from the defaults.
+    Sizes are bytes or texts such as "2GiB". Not thread-safe: use `kvant.AsyncLLM` for concurrent requests.
+    Raises ConfigError, before weights are read, if an option cannot be honoured.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: local.Progress | None = None) -> LLM:
-        """An LLM of a configuration that was made elsewhere, as from command line flags."""
+        """Builds an LLM from a configuration, for example one read from command line flags."""
         llm = cls.from_built(build_engine(config, progress=progress))
         llm._log_warnings()
         return llm
@@ -75,7 +74,7 @@ class LLM:
 
     @property
     def planned(self) -> Plan:
-        """The plan with everything around it: geometry, weights, memory."""
+        """The whole plan: the KV plan, geometry, weights and memory."""
         return self._built.planned
 
     @property
@@ -88,10 +87,10 @@ class LLM:
         return self._built.engine
 
     def metrics(self) -> dict[str, Any]:
-        """The engine's counters since it was made, by the names that `EngineStats` gives them.
+        """Returns the engine's counters since its start, by their names in `EngineStats`.
 
-        With speculation also `spec_decode_*`: drafts, draft and accepted tokens, accepted ones by
-        position, and mean_acceptance_length, tokens of a step with the target's own one included.
+        With speculation also `spec_decode_*`: drafts, drafted and accepted tokens, accepted tokens by
+        position, and mean_acceptance_length, the tokens per step including the target's own.
         """
         return as_metrics(self.engine.stats)
 
@@ -112,9 +111,9 @@ class LLM:
 
     @cached_property
     def default_params(self) -> SamplingParams:
-        """Parameters of requests that bring none: the model's generation_config.json, else `SamplingParams`'
-        defaults. Given parameters replace all of them. To change some, use
-        `dataclasses.replace(llm.default_params, max_tokens=64)`.
+        """Parameters of requests without parameters of their own: from the model's generation_config.json,
+        else the defaults of `SamplingParams`. Parameters passed with a request replace all of them. To
+        change some, use `dataclasses.replace(llm.default_params, max_tokens=64)`.
         """
         return recommended_params(self.model_path)
 
@@ -125,11 +124,11 @@ class LLM:
         *,
         salt: str = "",
     ) -> list[Result]:
-        """Complete one or several prompts, all in one batch; results in the order of the prompts.
+        """Completes one or several prompts in one batch; returns results in the order of the prompts.
 
-        A prompt is a text or a list of token ids. sampling_params: one for all, one for each, or None for
-        `default_params`; with its n, n results for each prompt, one after another. If any request is
-        wrong, RequestError is raised and none runs. A grammar that does not compile is found while others
+        A prompt is a text or a list of token ids. sampling_params: one for all prompts, one for each, or None
+        for `default_params`. Each prompt gives n consecutive results. Raises RequestError, before anything
+        runs, if any request cannot be served. A grammar that does not compile is found while other requests
         run, and ends them all. salt: see `Engine.submit`.
         """
         chosen = self.default_params if sampling_params is None else sampling_params
@@ -160,7 +159,7 @@ class LLM:
         *,
         salt: str = "",
     ) -> list[Result]:
-        """Answer one conversation or several, in the model's chat template; otherwise as `generate`."""
+        """Answers one or several conversations with the model's chat template; otherwise like `generate`."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         several = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
         prompts = [self.encode_chat(conversation) for conversation in several]
@@ -174,10 +173,11 @@ class LLM:
         normalize: bool = True,
         salt: str = "",
     ) -> list[NDArray[np.float32]]:
-        """The vector [hidden_size] of each prompt, from an LLM made with `task="embed"` or of a checkpoint of
-        sentence-transformers; of length 1 unless normalize is False.
+        """Returns a float32 vector [hidden_size] for each prompt. Needs an LLM made with `task="embed"`, or a
+        checkpoint of sentence-transformers. prompts: as in `generate`.
 
-        dimensions: its first numbers only, where the checkpoint was trained for it. Prompts as in `generate`.
+        dimensions: keep only this many leading values, if the checkpoint was trained for it. normalize:
+        scale each vector to length 1. Raises RequestError if this LLM generates or refuses `dimensions`.
         """
         pooling = self._built.pooling
         if pooling is None:
@@ -195,7 +195,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, salt: str = ""
     ) -> TokenStream:
-        """Complete one prompt piece by piece; the last piece carries the result. One answer: n is 1.
+        """Completes one prompt piece by piece; the last piece carries the result. n must be 1.
 
         Leaving the loop early cancels the request.
         """
@@ -205,7 +205,7 @@ class LLM:
         return self.engine.stream(number)
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Token ids of a prompt; token ids stay as they are. RequestError for what is neither."""
+        """Returns a prompt's token ids; a list is returned as it is. Raises RequestError for other types."""
         if isinstance(prompt, str):
             return self._tokenizing().encode(prompt)
         if not _is_list(prompt):
@@ -213,7 +213,7 @@ class LLM:
         return prompt
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation as a prompt, by the model's chat template."""
+        """Returns the token ids of a conversation, rendered with the model's chat template."""
         return self._tokenizing().encode_chat(messages)
 
     def _log_warnings(self) -> None:
@@ -239,7 +239,7 @@ def _pair(
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its parameters. A list of numbers is one prompt, not several."""
+    """Returns each prompt with its parameters. A list of integers is one prompt, not several."""
     several: list[Prompt]
     if not isinstance(prompts, str) and not _is_list(prompts):
         raise _no_prompt(prompts)

@@ -1,4 +1,4 @@
-"""The tiers of an engine, and the identity of its pages."""
+"""Builds the tiers of an engine's pages, and the identity that pages carry outside its process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROTARY = (
 
 
 def check_host_memory(planned: Plan, config: OffloadConfig) -> None:
-    """Raise DoesNotFit if the host tier is larger than the memory that is left."""
+    """Raises DoesNotFit if the host tier is larger than the free host memory."""
     free = free_host_bytes()
     if planned.request.on_cpu:
         free -= (planned.weights_bytes or 0) + (planned.memory.kv_bytes or 0)
@@ -44,10 +44,10 @@ def check_host_memory(planned: Plan, config: OffloadConfig) -> None:
 def make_tiers(
     planned: Plan, runner: ModelRunner, *, dummy_weights: bool
 ) -> tuple[Callable[[SharedPages], Tiers] | None, CacheIdentity | None]:
-    """What makes the tiers that were asked for, and the identity of pages that other processes may have.
+    """Returns a builder of the requested tiers, and the identity of pages that leave this process.
 
-    Both None without tiers; the identity is None without files and other engines. Raises ConfigError if
-    the directory cannot be used, the host memory cannot be had, or NIXL is missing.
+    Both are None without tiers. The identity is None if pages go neither to files nor to other engines.
+    Raises ConfigError if the directory or the host memory cannot be used, or NIXL is missing.
     """
     config = planned.request.offload
     if config is None:
@@ -81,7 +81,7 @@ def make_tiers(
 def page_identity(
     planned: Plan, runner: ModelRunner, *, dummy_weights: bool = False
 ) -> PageIdentity:
-    """The identity of an engine's pages outside of its process. Reads the model's files."""
+    """Returns the identity of an engine's pages outside of its process. Reads the model's files."""
     target, draft, request = planned.target, planned.draft, planned.request
     layout = [target.kv.page_size, *(_layout(pool.arena.layout) for pool in runner.pools)]
     return PageIdentity(
@@ -99,7 +99,7 @@ def page_identity(
 
 
 def _weight_format(request: PlanRequest) -> str:
-    """How weights are rounded, and what they multiply."""
+    """Returns the weights' format, and the activations' format if activations are rounded."""
     found = "stored" if request.quantization is None else request.quantization.value
     if request.activations is not None:
         found += f", {request.activations.value} activations"
@@ -118,7 +118,7 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures")
 
 
 def _layout(layout: ArenaLayout) -> list[object]:
-    """Where each layer lies in a page of each group."""
+    """Returns the place of each layer within a page, for each group, as JSON values."""
     return [
         [
             group.window,
@@ -137,7 +137,7 @@ def _rotary(planned: Plan) -> str:
 
 
 def _scales(runner: ModelRunner) -> str:
-    """The values of scales and matrices that are not in the pages."""
+    """Returns a digest of the scales and rounding matrices that are stored outside the pages."""
     found = hashlib.sha256()
     for pool in runner.pools:
         for spec in pool.plan.layers:
@@ -150,7 +150,7 @@ def _scales(runner: ModelRunner) -> str:
 
 
 def _arithmetic(planned: Plan, runner: ModelRunner) -> str:
-    """What decides the last bit of a value."""
+    """Names all that affects a value's last bit: device, forward, attention backends, torch's version."""
     import torch
 
     device = planned.request.device

@@ -9,27 +9,26 @@ _SPINS = "1000"
 
 
 def wait_without_spinning() -> None:
-    """Let OpenMP threads sleep after a short spin; works only before torch is imported.
+    """Makes OpenMP threads sleep after a short spin. Has an effect only before torch is imported.
 
-    GNU OpenMP's threads spin for milliseconds at every barrier. If another process has a core,
-    they take time from the thread that they wait for. SmolLM2 on two cores beside two busy processes:
-    1.2 tokens/s with spinning, 4.4 without; on a quiet machine 14.9 and 15.0. A value that the user
-    has set is kept.
+    GNU OpenMP's threads spin for milliseconds at every barrier. If another process uses a core, they take
+    time from the thread that they wait for. SmolLM2 on two cores beside two busy processes: 1.2 tokens/s
+    with spinning, 4.4 without; on a quiet machine 14.9 and 15.0. A user's own setting is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 NEW_OBJECTS = 50_000
-"""Net new objects before a collection."""
+"""Objects allocated minus objects freed since the last collection that start the next collection."""
 
 
 def search_rarely() -> None:
-    """Exempt all existing objects from collection, and collect new ones rarely.
+    """Exempts all existing objects from garbage collection, and collects new ones rarely.
 
-    A full collection through all imports stops every answer for 50 ms. Python collects after 700 new
-    objects by default; a step of a thousand sequences makes three times as many, which the next step
-    frees, so every step would be searched in vain.
+    A full collection over all imported modules stops every answer for 50 ms. By default Python collects
+    after 700 new objects. A step of a thousand sequences makes three times as many and the next step frees
+    them, so every step would pay for a collection that finds nothing.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Replacing the weights of a running engine, as reinforcement learning does after every round.
+"""Replaces the weights of a running engine, as reinforcement learning does after every round.
 
-New values are copied over the old ones in place, because recorded steps and holders of scales keep their
-addresses. Cached pages belong to the old weights and are dropped.
+New values are copied over the old ones in place, because CUDA graphs and other holders keep the tensors'
+addresses. Cached pages were computed with the old weights and are dropped.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _IRRELEVANT = ("_name_or_path", "transformers_version")
 
 
 def refit(built: BuiltEngine, model: str) -> BuiltEngine:
-    """Load the weights of `model` into the engine; returns it with its new plan.
+    """Loads the weights of `model` into the engine. Returns the engine with its new plan.
 
-    model: a directory, .gguf file or hub id with the config.json, formats and tensors of the running one.
-    Raises RequestError while requests run, NotServable for weights of another shape or format, and
-    BadCheckpoint for files that cannot be read. The engine is unchanged then.
+    model: a directory, .gguf file or hub id with the same config.json, formats and tensors as the running
+    one. Raises RequestError while requests run, NotServable for weights of another shape or format, and
+    BadCheckpoint for files that cannot be read. After an error the engine is unchanged.
     """
     import torch
 
@@ -54,7 +54,7 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
         kv_cache_bytes=planned.kv_cache_bytes,
     )
     target = found.target
-    # Where the forward holds the weights in its own form, the other model's forward takes its place.
+    # If the forward keeps weights in its own form, load them in that form too.
     own = found.forward if found.forward.rounds_itself and found.forward.stored else None
     loaded = load_model(
         target.local.path,

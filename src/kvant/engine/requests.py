@@ -1,4 +1,4 @@
-"""Requests from submission to end: checked, waiting for a grammar, running, given what each step found."""
+"""Requests from submission to end: checks them, compiles grammars, appends each step's tokens, ends them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _WAIT_SECONDS = 0.02
 _log = logging.getLogger(__name__)
 
 Sample = Callable[[int], Sampled]
-"""A row of a step's logits -> its token."""
+"""Maps the index of a row of a step's logits to the token sampled from it."""
 
-# What a named tuple's own constructor calls, without the call around it.
+# Makes a Progress from a tuple of all its fields, without the Python call of its constructor.
 _progress = partial(tuple.__new__, Progress)
 
 
@@ -51,7 +51,7 @@ def check_request(
     has_tokenizer: bool,
     has_forms: bool,
 ) -> None:
-    """Raise RequestError, with numbers and the client's field name, if a request cannot be served."""
+    """Raises RequestError, with the values and the client's field name, if a request cannot be served."""
     if not prompt:
         raise RequestError("the prompt is empty: there is nothing to go on from", param="prompt")
     new = 0 if params.max_tokens == 0 else 1
@@ -66,7 +66,7 @@ def check_request(
             set(map(type, tokens)) <= {int}
             and 0 <= min(tokens, default=0) <= max(tokens, default=0) < vocab_size
         ):
-            continue  # five times as fast as one token after another
+            continue  # five times as fast as the loop below, which finds the wrong token
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise RequestError(f"{name} holds {token!r}, which is no token id", param=name)
@@ -87,11 +87,11 @@ def check_request(
 
 
 class TokenStream(Iterator[Progress]):
-    """Yields what each step adds to one request, and steps the engine when there is nothing yet.
+    """Yields what each step adds to one request; steps the engine when nothing is there yet.
 
-    Any caller that steps the engine fills it, so several can be read in turn without loss. The last piece
-    carries the result, or is a RequestError where that is a refusal. Closing it, or dropping it,
-    cancels what is not finished.
+    Every step of the engine fills all streams, so several streams can be read in turn without loss. The
+    last piece carries the result; a refused request raises its RequestError instead. Closing or dropping
+    the stream cancels an unfinished request.
     """
 
     def __init__(self, step: Callable[[], object], close: Callable[[], object]) -> None:
@@ -132,10 +132,11 @@ class TokenStream(Iterator[Progress]):
 
 @dataclass(slots=True)
 class Live:
-    """text: None for a model without a tokenizer. error: why the request was refused, or None.
+    """A request that has not ended. text: None for a model without a tokenizer.
 
-    stop_tokens: token ids that end its answer. is_simple: whether its tokens depend on logits alone, only
-    a stop token or its length can end it, and it has neither a stream nor log-probabilities.
+    stop_tokens: token ids that end its answer. error: why it was refused, or None. is_simple: its tokens
+    depend on logits alone, only a stop token or its length can end it, and it needs no log-probabilities
+    and no stream. hidden: an embedding request's last hidden state, as bytes of float32.
     """
 
     sequence: Sequence
@@ -200,7 +201,7 @@ class Live:
         return text, None
 
     def result(self, reason: FinishReason, num_pages: int) -> Result:
-        """The result at its end. num_pages: pages it held."""
+        """Returns the request's result when it ends. num_pages: pages it held."""
         if self.text is not None:
             self.text.finish()
         sequence = self.sequence
@@ -223,7 +224,7 @@ class Live:
 
 
 class Forms:
-    """Compiles grammars. Without a tokenizer and an end-of-sequence token none can be requested."""
+    """Compiles grammars of structured output. They need a tokenizer and an end-of-sequence token."""
 
     def __init__(
         self,
@@ -245,7 +246,7 @@ class Forms:
 
     @property
     def numbers(self) -> set[int]:
-        """Numbers of the requests that wait."""
+        """Numbers of the requests whose grammar is being compiled."""
         return set(self._waiting)
 
     def prepare(self) -> None:
@@ -262,10 +263,10 @@ class Forms:
         self._waiting[sequence.number] = sequence, self._compiling().start(form)
 
     def take(self, *, patiently: bool) -> list[tuple[Sequence, RequestError | None]]:
-        """Returns sequences whose grammar was compiled, which now have their rules, each with None, and
-        sequences whose grammar was refused, with the reason; the caller ends these.
+        """Returns sequences whose compilation ended, each with None or the error that refused its grammar.
 
-        patiently: wait a moment for the first one.
+        A sequence without an error now has its rules; the caller must end the others. patiently: wait up
+        to _WAIT_SECONDS for the first one.
         """
         if not self._waiting:
             return []
@@ -282,7 +283,7 @@ class Forms:
         return taken
 
     def cancel(self, number: int) -> bool:
-        """Stop waiting for a request's grammar. Returns whether it waited."""
+        """Stops waiting for a request's grammar. Returns False if the request was not waiting."""
         found = self._waiting.pop(number, None)
         if found is None:
             return False
@@ -321,10 +322,10 @@ class Forms:
 
 
 class LiveRequests:
-    """Gives requests their tokens, and ends them.
+    """All requests that have not ended. Appends each step's tokens to them, and ends them.
 
     by_number: every request from its submission to its end, also while its grammar is compiled.
-    embeds: rows of a step are hidden states.
+    embeds: the rows of a step are hidden states, not logits.
     """
 
     def __init__(self, scheduler: Scheduler, forms: Forms, *, embeds: bool = False) -> None:
@@ -344,14 +345,14 @@ class LiveRequests:
         return result
 
     def note_stream(self) -> None:
-        """A request's text is read as a stream from now on, which ends shortcuts for it."""
+        """Must be called after a request got a stream: its batch may no longer take `_commit_plain`."""
         self._batch = None
 
     def commit(self, launched: Launched) -> tuple[list[Progress], Outcome, list[list[int]]]:
-        """Read a step, and give every sequence what it found. Waits for the step.
+        """Waits for a step and appends its tokens to the sequences.
 
-        Returns what became of each request, the outcome, and the tokens that each sequence got; the
-        last is empty where each got the one token that it could get.
+        Returns the requests' progress, the outcome, and the tokens that each sequence got. The last list
+        is empty if every sequence got exactly the one token of its row.
         """
         schedule, outcome = launched.schedule, launched.read()
         progress = self._commit_plain(schedule, outcome)
@@ -366,9 +367,9 @@ class LiveRequests:
     # -- one step ------------------------------------------------------------------------------
 
     def _commit_plain(self, schedule: Schedule, outcome: Outcome) -> list[Progress] | None:
-        """Append a token to every sequence, where that is all that happens; None where it is not.
+        """Appends one token to every sequence if that is all that the step does; else returns None.
 
-        At a thousand sequences a loop that asks each of them would be most of a step's host time.
+        With a thousand sequences, a loop that checks each one would be most of a step's host time.
         """
         has_drafts = schedule.max_drafts is not None or schedule.limits is not None
         if not outcome.is_final or has_drafts or schedule.num_prefills:
@@ -399,7 +400,7 @@ class LiveRequests:
     def _commit_each(
         self, launched: Launched, outcome: Outcome
     ) -> tuple[list[Progress], list[list[int]]]:
-        """Give each sequence its tokens, one after the other."""
+        """Appends the step's tokens sequence by sequence. Returns the progress and each sequence's tokens."""
         schedule = launched.schedule
         sample = self._sampler(launched, outcome)
         broken = self._score(launched)
@@ -427,7 +428,7 @@ class LiveRequests:
         return progress, emitted
 
     def _sampler(self, launched: Launched, outcome: Outcome) -> Sample:
-        """What chooses the tokens of a step's rows."""
+        """Returns a function that maps a row of the step's logits to its token."""
         if self._embeds:
             return lambda row: Sampled(
                 outcome.tokens[row] if outcome.sound[row] else None, hidden=launched.logits[row]
@@ -447,7 +448,7 @@ class LiveRequests:
         return RowSampler(launched.logits, wanted, outcome.sound, outcome.tokens).sample
 
     def _score(self, launched: Launched) -> list[Sequence]:
-        """Note log-probabilities of prompt tokens. Returns sequences whose logits are not finite."""
+        """Stores log-probabilities of prompt tokens. Returns sequences whose logits are not finite."""
         batch = launched.batch
         if batch is None or not batch.scored:
             return []
@@ -462,14 +463,14 @@ class LiveRequests:
             assert num_top is not None
             assert sequence.prompt_logprobs is not None
             followers = sequence.token_ids[first + 1 : first + 1 + count]
-            # What a preempted sequence computes again replaces what it had.
+            # A preempted sequence computes its entries again: they replace the old ones.
             sequence.prompt_logprobs[first:] = token_logprobs(rows, followers, num_top)
         return broken
 
     def _follow(self, sequence: Sequence, sampled: Sampled) -> Progress:
-        """What a sampled token, or the lack of one, makes of a sequence."""
+        """Gives a sequence its sampled token, or ends it if there is none, and feeds its stream."""
         if sampled.token_id is not None or sampled.error is not None:
-            # Never where there is no token: pages that hold NaN must not be shared.
+            # Only with a token or an error: without one the pages may hold NaN and must not be shared.
             self._scheduler.follow(sequence)
         live = self.by_number[sequence.number]
         piece = self._take(live, sampled)
@@ -478,7 +479,7 @@ class LiveRequests:
         return piece
 
     def _take(self, live: Live, sampled: Sampled) -> Progress:
-        """Append a token, show its text, and end the request where it ends."""
+        """Appends a token to a request and decodes its text; ends the request if the token ends it."""
         sequence, number = live.sequence, live.sequence.number
         first = sequence.num_output_tokens == 0
         if sampled.error is not None:
@@ -521,9 +522,9 @@ class LiveRequests:
 
 
 class _Batch:
-    """What `_commit_plain` needs of the sequences of a step, kept while the same ones run.
+    """Lists for `_commit_plain`, one entry per sequence of a step. Reused while the sequences stay the same.
 
-    is_simple: whether tokens are all that any of them wants, and only a stop token can end it early.
+    is_simple: `Live.is_simple` holds for every sequence.
     """
 
     def __init__(self, sequences: list[Sequence], lives: dict[int, Live]) -> None:
@@ -532,10 +533,10 @@ class _Batch:
         self.is_simple = len(found) == len(sequences) and all(live.is_simple for live in found)
         self.numbers = [live.number for live in found]
         self.appends = [live.sequence.token_ids.append for live in found]
-        self.texts = [live.text for live in found if live.text is not None]  # of all, or of none
+        self.texts = [live.text for live in found if live.text is not None]  # all of them, or none
         self.stop_tokens = frozenset().union(*(live.stop_tokens for live in found))
 
 
 def _goes_on_with(piece: Progress) -> int | None:
-    """The token that a sequence goes on from; None where it ended."""
+    """Returns the last token of a piece, after which the sequence goes on; None if the piece ended it."""
     return piece.token_ids[-1] if piece.result is None else None

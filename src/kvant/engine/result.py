@@ -18,12 +18,12 @@ from kvant.speculative.counts import SpeculationStats, spec_decode
 class Result:
     """The result of a request.
 
-    token_ids: the answer's, with the token that ended it; text: without that token and without a stop
-    string. stop_reason: the stop string or stop token that ended it, None for an end-of-sequence token.
-    num_cached_tokens: prompt tokens whose K and V came from the prefix cache. num_pages: pages it held
-    when it ended. prompt_logprobs: one entry a prompt token, None for the first, which follows nothing;
-    None if they were not requested or not finished. error: why it was refused. hidden: of the last token
-    behind the final norm, little-endian float32, from an engine that embeds.
+    token_ids: the answer's tokens, including the token that ended it. text: the answer's text without that
+    token; it includes a stop string only if requested. stop_reason: the stop string or stop token that ended
+    it; None for an end-of-sequence token. num_cached_tokens: prompt tokens whose K and V came from the prefix
+    cache. num_pages: pages it held when it ended. prompt_logprobs: one entry per prompt token, None for the
+    first; None as a whole if not requested or not finished. error: why it was refused. hidden: from an
+    embedding engine, the last token's hidden state after the final norm, as little-endian float32.
     """
 
     number: int
@@ -46,9 +46,10 @@ class Result:
 
 
 class Progress(NamedTuple):
-    """What one step added to one request. result: the whole result, with the last piece.
+    """What one step added to one request. result: the whole result, in the last piece only.
 
-    logprobs: of token_ids, if requested. prompt_logprobs: with the first piece, see `Result`.
+    logprobs: one entry per token of token_ids, if requested. prompt_logprobs: in the first piece only; see
+    `Result`.
     """
 
     number: int
@@ -61,12 +62,12 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine between two steps. Steps, tokens and preemptions are counted since it was made.
+    """The engine's state between two steps. Steps, tokens and preemptions are counted since its start.
 
     speculation: counts of drafts; None without a drafter. saturated: layers that received values beyond
-    the range of their formats, as of the last look. num_compiling: waiting requests whose form is still
-    being compiled; num_waiting includes them. offload: of the tiers behind the pages; None without. groups:
-    pages of each group of layers.
+    the range of their formats, as of the last check. num_compiling: waiting requests whose grammar is still
+    being compiled; num_waiting includes them. offload: counters of the tiers behind the pages, or None.
+    groups: pages of each group of layers.
     """
 
     num_running: int
@@ -85,10 +86,10 @@ class EngineStats:
 
 
 def as_metrics(stats: EngineStats) -> dict[str, Any]:
-    """Return the numbers by name; with speculation, `spec_decode_*` too.
+    """Returns the numbers by name, as JSON values; with speculation also `spec_decode_*`.
 
-    groups: of pages. kv_saturated_values: counts of K and V by layer; layers without any are omitted.
-    offload: of the tiers, if there are some.
+    groups: pages of each group. kv_saturated_values: counts of K and V by layer; layers without any are
+    omitted. offload: counters of the tiers, if there are tiers.
     """
     found = {field.name: getattr(stats, field.name) for field in fields(stats)}
     found["kv_saturated_values"] = {

@@ -1,4 +1,4 @@
-"""Text and conversations to token ids, and token ids to text while they come."""
+"""Converts text and conversations to token ids, and generated token ids to text as they arrive."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tokenizing:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The token that ends a text, for models whose own files name none."""
+        """The tokenizer's end-of-sequence token, for models whose config names none."""
         found = self.tokenizer.eos_token_id
         return (found,) if isinstance(found, int) else ()
 
@@ -62,13 +62,13 @@ class Tokenizing:
         return self._ids(text, add_special_tokens, most, "prompt")
 
     def _ids(self, text: str, add_special_tokens: bool, most: int | None, param: str) -> list[int]:
-        # As a batch of one: only then the library releases the interpreter.
+        # As a batch of one: only then the library releases the interpreter lock.
         try:
             (found,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:  # tokenizers takes no lone surrogates
             raise RequestError("the text is not valid Unicode", param=param) from None
         if most is not None and len(found) > most:
-            # Before building a list of millions, which would block other threads.
+            # Checked before `found.ids`: building a list of millions would block other threads.
             raise TooManyTokens(len(found), most, param)
         ids: list[int] = found.ids
         return ids
@@ -92,14 +92,14 @@ class Tokenizing:
     def encode_rendered(
         self, text: str, *, add_special_tokens: bool = False, most: int | None = None
     ) -> list[int]:
-        """Token ids of a rendered template. By default nothing is added to its own special tokens.
+        """Returns token ids of a rendered template, which by default has its special tokens already.
 
         Raises TooManyTokens above `most`.
         """
         return self._ids(text, add_special_tokens, most, "messages")
 
     def require_chat_template(self) -> None:
-        """RequestError for a model that only completes texts."""
+        """Raises RequestError if the model has no chat template."""
         if not self.has_chat_template:
             raise RequestError(
                 "this model has no chat template: it completes texts, it does not converse",
@@ -125,7 +125,7 @@ def open_tokenizer(path: Path) -> Tokenizing | None:
             f"{path} has a tokenizer that Kvant cannot stream",
             why=f"{type(tokenizer).__name__} is not built on the tokenizers library",
         )
-    # Files often keep the values of their training. transformers sets both at every call.
+    # Tokenizer files often keep settings of the training. transformers sets both at every call.
     backend.no_truncation()
     backend.no_padding()
     return Tokenizing(tokenizer, backend)
@@ -138,10 +138,10 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """One answer's text. Its pieces joined are the text of all its tokens, up to a stop string.
+    """Decodes one answer token by token. Its joined pieces are the text of all tokens, up to a stop string.
 
     prompt_token_ids: decoders that write a space before every word but the first must know that text
-    precedes the answer. may_end: stop strings are to be found.
+    precedes the answer. may_end: there are stop strings to look for.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class TextStream:
         return self._stops.found
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Return the text that this token makes visible, often none. may_stop: look for stop strings."""
+        """Returns the text that this token adds, often none yet. may_stop: look for stop strings."""
         self._token_ids.append(token_id)
         piece = self._stream.step(self._tokenizer, token_id)
         self._waits = piece is None
@@ -187,7 +187,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """End the text; return what was held back, and U+FFFD for an incomplete character."""
+        """Ends the text. Returns the text held back so far, with U+FFFD for an incomplete character."""
         if self.stopped_by is not None:
             return ""
         rest = ""
@@ -205,7 +205,7 @@ class TextStream:
 class StopStrings:
     """Finds the first complete stop string, and holds back text that may begin one.
 
-    The cut of the text into pieces does not change the result. If two are complete at the same
+    The result does not depend on how the text is cut into pieces. If two stop strings end at the same
     character, the one that begins earlier counts.
     """
 
@@ -233,7 +233,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def release(self) -> str:
-        """End the text; return what was held back."""
+        """Ends the text. Returns the text held back so far."""
         text, self._held = self._held, ""
         return text
 

@@ -1,8 +1,8 @@
 """The thread that drives an engine for asynchronous programs.
 
-Any thread posts commands. Answers go to mailboxes, and each mailbox is read in the event loop of its
-reader. All waiting commands are carried out between two steps. So requests of any number of tasks and
-loops run in one batch, and a cancelled request releases its pages before the next step.
+Any thread may post commands. Answers go to mailboxes, and each mailbox is read in the event loop of its
+reader. All waiting commands are carried out between two steps. So requests of all tasks and event loops run
+in one batch, and a cancelled request releases its pages before the next step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ News = Progress | KvantError
 
 
 class Mailbox:
-    """One request's news. The worker fills it; one event loop reads it."""
+    """A queue of one request's progress and errors. The worker fills it; one event loop reads it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -42,7 +42,7 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, news: News) -> None:
-        """Call only in the reader's loop."""
+        """Adds progress or an error, and wakes the reader. Call only in the reader's event loop."""
         self._news.append(news)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -67,7 +67,7 @@ def _put_all(letters: Letters) -> None:
 
 
 def post(loop: asyncio.AbstractEventLoop, letters: Letters) -> bool:
-    """Delivers to mailboxes of one loop, from any thread. Returns False if the loop is closed.
+    """Delivers letters to mailboxes of one event loop, from any thread. Returns False if it is closed.
 
     All letters go at once, because waking a loop is a system call.
     """
@@ -130,14 +130,14 @@ class Worker:
             raise
 
     def submit(self, submit: Submit) -> None:
-        """Raises RequestError if the thread has ended or was told to end."""
+        """Posts a request. Raises RequestError if the thread has ended or was told to end."""
         with self._ending:
             if self._ended:
                 raise RequestError("this AsyncLLM is closed, or its engine has failed")
             self._commands.put(submit)
 
     def cancel(self, mailbox: Mailbox) -> None:
-        """May be called before the request is submitted; does nothing to a request that has ended."""
+        """Posts a cancellation, even before the request is submitted; an ended request is unaffected."""
         mailbox.cancelled = True
         self._commands.put(Cancel(mailbox))
 
@@ -208,7 +208,7 @@ class Worker:
         self.stats = self._driver.engine.stats
 
     def _give_up(self, fault: BaseException) -> None:
-        """The engine is not sound any more: tells every requester."""
+        """Ends every request with an EngineFault, because the engine cannot go on."""
         with self._ending:
             self._ended = True
         self._deliver(self._driver.take_ended())

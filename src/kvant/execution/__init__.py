@@ -1,1 +1,1 @@
-"""One step: its inputs, its graphs, its results."""
+"""Runs one step: builds its inputs, replays its CUDA graph or runs the forward, and reads its results."""

@@ -1,4 +1,4 @@
-"""A scheduled step as the tensors of one forward, the launched step, and what it found."""
+"""The input tensors of a scheduled step, the launched step, and its outcome."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Drafts = Items[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of n sequences.
+    """The inputs of one forward: T tokens of n sequences.
 
-    input_ids: [T] int64, one sequence behind the other; -1 for a token that the step in flight finds,
-    which only a sequence with one token has. logits_index: [m] int64, places in T whose logits are
-    wanted. num_sampled: the first of these, which choose tokens: one per sequence that samples, and one
-    per draft behind it. first_rows: [n], each sequence's first row among them; meaningless where it
-    does not sample. scored: (sequence, first token, number of tokens) of prompts whose tokens the other
-    rows score.
+    input_ids: [T] int64, sequences concatenated; -1 for a token that the step in flight produces, which
+    only a sequence with one token may have. logits_index: [m] int64, indices into T whose logits are
+    computed. num_sampled: the first num_sampled of the m rows choose tokens, one per sampling sequence and
+    one per draft after it. first_rows: [n], each sequence's first row of the m; undefined if it does not
+    sample. scored: (sequence, first token, number of tokens) of prompts whose log-probabilities the
+    remaining rows give.
     """
 
     input_ids: Tensor
@@ -45,11 +45,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step found, by row of its logits.
+    """A step's result on the host, by row of its logits.
 
-    sound: whether the row's largest logit is finite. tokens: the row's token: the most likely one or,
-    where `is_final`, the one that was sampled on the device. first_rows: each sequence's first row, one
-    more per draft. drafts: tokens that were run behind each sequence's last one, or None.
+    sound: whether the row's largest logit is finite. tokens: the row's token: the one sampled on the device
+    if `is_final`, else the most likely one. first_rows: each sequence's first row; one more row follows per
+    draft. drafts: the draft tokens that were run after each sequence's newest token, or None.
     """
 
     sound: list[bool]
@@ -61,10 +61,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """logits: [m, vocab_size], valid until the next launch. read: waits for the step.
+    """A step that runs on the device. logits: [m, vocab_size], valid until the next launch.
 
-    batch: what was run, where the host built it. is_final: whether `Outcome` will be, so that the next
-    step may be launched before this one is read.
+    read: waits for the step and returns its outcome. is_final: the device chooses the tokens, so the next
+    step may be launched before this one is read. batch: the inputs, if the host built them.
     """
 
     schedule: Schedule
@@ -77,9 +77,9 @@ class Launched:
 def build_batch(
     schedule: Schedule, table: RowTable, page_size: int, drafts: Drafts | None = None
 ) -> Batch:
-    """Build the tensors of a step whose starts are exact. Loops over sequences only read tokens.
+    """Builds the tensors of a step. Its starts must be exact: no unverified drafts may be in flight.
 
-    drafts: of each sequence, behind its last token.
+    drafts: tokens to run after each sequence's last token. Python loops over sequences only to read tokens.
     """
     assert schedule.limits is None, "positions depend on drafts that are not verified"
     starts, rows = schedule.starts, schedule.rows
@@ -140,14 +140,14 @@ def build_batch(
 
 
 def _draft_states(schedule: Schedule, num_drafts: NDArray[np.int64]) -> tuple[int, ...] | None:
-    """`Step.draft_states` of a step with these drafts of each sequence."""
+    """Returns `Step.draft_states`. num_drafts: [n] int64, drafts of each sequence."""
     if schedule.max_drafts is None or not num_drafts.any():
         return None
     return tuple(np.where(num_drafts > 0, schedule.draft_states, -1).tolist())
 
 
 def newest_tokens(schedule: Schedule) -> list[int]:
-    """The token of each decode; -1 where the step in flight finds it."""
+    """Returns each decode's newest token, or -1 if the step in flight produces it."""
     decodes = schedule.sequences[: schedule.num_decodes]
     is_pending = schedule.is_pending[: len(decodes)]
     if is_pending.all():
@@ -167,7 +167,7 @@ def _step(
     slots: Items[NDArray[np.int64]],
     positions: NDArray[np.int64],
 ) -> Step:
-    """lengths: query tokens of each sequence. tables, slots: of each group. The rest as in `Step`."""
+    """Builds a `Step`. lengths: query tokens of each sequence. tables, slots: one array per page group."""
     cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
     step = Step(
@@ -189,7 +189,7 @@ def _step(
 
 
 def _scored(schedule: Schedule) -> list[tuple[int, tuple[Sequence, int, int]]]:
-    """Pieces whose tokens are followed by prompt tokens to score: place, sequence, first, how many."""
+    """Returns the prompt tokens to score, as (index in the schedule, (sequence, first token, count))."""
     found = []
     for place in range(schedule.num_decodes, len(schedule.sequences)):
         sequence = schedule.sequences[place]
@@ -220,7 +220,7 @@ def _tokens(schedule: Schedule, drafts: Drafts | None) -> array[int]:
 
 
 def on_host(schedule: Schedule, batch: Batch, drafts: Drafts | None, logits: Tensor) -> Launched:
-    """A step whose tokens the host chooses from logits [m, vocab_size]."""
+    """Returns a launched step whose tokens the host chooses from logits [m, vocab_size]."""
 
     def read() -> Outcome:
         sound, tokens = greedy(logits[: batch.num_sampled])

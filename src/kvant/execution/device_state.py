@@ -1,8 +1,8 @@
 """Running sequences on the device, one row each: the rows of the scheduler's row table.
 
-A step reads its newest tokens, positions and page ids here, and writes the tokens it found here, so the
-next step can be launched before the host has read them. A broadcast of a step to other devices, a
-recurrent state per sequence or a page that was moved is addressed by the same rows.
+A step reads its newest tokens, positions and page ids here and writes its new tokens here. So the next step
+can be launched before the host has read them. Broadcasts to other devices, recurrent states and moved
+pages are addressed by the same row numbers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from kvant.scheduling.row_table import RowTable
 
 
 class DeviceState:
-    """num_rows rows and a last one for padding, whose contents mean nothing.
+    """Tensors with one row per running sequence, and a last row for padding with arbitrary contents.
 
-    tokens: [num_rows + 1] int64, the newest token of each sequence, which was not run yet.
-    lengths: [num_rows + 1] int64, its position. pages: [num_rows + 1, max_pages] int32, page ids;
-    entries behind a sequence's end are never read; `pages` has the tables of all groups side by side, of
-    max_pages columns each. sampling: [num_rows + 1, 4] float64, as
-    `SamplingParams.numbers`.
+    tokens: [num_rows + 1] int64, each sequence's newest token, which was not run yet. lengths:
+    [num_rows + 1] int64, the position of that token. pages: [num_rows + 1, num_groups * max_pages] int32,
+    the page tables of all groups side by side; entries after a sequence's end are never read. sampling:
+    [num_rows + 1, 4] float64, `SamplingParams.numbers`.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class DeviceState:
             num_rows + 1, num_groups * max_pages, dtype=torch.int32, device=device
         )
         self.sampling = torch.zeros(num_rows + 1, 4, dtype=torch.float64, device=device)
-        self._sampling = np.zeros((num_rows, 4))  # what the device has
+        self._sampling = np.zeros((num_rows, 4))  # the host's copy of `sampling`
         self._table: RowTable | None = None
 
     @property
@@ -45,14 +44,14 @@ class DeviceState:
         return self.tokens.device
 
     def pages_of(self, group: int) -> Tensor:
-        """A group's page ids, a view [num_rows + 1, max_pages]."""
+        """Returns a view [num_rows + 1, max_pages] of a group's page table."""
         return self.pages[:, group * self.max_pages : (group + 1) * self.max_pages]
 
     def changes(self, table: RowTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Page ids that changed since the last call: flat indices into `pages`, and values.
+        """Returns page ids that changed since the last call, as flat indices into `pages` and values.
 
-        New sequences' sampling parameters are sent here. A table that was not seen before is copied
-        whole, and its changes are recorded from then on.
+        Also sends new sequences' sampling parameters to the device. A table that is new here is copied
+        whole, and starts to log its changes.
         """
         if table is not self._table:
             self._attach(table)
@@ -65,14 +64,14 @@ class DeviceState:
             [row * width + start + np.arange(len(pages)) for row, start, pages in log]
         )
         values = np.array([page for _, _, pages in log for page in pages], np.int64)
-        # A row may have changed its owner between two calls: its last change counts.
+        # A row may have changed its owner between two calls. Only the last change of an entry counts.
         if len({row for row, _, _ in log}) < len(log):
             index, last = np.unique(index[::-1], return_index=True)
             values = values[::-1][last]
         return index, values
 
     def write(self, index: NDArray[np.int64], values: NDArray[np.int64]) -> None:
-        """Apply what `changes` returned. The host does not wait."""
+        """Writes page ids that `changes` returned into `pages`, without waiting for the device."""
         if len(index):
             there = to_device(torch.from_numpy(np.stack([index, values])), self.device)
             self.pages.view(-1).index_put_((there[0],), there[1].to(torch.int32))

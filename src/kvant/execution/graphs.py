@@ -1,19 +1,19 @@
-"""Steps as CUDA graphs: one launch replays a whole step.
+"""Records steps as CUDA graphs, so that one launch replays a whole step.
 
-Three kinds of graphs are recorded, each for several sizes; a smaller step is padded with rows that
-store nothing and see nothing.
+Three kinds of graphs are recorded, each for several sizes. A smaller step is padded with rows that store
+nothing and attend to nothing.
 
     decodes   n sequences with one token each, and up to k drafts: the drafter fills its blocks, the
-              target verifies them, the drafter learns what the target ran
-    mixed     T tokens of n sequences, pieces of prompts among them
+              target verifies them, and the drafter reads the target's hidden states
+    mixed     T tokens of n sequences, including pieces of prompts
     choosers  choose tokens from the logits of any step that was not a recorded decode
 
-Every step reads the newest tokens, positions and page ids of its sequences from the device's rows and
-writes the tokens it found there, so the next step can be launched before the host has read this one.
-The host sends row numbers, and reads tokens when it commits the step.
+Every step reads its sequences' newest tokens, positions and page ids from the device's rows and writes its
+new tokens there. So the next step can be launched before the host has read this one. The host sends row
+numbers, and reads tokens when it commits the step.
 
-Attention in a mixed graph goes through the backend's kernel for pages: the host knows which sequences
-have many queries, a graph does not. So long pieces behind long contexts are launched operation by operation.
+Mixed graphs use the backend's kernel for paged attention only, since a graph cannot know which sequences
+have many queries. Long pieces behind long contexts are faster without a graph and run that way.
 """
 
 from __future__ import annotations
@@ -52,43 +52,43 @@ from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 
 Forward = Callable[[Tensor, Step, Tensor], Tensor]
-"""input_ids [T], step, logits_index [m] -> logits [m, vocab_size], in the dtype they were computed in."""
+"""Maps input_ids [T], a step and logits_index [m] to logits [m, vocab_size] in the compute dtype."""
 
 Draft = Callable[[Tensor, Step], Tensor]
 """`DeviceProposer.draft`."""
 
 
 class Eraser(Protocol):
-    """`kvant.kernels.triton.zero.PageEraser`."""
+    """Clears pages on the device; see `kvant.kernels.triton.zero.PageEraser`."""
 
     def clear(self, pages: Sequence[Sequence[int]]) -> None: ...
 
     def clear_listed(self, entries: Tensor) -> None:
-        """entries: [n] int64."""
+        """Clears pages. entries: [n] int64, as `kvant.kernels.listed_pages.listed` returns them."""
         ...
 
 
 MOST_CONTEXT = 8192
-"""Stored tokens of a long piece in a mixed graph: more are faster as `Step.long`."""
+"""The longest context, in tokens, of a long piece in a mixed graph. Longer ones run faster eagerly."""
 
 MOST_READ = 1 << 17
-"""Stored tokens of all long pieces in a mixed graph, for the same reason."""
+"""The most tokens in the contexts of all long pieces in a mixed graph. More run faster eagerly."""
 
 _NO_LIMIT = 1 << 40
 
 _FEW = 128
-"""Rows of the smaller chooser."""
+"""Rows of the smaller of the two recorded choosers."""
 
 _ROWS, _TOKENS, _STARTS, _COUNTS, _LIMITS, _INDEX, _VALUES, _CLEARED = range(8)
-"""Rows of a step's numbers. _INDEX and _VALUES are changes of page ids, _CLEARED pages to clear."""
+"""Row indices of a step's host inputs. _INDEX, _VALUES: changed page ids. _CLEARED: pages to clear."""
 
 _MOST_CLEARED = 64
-"""Pages that a recorded step clears; with more, clearing them is a launch of its own."""
+"""The most pages that a recorded step clears. More pages are cleared by a separate launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A recorded step. found: int64, what it found, see `StepGraphs._read`.
+    """A recorded step. found: int64, its results on the device, laid out as `_read` or `_read_drafts` says.
 
     draw: recorded launches that replace the most likely tokens by sampled ones; None with drafts.
     """
@@ -100,26 +100,26 @@ class _Graph:
 
 
 class _Staging:
-    """Pinned memory for one step: numbers go to the device, what was found comes back.
+    """Pinned host memory for one step: inputs that go to the device, and results that come back.
 
-    done: the device has read the one and written the other.
+    done: marks that the device has read the inputs and written the results.
     """
 
     def __init__(self, recorder: Recorder, seqs: int, rows: int, mixed: int) -> None:
         self.numbers = recorder.host_buffer(8, seqs, dtype=torch.int64)
         self.mixed = recorder.host_buffer(mixed, dtype=torch.int64)
         self.u = recorder.host_buffer(seqs, dtype=torch.float64)
-        # One piece, as the graph's: a copy into strided memory would make the host wait.
+        # Contiguous like the graph's results: a copy into strided memory would make the host wait.
         self.found = recorder.host_buffer(3 * rows + seqs, dtype=torch.int64)
         self.done = recorder.mark()
 
 
 class StepGraphs:
-    """Graphs for up to `most_seqs` sequences.
+    """Records and replays the graphs of steps with up to `most_seqs` sequences.
 
-    forward: the model. max_num_batched_tokens: of mixed graphs, 0 for none. draft: the proposer's, for
-    decodes with each of `num_drafts` drafts. run: computes logits of a batch that no graph holds;
-    its second argument are the batch's ids on the device. eraser: clears the pages that `launch` is given.
+    forward: the model. max_num_batched_tokens: the most tokens of a mixed graph; 0 records none. draft: the
+    proposer's `draft`. num_drafts: the numbers of drafts to record decodes for. run: computes the logits of
+    a batch without a graph, given the batch and its ids on the device. eraser: clears pages in `launch`.
     """
 
     def __init__(
@@ -168,9 +168,9 @@ class StepGraphs:
         self._choosers: dict[int, _Graph] = {}
 
     def capture(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Record every graph, the largest first. Every row is padding meanwhile: nothing is stored.
+        """Records every graph, the largest first. All rows are padding meanwhile, so nothing is stored.
 
-        told: graphs done, of all.
+        told: called with the number of recorded graphs and the number of all graphs.
         """
         self._numbers[_ROWS] = self.state.padding_row
         self._numbers[_INDEX] = -1
@@ -190,7 +190,7 @@ class StepGraphs:
             self._mixed.capture(self._recorder, lambda: told(next(done), total))
 
     def num_drafts(self, num_sequences: int) -> list[int]:
-        """Numbers of drafts for which decodes of `num_sequences` are recorded; empty for too many."""
+        """Returns the numbers of drafts for which decodes of `num_sequences` sequences are recorded."""
         return [k for k, sizes in self._sizes.items() if num_sequences <= sizes[-1]]
 
     def launch(
@@ -200,9 +200,10 @@ class StepGraphs:
         drafts: Drafts | None,
         cleared: Sequence[Sequence[int]] = (),
     ) -> Launched:
-        """Launch a step; the host does not wait. drafts: chosen by the host, else by the recorded drafter.
+        """Launches a step without waiting for it, and decides whether a graph is replayed.
 
-        cleared: pages of each group that are cleared before. Here it is decided whether a graph is replayed.
+        drafts: drafts that the host chose; None lets the recorded drafter choose them. cleared: pages of each
+        group that are cleared first.
         """
         index, values = self.state.changes(table)
         has_drafts = schedule.max_drafts is not None and self._draft is not None
@@ -254,7 +255,7 @@ class StepGraphs:
         self._numbers.copy_(staging.numbers, non_blocking=True)
         graph = self._decodes[size, k]
         graph.replay()
-        if k:  # with rules or sampling the host chooses in every row which drafts it accepts
+        if k:  # with rules or sampling, the host decides which drafts are accepted
             is_greedy = bool(table.is_greedy[schedule.rows].all())
             is_final = is_greedy and not schedule.needs_host
             found = self._send(staging, graph)
@@ -266,7 +267,10 @@ class StepGraphs:
         )
 
     def _launch_batch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None) -> Launched:
-        """A step that the host laid out; its tokens are chosen on the device, but for those behind drafts."""
+        """Launches a step that the host laid out. The device chooses its tokens.
+
+        The host chooses them if the step has drafts, prompt tokens to score, or more rows than any chooser.
+        """
         batch = build_batch(schedule, table, self._page_size, drafts)
         sampling = np.flatnonzero(schedule.samples)
         staging = self._next_staging()
@@ -297,7 +301,7 @@ class StepGraphs:
         rows: NDArray[np.int64], places: NDArray[np.int64], first_rows: list[int],
         batch: Batch | None = None,
     ) -> Launched:  # fmt: skip
-        """A replayed step in which each of `rows` gets one token, at the positions `places`, [n] int64."""
+        """Returns a replayed step in which each of `rows` gets one token. places: [n] int64, its position."""
         is_final = not schedule.needs_host
         if is_final:
             self._draw(graph, staging, table, rows, places)
@@ -306,7 +310,7 @@ class StepGraphs:
         return Launched(schedule, graph.logits, read, is_final, batch)
 
     def _clear(self, staging: _Staging, size: int) -> NDArray[np.int64]:
-        """The staging numbers [8, most_seqs], whose first `size` columns are padding."""
+        """Returns the staging inputs [8, most_seqs] after setting their first `size` columns to padding."""
         host: NDArray[np.int64] = staging.numbers.numpy()
         host[:, :size] = 0
         host[_ROWS, :size] = self.state.padding_row
@@ -315,7 +319,7 @@ class StepGraphs:
         return host
 
     def _resolved_ids(self, batch: Batch, schedule: Schedule) -> Tensor:
-        """The batch's ids on the device, with the tokens that the step in flight finds."""
+        """Returns the batch's ids on the device, filled in with the tokens of the step in flight."""
         device = self.state.device
         ids = to_device(batch.input_ids, device)
         count = schedule.num_decodes
@@ -333,7 +337,7 @@ class StepGraphs:
         return staging
 
     def _send(self, staging: _Staging, graph: _Graph) -> Tensor:
-        """Copy what the graph found to the host, behind the step."""
+        """Queues the copy of the graph's results to the host. Returns the host tensor that receives them."""
         found = staging.found[: graph.found.shape[0]]
         found.copy_(graph.found, non_blocking=True)
         staging.done.record()
@@ -343,7 +347,7 @@ class StepGraphs:
         self, graph: _Graph, staging: _Staging, table: RowTable,
         rows: NDArray[np.int64], places: NDArray[np.int64],
     ) -> None:  # fmt: skip
-        """Replace the most likely tokens of rows that sample. places: [n] int64, the tokens' positions."""
+        """Replaces the most likely tokens of sampling rows. places: [n] int64, the new tokens' positions."""
         drawn = np.flatnonzero(~table.is_greedy[rows])
         if not len(drawn):
             return
@@ -365,15 +369,15 @@ class StepGraphs:
     def _record(
         self, run: Callable[[], tuple[Tensor, Tensor]], size: int, *, draws: bool
     ) -> _Graph:
-        """run: gives logits and what was found, of `size` sequences."""
+        """Records `run`, which returns the logits and the results of `size` sequences."""
         replay, (logits, found) = self._recorder.record(run)
         draw = self._record_draw(logits, found[size : 2 * size]) if draws else None
         return _Graph(replay, logits, found, draw)
 
     def _record_draw(self, logits: Tensor, chosen: Tensor) -> DrawParts:
-        """Sampling from the logits of a step whose rows have the tokens `chosen`, [n] int64."""
+        """Records sampling from a step's logits, which overwrites the tokens `chosen`, [n] int64."""
         size, record = len(chosen), self._recorder.record
-        # What is recorded runs once before: nothing was found yet, and tokens index a row of logits.
+        # The recorder runs each function once before it records: the tokens must be valid indices then.
         chosen.zero_()
         if self._drawer is None:  # the largest step comes first
             self._drawer = Drawer(size, logits.shape[1], logits.device)
@@ -393,7 +397,7 @@ class StepGraphs:
         )  # fmt: skip
 
     def _run_decodes(self, size: int, k: int) -> tuple[Tensor, Tensor]:
-        """Recorded: `size` sequences with one token and up to k drafts each."""
+        """The recorded decode step of `size` sequences with one token and up to k drafts each."""
         state, tables = self.state, self._tables[:, :size]
         rows, tokens, starts, counts, limits, index, values, cleared = self._numbers[:, :size]
         if self._eraser is not None:
@@ -439,7 +443,7 @@ class StepGraphs:
         return logits, torch.cat([sound, chosen, tokens, counts])
 
     def _choose(self, size: int) -> tuple[Tensor, Tensor]:
-        """Recorded: the first rows of the shared logits."""
+        """The recorded choice of tokens from the first `size` rows of the shared logits."""
         logits, numbers = self.logits.rows(size), self._numbers[:, :size]
         if has_kernels(self.state.device):
             from kvant.execution.triton_step import most_likely
@@ -454,10 +458,10 @@ class StepGraphs:
 
 
 class MixedGraphs:
-    """Graphs of steps with pieces of prompts. All numbers of a step go to the device in one copy.
+    """Graphs of steps with pieces of prompts. One copy sends all host inputs of a step to the device.
 
-    ids, positions: [tokens]. ends: [seqs + 1], offsets of queries. lengths, wanted, rows: [seqs]. slots of
-    each group: [tokens].
+    The inputs, all int64: ids, positions [tokens]; lengths, wanted (indices of logits), rows [seqs]; slots
+    [tokens] of each group; ends [seqs + 1], the cumulative query lengths.
     """
 
     def __init__(
@@ -476,7 +480,7 @@ class MixedGraphs:
         return len(self._sizes)
 
     def capture(self, recorder: Recorder, told: Callable[[], None]) -> None:
-        """Record every size, the largest first. Every token is padding meanwhile. told: after each."""
+        """Records every size, the largest first, with all tokens padding. told: called after each size."""
         for tokens, seqs in reversed(self._sizes):
             _, _, _, _, rows, *slots, _ = self._views(self._memory, tokens, seqs)
             for some in slots:
@@ -488,9 +492,9 @@ class MixedGraphs:
             told()
 
     def run(self, batch: Batch, schedule: Schedule, staging: _Staging) -> bool:
-        """Replay a step into the shared logits. False if no graph holds it."""
+        """Replays a step into the shared logits. Returns False if no recorded size fits it."""
         step = batch.step
-        # The kernel for pages reads the others in any case, with a graph or without.
+        # Short pieces use the kernel for paged attention with or without a graph.
         read = step.seqlens_kv[torch.from_numpy(schedule.counts) >= LONG]
         if len(read) and (int(read.max()) > MOST_CONTEXT or int(read.sum()) > MOST_READ):
             return False
@@ -516,7 +520,7 @@ class MixedGraphs:
         return True
 
     def _counts(self, tokens: int, seqs: int) -> list[int]:
-        # An odd count comes last: kernels are compiled once more for addresses that 16 does not divide.
+        # seqs + 1 comes last: kernels would be compiled once more for addresses that 16 does not divide.
         return [tokens, tokens, seqs, seqs, seqs, *[tokens] * self._num_groups, seqs + 1]
 
     def _views(self, memory: Tensor, tokens: int, seqs: int) -> tuple[Tensor, ...]:
@@ -524,12 +528,12 @@ class MixedGraphs:
         return torch.split(memory[: sum(sizes)], sizes)
 
     def _run(self, tokens: int, seqs: int) -> tuple[Tensor]:
-        """Recorded: the model over what lies in the graph's memory."""
+        """The recorded step: runs the model on the inputs in `_memory`."""
         graphs, state = self._graphs, self._graphs.state
         ids, positions, lengths, wanted, rows, *slots, ends = self._views(
             self._memory, tokens, seqs
         )
-        # Sequences whose token the step before finds come first, with one token each.
+        # Decodes come first, with one token each; only they can wait for a token of the step before.
         ids[:seqs] = torch.where(ids[:seqs] < 0, state.tokens.index_select(0, rows), ids[:seqs])
         seqlens, tables = lengths.to(torch.int32), graphs._tables[:, :seqs]
         if has_kernels(state.device):
@@ -564,14 +568,14 @@ def lay_out(
     page_size: int,
     max_model_len: int,
 ) -> tuple[Tensor, Step, Tensor, Tensor, Tensor]:
-    """Where the tokens of a step stand: n sequences with one token and up to k drafts, T = n (1 + k).
+    """Lays out the tokens of a step: n sequences with one token and up to k drafts each, T = n (1 + k).
 
-    rows: [n] int64. tokens, starts: [n] int64, negative for what the device has in the row. counts: [n]
-    int64, tokens with drafts; 0 for padding, which stores nothing and sees nothing. limits: [n] int64,
-    the first position that may not be stored; a sequence that starts there is padding, too. tables:
-    [groups, n, columns] int32, overwritten.
-    Returns the newest tokens [n]; the step; owners [T] int64, each token's sequence, where unused
-    tokens belong to the last one; is_first [T] bool, the newest tokens; counts [n] int64, 1 at least.
+    rows: [n] int64. tokens, starts: [n] int64; a negative value is replaced by the row's value on the device.
+    counts: [n] int64, tokens including drafts; 0 for padding, which stores nothing and attends to nothing.
+    limits: [n] int64, the first position that may not be stored; a sequence that starts there is padding.
+    tables: [groups, n, columns] int32, overwritten.
+    Returns the newest tokens [n]; the step; owners [T] int64, each token's sequence (the last one for
+    unused tokens); is_first [T] bool, true at newest tokens; counts [n] int64, at least 1.
     """
     count = rows.shape[0]
     starts = torch.where(starts < 0, state.lengths.index_select(0, rows), starts)
@@ -606,7 +610,7 @@ def lay_out(
 
 
 def _copy_tables(state: DeviceState, rows: Tensor, tables: Tensor) -> None:
-    """Copy the page ids of some rows, [n] int64, into tables [groups, n, columns] int32."""
+    """Copies the page ids of `rows` [n] int64 into `tables` [groups, n, columns] int32."""
     for group, table in enumerate(tables.unbind()):
         table.copy_(state.pages_of(group).index_select(0, rows)[:, : table.shape[1]])
 
@@ -614,10 +618,10 @@ def _copy_tables(state: DeviceState, rows: Tensor, tables: Tensor) -> None:
 def accepted(
     tokens: Tensor, chosen: Tensor, owners: Tensor, is_first: Tensor, counts: Tensor
 ) -> Tensor:
-    """How many tokens each sequence gets, [n] int64: its accepted drafts and the target's own token.
+    """Returns how many tokens each sequence gets, [n] int64: its accepted drafts and one of the target's own.
 
-    tokens: [T], what was run. chosen: [T], what the target says follows each of them: a draft is
-    accepted if all before it are, and it is what was chosen there.
+    tokens: [T], the tokens that were run. chosen: [T], the token that the target chooses after each of them.
+    A draft is accepted if all drafts before it are, and it equals the token chosen at its place.
     """
     if len(tokens) == len(counts):
         return counts
@@ -633,7 +637,7 @@ def accepted(
 def _read(
     staging: _Staging, found: Tensor, count: int, first_rows: list[int], is_final: bool
 ) -> Outcome:
-    """Wait for a step whose sequences found one token each; `found`: sound, tokens, [size] each."""
+    """Waits for a step in which each sequence got one token. found: sound and tokens, [size] each."""
     staging.done.synchronize()
     sound, tokens = found.view(2, -1)[:, :count].numpy()
     return Outcome((sound != 0).tolist(), tokens.tolist(), first_rows, None, is_final)
@@ -642,7 +646,7 @@ def _read(
 def _read_drafts(
     staging: _Staging, found: Tensor, count: int, size: int, is_final: bool
 ) -> Outcome:
-    """Wait for a step with drafts; `found`: sound, chosen and run tokens, [T] each, and counts [size]."""
+    """Waits for a step with drafts. found: sound, chosen and run tokens, [T] each, and counts [size]."""
     staging.done.synchronize()
     counts = found[-size:][:count].numpy()
     ends = counts.cumsum()

@@ -1,4 +1,4 @@
-"""The requested proposer, loaded beside its target."""
+"""Loads the requested proposer beside its target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvant.speculative.base import PlannedDraft, Proposer, Setting
 def load_proposer(
     planned: Plan, runner: ModelRunner, *, dummy_weights: bool = False
 ) -> Proposer | None:
-    """The requested proposer, loaded beside its target; None without speculation."""
+    """Loads the requested proposer and connects it to the runner. Returns None without speculation."""
     asked, draft = planned.request.speculative, planned.draft
     if asked is None:
         return None

@@ -1,4 +1,4 @@
-"""Records what runs on a device, so that one launch runs it again."""
+"""Records the work that a function launches on a device, so that one launch repeats it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class Mark(Protocol):
     """A point in the device's queue of work."""
 
     def record(self) -> None:
-        """Set it behind everything that was launched."""
+        """Places the mark after all work that was launched so far."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has reached it."""
+        """Waits until the device has reached the mark."""
         ...
 
 
 class Recorder(Protocol):
-    """What graphs need of a device."""
+    """Records functions, and makes the pinned buffers and marks of their inputs and results."""
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Returns a function that repeats `run` into the same tensors, and what `run` returned."""
         ...
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Zeros [*shape] in pinned host memory."""
+        """Returns zeros [*shape] in pinned host memory."""
         ...
 
     def mark(self) -> Mark: ...
 
 
 class CudaRecorder:
-    """CUDA graphs that share their memory: one runs at a time."""
+    """Records CUDA graphs that share one memory pool, so only one of them may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -57,7 +57,7 @@ class CudaRecorder:
             with _no_collections(), torch.cuda.graph(graph, pool=self._pool):
                 made = run()
         except BaseException:
-            # Where ending the recording fails too, torch goes on with the stream that was recorded.
+            # If ending the recording fails too, torch stays on the recorded stream.
             torch.cuda.set_stream(current)
             raise
         return graph.replay, made
@@ -72,7 +72,7 @@ class CudaRecorder:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Keeps the garbage collector still: to free an older engine's graphs would end the recording."""
+    """Stops garbage collection: freeing an older engine's graphs would abort the recording."""
     was_on = gc.isenabled()
     gc.disable()
     try:

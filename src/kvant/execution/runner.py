@@ -31,41 +31,42 @@ from kvant.speculative.base import Ask, DeviceProposer, Proposer
 
 
 class Runner(Protocol):
-    """What the engine's loop needs of a model."""
+    """The operations by which the engine's loop runs a model, in one process or on several ranks."""
 
     @property
     def device(self) -> torch.device: ...
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
-        """Clear pages of each group that have a new owner, before the next step at the latest."""
+        """Clears reallocated pages before the next step runs. pages: page ids of each group."""
         ...
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
-        """Launch a step. drafts: of each sequence, chosen by the host.
+        """Launches a step. drafts: each sequence's drafts, chosen by the host.
 
-        Without them a schedule with `max_drafts` is drafted by the recorded proposer.
+        If `drafts` is None and the schedule has `max_drafts`, the recorded proposer drafts.
         """
         ...
 
     def num_drafts(self, num_sequences: int) -> Sequence[int]:
-        """Numbers of drafts for which steps of `num_sequences` are recorded, 0 among them; or empty."""
+        """Returns the numbers of drafts, including 0, for which such steps are recorded, if any are."""
         ...
 
     def saturated(self) -> tuple[Saturated, ...]:
-        """What layers were given and could not hold, so far. Waits for the device."""
+        """Returns each layer's count of values beyond its format's range so far. Waits for the device."""
         ...
 
     def check(self) -> None:
-        """Raise RankLost if a process that runs a part of the model was lost."""
+        """Raises RankLost if a process that runs a part of the model was lost."""
         ...
 
 
 class ModelRunner:
-    """A loaded model over a pool of its plan, or of one that differs from it in formats only.
+    """A loaded model and the pool of its pages.
 
-    num_pages: superblocks of its arena. layout: of the arena; without one, a superblock is a page of all
-    layers, and states have an arena of their own. max_num_seqs: rows of the row table. draft_states: as in
-    `Limits`. embeds: rows of a step are hidden states behind the final norm, in place of logits.
+    num_pages: superblocks of the arena. plan: the pool's plan if its formats differ from the model's.
+    layout: how the arena is divided; None makes a superblock one page of all layers, and gives states an
+    arena of their own. max_num_seqs: rows of the row table. draft_states: as in `Limits`. embeds: steps
+    return hidden states after the final norm in place of logits.
     """
 
     def __init__(
@@ -113,21 +114,21 @@ class ModelRunner:
 
     @property
     def pools(self) -> list[KVPool]:
-        """Every pool that page ids address: the target's, and the proposer's own if it has one."""
+        """All pools that page ids address: the target's, and the proposer's if it has one."""
         drafts = getattr(self._proposer, "pool", None)
         return [self.pool] if drafts is None else [self.pool, drafts]
 
     def teach(self, proposer: Proposer) -> None:
-        """Let a proposer learn every step that is run from now on."""
+        """Passes the hidden states of every later step to `proposer`, at the layers it asks for."""
         self._proposer, self._taps = proposer, proposer.taps
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """`Proposer.propose` of the proposer that was taught."""
+        """Calls `Proposer.propose` of the proposer given to `teach`."""
         assert self._proposer is not None
         return self._proposer.propose(asks)
 
     def refit(self, other: LoadedModel) -> None:
-        """Go on with another model's weights and scales."""
+        """Replaces the weights and scales by those of another model, in place."""
         self.model.refit(other)
         self.pool.refit(self.model.scales)
 
@@ -139,7 +140,7 @@ class ModelRunner:
 
     @property
     def _clears_in_steps(self) -> bool:
-        """Whether the next step clears pages. A proposer may write to them before."""
+        """True if the next step clears the pages itself. A proposer might write to them before that step."""
         return self._graphs is not None and self._eraser is not None and self._proposer is None
 
     def num_drafts(self, num_sequences: int) -> Sequence[int]:
@@ -147,7 +148,7 @@ class ModelRunner:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether steps are launched ahead: the device finds tokens, and the host reads them later."""
+        """True if steps are recorded, so that a step can be launched before the host reads the last one."""
         return self._graphs is not None
 
     def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
@@ -171,7 +172,7 @@ class ModelRunner:
         return on_host(schedule, batch, drafts, self.run(batch))
 
     def run(self, batch: Batch) -> Tensor:
-        """Run a batch whose tokens are all known, and write its K and V.
+        """Runs a batch without pending tokens, and writes its K and V to the pool.
 
         Returns logits [len(batch.logits_index), vocab_size], or hidden states, in float32 or wider.
         """
@@ -179,7 +180,7 @@ class ModelRunner:
         return logits.to(widened(logits.dtype))
 
     def _run(self, batch: Batch, input_ids: Tensor) -> Tensor:
-        """input_ids: [T] int64, on the device."""
+        """Runs a batch. input_ids: [T] int64 on the device. Returns logits in the compute dtype."""
         if self.device.type == "cpu":
             return self._forward(input_ids, batch.step, batch.logits_index)
         index = to_device(batch.logits_index, self.device)
@@ -189,7 +190,7 @@ class ModelRunner:
         return tuple(one for pool in self.pools for one in pool.saturated())
 
     def check(self) -> None:
-        """Nothing to lose: the model runs in this process."""
+        """Does nothing: the whole model runs in this process."""
 
     def capture(
         self,
@@ -199,18 +200,18 @@ class ModelRunner:
         num_drafts: Sequence[int] = (),
         told: Callable[[str, int, int], None] = lambda task, done, total: None,
     ) -> None:
-        """Compile what a GPU needs and record steps as CUDA graphs, so that no request waits.
+        """Compiles GPU kernels and records steps as CUDA graphs, so that no request waits for either.
 
-        num_drafts: drafts of one sequence, for steps that the proposer drafts on the device. told: the task,
-        and how many of its steps are done.
-        On a CPU there is nothing to do. Raises NotServable where this model's steps cannot be recorded:
-        they run all the same, each operation launched by Python.
+        num_drafts: numbers of drafts per sequence to record, for a proposer that drafts on the device. told:
+        called with the task, and how many of how many parts are done. On a CPU this does nothing. Raises
+        NotServable if this model's steps cannot be recorded; they still run, each operation launched by
+        Python.
         """
         if self.device.type == "cpu":
             return
         self.zero([[SCRATCH_PAGE]])  # the first request's pages would wait for the kernel otherwise
         group = self.model.group
-        # Threads of several ranks would not meet in the same order.
+        # Several threads of each rank would reach the collectives in different orders.
         with nullcontext() if group is None else group.alone():
             warm_up(
                 self.model,
@@ -221,7 +222,9 @@ class ModelRunner:
                 max_model_len,
                 partial(told, "compiling kernels"),
             )
-        if self._last is not None:  # prompts only, whose rows the host reads
+        if (
+            self._last is not None
+        ):  # an engine that embeds runs prompts only; the host reads their rows
             return
         try:
             self.record(
@@ -256,13 +259,13 @@ class ModelRunner:
         num_drafts: Sequence[int] = (),
         told: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Record steps, as `capture` does it; from now on they are launched ahead."""
+        """Records steps for `capture`. From then on `launch` replays them where one fits."""
         draft = self._proposer.draft if isinstance(self._proposer, DeviceProposer) else None
         graphs = StepGraphs(
             self._forward,
             max_num_seqs,
-            # A batch-invariant launch has room for every item that any of its tokens could have: too many.
-            # Where prompts end is known to the host alone, and recurrences over them depend on it.
+            # No mixed graphs if batch-invariant: their launches would need room for far too many work items.
+            # None with recurrent states either: these need prompts' ends, which only the host knows.
             max_num_batched_tokens=0
             if self.model.batch_invariant or self.states is not None
             else max_num_batched_tokens,
@@ -280,7 +283,7 @@ class ModelRunner:
         self._graphs = graphs
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
-        """Logits as they were computed, or hidden states."""
+        """Returns logits [m, vocab_size] in the compute dtype, or hidden states of an engine that embeds."""
         call = StepCall(step, self.pool, self._backends, self.states)
         if self._last is not None:
             layer, norm = self._last
@@ -294,7 +297,7 @@ class ModelRunner:
 
 
 def _moved(step: Step, device: torch.device) -> Step:
-    """The step on the device; the host does not wait."""
+    """Returns a copy of the step on `device`, without waiting for the copies."""
     moved = replace(
         step,
         cu_seqlens_q=to_device(step.cu_seqlens_q, device),

@@ -1,5 +1,5 @@
-"""The engine's half of speculation: how many drafts a step has, what the host's proposers draft, and
-what became of them."""
+"""The engine's side of speculative decoding: chooses the number of drafts, asks proposers that run on the
+host, and counts accepted drafts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvant.speculative.base import Ask, Proposer
 from kvant.speculative.counts import Counts, SpeculationStats
 
 Ways = Callable[[int], Sequence[int]]
-"""Number of answering sequences -> numbers of drafts whose steps are recorded, 0 among them."""
+"""Maps a number of decoding sequences to the numbers of drafts, including 0, whose steps are recorded."""
 
 Propose = Callable[[Sequence[Ask]], list[list[int]]]
-"""`Proposer.propose`."""
+"""The type of `Proposer.propose`."""
 
 
 class Speculation:
-    """One proposer in one engine.
+    """Drives one proposer in one engine.
 
-    num_speculative_tokens: drafts of one sequence in one step at most. adaptive: draft fewer, or
-    none, where that is faster. ways: what can be chosen from; all or nothing without. propose: asks the
-    proposer, on every rank that has one.
+    num_speculative_tokens: the most drafts of one sequence in one step. adaptive: draft fewer, or none, if
+    that is faster. ways: the numbers of drafts to choose from; None allows all drafts or none. propose: asks
+    the proposer, on every rank that has one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Speculation:
         return self._counts.stats(pays=self._chosen > 0)
 
     def num_draft_tokens(self, num_running: int) -> int:
-        """How many drafts each answering sequence may have in the next step."""
+        """Returns how many drafts each decoding sequence may have in the next step."""
         self._num_running = max(1, num_running)
         if self._adaptive is not None:
             ways = self._ways(self._num_running)
@@ -65,9 +65,9 @@ class Speculation:
         self._proposer.zero(pages)
 
     def propose(self, schedule: Schedule) -> Drafts | None:
-        """Drafts of each sequence, as many as the scheduler left room for; None where there are none.
+        """Returns the drafts of each sequence, at most `schedule.max_drafts`; None if there are none.
 
-        Every token of the schedule must be known.
+        The host must know every token of the schedule's sequences.
         """
         if schedule.max_drafts is None:
             return None
@@ -85,10 +85,10 @@ class Speculation:
         self, schedule: Schedule, drafts: Drafts | None, emitted: Sequence[Sequence[int]],
         launched_at: float,
     ) -> None:  # fmt: skip
-        """A step was committed. emitted: the tokens that each sequence got.
+        """Counts a committed step and its time. emitted: the tokens that each sequence got.
 
-        launched_at: `time.perf_counter` when it was. A step that was in flight behind another one is
-        timed from the commit of that one.
+        launched_at: `time.perf_counter` at its launch. A step that was launched before the previous one was
+        committed is timed from that commit.
         """
         now = time.perf_counter()
         seconds = now - max(launched_at, self._committed_at)
@@ -98,7 +98,7 @@ class Speculation:
                 accepted = sum(t == d for t, d in zip(tokens, draft, strict=False))
                 self._counts.note(len(draft), accepted, len(tokens))
         if schedule.num_prefills or not all(emitted):
-            return  # with pieces of prompts in it a step's time says nothing about drafts
+            return  # the time of a step with pieces of prompts says nothing about drafts
         drafted = drafts is not None and any(drafts)
         if not drafted:
             self._counts.num_plain_steps += 1
@@ -107,7 +107,7 @@ class Speculation:
             self._adaptive.note([len(t) for t in emitted], seconds, num_drafts=num_drafts)
 
     def _check(self, drafts: Sequence[int], room: int) -> None:
-        """Raise EngineFault if a proposer returns something that is not a token."""
+        """Raises EngineFault if a proposer returns too many drafts, or ids outside the vocabulary."""
         if len(drafts) > room or not all(0 <= token < self._vocab_size for token in drafts):
             raise EngineFault(
                 f"the proposer {type(self._proposer).__name__} drafted {list(drafts)}: "

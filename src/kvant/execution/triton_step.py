@@ -1,4 +1,4 @@
-"""What a recorded step of single tokens does before and after the model, in few launches."""
+"""Triton kernels that prepare a recorded decode step and choose its tokens, in few launches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def write_pages(state: DeviceState, index: Tensor, values: Tensor) -> None:
 def gather_pages(
     state: DeviceState, rows: Tensor, seqlens: Tensor, tables: Tensor, page_size: int
 ) -> None:
-    """Copy the used page ids of some rows of `state.pages` into tables [groups, n, columns] int32.
+    """Copies the used page ids of `rows` from `state.pages` into tables [groups, n, columns] int32.
 
-    rows: [n] int64. seqlens: [n] int32. Entries of tables behind a sequence's end keep what they had.
+    rows: [n] int64. seqlens: [n] int32. Entries of tables after a sequence's end are left unchanged.
     """
     for group, table in enumerate(tables.unbind()):
         _gather_group(state.pages_of(group), rows, seqlens, table, page_size)
@@ -47,7 +47,7 @@ def plain_step(
     rows: Tensor, tokens: Tensor, starts: Tensor, counts: Tensor, limits: Tensor, state: DeviceState,
     tables: Tensor, page_size: int, max_model_len: int,
 ) -> tuple[Tensor, Step]:  # fmt: skip
-    """As `graphs.lay_out` without drafts. Returns the tokens [n] int64 and the step.
+    """Lays out a step like `graphs.lay_out`, without drafts. Returns the tokens [n] int64 and the step.
 
     tables: [groups, n, columns] int32, overwritten with the rows' page ids.
     """
@@ -81,7 +81,7 @@ def plain_step(
 def _slots_in(
     pages: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, page_size: int
 ) -> Tensor:
-    """The slots [n] of a step of single tokens in another group. pages: [rows, columns], of that group."""
+    """Returns a decode step's slots [n] int64 in another group, whose page table is `pages`."""
     found = torch.empty_like(slots)
     _other_slots[(len(rows),)](
         rows, slots, positions, pages, pages.stride(0), found, PAGE=page_size, num_warps=1
@@ -92,12 +92,12 @@ def _slots_in(
 def most_likely(
     logits: Tensor, rows: Tensor, positions: Tensor, counts: Tensor, state: DeviceState
 ) -> Tensor:
-    """Choose each row's most likely token, and make it its sequence's newest. Returns found [2 n] int64.
+    """Chooses each row's most likely token and stores it as its sequence's newest token in `state`.
 
-    logits: [n, vocab_size] float32, any row of which may hold NaN or infinities. rows, positions: [n]
-    int64, the sequence's row and the position of the token before. counts: [n] integers, 0 for rows that
-    are padding. found: whether each row's largest logit is finite, then the tokens, -1 for padding; of
-    equal logits the first is chosen.
+    logits: [n, vocab_size] float32, which may hold NaN and infinities. rows, positions: [n] int64, the
+    sequence's row and the position of the token before. counts: [n] integers, 0 for padding rows. Returns
+    [2 n] int64: whether each row's largest logit is finite, then the tokens, -1 for padding. The first of
+    equal logits is chosen.
     """
     count, size = logits.shape
     found = rows.new_empty(2 * count)
@@ -123,7 +123,7 @@ def _write_pages(pages, index, values, count, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=("stride",))
 def _lay_out(rows, tokens, starts, counts, limits, newest, lengths, pages, stride, cu_seqlens,
              seqlens, slots, ids, positions, PAGE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Program: a sequence. A negative token or start stands for what the device has in its row."""
+    """One program per sequence. A negative token or start means the value in the sequence's row."""
     i = tl.program_id(0)
     row = tl.load(rows + i)
     start = tl.load(starts + i)
@@ -145,7 +145,7 @@ def _lay_out(rows, tokens, starts, counts, limits, newest, lengths, pages, strid
 
 @triton.jit(do_not_specialize=("stride",))
 def _other_slots(rows, slots, positions, pages, stride, found, PAGE: tl.constexpr):
-    """Program: a sequence. Where the first group stores nothing, no other one does."""
+    """One program per sequence. If the first group stores nothing (slot -1), no other group does."""
     i = tl.program_id(0)
     at = tl.load(positions + i)
     page = tl.load(pages + tl.load(rows + i) * stride + at // PAGE).to(tl.int64)
@@ -156,7 +156,7 @@ def _other_slots(rows, slots, positions, pages, stride, found, PAGE: tl.constexp
 @triton.jit(do_not_specialize=("stride", "out_stride"))
 def _gather_pages(rows, seqlens, pages, stride, table, out_stride, PAGE: tl.constexpr,
                   COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program: BLOCK columns of a sequence."""
+    """One program per BLOCK columns of a sequence."""
     i = tl.program_id(0)
     used = tl.minimum((tl.load(seqlens + i) + PAGE - 1) // PAGE, COLUMNS)
     first = tl.program_id(1) * BLOCK
@@ -170,9 +170,9 @@ def _gather_pages(rows, seqlens, pages, stride, table, out_stride, PAGE: tl.cons
 @triton.jit(do_not_specialize=("count",))
 def _most_likely(logits, stride, size, rows, positions, counts, best, places, arrived, found, newest,
                  lengths, count, stretches, STRETCH: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
-    """Program: a stretch of a row of logits; the last one to finish a row compares all stretches.
+    """One program per stretch of a row of logits; the row's last program compares all stretches.
 
-    best: [n, stretches], the largest logit of each, +Inf where there is NaN. places: its index.
+    best: [n, stretches], the largest logit of each stretch, +Inf if it holds NaN. places: its index.
     """
     row = tl.program_id(0)
     stretch = tl.program_id(1)

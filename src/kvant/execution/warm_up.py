@@ -18,7 +18,7 @@ from kvant.models.loaded import LoadedModel, widened
 from kvant.plan.device import chosen_gpu, work_on
 
 _MOST_AT_ONCE = 6
-"""More gain little: a part of compiling is Python, which runs one thread at a time."""
+"""The most steps compiled in parallel. More gain little: part of compiling holds the interpreter lock."""
 
 
 def warm_up(
@@ -30,10 +30,10 @@ def warm_up(
     max_model_len: int,
     told: Callable[[int, int], None],
 ) -> None:
-    """Run steps that store nothing: short and long prompts, alone and together. told: steps done, of all.
+    """Runs steps that store nothing: short and long prompts, alone and together. told: called with progress.
 
-    Several steps are launched at once, since compiling takes most of the time. They share a stream, so the
-    device runs their kernels one after the other.
+    Several threads launch steps in parallel, since compiling takes most of the time. They share a stream, so
+    the device runs their kernels one after the other.
     """
 
     def run(lengths: tuple[int, ...]) -> Tensor:
@@ -43,13 +43,13 @@ def warm_up(
         ids = torch.zeros_like(step.positions)
         return forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
 
-    # Triton is there where there is a GPU.
+    # Imported here: only machines with a GPU have Triton.
     from kvant.attention.triton.prefill import prepare
     from kvant.kernels.triton.first_launch import one_loads
     from kvant.sampling.triton_draw import draw_once
 
     first, *others = step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len)
-    logits = run(first)  # alone, as it makes what all of them find
+    logits = run(first)  # alone: it allocates what all later steps share
     at_once = _at_once(model.device)
     with (
         one_loads(),
@@ -58,7 +58,7 @@ def warm_up(
         compiled = threads.map(run, others)
         draw = threads.submit(draw_once, logits.to(widened(logits.dtype)))
         try:
-            # Here, as cuDNN's plans are those of a thread.
+            # In this thread, which will run the steps: cuDNN keeps its plans per thread.
             prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
             for done, _ in enumerate(compiled, start=1):
                 told(done, len(others))
@@ -70,18 +70,18 @@ def warm_up(
 
 
 def _at_once(device: torch.device) -> int:
-    """Steps whose kernels are compiled at the same time; one under Triton's interpreter."""
+    """Returns how many steps are compiled in parallel; one under Triton's interpreter."""
     return 1 if device.type == "cpu" else max(1, min(_MOST_AT_ONCE, len(os.sched_getaffinity(0))))
 
 
 def step_lengths(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> list[tuple[int, ...]]:
-    """Query tokens of each sequence, for steps that need differently compiled kernels.
+    """Returns the sequences' query lengths for each step to run, so that every kernel variant is compiled.
 
-    Kernels round rows per sequence and KV head, tokens of a step and rows of logits up to powers of two,
-    and differ for few, some and many sequences. Steps of one token per sequence are recorded later, but
-    some are launched without a graph, for example beside a long prompt.
+    Kernels are specialised by powers of two: of query rows per sequence and KV head, of a step's tokens and
+    of rows of logits. They also differ for few, some and many sequences. Decode steps are recorded later,
+    but some run without a graph, for example beside a long prompt.
     """
     long = min(300, max_num_batched_tokens, max_model_len)
     many = min(64, max_num_seqs)
@@ -102,7 +102,7 @@ def step_lengths(
 def _nowhere(
     lengths: tuple[int, ...], page_size: int, device: torch.device, scratch_row: int
 ) -> Step:
-    """A step of prompts of these lengths that stores nothing and reads the scratch page and row."""
+    """Returns a step of prompts of these lengths that stores nothing and reads the scratch page and row."""
     count = np.array(lengths)
     total, longest = int(count.sum()), int(count.max())
     step = Step(

@@ -1,1 +1,1 @@
-"""Requests, pages, and who runs next."""
+"""Sequences, their pages, and the choice of what each step runs."""

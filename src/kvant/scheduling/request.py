@@ -1,4 +1,4 @@
-"""A request and its life. Everything about a request stays with it, never in a recycled batch row."""
+"""A request and the state of its sequence, which stays with the request and not in a reused batch row."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked. number: order of arrival, unique in one engine.
+    """One request, as it was submitted. number: counts requests by arrival, unique in one engine.
 
-    seed: the seed that is used, the asked one or one drawn at arrival. salt: requests of different
-    salts never share cached pages. max_total_tokens: prompt and answer together end here at the latest.
+    seed: the requested seed, or one drawn at arrival. salt: requests with different salts never share
+    cached pages. max_total_tokens: the limit on prompt and answer together.
     """
 
     number: int
@@ -49,17 +49,15 @@ class Request:
 class Sequence:
     """A request's state. Only the scheduler writes `token_ids` and `status`.
 
-    token_ids: prompt and answer as far as they are known. held: of each group of pages, page ids, oldest
-    token first; the scratch page stands for pages that it needs no more. state_page: that of its states, -1
-    without one. num_cached_tokens: prompt tokens
-    that came from the prefix cache when it first ran.
-    prefix_hashes: the root hash, then one hash per full page known so far. num_remembered_pages: first
-    pages that were offered to the prefix cache or came from there. own_hashes: hashes of pages that
-    this sequence added to the cache. unconfirmed: (group, name, hash) of pages that it needs no more, which
-    wait under a name of their own until a finite token follows the prompt. row: its row in the row table,
-    -1 without one. order: of arrival at the scheduler. rules: what it changes in its logits. logprobs: of
-    the answer's tokens. prompt_logprobs: of the prompt's second and later tokens, as far as known; None if
-    not requested.
+    token_ids: the prompt and the known part of the answer. held: page ids of each group, oldest token
+    first; the scratch page replaces released pages. state_page: the page of its recurrent states, or -1.
+    num_cached_tokens: prompt tokens that came from the prefix cache when it first ran. prefix_hashes: the
+    root hash, then one hash per full page known so far. num_remembered_pages: how many of its first pages
+    came from the prefix cache or were offered to it. own_hashes: hashes of pages that this sequence added
+    to the cache. unconfirmed: (group, name, hash) of released pages, which are cached under a private name
+    until a finite token follows the prompt. row: its row in the row table, or -1. order: of arrival at the
+    scheduler. rules: changes to its logits. logprobs: of the answer's tokens. prompt_logprobs: of the
+    prompt's second and later tokens, as far as known; None if not requested.
     """
 
     request: Request
@@ -86,18 +84,18 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Its prompt has to be run, all of it, for the log-probabilities of its tokens."""
+        """True if the whole prompt still has to run, because log-probabilities of its tokens are missing."""
         found = self.prompt_logprobs
         return found is not None and len(found) < self.num_prompt_tokens - 1
 
     @property
     def is_plain(self) -> bool:
-        """Whether its next token is the most likely one and nothing else is asked about it."""
+        """True if its next token is the most likely one: greedy, without rules or log-probabilities."""
         return self.request.params.is_greedy and not self.needs_host
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host computes something between its logits and its next token."""
+        """True if the host must choose its next token, because of rules or log-probabilities."""
         return self.rules is not None or self.request.params.logprobs is not None
 
     @property

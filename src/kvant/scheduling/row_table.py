@@ -1,12 +1,12 @@
-"""What the engine knows of every running sequence: a row of arrays, its pages, and the states to go on from.
+"""The scheduler's arrays with one row per running sequence, the sequences' pages, and kept recurrent states.
 
 A sequence keeps its row from admission until it ends or is preempted. The device keeps the newest
-token, the length, the page table and the sampling parameters of the same rows
+token, the length, the page table and the sampling parameters under the same row numbers
 (`kvant.execution.device_state`), so a step needs only row numbers from the host.
 
-The scheduler is the only writer, and decides who gets pages. A step that was launched and not read yet
-counts as if it had run: `num_computed` and `num_tokens` are what they will be if every draft is accepted,
-and at most `num_uncertain` too high.
+Only the scheduler writes here and gives out pages. A launched step counts as run before it is read:
+`num_computed` and `num_tokens` assume that every draft is accepted, so they may be too high by up to
+`num_uncertain`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from kvant.kv.pages import SCRATCH, PageAllocator, SharedPages, page_hash
 from kvant.scheduling.request import FinishReason, Sequence
 
 LEAST_TOKENS = 128
-"""Fewer tokens at the end of a prompt are computed again: keeping their state costs a step of its own."""
+"""The fewest tokens of a last piece that is cut to keep a state, since the cut costs one more step."""
 
 
 class RowTable:
-    """num_rows rows. All arrays are [num_rows].
+    """Arrays with one row per running sequence. Arrays are [num_rows] unless another shape is given.
 
-    pages: [num_rows, num_groups * max_pages] int32, the tables of all groups side by side; entries behind a
-    sequence's last page, and of pages that it needs no more, are the scratch page.
+    pages: [num_rows, num_groups * max_pages] int32, the tables of all groups side by side; entries after a
+    sequence's last page, and of released pages, are the scratch page.
     num_pages: pages that each row has in every group. owner: the sequence's number, -1 for a free row.
     num_computed: tokens whose K and V are in the pages once every launched step has run.
-    num_tokens: known tokens, and tokens that launched steps will find.
-    num_pending: those of `num_tokens` that launched steps will find.
+    num_tokens: known tokens plus tokens that launched steps will produce.
+    num_pending: how many of `num_tokens` launched steps will produce.
     num_uncertain: drafts in launched steps, which may be rejected.
     is_followed: whether a finite token followed the prompt, so that its pages may be shared.
-    max_tokens: prompt and answer together. num_prompt: tokens of the prompt.
+    max_tokens: the limit on prompt and answer together. num_prompt: tokens of the prompt.
     needs_host: the next token depends on rules or log-probabilities that the host computes.
-    sampling [num_rows, 4] (`SamplingParams.numbers`), seeds: how tokens are drawn.
+    sampling: [num_rows, 4], `SamplingParams.numbers`. seeds: seeds of sampled tokens.
     log: (row, first column, page ids) of every change of `pages`, once `start_log` was called.
     """
 
@@ -67,7 +67,7 @@ class RowTable:
 
     @property
     def is_greedy(self) -> NDArray[np.bool_]:
-        """Whether each row takes the most likely token."""
+        """[num_rows] bool, true where the temperature is 0."""
         found: NDArray[np.bool_] = self.sampling[:, 0] == 0.0
         return found
 
@@ -80,11 +80,11 @@ class RowTable:
         return len(self._free_rows)
 
     def start_log(self) -> None:
-        """Record changes of `pages` from now on; the reader empties `log`."""
+        """Starts to log changes of `pages`. The log's reader must empty it."""
         self.log = []
 
     def take_row(self, sequence: Sequence, num_cached_tokens: int) -> int:
-        """Give a sequence a row. num_cached_tokens: tokens whose K and V its first pages hold."""
+        """Gives a sequence a row. num_cached_tokens: tokens whose K and V its first pages already hold."""
         row = self._free_rows.pop()
         request, params = sequence.request, sequence.request.params
         self.owner[row] = sequence.number
@@ -100,13 +100,13 @@ class RowTable:
         return row
 
     def write(self, row: int, start: int, pages: Items[int], group: int = 0) -> None:
-        """Set a row's last page ids of a group, from column `start` on."""
+        """Sets a row's page ids of a group from column `start` on, and with one group its `num_pages`."""
         if self.num_groups == 1:
             self.num_pages[row] = start + len(pages)
         self.overwrite(row, start, pages, group)
 
     def overwrite(self, row: int, start: int, pages: Items[int], group: int = 0) -> None:
-        """Set some of a row's page ids of a group, from column `start` on."""
+        """Replaces some of a row's page ids of a group, from column `start` on."""
         start += group * self.max_pages
         end = start + len(pages)
         if len(pages) == 1:
@@ -117,7 +117,7 @@ class RowTable:
             self.log.append((row, start, pages))
 
     def free_row(self, row: int) -> None:
-        """Take a row back. Its page ids are cleared, so no later owner can see them."""
+        """Frees a row. Its page ids are cleared, so no later owner can see them."""
         self.pages[row] = SCRATCH
         self.num_pages[row] = 0
         self.owner[row] = -1
@@ -126,7 +126,7 @@ class RowTable:
     def page_table(
         self, rows: NDArray[np.int64], num_pages: int, group: int = 0
     ) -> NDArray[np.int32]:
-        """A copy [len(rows), num_pages] of some rows' first page ids in a group."""
+        """Returns a copy [len(rows), num_pages] of some rows' first page ids in a group."""
         first = group * self.max_pages
         return self.pages[rows, first : first + num_pages]
 
@@ -137,7 +137,11 @@ class RowTable:
         samples: NDArray[np.bool_],
         max_drafts: NDArray[np.int64] | None,
     ) -> None:
-        """Count a step as run. counts: tokens without drafts; samples: whether a token follows them."""
+        """Counts a launched step as run. All arrays are [n], one entry per row of the step.
+
+        counts: tokens without drafts. samples: whether the step produces a token after them. max_drafts: the
+        most drafts, None for a step without any.
+        """
         if max_drafts is None:
             self.num_computed[rows] += counts
             self.num_tokens[rows] += samples
@@ -156,7 +160,7 @@ class RowTable:
         max_drafts: NDArray[np.int64] | None,
         missing: NDArray[np.int64] | None,
     ) -> None:
-        """A launched step was read. missing: tokens that were counted and did not come."""
+        """Corrects the counts of a step that was read. missing: [n], tokens counted but not produced."""
         if max_drafts is None:
             self.num_pending[rows] -= samples
         else:
@@ -168,15 +172,15 @@ class RowTable:
 
 
 MOST_AT_ONCE = 256
-"""Pages that an ended sequence gives back before other answers get their tokens."""
+"""Sequences with at least this many pages give them back later, beside the device, when they end."""
 
 
 class HeldPages:
-    """The scheduler's pages and rows: gives them out, shares equal prefixes, caches and takes back.
+    """The scheduler's pages and rows: allocates, shares by equal prefix, caches and frees them.
 
-    prefix_caching: whether pages are shared by their contents. max_num_seqs: sequences that hold pages
-    at once. max_piece: tokens of a prompt in one step at most. tiers: where pages go on to be found when they
-    are evicted. Changes sequences: `held`, `row` and their hashes.
+    prefix_caching: whether pages are shared by their contents. max_num_seqs: the most sequences that hold
+    pages at once. max_piece: the most prompt tokens in one step. tiers: hold evicted pages. Its methods write
+    a sequence's `held`, `row`, `state_page`, `num_cached_tokens` and hashes.
     """
 
     def __init__(
@@ -203,11 +207,11 @@ class HeldPages:
         self._leaving: list[list[list[int]]] = []  # pages by group, see `release`
 
     def count_for(self, num_tokens: int) -> int:
-        """Pages for `num_tokens` tokens."""
+        """Returns the number of pages for `num_tokens` tokens."""
         return -(-num_tokens // self._page_size)
 
     def fits_alone(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` tokens finds its pages if no other one runs."""
+        """Returns whether the pool can hold a sequence of `num_tokens` tokens if no other one runs."""
         needed = [
             most_pages(window, num_tokens, self._max_piece, self._page_size, sink)
             for window, sink in zip(self.shared.windows, self.shared.sinks, strict=True)
@@ -228,12 +232,12 @@ class HeldPages:
         spare: int,
         state: int | None = None,
     ) -> bool:
-        """Give a sequence a row, and pages. False, and no change, without room.
+        """Gives a sequence a row and pages. Returns False, and changes nothing, if there is no room.
 
-        The groups that keep every token get pages for every known token, the others for the first piece;
-        but there must be room for what they will hold. found: of each group, cached pages of its first
-        tokens, which it shares. first_piece: tokens. spare: pages of each group that must stay free. state:
-        the page of a kept state, which is not taken from the cache meanwhile.
+        Groups that keep every token get pages for every known token. Groups with a window get pages for the
+        first piece, but there must be room for all pages they will hold. found: cached pages of the first
+        tokens by group, which the sequence shares. first_piece: its number of tokens. spare: pages of each
+        group that must stay free. state: page of a kept state, which must not be evicted for this sequence.
         """
         fresh, joined = self._wanted(sequence, found, first_piece, spare, state)
         if fresh is None:
@@ -265,7 +269,7 @@ class HeldPages:
     def has_room(
         self, sequence: Sequence, found: list[list[int]], first_piece: int, *, spare: int
     ) -> bool:
-        """Whether `admit` would admit it."""
+        """Returns whether `admit` would succeed."""
         return self._wanted(sequence, found, first_piece, spare)[0] is not None
 
     def _wanted(
@@ -276,7 +280,7 @@ class HeldPages:
         spare: int,
         state: int | None = None,
     ) -> tuple[list[int] | None, list[list[int]]]:
-        """Pages of each group that `admit` allocates, None without room, and pages that it joins."""
+        """Returns how many pages of each group `admit` allocates (None without room), and shared page ids."""
         num_found = len(found[0])
         columns = self.count_for(sequence.num_tokens) - num_found
         joined = [[page for page in pages if page != SCRATCH] for pages in found]
@@ -297,16 +301,16 @@ class HeldPages:
         return (fresh if self.shared.fit(checked, joined) else None), joined
 
     def extend(self, sequence: Sequence, count: int) -> bool:
-        """Allocate more pages for a running sequence. False, and no change, if there are too few."""
+        """Allocates `count` more pages for a running sequence; False, unchanged, if too few are free."""
         wanted = int(self.table.num_pages[sequence.row]) + count
         return self.reach(sequence, wanted * self._page_size)
 
     def extend_all(self, sequences: Items[Sequence]) -> bool:
-        """One more page for each of some sequences. False, and no change, if there are too few."""
+        """Allocates one more page for each sequence. Returns False, unchanged, if too few are free."""
         groups = range(len(self.shared.groups))
         if len(groups) == 1:
             lacking = [sequences]
-        else:  # the rest of a prompt may need a page of a window alone
+        else:  # a sequence may lack a page in a group with a window only
             has = self.table.num_pages
             lacking = [[s for s in sequences if len(s.held[g]) <= has[s.row]] for g in groups]
         taken = self.shared.allocate([len(some) for some in lacking])
@@ -323,9 +327,9 @@ class HeldPages:
         return True
 
     def reach(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate what the next piece of a prompt needs, which ends behind `num_tokens` tokens.
+        """Allocates pages until a sequence's first `num_tokens` tokens have one in every group.
 
-        False, and no change, if there are too few pages.
+        Returns False, and changes nothing, if too few pages are free.
         """
         wanted = self.count_for(num_tokens)
         missing = [max(0, wanted - len(pages)) for pages in sequence.held]
@@ -338,14 +342,14 @@ class HeldPages:
         return True
 
     def has_spare(self, count: int) -> bool:
-        """Whether that many more pages of each group could be allocated."""
+        """Returns whether `count` more pages of each group could be allocated."""
         return self.shared.fit([count] * len(self.shared.groups))
 
     def trim(self, sequences: Items[Sequence], rows: NDArray[np.int64]) -> None:
-        """Release the pages of running sequences that lie wholly behind their windows.
+        """Releases pages of running sequences that no later token reads, since their group has a window.
 
-        What a rejected draft may need again stays. The device runs steps in order: a launched step reads
-        its pages before a later one writes them for another sequence.
+        Pages that are needed again if drafts are rejected stay. The device runs steps in order, so a launched
+        step reads its pages before a later step overwrites them for another sequence.
         """
         table = self.table
         for group, window in self._windows:
@@ -370,9 +374,9 @@ class HeldPages:
         self._first_kept[group, row] = end
 
     def _remember_early(self, sequence: Sequence, group: int, index: int) -> None:
-        """Keep a page for the cache that the sequence needs no more.
+        """Offers a page to the cache before the sequence releases it.
 
-        Before a finite token has followed the prompt, under a name that no other sequence looks for.
+        Until a finite token has followed the prompt, the page gets a private name that no lookup finds.
         """
         self._hash(sequence, index + 1)
         digest = sequence.prefix_hashes[index + 1]
@@ -398,9 +402,9 @@ class HeldPages:
             self.table.num_pages[sequence.row] = min(len(pages) for pages in sequence.held)
 
     def release(self, sequence: Sequence, *, may_wait: bool = False) -> None:
-        """Take back all pages and the row.
+        """Frees a sequence's pages and row.
 
-        may_wait: many pages may be taken back by the next `take_leaving`, which runs beside the device.
+        may_wait: MOST_AT_ONCE pages or more may be freed later by `take_leaving`, while the device works.
         """
         row = sequence.row
         self._forget_unconfirmed(sequence)
@@ -417,7 +421,7 @@ class HeldPages:
         sequence.num_remembered_pages = 0
 
     def take_leaving(self) -> None:
-        """Take back the pages of sequences that ended."""
+        """Frees the pages that `release` left for later."""
         for leaving in self._leaving:
             for group, pages in zip(self.shared.groups, leaving, strict=True):
                 group.release(pages)
@@ -426,10 +430,10 @@ class HeldPages:
     # -- the prefix cache ----------------------------------------------------------------------
 
     def find_prefix(self, sequence: Sequence) -> list[list[int]]:
-        """Return cached pages of its first tokens by group, never of all tokens: the last one must run.
+        """Returns cached pages of a sequence's longest cached prefix, by group. The last token is excluded.
 
-        The longest prefix that every group holds as far as the next token reads it: behind a window, the
-        scratch page. Empty for a prompt whose log-probabilities are still to be computed.
+        Every group must hold the pages that the next token reads; the scratch page stands for pages before a
+        window. Empty for a prompt whose log-probabilities are still to be computed.
         """
         groups = self.shared.groups
         if not self._prefix_caching:
@@ -459,17 +463,17 @@ class HeldPages:
         return found
 
     def _read(self, group: int, window: int, cut: int) -> list[int]:
-        """The pages of a group that tokens behind its first `cut` pages read, in order."""
+        """Returns indices of the pages, among a group's first `cut`, that later tokens read; in order."""
         first = self._first_seen(cut, window)
         return [*range(min(self._sink_pages[group], first)), *range(first, cut)]
 
     def find_restorable(
         self, sequence: Sequence, has: Callable[[Key], bool]
     ) -> tuple[int, list[Key]]:
-        """Pages of the longest prefix that device and tiers hold together, and what the device lacks of it.
+        """Returns the length, in pages, of the longest prefix that device and tiers hold together, and the
+        keys of its pages that the device lacks, in the order of the tokens.
 
-        has: whether a tier has a page. To be called after `find_prefix`, which hashes the pages. The keys are
-        in the order of the tokens.
+        has: whether a tier has a page. Call after `find_prefix`, which hashes the pages.
         """
         most = (sequence.num_tokens - 1) // self._page_size
         if not self._prefix_caching or sequence.lacks_prompt_logprobs:
@@ -501,7 +505,7 @@ class HeldPages:
     def _restorable(
         self, hashes: Items[bytes], has: Callable[[Key], bool]
     ) -> tuple[int, list[Key]]:
-        """`find_restorable` where no group has a window."""
+        """Runs `find_restorable` for groups without windows."""
         finds = [group.find for group in self.shared.groups]
         lacking: list[Key] = []
         for index, digest in enumerate(hashes):
@@ -514,7 +518,10 @@ class HeldPages:
     def _with_state(
         self, cut: int, lacking: list[Key], hashes: Items[bytes], has: Callable[[Key], bool]
     ) -> tuple[int, list[Key]]:
-        """Shorten what `_restorable` returned to the last place whose state is to be had; add its state."""
+        """Shortens the prefix of `_restorable` to the last page with a state on the device or in a tier.
+
+        Adds the key of the state if the device lacks it. Without recurrent states nothing changes.
+        """
         states, group = self.shared.states, len(self.shared.groups)
         if states is None:
             return cut, lacking
@@ -528,13 +535,16 @@ class HeldPages:
         return 0, []
 
     def present(self, sequence: Sequence, cut: int) -> list[int]:
-        """Pages of the first group that the device has among those of the sequence's first `cut` ones."""
+        """Returns the cached pages of the first group among the sequence's first `cut` pages."""
         group = self.shared.groups[0]
         pages = [group.find(digest) for digest in sequence.prefix_hashes[1 : cut + 1]]
         return [page for page in pages if page is not None]
 
     def hash_some(self, sequence: Sequence, most: int) -> bool:
-        """Whether `find_prefix` would hash no page of a sequence; else hash up to `most` of them."""
+        """Hashes up to `most` more pages of a waiting sequence. Returns whether it may be looked up now.
+
+        That is so if all its pages were hashed before, or at most half of `most` in total have to be.
+        """
         whole = (sequence.num_tokens - 1) // self._page_size
         known = len(sequence.prefix_hashes) - 1
         if not self._prefix_caching or known >= whole:
@@ -543,7 +553,7 @@ class HeldPages:
         return whole <= most // 2  # too few to take a step of their own
 
     def told_of(self, sequence: Sequence, keys: Items[Key]) -> list[Told | None]:
-        """What indexers outside may learn of pages of a sequence; None where nothing is to be told."""
+        """Returns what external indexers may learn of these pages; None for pages they are not told of."""
         if self.shared.log is None or sequence.request.salt:
             return [None] * len(keys)
         place_of = {digest: i for i, digest in enumerate(sequence.prefix_hashes)}
@@ -557,7 +567,10 @@ class HeldPages:
     def _cut_by_windows(
         self, cut: int, hashes: Items[bytes], there: Callable[[int, bytes], bool]
     ) -> int:
-        """Pages of the longest prefix, at most `cut`, whose last pages are there in every window's group."""
+        """Returns the longest prefix, in pages up to `cut`, whose pages every group with a window holds.
+
+        Only pages that the next token reads count. there: whether a group has the page of a hash.
+        """
         while cut and self._windows:
             shorter = max(
                 self._lacking(g, window, hashes, cut, there) for g, window in self._windows
@@ -568,23 +581,23 @@ class HeldPages:
         return cut
 
     def _first_seen(self, cut: int, window: int) -> int:
-        """The first page that the token behind `cut` pages reads."""
+        """Returns the index of the first page that the token after `cut` pages reads."""
         return max(0, cut * self._page_size - window + 1) // self._page_size
 
     def _lacking(
         self, group: int, window: int, hashes: Items[bytes], cut: int,
         there: Callable[[int, bytes], bool],
     ) -> int:  # fmt: skip
-        """One more than the last page that a prefix of `cut` pages needs and the group lacks; 0 for none."""
+        """Returns 1 + the index of the last page that the group lacks for a prefix of `cut` pages, else 0."""
         for index in reversed(self._read(group, window, cut)):
             if not there(group, hashes[index]):
                 return index + 1
         return 0
 
     def are_mostly_computed(self, sequence: Sequence, known: int, others: Items[Sequence]) -> bool:
-        """Whether one of the others is computing most of what it has to run now, in full pages.
+        """Returns whether one of `others` is computing most of the tokens that this sequence has to run.
 
-        known: its first pages that are cached already.
+        known: how many of its first pages are cached already.
         """
         if not others or not self._prefix_caching or sequence.lacks_prompt_logprobs:
             return False
@@ -593,9 +606,9 @@ class HeldPages:
         return (common - known) * self._page_size * 2 > left
 
     def remember(self, sequence: Sequence, num_tokens: int) -> None:
-        """Offer the full pages of its first `num_tokens` tokens to the cache.
+        """Offers the full pages of a sequence's first `num_tokens` tokens to the cache.
 
-        They must have been computed, and a finite token must have followed them.
+        The pages must have been computed, and a finite token must have followed the prompt.
         """
         if not self._prefix_caching:
             return
@@ -614,7 +627,7 @@ class HeldPages:
                     is_new.append(place)
             if is_new:
                 sequence.own_hashes.append(digest)
-                log = self.shared.groups[0].log  # of the group that decides what can be found
+                log = self.shared.groups[0].log  # indexers are told of the first group's pages only
                 if is_new[0] == 0 and log is not None and not sequence.request.salt:
                     log.stored(digest, *self._told(sequence, index))
         sequence.num_remembered_pages = max(full, sequence.num_remembered_pages)
@@ -622,15 +635,15 @@ class HeldPages:
             self._offer(self.tiers, sequence, 0 if self.tiers.is_full else known, full)
 
     def _told(self, sequence: Sequence, index: int) -> Told:
-        """What indexers learn of a page of the sequence."""
+        """Returns what external indexers learn of a page: its parent's hash and its tokens."""
         first, last = index * self._page_size, (index + 1) * self._page_size
         parent = sequence.prefix_hashes[index] if index else None
         return Told(parent, tuple(sequence.token_ids[first:last]))
 
     def _offer(self, tiers: Tiers, sequence: Sequence, first: int, full: int) -> None:
-        """Let tiers have the sequence's findable pages from `first` to `full`.
+        """Offers the sequence's cached pages from `first` to `full` to the tiers, and their kept states.
 
-        Windows offer only what the sequence still holds.
+        Groups with a window offer only pages that the sequence still holds.
         """
         keys: list[Key] = []
         lacking: list[tuple[Key, int, int]] = []
@@ -665,9 +678,9 @@ class HeldPages:
         )
 
     def forget(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Remove from the cache what a sequence that ended for this reason may have spoilt.
+        """Removes pages from the cache that the sequence may have filled with wrong values.
 
-        See `Scheduler.finish`.
+        reason: why the sequence ended; see `Scheduler.finish`.
         """
         if reason is FinishReason.NUMERICAL_ERROR:
             for group, pages in zip(self.shared.groups, sequence.held, strict=False):
@@ -688,7 +701,7 @@ class HeldPages:
         sequence.unconfirmed.clear()
 
     def _hash(self, sequence: Sequence, count: int) -> None:
-        """Extend its chain of hashes to its first `count` pages."""
+        """Extends a sequence's chain of hashes to its first `count` pages."""
         hashes, page_size = sequence.prefix_hashes, self._page_size
         for index in range(len(hashes) - 1, count):
             tokens = sequence.token_ids[index * page_size : (index + 1) * page_size]
@@ -697,7 +710,7 @@ class HeldPages:
     # -- checking ------------------------------------------------------------------------------
 
     def audit(self, holders: Items[Sequence]) -> list[str]:
-        """Recompute pages, counts and rows of all sequences that hold some. Returns faults in words."""
+        """Checks pages, counts and rows of all sequences with pages. Returns one sentence per fault."""
         table = self.table
         owned = [
             [[page for page in s.held[place] if page != SCRATCH] for s in holders]
@@ -740,7 +753,7 @@ class HeldPages:
 
 
 def _num_common(a: list[bytes], b: list[bytes]) -> int:
-    """Length of the common beginning of two chains, in which equal entries have equal beginnings."""
+    """Returns the length of the common prefix of two hash chains, where equal hashes imply equal prefixes."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -752,16 +765,15 @@ def _num_common(a: list[bytes], b: list[bytes]) -> int:
 
 
 class KeptStates:
-    """States of recurrent layers that are kept for prompts with equal beginnings.
+    """Keeps states of recurrent layers for later prompts that begin with the same tokens.
 
-    pages: of states; a kept one is idle there under the hash of the tokens that it stands behind, so others
-    may take it. None for a model without states. most: states that are kept at once; with 0 nothing is kept
-    or cut. stride: tokens, a multiple of page_size.
+    pages: the allocator of state pages, None for a model without states. A kept state is an idle page named
+    by the hash of the tokens before it, so it may be evicted. most: the most states kept at once; with 0
+    nothing is kept and no prompt is cut. stride: in tokens, a multiple of page_size.
 
-    A sequence continues from cached pages only where a state was kept that its beginning leaves behind.
-    States are kept at multiples of the stride, and where a prompt's last whole page ends if that is not soon
-    behind such a place; prompts are cut there. Beyond `most`, the state that was used least recently is
-    forgotten.
+    A sequence can continue from cached pages only at a place where a state was kept. States are kept at
+    multiples of the stride, and at the end of a prompt's last whole page unless that is close behind such a
+    place. Prompts are cut there. Beyond `most`, the least recently used state is dropped.
     """
 
     def __init__(
@@ -770,12 +782,12 @@ class KeptStates:
         assert not most or stride % page_size == 0
         self._stride, self._page_size, self._most = stride, page_size, most
         self._pages = pages if most else None
-        # The number of the sequence that kept it, by the hash of its pages; oldest use first. Pages that
-        # others have taken since stay here until they are looked at.
+        # Hash of the tokens before a state -> number of the sequence that kept it, -1 if it came from a tier.
+        # Least recently used first. Evicted states stay here until the next check.
         self._kept: OrderedDict[bytes, int] = OrderedDict()
 
     def _notice(self) -> None:
-        """Count states that came back from a tier among the kept ones."""
+        """Adds states that came back from a tier to the kept ones, then drops states beyond `most`."""
         if self._pages is not None:
             for digest, _ in self._pages.known():
                 self._kept.setdefault(digest, -1)
@@ -788,11 +800,11 @@ class KeptStates:
 
     @property
     def is_on(self) -> bool:
-        """Whether states are kept at all."""
+        """True if states are kept at all."""
         return self._pages is not None
 
     def reach(self, sequence: Sequence, found: list[int]) -> list[int]:
-        """The first of its cached pages, up to the last place whose state is kept."""
+        """Shortens a sequence's cached pages, `found`, to end at the last place with a kept state."""
         if not self.is_on:
             return found
         self._notice()
@@ -801,7 +813,10 @@ class KeptStates:
         return found[:count]
 
     def use(self, sequence: Sequence, num_pages: int) -> int | None:
-        """The page of the state behind a sequence's first pages, which `reach` found; None for none."""
+        """Returns the page of the kept state after a sequence's first `num_pages` pages, or None.
+
+        num_pages: the length of what `reach` returned. Marks the state as recently used.
+        """
         if not num_pages or not self.is_on:
             return None
         digest = sequence.prefix_hashes[num_pages]
@@ -811,7 +826,7 @@ class KeptStates:
         return page
 
     def room(self, sequence: Sequence, start: int, count: int) -> int:
-        """Tokens of a piece from `start`, at most `count`: up to the next place whose state is kept."""
+        """Returns how many of `count` tokens from `start` a piece may have, to end where a state is kept."""
         if not self.is_on:
             return count
         room, end = self._stride - start % self._stride, self._end(sequence) - start
@@ -820,15 +835,15 @@ class KeptStates:
         return min(count, room)
 
     def keep(self, sequence: Sequence, end: int) -> int | None:
-        """A page for the state that a piece up to `end` leaves behind; None where none is to be kept.
+        """Returns a page to store the state after a piece that ends at token `end`, or None to keep none.
 
-        Others may take it from the next step on, as any idle page.
+        The page may be evicted from the next step on, like any idle page.
         """
         if self._pages is None or (end % self._stride and end != self._end(sequence)):
             return None
         place = end // self._page_size
         if not 0 < place < len(sequence.prefix_hashes):
-            return None  # it is not hashed, as its contents are not shared
+            return None  # without a hash: the sequence shares no contents
         digest = sequence.prefix_hashes[place]
         if self._find(digest) is not None:
             self._kept.move_to_end(digest)
@@ -847,7 +862,7 @@ class KeptStates:
         return taken[0]
 
     def forget(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Drop what a sequence that ended for this reason may have spoilt, as `HeldPages.forget` does."""
+        """Drops states that the ended sequence may have filled with wrong values; see `HeldPages.forget`."""
         if reason is FinishReason.NUMERICAL_ERROR:
             spoilt = [digest for digest in sequence.prefix_hashes if digest in self._kept]
         elif reason is FinishReason.CANCELLED:
@@ -859,7 +874,7 @@ class KeptStates:
             self._forget(digest)
 
     def audit(self) -> list[str]:
-        """Faults in words: no more states than allowed, and each is findable by its hash alone."""
+        """Checks the number of kept states, and that each is found by its hash. Returns faults in words."""
         if self._pages is None:
             return []
         self._notice()
@@ -880,5 +895,5 @@ class KeptStates:
         del self._kept[digest]
 
     def _end(self, sequence: Sequence) -> int:
-        """Where the last whole page before a prompt's last token ends."""
+        """Returns the token position at which the last whole page before a prompt's last token ends."""
         return (sequence.num_prompt_tokens - 1) // self._page_size * self._page_size

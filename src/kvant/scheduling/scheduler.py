@@ -1,15 +1,15 @@
-"""Chooses what runs in the next step: which sequences, how many tokens, on which pages. No tensors.
+"""Chooses what runs in the next step: which sequences, how many tokens, on which pages. Uses no tensors.
 
-One step mixes the next tokens of answering sequences with pieces of prompts. Order of arrival is the
-only priority: the oldest sequence is served first and admitted first, and loses its pages last. So
-every running sequence is older than every waiting one.
+One step mixes the next tokens of decoding sequences with pieces of prompts. Order of arrival is the only
+priority: the oldest sequence is served first and admitted first, and loses its pages last. So every running
+sequence is older than every waiting one.
 
 A step is scheduled while the step before it still runs. The scheduler counts a step as run once it is
-scheduled, `commit` later takes back drafts that were rejected. Where a decision needs what the step in
-flight finds, `schedule` returns None, and the caller reads that step first.
+scheduled; `commit` later takes back rejected drafts. If a decision needs the result of the step in flight,
+`schedule` returns None, and the caller reads that step first.
 
-Pages for all known tokens are allocated at admission, so only answering sequences ever lack one. A
-sequence waits while another one computes most of its prompt: it shares those pages afterwards.
+Groups without a window get pages for all known tokens at admission, so there only decoding sequences ever
+lack one. A sequence waits while another one computes most of its prompt, and then shares those pages.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.row_table import HeldPages, KeptStates
 
 HASHED_PAGES = 512
-"""Pages of a waiting prompt that one step hashes, so that running sequences are not held up."""
+"""The most pages of a waiting prompt hashed in one step, so that running sequences are not delayed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """One step: n sequences, decodes first, oldest first, then pieces of prompts, long ones last.
+    """One step of n sequences: first decodes, oldest first, then pieces of prompts, long ones last.
 
     rows: [n] int64, rows of the row table. numbers: [n] int64, the sequences' numbers, which tell
-    whether a row still has the same owner. starts: [n] int64, position of each first token; too high
-    where drafts of a launched step are not verified yet: the device knows the position there.
-    counts: [n] int64, tokens without drafts. samples: [n] bool, whether the last one is followed by a
-    token that is not known yet. num_prefills: pieces of prompts, at the end.
-    limits: [n] int64, -1 where the start is exact, else the first position that the sequence may not
-    store; None where all starts are exact. is_pending: [n] bool, whether a launched step that was not
-    read yet finds the sequence's newest token. max_drafts: [n] int64, drafts that each sequence has
-    room for, or None. num_drafts: the largest of them, as it was asked for.
+    whether a row still has the same owner. starts: [n] int64, each sequence's first position in the step;
+    too high if drafts in flight are not verified yet, and then the device uses its own position.
+    counts: [n] int64, tokens without drafts. samples: [n] bool, whether the step produces a new token of
+    the sequence. num_prefills: number of pieces of prompts, which come last.
+    limits: [n] int64, -1 for an exact start, else the first position that the sequence may not store; None
+    if all starts are exact. is_pending: [n] bool, whether a launched step that was not read yet produces
+    the sequence's newest token. max_drafts: [n] int64, drafts that each sequence has room for, or None.
+    num_drafts: the requested number of drafts per sequence.
     needs_host: whether the host must compute something between this step's logits and its tokens.
-    pages_to_zero: of each group, cleared before the step. preempted: sequences that lost their pages for it.
-    states_to_place: (row, page) of states of sequences that were admitted.
-    states_to_load, states_to_keep: (page, page), from and to: kept states that sequences begin with, copied
-    before the step, and states that it leaves behind, copied after it.
-    states_to_accept: (place among drafts, page), the states behind the last drafts that were accepted in
-    the step before, copied first of all.
+    pages_to_zero: page ids of each group to clear before the step. preempted: sequences that lost their
+    pages. states_to_place: (row, page) of the states of admitted sequences.
+    states_to_load, states_to_keep: (source page, target page): kept states that sequences start from, copied
+    before the step, and states after its pieces to keep, copied after it.
+    states_to_accept: (index among the drafts, page): states after the last accepted drafts of the step
+    before, copied first.
     """
 
     sequences: list[Sequence]
@@ -88,23 +88,23 @@ class Schedule:
 
     @property
     def draft_states(self) -> NDArray[np.int64]:
-        """[n] int64, where the states behind each sequence's drafts go: the first of as many places."""
+        """[n] int64, the index of each sequence's first draft among all drafts; it addresses their states."""
         assert self.max_drafts is not None
         return np.cumsum(self.max_drafts) - self.max_drafts
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step without drafts."""
+        """The step's number of tokens, without drafts."""
         return int(self.counts.sum())
 
 
 @dataclass(slots=True)
 class _Pieces:
-    """Pieces of prompts as a step collects them: (sequence, start, number of tokens).
+    """The pieces of prompts chosen so far for a step: (sequence, start, number of tokens).
 
-    budget: tokens the step has room for. logprobs_left: prompt tokens that may still be scored.
-    stride: a piece that does not end its prompt ends at a multiple of this. states: pieces end where a
-    state is kept, too.
+    budget: tokens that the step still has room for. logprobs_left: prompt tokens that may still be scored.
+    stride: a piece that does not end its prompt ends at a multiple of this. states: pieces also end where a
+    recurrent state is kept.
     """
 
     budget: int
@@ -114,14 +114,14 @@ class _Pieces:
     chosen: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
     def room_for(self, sequence: Sequence, start: int) -> int:
-        """Tokens from `start` that the step takes: all, or up to where the prompt may be cut."""
+        """Returns how many tokens from `start` fit: all, or up to the last place to cut the prompt."""
         left = len(sequence.token_ids) - start
         if left <= self.budget:
             return left
         return max(0, self.budget - (start + self.budget) % self.stride)
 
     def add(self, sequence: Sequence, start: int) -> None:
-        """Take as many of the sequence's tokens as there is room for, maybe none."""
+        """Adds a piece with as many of the sequence's tokens as there is room for, if any."""
         count = self.states.room(sequence, start, self.room_for(sequence, start))
         if sequence.lacks_prompt_logprobs:
             count = min(count, self.logprobs_left)
@@ -132,11 +132,10 @@ class _Pieces:
 
 
 class Scheduler:
-    """Sequences from arrival to end; the only writer of their tokens, status and rows.
+    """Holds sequences from arrival to end; the only writer of their tokens, status and rows.
 
-    The caller runs what `schedule` returns, appends the tokens it found, then calls `commit`.
-    tiers: where pages are kept that lose their place in `allocator`; a sequence whose pages come from there
-    waits in the queue meanwhile.
+    The caller runs the step that `schedule` returns, appends the step's tokens, then calls `commit`.
+    tiers: hold pages evicted from `allocator`. A sequence waits in the queue while its pages are fetched.
     """
 
     def __init__(self, limits: Limits, allocator: SharedPages, tiers: Tiers | None = None) -> None:
@@ -164,7 +163,7 @@ class Scheduler:
         self._states_to_accept: list[tuple[int, int]] = []
         self._waiting: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
-        # `_running` and its rows, replaced whenever it changes.
+        # A copy of `_running` and its rows; None after `_running` changed.
         self._order: tuple[list[Sequence], NDArray[np.int64]] | None = None
         self._in_flight: list[Schedule] = []
         self._next_order = 0
@@ -183,18 +182,18 @@ class Scheduler:
 
     @property
     def may_run_prompts(self) -> bool:
-        """Whether the next step may run a piece of a prompt."""
+        """True if the next step may run a piece of a prompt."""
         if self._waiting and len(self._running) < self.limits.max_num_seqs:
             return True
         _, rows = self._ordered()
         return bool((self.table.num_tokens[rows] - self.table.num_computed[rows] > 1).any())
 
     def sequences(self) -> list[Sequence]:
-        """Everything that is running or waiting, oldest first."""
+        """Returns all running and waiting sequences, oldest first."""
         return [*self._running, *self._waiting]
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. It must fit into the pool alone, which requests are checked for."""
+        """Queues a sequence. It must fit into the empty pool, as every checked request does."""
         assert sequence.request.max_total_tokens <= self.limits.max_model_len
         assert self.pages.fits_alone(sequence.request.max_total_tokens)
         sequence.order = self._next_order
@@ -208,11 +207,11 @@ class Scheduler:
                 self.tiers.look(sequence.number, first, digests, prompt)
 
     def schedule(self, num_draft_tokens: int = 0) -> Schedule | None:
-        """Choose the next step and count it as launched.
+        """Chooses the next step and counts it as launched.
 
-        num_draft_tokens: drafts behind each next token, where tokens and pages are to spare: drafts
-        never take the place of a token. Returns a Schedule without sequences if nothing can run, and
-        None if a step in flight must be committed first because pages are short.
+        num_draft_tokens: the most drafts per decoding sequence. Drafts use only tokens and pages that are
+        left over. Returns a Schedule without sequences if nothing can run, and None if a step in flight must
+        be committed first because pages are short.
         """
         self.pages.take_leaving()
         if self.tiers is not None:
@@ -234,32 +233,32 @@ class Scheduler:
         if not preempted:  # a sequence that was just preempted would come straight back
             self._admit(pieces, prefilling)
         max_drafts = None
-        if num_draft_tokens:  # last: before prompts, drafts of a full batch would keep them waiting
+        if num_draft_tokens:  # after prompts, which would wait if drafts took the whole budget
             max_drafts = self._draft_room(decoding, rows, pieces.budget, num_draft_tokens)
         return self._launch(decoding, rows, pieces, max_drafts, num_draft_tokens, preempted)
 
     def append(self, sequence: Sequence, token: int) -> None:
-        """A step found the sequence's next token, which is a finite choice."""
+        """Appends a token that a step chose from finite logits."""
         sequence.token_ids.append(token)
 
     def append_all(self, appends: Items[Callable[[int], None]], tokens: Items[int]) -> None:
-        """`append` for every sequence of a step. appends: `token_ids.append` of each, bound once."""
+        """Appends one token per sequence of a step. appends: each sequence's bound `token_ids.append`."""
         for append, token in zip(appends, tokens, strict=True):
             append(token)
 
     def follow(self, sequence: Sequence) -> None:
-        """A finite token follows everything the sequence has: its prompt may be shared from now on.
+        """Lets other sequences share the prompt's pages, since a finite token follows it.
 
-        To be called before that token is appended. Before, the pages might hold NaN.
+        Call before that token is appended. Until then the pages might hold NaN.
         """
         if sequence.row >= 0 and not self.table.is_followed[sequence.row]:
             self.table.is_followed[sequence.row] = True
             self.pages.remember(sequence, len(sequence.token_ids))
 
     def commit(self, schedule: Schedule, num_found: NDArray[np.int64] | None = None) -> None:
-        """A scheduled step was read.
+        """Updates the row table after a scheduled step was read.
 
-        num_found: [n] int64, tokens that each sequence got; None where each got all it could get.
+        num_found: [n] int64, tokens that each sequence got; None if each got the most it could get.
         """
         self._in_flight.remove(schedule)
         rows, drafts = schedule.rows, schedule.max_drafts
@@ -286,7 +285,7 @@ class Scheduler:
         num_found: NDArray[np.int64] | None,
         is_same: NDArray[np.bool_],
     ) -> None:
-        """The states behind the last accepted drafts become those of their sequences."""
+        """Schedules copies of the states after the last accepted drafts to the sequences' state pages."""
         accepted = (schedule.most_tokens if num_found is None else num_found) - 1
         places = schedule.draft_states + accepted - 1
         there = is_same & (accepted > 0)
@@ -295,23 +294,23 @@ class Scheduler:
             self._states_to_accept.append((int(places[i]), schedule.sequences[i].state_page))
 
     def abandon(self) -> list[int]:
-        """Forget the scheduled steps that were not committed.
+        """Drops scheduled steps that were not committed.
 
-        Returns the numbers of their sequences, which must be ended if they have not: what their pages
-        hold is not known.
+        Returns the numbers of their sequences. The caller must end them, since the contents of their pages
+        are unknown.
         """
         scheduled, self._in_flight = self._in_flight, []
         return [sequence.number for schedule in scheduled for sequence in schedule.sequences]
 
     def still_runs(self, schedule: Schedule) -> bool:
-        """Whether every sequence of a scheduled step still has its row."""
+        """Returns whether every sequence of a scheduled step still has its row."""
         return bool((self.table.owner[schedule.rows] == schedule.numbers).all())
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence, running, waiting or not queued yet. All its pages come back.
+        """Ends a sequence that is running, waiting or not queued yet, and frees its pages.
 
-        What a cancelled one added to the prefix cache is forgotten. After a numerical error that holds
-        for every page it used: one of them may be where the error came from.
+        Pages that a cancelled sequence added to the prefix cache are dropped. After a numerical error, every
+        page that the sequence used is dropped, since any of them may hold the wrong values.
         """
         assert sequence.status is not Status.FINISHED
         if self.tiers is not None:
@@ -330,7 +329,7 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def audit(self) -> list[str]:
-        """Recompute pages, counts and rows. Returns what does not add up, in words."""
+        """Checks pages, counts, rows and the queue's order. Returns one sentence per fault."""
         faults = self.pages.audit(self._running)
         faults += [f"request {s.number} waits with pages" for s in self._waiting if s.pages]
         faults += self.states.audit()
@@ -342,7 +341,7 @@ class Scheduler:
     # -- one step ------------------------------------------------------------------------------
 
     def _ordered(self) -> tuple[list[Sequence], NDArray[np.int64]]:
-        """The running sequences, oldest first, and their rows. The list is never changed."""
+        """Returns the running sequences, oldest first, and their rows [n]. The list is never mutated."""
         if self._order is None:
             running = list(self._running)
             self._order = running, np.array([s.row for s in running], np.int64)
@@ -351,15 +350,16 @@ class Scheduler:
     def _decodes(
         self,
     ) -> tuple[list[Sequence], NDArray[np.int64], list[Sequence], list[Sequence]] | None:
-        """Sequences with one token to run and their rows; those with more; those preempted for pages.
+        """Returns decoding sequences, their rows, sequences with several tokens to run, and preempted ones.
 
-        Arithmetic over all rows at once: a loop would decide what a step costs at a thousand sequences.
+        Allocates pages that decodes lack. Returns None if a step in flight must be read first. Computes over
+        all rows at once: with a thousand sequences a loop would be most of a step's host time.
         """
         table, page_size = self.table, self.limits.page_size
         sequences, rows = self._ordered()
         starts = table.num_computed[rows]
         left = table.num_tokens[rows] - starts
-        # A launched step may find a sequence's last token: certainly, if no draft of it counts.
+        # Skip sequences whose last token is in flight even if all their drafts are rejected.
         uncertain, end = table.num_uncertain[rows], table.max_tokens[rows] - 1
         is_last = (table.num_pending[rows] > 0) & (starts - uncertain >= end)
         chosen = np.flatnonzero((left == 1) & ~is_last)[: self.limits.max_num_batched_tokens]
@@ -388,11 +388,11 @@ class Scheduler:
     def _pieces(
         self, prefilling: Items[Sequence], budget: int, preempted: list[Sequence]
     ) -> _Pieces | None:
-        """Pieces of the prompts that are being computed; None if a step in flight must be read first.
+        """Returns the next pieces of started prompts; None if a step in flight must be read first.
 
-        Groups of pages that keep a window grow with each piece. Adds to `preempted`.
+        Allocates pages in groups with a window, which grow with each piece. Appends to `preempted`.
         """
-        # With less room than a stride nothing could be cut there, and no prompt would advance.
+        # With a budget below the stride no prompt could be cut at a multiple of it, and none would advance.
         stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
         pieces = _Pieces(budget, self.limits.max_prompt_logprobs, stride, self.states)
         for sequence in prefilling:
@@ -412,7 +412,7 @@ class Scheduler:
         return pieces
 
     def _admit(self, pieces: _Pieces, prefilling: list[Sequence]) -> None:
-        """Admit waiting sequences while there is room, and add their first pieces."""
+        """Admits waiting sequences while there is room, and adds their first pieces."""
         computing: list[Sequence] | None = None
         while pieces.budget and self._waiting and len(self._running) < self.limits.max_num_seqs:
             sequence = self._waiting[0]
@@ -425,9 +425,9 @@ class Scheduler:
                     return
             found = self.pages.find_prefix(sequence)
             if self.states.is_on:
-                # Behind a shorter beginning, windows would need other pages: such models have one group.
+                # A shorter prefix needs other pages of windows. Models with states have one group, and none.
                 found = [self.states.reach(sequence, found[0])]
-            if computing is None:  # prompts of answering sequences can be found already
+            if computing is None:  # prompts of decoding sequences are in the cache already
                 computing = self._unshared(prefilling)
             if self.pages.are_mostly_computed(sequence, len(found[0]), computing):
                 return
@@ -435,7 +435,7 @@ class Scheduler:
             first_piece = pieces.room_for(sequence, start)
             if not first_piece:
                 return
-            # One page per running sequence stays free: they grow, and would take these pages back.
+            # One page per running sequence stays free: they grow, and would preempt the new one at once.
             spare = len(self._running)
             state = self.states.use(sequence, len(found[0]))
             if self.tiers is not None and self._waits_for_pages(
@@ -445,7 +445,7 @@ class Scheduler:
             if not self.pages.admit(sequence, found, first_piece, spare=spare, state=state):
                 if self._running:
                     return
-                # Cached pages may lie scattered over more superblocks than new ones would take.
+                # Cached pages may be spread over more superblocks than new pages would take.
                 found, start, state = [[] for _ in found], 0, None
                 first_piece = pieces.room_for(sequence, start)
                 alone = self.pages.admit(sequence, found, first_piece, spare=0)
@@ -467,9 +467,10 @@ class Scheduler:
     def _waits_for_pages(
         self, tiers: Tiers, sequence: Sequence, found: list[list[int]], first_piece: int, spare: int
     ) -> bool:
-        """Whether the oldest waiting sequence waits for pages from tiers; brings them if that pays.
+        """Returns whether the oldest waiting sequence must wait for pages from tiers.
 
-        found: as `HeldPages.find_prefix` returned it.
+        Starts to fetch and load them if that is faster than to compute them. found: the result of
+        `HeldPages.find_prefix`.
         """
         number = sequence.number
         progress = tiers.progress_of(number)
@@ -483,7 +484,9 @@ class Scheduler:
             return False
         if tiers.fetch(number, lacking):
             return True
-        if tiers.progress_of(number) is not progress:  # no room in host memory for what files have
+        if (
+            tiers.progress_of(number) is not progress
+        ):  # host memory has no room for the pages in files
             cut, lacking = self.pages.find_restorable(sequence, tiers.in_host)
             num_tokens = (cut - len(found[0])) * self.limits.page_size
         if lacking and self.pages.has_room(sequence, found, first_piece, spare=spare):
@@ -494,12 +497,12 @@ class Scheduler:
             if tiers.load(number, joined, lacking, told, num_tokens):
                 return True
         elif lacking and self._running:
-            return True  # for room
+            return True  # wait until running sequences free pages
         tiers.settle(number)
         return False
 
     def _unshared(self, prefilling: list[Sequence]) -> list[Sequence]:
-        """Sequences whose prompts are being computed, the step in flight included."""
+        """Returns sequences whose prompts are being computed, including those in the step in flight."""
         if not self._in_flight:
             return list(prefilling)
         return [s for s in self._running if not self.table.is_followed[s.row]]
@@ -507,10 +510,10 @@ class Scheduler:
     def _draft_room(
         self, decoding: list[Sequence], rows: NDArray[np.int64], budget: int, most: int
     ) -> NDArray[np.int64]:
-        """[n] int64, drafts that each decoding sequence has room for, allocating pages if some are free.
+        """Returns [n] int64, the drafts that each decoding sequence has room for; may allocate free pages.
 
-        The last token that a sequence may have is never run, so nothing can follow it. One page per
-        running sequence stays free: none is preempted for drafts that may be rejected.
+        A sequence's last allowed token is never run, so no draft may stand there. One page per running
+        sequence stays free, so none is preempted for drafts that may be rejected.
         """
         table, page_size = self.table, self.limits.page_size
         next_token, end = table.num_computed[rows] + 1, table.max_tokens[rows] - 1
@@ -523,7 +526,7 @@ class Scheduler:
             if self.pages.has_spare(count + len(self._running)):
                 self.pages.extend(decoding[place], count)
         room = np.minimum(wanted, table.num_pages[rows] * page_size - next_token)
-        # Where the position is not known the device drops drafts behind `Schedule.limits`.
+        # If the position is uncertain, the device drops drafts beyond `Schedule.limits`.
         room = np.where(uncertain > 0, wanted, room)
         taken = np.cumsum(room) - room
         if self.allocator.states is not None:
@@ -540,7 +543,7 @@ class Scheduler:
         num_drafts: int,
         preempted: list[Sequence],
     ) -> Schedule:
-        """The step as arrays; the table counts it as run."""
+        """Returns the step as a Schedule, and counts it as run in the row table."""
         table = self.table
         sequences = decoding
         starts = table.num_computed[rows]
@@ -587,7 +590,7 @@ class Scheduler:
         return schedule
 
     def _keep(self, pieces: Items[tuple[Sequence, int, int]]) -> list[tuple[int, int]]:
-        """Copies of the states to keep that these pieces leave behind."""
+        """Returns copies (source page, target page) of the states to keep after these pieces."""
         found = []
         for sequence, start, count in pieces:
             page = self.states.keep(sequence, start + count)
@@ -596,7 +599,7 @@ class Scheduler:
         return found
 
     def _limits(self, rows: NDArray[np.int64], uncertain: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n] int64, the first position that each sequence may not store; -1 where its start is exact."""
+        """Returns `Schedule.limits`: [n] int64, the first position not to store; -1 for an exact start."""
         table = self.table
         stored = np.minimum(
             table.max_tokens[rows] - 1, table.num_pages[rows] * self.limits.page_size
@@ -606,7 +609,7 @@ class Scheduler:
     # -- pages that run short ------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, preempted: list[Sequence]) -> None:
-        """One more page for a sequence, taken from the youngest, which may be this one itself."""
+        """Allocates one more page for a sequence by preempting the youngest, which may be this one itself."""
         while not self.pages.extend(sequence, 1):
             if self.tiers is not None and self.tiers.give_back():
                 continue
@@ -614,14 +617,14 @@ class Scheduler:
                 return
 
     def _preempt_youngest(self, preempted: list[Sequence]) -> Sequence:
-        """Preempt the youngest running sequence, add it to `preempted` and return it."""
+        """Preempts the youngest running sequence, appends it to `preempted` and returns it."""
         youngest = self._running[-1]
         self._preempt(youngest)
         preempted.append(youngest)
         return youngest
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue without pages; its tokens are computed again later."""
+        """Frees the youngest sequence's pages and puts it at the head of the queue, to be computed again."""
         assert self._running[-1] is sequence
         assert not self._in_flight
         self._running.pop()
@@ -633,13 +636,13 @@ class Scheduler:
         sequence.num_preemptions += 1
 
     def _remember(self, sequence: Sequence) -> None:
-        """Offer the pages of its known tokens, without the newest, which may not be computed."""
+        """Offers the pages of a sequence's tokens to the cache, except the newest, which was not run."""
         if self.table.is_followed[sequence.row]:
             self.pages.remember(sequence, len(sequence.token_ids) - 1)
 
 
 def _backend_order(start: int, num_tokens: int) -> tuple[int, int]:
-    """Sort key for pieces: backends want long ones last, and pieces of one kind and size together."""
+    """Returns a sort key for pieces: backends want long ones last, and equal kinds and sizes together."""
     if num_tokens < LONG:
         return 0, 0
     return 2 - (start > 0), num_tokens

@@ -1,1 +1,1 @@
-"""Options, settings, limits and the plan: what will run, decided before anything is loaded."""
+"""Options, settings, limits and the plan: all choices about an engine, made before anything is loaded."""

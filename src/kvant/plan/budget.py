@@ -1,4 +1,4 @@
-"""The memory of the pages, the length of a sequence, and refusals for lack of memory."""
+"""Chooses the memory of the pages and the longest sequence, and refuses plans that lack memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvant.plan.plan import Plan
 from kvant.plan.resolution import what_if
 
 CPU_SHARE = 0.25
-"""Share of a CPU's free memory that pages get unless --kv-cache-memory says how much."""
+"""Share of a CPU's free memory that pages get unless --kv-cache-memory is set."""
 
 _USE_MORE = WayOut("use more of the device", ("--gpu-memory-utilization", str(UTILIZATION)))
 
 
 def fit(plan: Plan, memory: DeviceMemory) -> Plan:
-    """The plan with its pages and max_model_len chosen for this memory, or with the refusal.
+    """Returns the plan with kv_cache_bytes and max_model_len chosen for this memory, or with a refusal.
 
-    Nothing is chosen while the bytes of the weights are unknown, unless the request sets the pages'.
+    The plan is unchanged if the weights' size is unknown and the request does not set kv_cache_bytes.
     """
     if plan.weights_bytes is None and plan.kv_cache_bytes is None:
         return plan
@@ -34,7 +34,7 @@ def fit(plan: Plan, memory: DeviceMemory) -> Plan:
 
 
 def choose_kv_bytes(plan: Plan, memory: DeviceMemory) -> int:
-    """Bytes for the pages: as asked, else the device's share, limited to what the sequences can fill.
+    """Returns the bytes for pages: as requested, else the device's share, at most what sequences can fill.
 
     Raises DoesNotFit if weights and pages exceed the memory.
     """
@@ -48,7 +48,7 @@ def choose_kv_bytes(plan: Plan, memory: DeviceMemory) -> int:
         return asked
 
     def most(utilization: float) -> int:
-        """Bytes of a GPU for weights and pages."""
+        """Returns the bytes of a GPU for weights and pages."""
         return min(int(memory.total * utilization), memory.free) - beside
 
     if plan.request.on_cpu:
@@ -65,7 +65,7 @@ def choose_kv_bytes(plan: Plan, memory: DeviceMemory) -> int:
 
 
 def _usable_bytes(plan: Plan, longest: int) -> int:
-    """Bytes that max_num_seqs sequences of the greatest length fill, with the states that are kept."""
+    """Returns the bytes that max_num_seqs sequences of `longest` tokens fill, including kept states."""
     limits, layout = plan.limits, plan.layout
     pages = limits.max_num_seqs * -(-longest // limits.page_size)
     if layout is not None:
@@ -80,9 +80,9 @@ def _usable_bytes(plan: Plan, longest: int) -> int:
 
 
 def choose_max_model_len(plan: Plan) -> tuple[int, tuple[str, ...]]:
-    """Tokens of one sequence, and a note for the user if the pool's size decided.
+    """Returns the most tokens of one sequence, and a note for the user if the pool's size limits it.
 
-    Raises DoesNotFit, with what would fit, for an explicit length that the pool cannot hold.
+    Raises DoesNotFit, saying what would fit, if the pool cannot hold the requested length.
     """
     capacity = plan.memory.capacity_tokens or 0
     wanted = plan.request.max_model_len
@@ -131,7 +131,7 @@ def _no_room(
     ways = [*more]
     least = plan.bytes_for(1)
     if left >= least:
-        # Half, as the rest of the machine wants some, and free memory varies from start to start.
+        # Half of it, because other programs need some and free memory varies from start to start.
         less = str(max(least, left // 2))
         ways.append(WayOut("give the pages less", ("--kv-cache-memory", less)))
     elif plan.workspaces is not None:

@@ -1,4 +1,4 @@
-"""The engine's options, and the frozen configuration that is made of them once."""
+"""The table of the engine's options, and the frozen configuration that is made from their values once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _COMPILE = CompileLimits()
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Options that decide a plan."""
+    """Options that a plan depends on."""
 
     model: str = option(DEFAULT_MODEL, "Directory, hub id, .gguf file, or smollm2.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.", unset="main")
@@ -210,7 +210,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions(PlanOptions):
-    """Options of a running engine: the plan's, and how requests share it."""
+    """Options of a running engine: those of its plan, and how requests share the engine."""
 
     max_num_seqs: int | None = _run(
         None, "Most sequences that run at once.", low=1, high=2**16, unset="32 on a CPU, else 256"
@@ -252,7 +252,7 @@ ENGINE_OPTIONS = options_of(EngineOptions)
 
 
 class LLMOptions(TypedDict, total=False):
-    """Names and types of the options, for type checkers. `EngineOptions` describes them."""
+    """Names and types of the options as Python arguments, for type checkers; see `EngineOptions`."""
 
     revision: str | None
     dtype: str | None
@@ -300,9 +300,10 @@ class LLMOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """plan: the model, its device, its KV cache and its limits. seed: seeds the seeds of requests without
-    one; None draws it. dummy_weights: make random weights instead of reading them, for timings. settings:
-    what all of it was made of, from which other ranks make theirs. task: what the engine is for.
+    """An engine's whole configuration. plan: the request for its plan. seed: of the generator that gives
+    seeds to requests without one; None draws it. dummy_weights: make random weights instead of reading them,
+    for timings. settings: the option values that all of this was made from; other ranks rebuild it from
+    them. task: whether to generate or to embed.
     """
 
     plan: PlanRequest
@@ -314,10 +315,10 @@ class EngineConfig:
 
 
 def engine_config(settings: Settings, *, num_requests: int | None = None) -> EngineConfig:
-    """The configuration of an engine. Raises ConfigError, naming the source of a value that is wrong.
+    """Builds an engine's configuration. Raises ConfigError, naming the source of a wrong value.
 
-    num_requests: how many requests there will be at most, if that is known. It limits max_num_seqs,
-    and so the memory of the pages, unless max_num_seqs is set.
+    num_requests: the most requests that there will be, if known. It limits max_num_seqs, and so the memory
+    of the pages, unless max_num_seqs is set.
     """
     options = settings.build(EngineOptions)
     device = host_device(options.device, asked_by=_by(settings, "device"))
@@ -340,7 +341,7 @@ def engine_config(settings: Settings, *, num_requests: int | None = None) -> Eng
 
 
 def config_of(model: str | Path | None, options: LLMOptions) -> EngineConfig:
-    """The configuration of arguments, else variables, else defaults. None means not given."""
+    """Builds a configuration from arguments, else variables, else defaults. None means not given."""
     given: dict[str, object] = {"model": model, **options}
     settings = read_settings(
         ENGINE_OPTIONS, given=given, by=lambda option: f"{option.name}=", environ=os.environ
@@ -349,7 +350,7 @@ def config_of(model: str | Path | None, options: LLMOptions) -> EngineConfig:
 
 
 def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
-    """The typed request for a plan. After this function no format is text."""
+    """Builds the typed request for a plan. Format names are parsed here and nowhere later."""
     options = settings.build(PlanOptions)
     refuse_calculated_scales(options.calculate_kv_scales)
     memory, draft = options.kv_cache_memory, options.speculative_config
@@ -389,7 +390,7 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
 
 
 def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
-    """Requests for the KV cache, with every source that named a format; the policy file is weakest."""
+    """Builds the requests for the KV cache from all sources of formats; the policy file is the weakest."""
     asked = tuple(_asked(given) for given in settings.given.get("kv_cache_dtype", ()))
     found = Requests(
         target=KVRequest(
@@ -418,7 +419,7 @@ def _asked(given: Given) -> Asked:
 
 
 def _asked_wide(settings: Settings, options: PlanOptions) -> AskedWide | None:
-    """Rows that are stored wide, asked for by the first of these options that was given."""
+    """Returns the request for wide rows, or None. Its source is the first of its options that was given."""
     names = ("kv_recent_tokens", "kv_sink_tokens", "kv_recent_dtype")
     given = next((found for name in names if (found := settings.get(name)) is not None), None)
     if given is None:
@@ -433,7 +434,7 @@ def _asked_wide(settings: Settings, options: PlanOptions) -> AskedWide | None:
 
 
 def _asked_states(settings: Settings, name: str, kind: StateKind) -> tuple[AskedState, ...]:
-    """Formats of states by every source that named one, strongest first."""
+    """Returns the requested formats of states from every source, the strongest source first."""
     found = []
     for given in settings.given.get(name, ()):
         by = given.label(given.value)
@@ -442,7 +443,7 @@ def _asked_states(settings: Settings, name: str, kind: StateKind) -> tuple[Asked
 
 
 def _items(settings: Settings, name: str) -> list[tuple[str, str]]:
-    """Each item of a list option, and the item with its source."""
+    """Returns each item of a list option, and the item with its source for messages."""
     given = settings.get(name)
     if given is None:
         return []
@@ -464,6 +465,6 @@ def _transfer(settings: Settings, options: PlanOptions) -> TransferConfig | None
 
 
 def _by(settings: Settings, name: str) -> str:
-    """The source of an option's value; its flag for a default."""
+    """Returns the source of an option's value for messages; for a default, the option's flag."""
     given = settings.get(name)
     return "--" + name.replace("_", "-") if given is None else given.by.removesuffix("=")

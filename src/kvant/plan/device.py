@@ -19,10 +19,10 @@ _ACCELERATOR_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd")
 
 
 def host_device(name: str, *, asked_by: str = "--device") -> DeviceFacts:
-    """The device named `auto` (an accelerator if there is one), `cpu` or `cuda`.
+    """Returns the device named `auto` (an accelerator if there is one), `cpu` or `cuda`.
 
-    Several GPUs: the one that this thread works on. Without device nodes of an accelerator torch is not
-    imported, so that a refusal takes no seconds.
+    With several GPUs it is this thread's current GPU. torch is imported only if the system has an
+    accelerator, so that refusals are fast. Raises UnknownName, and NotServable for `cuda` without a device.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise UnknownName("device", name, ("auto", "cpu", "cuda"), asked_by=asked_by)
@@ -53,14 +53,14 @@ def _accelerator() -> DeviceFacts | None:
 
 
 def torch_device(facts: DeviceFacts) -> torch.device:
-    """The torch device that these facts describe; torch calls AMD's devices cuda too."""
+    """Returns the torch device that these facts describe; torch calls AMD's devices cuda too."""
     import torch
 
     return torch.device("cpu" if facts.kind is DeviceKind.CPU else "cuda")
 
 
 def chosen_gpu() -> int | None:
-    """The GPU that this thread works on; torch keeps one per thread. None before torch has used a GPU."""
+    """Returns this thread's current GPU in torch, or None if torch has not used a GPU yet."""
     torch = sys.modules.get("torch")
     return (
         torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
@@ -68,7 +68,7 @@ def chosen_gpu() -> int | None:
 
 
 def work_on(gpu: int | None) -> None:
-    """Make this thread work on a GPU that `chosen_gpu` returned in another one."""
+    """Makes `gpu`, which `chosen_gpu` returned in another thread, this thread's current GPU."""
     if gpu is not None:
         import torch
 
@@ -76,9 +76,9 @@ def work_on(gpu: int | None) -> None:
 
 
 def device_memory(facts: DeviceFacts, num_ranks: int = 1) -> DeviceMemory:
-    """Memory of the device now, before anything is loaded.
+    """Returns the device's memory now, before anything is loaded.
 
-    Several ranks: the GPU with the least free memory, or an equal part of a CPU's memory.
+    With several ranks it is that of the GPU with the least free memory, or an equal part of a CPU's memory.
     """
     if facts.kind is DeviceKind.CPU:
         free = free_host_bytes() // num_ranks
@@ -91,9 +91,9 @@ def device_memory(facts: DeviceFacts, num_ranks: int = 1) -> DeviceMemory:
 
 
 def free_host_bytes() -> int:
-    """Bytes that this process can still allocate: the machine's, or its container's if that is less.
+    """Returns the bytes that this process can still allocate, on the machine or within its container.
 
-    All installed memory on a system that does not report what is free.
+    On a system that does not report free memory, returns all installed memory.
     """
     known = [size for size in (_meminfo(), _cgroup()) if size is not None]
     return min(known) if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -107,7 +107,7 @@ def _meminfo() -> int | None:
 
 
 def _cgroup() -> int | None:
-    """Bytes that a container's limit leaves; cached file pages can be reclaimed and count as free."""
+    """Returns the bytes left under a container's limit, or None. Cached file pages count as free."""
     root = Path("/sys/fs/cgroup")
     limit, used = _read(root / "memory.max").strip(), _read(root / "memory.current").strip()
     if not limit.isdigit() or not used.isdigit():

@@ -1,4 +1,4 @@
-"""What planning knows about the models' files and the device's memory. `read_facts` fills it in."""
+"""Facts about the models' files and the device's memory that a plan is made from. `read_facts` reads them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvant.models.weights import StoredWeights
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One model's files. config: its config.json. are_decoded: codes of its weights become numbers of the
-    compute dtype while they are loaded. refusal: why its weights cannot be read on this machine.
-    shape: of a target, None for a drafter, whose shape follows its target's.
+    """Facts about one model's files. config: its config.json. are_decoded: quantised weights are decoded to
+    the compute dtype while they are loaded. refusal: why its weights cannot be read on this machine.
+    shape: the target's geometry and parameters; None for a drafter, whose shape follows its target's.
     """
 
     local: LocalModel
@@ -31,7 +31,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of this machine's device before anything is loaded. A CPU's total is its free memory."""
+    """Bytes of the device's memory before anything is loaded. A CPU's total equals its free memory."""
 
     free: int
     total: int
@@ -39,7 +39,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """draft: the drafter's, for a method that has one. memory: None to plan without this machine's."""
+    """All facts of a plan. draft: facts of the drafter, if there is one. memory: None if not measured."""
 
     target: ModelFacts
     draft: ModelFacts | None = None

@@ -9,15 +9,15 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes in tokens unless stated otherwise.
+    """Upper limits of an engine, in tokens unless stated otherwise.
 
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of one step, over all
     sequences. max_model_len: tokens of one sequence, prompt and answer. page_size: tokens of a page.
     prefix_caching: whether requests share pages with equal contents. max_prompt_logprobs: prompt tokens
-    per step whose log-probabilities can be requested; each takes a row of logits. prompt_stride: a
-    prompt is split at multiples of this number, in steps with room for one stride. state_slots: states
-    of recurrent layers that are kept for prompts with equal beginnings, at multiples of state_stride.
-    draft_states: with recurrent layers, drafts of one step over all sequences; each has a state of its own.
+    scored in one step; each takes a row of logits. prompt_stride: prompts are split at multiples of this
+    number, in steps with room for one stride. state_slots: recurrent states kept for prompts with equal
+    beginnings, at multiples of state_stride. draft_states: with recurrent layers, drafts of one step over
+    all sequences; each draft has a state of its own.
     """
 
     max_num_seqs: int
@@ -33,14 +33,14 @@ class Limits:
 
 
 def default_num_seqs(device: DeviceFacts) -> int:
-    """max_num_seqs unless it is set."""
+    """Returns the default of max_num_seqs."""
     return 32 if device.kind is DeviceKind.CPU else 256
 
 
 def default_num_batched_tokens(device: DeviceFacts, max_num_seqs: int) -> int:
-    """max_num_batched_tokens unless it is set.
+    """Returns the default of max_num_batched_tokens.
 
-    A CPU takes seconds for a step of more tokens. On a GPU running sequences take no room from prompts,
-    which are then split at the same places in every step.
+    A CPU would take seconds for a step of more tokens. On a GPU there is room for a token of each sequence
+    beside 8192 prompt tokens, so prompts are split at the same places in every step.
     """
     return 512 if device.kind is DeviceKind.CPU else 8192 + max_num_seqs

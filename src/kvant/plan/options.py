@@ -1,4 +1,4 @@
-"""Options: everything a user can set by flag, environment variable, YAML file or Python argument.
+"""Declares options: values that users set by flag, environment variable, YAML file or Python argument.
 
 The fields of configuration classes form the table of options:
 
@@ -59,11 +59,11 @@ _KINDS: dict[object, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. name: as keyword argument and YAML key. field: in its configuration class.
+    """One option. name: its keyword argument and YAML key. field: its field in the configuration class.
 
-    unset: describes the effect of the default None. low, high: bounds, inclusive. flag_name: the flag, if
+    unset: describes the effect of the default None. low, high: inclusive bounds. flag_name: the flag, if
     it differs from the name. aliases: names that other programs use. short: further flags, as written.
-    panel: heading in a command's help. secret: never shown. hidden: in no help and no document.
+    panel: heading in a command's help. secret: its value is never shown. hidden: absent from help and docs.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All its flags; a switch also has --no- flags."""
+        """All flags of the option; a switch also has --no- flags."""
         names = (self.flag, *(_dashed(alias) for alias in self.aliases))
         if self.kind is Kind.SWITCH:
             names = tuple(f"{name}/--no-{name.removeprefix('--')}" for name in names)
@@ -104,7 +104,7 @@ class Option:
         return (self.name, *self.aliases)
 
     def read(self, raw: object, where: str) -> Value:
-        """Check a value from Python or YAML. Raises BadValue or UnknownName, naming `where`."""
+        """Checks and converts a value from Python or YAML. Raises BadValue or UnknownName, naming `where`."""
         value = self._convert(raw)
         if value is None or not self._in_bounds(value):
             shown = "what was given" if self.secret else repr(raw)
@@ -144,7 +144,7 @@ class Option:
         return self.kind.value + bounds
 
     def _convert(self, raw: object) -> Value | None:
-        """The value in the option's type; None if it has another type."""
+        """Returns the value in the option's type, or None if it cannot have that type."""
         if isinstance(raw, Path):
             raw = str(raw)
         is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
@@ -190,7 +190,7 @@ def _finite(number: int | float) -> float | None:
 
 
 def _json(mapping: Mapping[object, object]) -> str | None:
-    """None for values without a JSON form, such as YAML's dates."""
+    """Returns a mapping as JSON; None if it holds values without a JSON form, such as YAML's dates."""
     try:
         return json.dumps(dict(mapping))
     except TypeError:
@@ -198,9 +198,9 @@ def _json(mapping: Mapping[object, object]) -> str | None:
 
 
 def option(default: Any, help: str, *, kind: Kind | None = None, **details: Any) -> Any:
-    """A dataclass field that is an option. kind: if the type does not imply it. details: see `Option`.
+    """Declares a dataclass field as an option. kind: its kind, if the field's type does not imply it.
 
-    prefix: of the option's name, before the field's.
+    details: fields of `Option`, and `prefix`, which precedes the field's name in the option's name.
     """
     return dataclasses.field(
         default=default, metadata={_METADATA: {"help": help, "kind": kind, **details}}
@@ -208,7 +208,7 @@ def option(default: Any, help: str, *, kind: Kind | None = None, **details: Any)
 
 
 def options_of(*tables: type, nested: bool = True) -> tuple[Option, ...]:
-    """Every option of these classes. nested: and of the configuration classes among their fields."""
+    """Returns every option of these classes. nested: include configuration classes among their fields."""
     found: list[Option] = []
     for table in tables:
         types = typing.get_type_hints(table)

@@ -1,4 +1,4 @@
-"""What a plan is asked for, and the plan: `kvant plan` prints it, the engine runs exactly this."""
+"""The request for a plan, and the plan itself: `kvant plan` prints it and the engine runs it."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ DEFAULT_PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Everything a user decides about a plan. Sizes in bytes; None leaves the choice to the plan.
+    """The user's choices about a plan. Sizes are in bytes; None leaves the choice to the plan.
 
-    dtype: the compute dtype. backend: the only attention backend that is allowed. page_size: tokens.
+    dtype: the compute dtype. backend: the only attention backend that is allowed. page_size: in tokens.
     max_model_len, max_num_seqs, max_num_batched_tokens, prefix_caching: see `Limits`.
-    memory_bytes: memory of a device to plan for that need not be here. kv_cache_bytes: of all pages.
-    state_cache_bytes: of states that are kept for the prefix cache. memory_utilization: share of a GPU's
+    memory_bytes: memory of a device that need not be in this machine. kv_cache_bytes: of all pages.
+    state_cache_bytes: of recurrent states kept for the prefix cache. memory_utilization: share of a GPU's
     memory to use. batch_invariant: use only backends that compute every row independently of the rows
-    beside it. quantization: of the target's weights, while they are loaded. activations: how products with
-    narrow weights round them. tensor_parallel_size: devices that share the model. expected_length: tokens of
-    a sequence, for the number of sequences that fit. offload: tiers of memory behind the pages of the prefix
-    cache. transfer: engines that give or take pages.
+    beside it. quantization: how to round the target's weights while loading. activations: how products with
+    narrow weights round the activations. tensor_parallel_size: devices that share the model.
+    expected_length: the length in tokens for which the plan counts the sequences that fit. offload: tiers of
+    memory behind the prefix cache. transfer: engines to give pages to or to take pages from.
     """
 
     model: str
@@ -85,7 +85,7 @@ class PlanRequest:
 
     @property
     def utilization(self) -> float:
-        """Share of the device's memory to plan with. --gpu-memory-utilization does not apply to CPUs."""
+        """Share of the device's memory to plan with. A CPU ignores --gpu-memory-utilization."""
         return UTILIZATION if self.on_cpu else self.memory_utilization
 
 
@@ -94,8 +94,8 @@ class PlannedModel:
     """One model of a plan.
 
     config: its config.json. refusal: why its weights cannot be read here. shape_source: where its
-    geometry comes from. narrow: what happens to a checkpoint's narrow weights, None for one without.
-    parameters: names and shapes of its weights, if Kvant does not list them from its config.
+    geometry comes from. narrow: says how the checkpoint's narrow weights are used; None if it has none.
+    parameters: names and shapes of its weights, if Kvant cannot list them from its config.
     """
 
     local: LocalModel
@@ -112,12 +112,12 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class KeptLayers:
-    """Layers whose pages are released together.
+    """A group of layers whose pages are released together.
 
-    layers, draft_layers: of the target, and of a drafter with pages of its own. window: tokens that they
-    keep, None for all. bytes_per_token: of one rank. most_bytes: of one sequence that decodes, None without
-    a bound. sink: first tokens that they keep too. is_wide: whether these are wide rows, which store tokens
-    of the layers a second time.
+    layers, draft_layers: layers of the target, and of a drafter with pages of its own. window: the newest
+    tokens that they keep, None for all. bytes_per_token: on one rank. most_bytes: the most bytes of one
+    decoding sequence, None if unbounded. sink: first tokens that are kept too. is_wide: these are wide rows,
+    which store the layers' tokens a second time.
     """
 
     layers: tuple[int, ...]
@@ -131,7 +131,7 @@ class KeptLayers:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Memory for pages that the device has no room for. tokens: that it holds if nothing is shared."""
+    """Memory for pages that the device has no room for. tokens: its capacity if no pages are shared."""
 
     name: str
     num_bytes: int
@@ -140,17 +140,17 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Target, forward, drafter, limits and memory.
+    """The frozen result of planning: target, forward, drafter, limits and memory.
 
-    forward: what runs the target's layers, and why faster forwards do not. rotary: how the target's
-    rotary frequencies are fixed, if transformers would move them with the length.
-    total_bytes: the device's memory, None if it is not known. kv_cache_bytes: for the pages of both
-    models, as asked or chosen; None for a share of total_bytes. workspaces: what a GPU holds beside
-    weights and pages; None for a CPU, which allocates as it goes. limits.max_model_len: until memory is
-    known, the longest length that is asked or that the model can address. draft_counts: numbers of drafts
-    for which steps are recorded, descending. notes: lines about what was chosen. refusal: why an engine
-    cannot run this plan. division: how ranks share the model, None for one device. Bytes of weights,
-    pages, workspaces and memory are those of one rank.
+    forward: the code that runs the target's layers, and why faster forwards do not. rotary: how the target's
+    rotary frequencies are fixed, if transformers would change them with the length.
+    total_bytes: the device's memory, None if unknown. kv_cache_bytes: bytes of both models' pages, as
+    requested or chosen; None for a share of total_bytes. workspaces: memory of a GPU beside weights and
+    pages; None for a CPU, which allocates it during steps. limits.max_model_len: until memory is known, the
+    requested length or the longest that the model can address. draft_counts: numbers of drafts for which
+    steps are recorded, descending. notes: lines about choices. refusal: why an engine cannot run this plan.
+    division: how ranks share the model, None for one device. Bytes of weights, pages, workspaces and memory
+    are those of one rank.
     """
 
     request: PlanRequest
@@ -174,7 +174,7 @@ class Plan:
 
     @property
     def rank_kv(self) -> KVPlan:
-        """What each rank stores of the target's `kv`, which describes the whole model."""
+        """The part of the target's KV plan that each rank stores; `target.kv` describes the whole model."""
         return rank_plan(self.target.kv, self.num_ranks)
 
     @property
@@ -184,26 +184,26 @@ class Plan:
 
     @property
     def draft_state_bytes(self) -> int:
-        """Bytes of the states behind drafts that are verified."""
+        """Bytes of the recurrent states after drafts, until these are verified."""
         return self.limits.draft_states * self.target.kv.bytes_per_sequence
 
     @property
     def rotary_length(self) -> int | None:
-        """Tokens for which moving rotary frequencies are fixed; None for a model that has none."""
+        """The length for which rotary frequencies are fixed; None if they do not depend on the length."""
         return None if self.rotary is None else self.rotary.length
 
     @property
     def weights_bytes(self) -> int | None:
-        """Bytes of target and drafter; None if the target's are unknown."""
+        """Bytes of the target's and the drafter's weights; None if the target's are unknown."""
         draft = 0 if self.draft is None else self.draft.weights.bytes or 0
         return None if self.target.weights.bytes is None else self.target.weights.bytes + draft
 
     @property
     def layout(self) -> ArenaLayout | None:
-        """How each rank's arena is cut for groups of pages; None where every page holds all layers.
+        """How each rank's arena is divided into groups of pages; None if every page holds all layers.
 
-        Beside recurrent layers, whose kept states decide where a cached prefix may end, every layer keeps
-        every token.
+        In a model with recurrent layers every attention layer keeps every token, because a cached prefix may
+        end only where a state was kept.
         """
         return self._layout_of(self.target.kv)
 
@@ -220,9 +220,9 @@ class Plan:
 
     @property
     def page_bytes(self) -> int:
-        """One page in the pools of target and drafter, which share page ids.
+        """Bytes of one page of target and drafter, which share page ids.
 
-        With several groups of pages, what the arena grows by: a superblock.
+        With several groups of pages, the bytes of a superblock, the unit of the arena.
         """
         layout = self.layout
         if layout is not None:
@@ -230,7 +230,7 @@ class Plan:
         return self.rank_kv.page_bytes + (0 if self.draft is None else self.draft.kv.page_bytes)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes of pages that one sequence of `num_tokens` tokens needs alone, scratch pages included."""
+        """Returns the bytes of pages of a single sequence of `num_tokens` tokens, including scratch pages."""
         size, layout = self.limits.page_size, self.layout
         if layout is None:
             return (-(-num_tokens // size) + SCRATCH_PAGES) * self.page_bytes
@@ -241,12 +241,12 @@ class Plan:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest sequence: as asked, or what the model can address; None if unknown."""
+        """Tokens of the longest sequence: as requested, else what the model can address; None if unknown."""
         return self.request.max_model_len or self.target.geometry.max_model_len
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """Why it can be planned and not run, memory aside."""
+        """Reasons, apart from memory, why the plan cannot run."""
         lines = [*self.target.local.obstacles]
         if self.target.refusal is not None:
             lines.append(as_obstacle(self.target.refusal))
@@ -258,12 +258,12 @@ class Plan:
 
     @property
     def can_run(self) -> bool:
-        """Whether nothing known prevents running it."""
+        """True if no known obstacle prevents the plan from running."""
         return not self.obstacles and not self._memory_warnings()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Every line that a reader must see; the drafter's begin with "draft: "."""
+        """All warnings for the user; lines about the drafter begin with "draft: "."""
         lines = [*self.obstacles, *self.target.local.notes, *self.target.kv.warnings]
         if self.rotary is not None:
             lines.append(self.rotary.because)
@@ -286,7 +286,7 @@ class Plan:
         return self.memory_with(self.target.kv)
 
     def memory_with(self, kv: KVPlan) -> MemoryPlan:
-        """How it would be divided if the target, as a whole, stored `kv`."""
+        """Returns how memory would be divided if the target stored `kv`, the KV plan of the whole model."""
         return plan_memory(
             self.total_bytes,
             self.target.weights.bytes,
@@ -303,7 +303,7 @@ class Plan:
 
     @property
     def groups(self) -> tuple[KeptLayers, ...]:
-        """Layers by the tokens that they keep, where their pages are released apart; else all of them."""
+        """Groups of layers whose pages are released together; one group if every page holds all layers."""
         kv, layout, size = self.rank_kv, self.layout, self.limits.page_size
         if layout is None:
             of_draft = () if self.draft is None else self.draft.kv.layers
@@ -345,7 +345,7 @@ class Plan:
 
     @property
     def expected_length(self) -> int:
-        """Tokens of a sequence for which the plan says how many fit."""
+        """The length in tokens for which `num_sequences` counts how many sequences fit."""
         return self.request.expected_length or self.limits.max_model_len
 
     @property

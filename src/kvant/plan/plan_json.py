@@ -13,7 +13,7 @@ SCHEMA = 1
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The whole plan as plain data; key order is part of the promise."""
+    """Returns the whole plan as JSON values. The order of keys is part of the schema."""
     memory = plan.memory
     return {
         "schema": SCHEMA,
@@ -60,7 +60,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _groups(plan: Plan) -> list[dict[str, Any]]:
-    """Layers whose pages are kept together; one group of all layers where pages are not divided."""
+    """Returns the groups of layers whose pages are released together, as JSON values."""
     return [
         {
             "layers": list(group.layers),

@@ -1,4 +1,4 @@
-"""From a request and facts to a plan: one pure function. `kvant plan` and the engine both call it."""
+"""Makes a plan from a request and facts, in one pure function. `kvant plan` and the engine both call it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from kvant.plan.workspaces import workspaces
 from kvant.speculative.dflash.files import read_network
 
 _STATE_STRIDES = {True: 512, False: 2048}
-"""Tokens between states that are kept, on a CPU and on a GPU: prompts are cut there."""
+"""Tokens between kept recurrent states, where prompts are cut: on a CPU (True) and on a GPU (False)."""
 
 _MOST_DRAFT_STATES = 32
-"""Drafts of one step over recurrent layers, each of which has a state of its own."""
+"""Most drafts of one step of a model with recurrent layers, since each draft has a state of its own."""
 
 
 def make_plan(request: PlanRequest, facts: Facts) -> Plan:
-    """Plan `request`. Pure: reads no file and asks no device.
+    """Returns the plan for `request`. Pure: reads no file and no device.
 
-    With facts.memory the plan divides this machine's memory, chooses max_model_len, and says in `refusal`
-    what an engine could not run. Raises ConfigError for a request that is wrong on any device.
+    If facts.memory is given, the plan divides this machine's memory, chooses max_model_len, and says in
+    `refusal` why an engine could not run it. Raises ConfigError for a request that is wrong on any device.
     """
     shape = facts.target.shape
     assert shape is not None, "a target has a shape"
@@ -101,7 +101,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
 
 
 def _check_wide_rows(plan: Plan) -> None:
-    """Refuse wide rows beside recurrent states, where no page is released before its sequence ends."""
+    """Refuses wide rows for models with recurrent states, which release no page before a sequence ends."""
     asked = plan.request.requests.target.wide
     kv = plan.target.kv
     if asked is not None and kv.has_wide_rows and kv.has_states:
@@ -123,7 +123,7 @@ def _check_length(request: PlanRequest, geometry: ModelGeometry) -> None:
 
 
 def _refuse_drafts_over_states(request: PlanRequest, geometry: ModelGeometry) -> None:
-    """Refuse drafters beside recurrent layers, but for those on the host that read tokens alone."""
+    """Refuses drafters for models with recurrent layers, except methods without a model on one device."""
     asked = request.speculative
     if asked is None or not geometry.has_states:
         return
@@ -142,7 +142,7 @@ def _refuse_drafts_over_states(request: PlanRequest, geometry: ModelGeometry) ->
 
 
 def _refuse_offload(request: PlanRequest, geometry: ModelGeometry, limits: Limits) -> None:
-    """Refuse tiers for engines whose pages do not go there."""
+    """Refuses --kv-offload and --kv-transfer for plans that cannot use them."""
     if request.offload is None:
         if request.transfer is not None:
             raise BadValue(
@@ -175,7 +175,7 @@ def _refuse_offload(request: PlanRequest, geometry: ModelGeometry, limits: Limit
 
 
 def _limits(request: PlanRequest, target: PlannedModel) -> Limits:
-    """As asked, else the device's defaults."""
+    """Returns the requested limits, with the device's defaults for the others."""
     geometry = target.geometry
     seqs = request.max_num_seqs or default_num_seqs(request.device)
     slots = _state_slots(request, target, seqs)
@@ -193,7 +193,7 @@ def _limits(request: PlanRequest, target: PlannedModel) -> Limits:
 
 
 def _state_slots(request: PlanRequest, target: PlannedModel, max_num_seqs: int) -> int:
-    """States that are kept for the prefix cache: as many as asked, else one for every four sequences."""
+    """Returns how many states the prefix cache keeps: as requested, else one per four sequences."""
     each = target.kv.bytes_per_sequence
     if not each or not request.prefix_caching:
         return 0
@@ -205,7 +205,7 @@ def _state_slots(request: PlanRequest, target: PlannedModel, max_num_seqs: int) 
 def _draft_counts(
     asked: SpeculativeConfig | None, facts: DraftFacts | None, limits: Limits
 ) -> tuple[int, ...]:
-    """Numbers of drafts for which steps are recorded, descending."""
+    """Returns the numbers of drafts for which steps are recorded, descending; none without a drafter."""
     if asked is None:
         return ()
     most = asked.num_speculative_tokens
@@ -228,7 +228,7 @@ def _draft_counts(
 def _plan_draft(
     request: PlanRequest, asked: SpeculativeConfig, facts: ModelFacts, target: ModelGeometry
 ) -> tuple[PlannedModel, DraftFacts]:
-    """The drafter has its own request, checkpoint and geometry, and is resolved like the target."""
+    """Plans the drafter from its own request, checkpoint and geometry, in the same way as the target."""
     geometry, draft_facts = read_draft_geometry(facts.config, target)
     read_network(facts.config)
     most = draft_facts.block_size - 1
@@ -246,7 +246,7 @@ def _plan_draft(
 
 
 def _in_words(stored: Stored | NotStored | None, facts: ModelFacts) -> str | None:
-    """What happens to narrow weights of the checkpoint."""
+    """Describes how the checkpoint's narrow weights are used; None if it has none."""
     if isinstance(stored, NotStored):
         done = "decoded while they are loaded" if facts.are_decoded else "left to transformers"
         return f"{done}: {stored.reason}"
@@ -256,7 +256,7 @@ def _in_words(stored: Stored | NotStored | None, facts: ModelFacts) -> str | Non
 def _stored(
     request: PlanRequest, config: Mapping[str, Any], geometry: ModelGeometry, compute: ComputeDtype
 ) -> Stored | NotStored | None:
-    """`read_stored`, and what the forward that runs the model does with it on a CPU."""
+    """Returns `read_stored`, or NotStored if the forward that runs on a CPU cannot use these weights."""
     found = read_stored(config, request.device, compute)
     if not isinstance(found, Stored) or not request.on_cpu:
         return found

@@ -1,4 +1,4 @@
-"""What ranks share of a planned model: refusals, and the bytes of one rank's weights. Pure."""
+"""Divides a planned model among ranks: refusals, and the bytes of one rank's weights. Pure functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MATRICES = (WeightKind.LINEAR, WeightKind.EXPERT)
 
 
 def check_ranks(request: PlanRequest, config: Mapping[str, Any], shape: ModelShape) -> None:
-    """Raise NotServable for what ranks cannot share, formats of weights aside. Both are the target's."""
+    """Raises NotServable if ranks cannot share the target; formats of weights are checked by `divide`."""
 
     def parameters() -> Iterable[Named]:
         return shape.parameters or named(list_weights(config, shape.geometry))
@@ -54,9 +54,10 @@ def check_ranks(request: PlanRequest, config: Mapping[str, Any], shape: ModelSha
 def divide(
     request: PlanRequest, target: PlannedModel, *, drafts: bool
 ) -> tuple[PlannedModel, Division]:
-    """The target with the bytes of one rank's weights, and how ranks share it. drafts: beside a drafter.
+    """Returns the target with the bytes of one rank's weights, and how ranks share it.
 
-    NotServable for narrow weights that ranks cannot divide.
+    drafts: there is a drafter, which every rank holds whole. Raises NotServable for narrow weights that
+    ranks cannot divide.
     """
     geometry, whole, ranks = target.geometry, target.weights, request.tensor_parallel_size
     narrow = _narrow_formats(request, target)
@@ -67,7 +68,7 @@ def divide(
         recipe = None if request.quantization is not None else read_recipe(target.config)
 
         def bytes_of(weight: Weight) -> int:
-            """As `whole` counts it."""
+            """Returns a weight's bytes, counted in the same way as `whole`."""
             found = None
             if isinstance(recipe, Recipe):
                 found = recipe.stored_bytes(weight)
@@ -90,9 +91,9 @@ def divide(
 
 
 def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | None:
-    """The format of each weight that is narrow in memory; None for a model of numbers.
+    """Returns a function that gives each weight's narrow format in memory; None if no weight is narrow.
 
-    NotServable for narrow weights that do not run as they are stored.
+    Raises NotServable for narrow weights that do not run as they are stored.
     """
     asked = request.quantization
     if target.parameters and (asked is not None or _is_narrow(target)):
@@ -125,7 +126,7 @@ def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | No
 
 
 def _is_narrow(target: PlannedModel) -> bool:
-    """Whether any weight is narrow in the files: a recipe may be for KV alone."""
+    """Returns whether any weight is narrow in the files. A recipe may concern the KV cache only."""
     recipe = read_recipe(target.config)
     if not isinstance(recipe, Recipe):
         return recipe is not None

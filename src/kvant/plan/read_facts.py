@@ -1,4 +1,4 @@
-"""Reading the facts of a plan: the only part of planning that touches files, hub and device."""
+"""Reads the facts of a plan: the only part of planning that touches files, the hub and the device."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def read_facts(
     known: Facts | None = None,
     progress: Progress | None = None,
 ) -> Facts:
-    """Read everything that planning `request` needs.
+    """Reads all facts that `make_plan` needs for `request`.
 
-    It imports no torch for a CPU, except to probe a family that Kvant does not list.
+    For a CPU it does not import torch, except to probe a family that Kvant does not list.
 
-    memory: measure this machine's memory. weights: fetch or convert the weights, because they will be
-    loaded; progress is told about that. known: facts of the same request, read without weights; models
-    that have not changed since are not read again. Raises ConfigError for missing or broken files.
+    memory: measure this machine's memory. weights: also download or convert the weights, and report that
+    to `progress`. known: facts of the same request, read without weights; models that have not changed
+    since are not read again. Raises ConfigError for missing or broken files.
     """
 
     def model(
         name: str, revision: str | None, before: ModelFacts | None, *, is_target: bool
     ) -> ModelFacts:
         if weights and before is not None and before.refusal is not None:
-            raise before.refusal  # before a download
+            raise before.refusal  # no download for weights that cannot be read
         blocks = is_target and keeps_blocks(request)
         local = locate(name, revision=revision, weights=weights, blocks=blocks, progress=progress)
         if before is not None and before.local == local and before.weights.by_dtype is not None:
@@ -81,7 +81,7 @@ def read_facts(
 
 
 def _are_kept(config: Mapping[str, Any], geometry: ModelGeometry, device: DeviceFacts) -> bool:
-    """Whether narrow weights run as stored: on a CPU, if the forward that multiplies them runs the model."""
+    """Returns whether narrow weights run as stored. A CPU needs a forward that reads them for that."""
     if not isinstance(read_stored(config, device), Stored):
         return False
     if device.kind is not DeviceKind.CPU or read_blocks(config) is not None:
@@ -91,7 +91,7 @@ def _are_kept(config: Mapping[str, Any], geometry: ModelGeometry, device: Device
 
 
 def keeps_blocks(request: PlanRequest) -> bool:
-    """Whether matrices of a GGUF file are imported as they are stored; elsewhere they become float32."""
+    """Returns whether matrices of a GGUF file are imported as they are stored; else they become float32."""
     return request.on_cpu and request.tensor_parallel_size == 1
 
 
@@ -99,14 +99,14 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     config = read_json_object(local.path / CONFIG_NAME)
     headers = read_headers(local.path)
     if local.source in (ModelSource.GGUF, ModelSource.DEMO):
-        checkpoint = CheckpointKV(checked=True)  # says nothing about KV, converted yet or not
+        checkpoint = CheckpointKV(checked=True)  # these files never say anything about KV
     else:
         checkpoint = read_checkpoint(local.path, config, headers)
     weights = read_stored_weights(local.path, config, headers)
     decoded = are_decoded(config, device)
     if not is_target:
         return ModelFacts(local, config, checkpoint, weights, decoded)
-    shape = read_shape(config)  # refuses a drafter
+    shape = read_shape(config)  # raises for a drafter
     refusal = (
         None
         if _are_kept(config, shape.geometry, device)

@@ -6,7 +6,7 @@ from kvant.errors import NotServable, WayOut
 
 
 def refuse_calculated_scales(asked: bool) -> None:
-    """Refuse scales computed from the first tokens."""
+    """Raises NotServable if `asked`: --calculate-kv-scales would compute scales from the first tokens."""
     if asked:
         raise NotServable(
             "--calculate-kv-scales is not offered",

@@ -1,4 +1,4 @@
-"""Resolving the KV cache of one planned model, as requested and in every other format."""
+"""Resolves the KV cache of one planned model, as requested and, for comparison, in every other format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvant.plan.ranks import divide
 
 
 def resolve_again(plan: Plan, asked: KVRequest) -> KVPlan:
-    """The target's KV plan under another request, from the facts of `plan`."""
+    """Returns the target's KV plan for another request, from the facts of `plan`."""
     target = plan.target
     return resolve_kv(
         plan.request, asked, target.checkpoint, target.local.name, target.geometry, Role.TARGET
@@ -42,12 +42,14 @@ def resolve_kv(
     geometry: ModelGeometry,
     role: Role,
 ) -> KVPlan:
-    """What every layer of one model stores, and which backend serves it. Raises like `resolve`."""
+    """Returns the format that every layer of one model stores, and its backend. Raises like `resolve`."""
     compute, because = resolve_compute_dtype(request.dtype, geometry, request.device)
     only = request.backend if role is Role.TARGET else None
 
     def need(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> Need:
-        of_rank = rank_layer(layer, request.tensor_parallel_size)  # which is what a backend serves
+        of_rank = rank_layer(
+            layer, request.tensor_parallel_size
+        )  # a backend serves one rank's part
         wide = wide_rows(asked, layer, geometry, k, v, compute)
         return Need(
             of_rank, k, v, compute, request.page_size, request.device, request.batch_invariant, wide
@@ -68,7 +70,7 @@ def resolve_kv(
     def otherwise(layer: LayerGeometry, k: KVDtype, v: KVDtype | None) -> tuple[WayOut, ...]:
         ways = _other_ways(need(layer, k, v), only, role)
         wide = compute in (ComputeDtype.FLOAT32, ComputeDtype.FLOAT64)
-        # A whole resolution, because the stored format may follow the compute dtype.
+        # `works` resolves the whole model, because the stored format may follow the compute dtype.
         if only is not None and wide and works(replace(request, dtype=ComputeDtype.BFLOAT16)):
             text = "compute in 16 bits, which this backend does"
             ways = (*ways, WayOut(text, ("--dtype", ComputeDtype.BFLOAT16.value)))
@@ -88,7 +90,7 @@ def resolve_kv(
 
 
 def _other_ways(need: Need, only: BackendInfo | None, role: Role) -> tuple[WayOut, ...]:
-    """Page size or backend that would serve a layer which no backend serves as requested."""
+    """Returns page sizes and backends that would serve a layer that no backend serves as requested."""
     ways = []
     usual = replace(need, page_size=DEFAULT_PAGE_SIZE)
     if usual != need and select(usual, only=only).is_served:
@@ -103,7 +105,7 @@ def _other_ways(need: Need, only: BackendInfo | None, role: Role) -> tuple[WayOu
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One format as the global request; rules and skips stay. refused: why it is impossible, else None."""
+    """The effect of one format as the global request, with the same rules and skips. refused: why not."""
 
     format: KVDtype
     bytes_per_token: int | None
@@ -113,7 +115,7 @@ class Alternative:
 
 
 def what_if(plan: Plan) -> tuple[Alternative, ...]:
-    """Every format that a user can name, in the order of `KVDtype`, applied to this model."""
+    """Returns the effect of every format that users can name on this model, in the order of `KVDtype`."""
     nameable = [dtype for dtype in KVDtype if dtype.format.name in known_names()]
     return tuple(_alternative(plan, dtype) for dtype in nameable)
 
@@ -133,8 +135,8 @@ def _alternative(plan: Plan, dtype: KVDtype) -> Alternative:
 
 @dataclass(frozen=True, slots=True)
 class WeightAlternative:
-    """One method of `--quantization`, None for none. tokens: that fit, by KV format of the table's columns;
-    None where nothing fits or is known.
+    """The effect of one method of `--quantization`; None stands for no method. tokens: how many tokens fit
+    with each KV format of `what_if_weights`; None if none fit or the number is unknown.
     """
 
     asked: Quantization | None
@@ -146,9 +148,9 @@ _COLUMNS = (KVDtype.FP8_E4M3, KVDtype.INT4_PER_TOKEN_HEAD)
 
 
 def what_if_weights(plan: Plan) -> tuple[tuple[KVDtype, ...], tuple[WeightAlternative, ...]]:
-    """KV formats, and for each method that rounds this model's weights the tokens that fit with both.
+    """Returns KV formats, and for each quantisation of the weights the tokens that fit with each format.
 
-    Nothing without a memory to divide, and for a model whose weights cannot be rounded.
+    Returns nothing if the memory is unknown, the pages' memory is fixed, or the weights cannot be rounded.
     """
     if plan.total_bytes is None or plan.kv_cache_bytes is not None:
         return (), ()
@@ -167,7 +169,7 @@ def what_if_weights(plan: Plan) -> tuple[tuple[KVDtype, ...], tuple[WeightAltern
         if found is None or size is None:
             continue
         weights, beside = found
-        # What the forward needs beside its weights is taken from the same memory.
+        # The forward's extra memory comes out of the same total.
         held = replace(weights, bytes=size + beside - plan.forward.extra_bytes)
         other = replace(plan, target=replace(plan.target, weights=held))
         tokens = tuple(other.memory_with(kv).capacity_tokens for _, kv in columns)
@@ -178,9 +180,9 @@ def what_if_weights(plan: Plan) -> tuple[tuple[KVDtype, ...], tuple[WeightAltern
 
 
 def _rounded_weights(plan: Plan, method: Quantization | None) -> tuple[WeightBytes, int] | None:
-    """The weights' bytes with this method, and the forward's beside them; None where it cannot be had.
+    """Returns one rank's bytes of weights with this method, and the forward's extra bytes.
 
-    Among ranks: of one rank.
+    Returns None if this model cannot use the method.
     """
     request, target = plan.request, plan.target
     compute = target.kv.compute_dtype

@@ -1,6 +1,6 @@
-"""The values of options and their sources: argument or flag, else variable, else YAML file, else default.
+"""Reads the values of options with their sources: argument or flag, else variable, else YAML, else default.
 
-They are read once. Values are never merged: the strongest source wins, and overridden values stay
+Sources are read once. Values are never merged: the strongest source wins, and overridden values stay
 visible. Unknown keys and variables are errors.
 """
 
@@ -40,7 +40,7 @@ class Given:
     by: str
 
     def label(self, item: object) -> str:
-        """The value with its source, for messages: "--kv-cache-dtype fp8", "kv_cache_dtype='fp8'"."""
+        """Returns `item` with its source, for messages: "--kv-cache-dtype fp8", "kv_cache_dtype='fp8'"."""
         return f"{self.by}{item!r}" if self.by.endswith("=") else f"{self.by} {item}"
 
 
@@ -51,17 +51,17 @@ class Settings:
     given: dict[str, tuple[Given, ...]] = field(default_factory=dict)
 
     def get(self, name: str) -> Given | None:
-        """The value that holds; None for the default."""
+        """Returns an option's effective value, from its strongest source; None if it has its default."""
         found = self.given.get(name)
         return found[0] if found else None
 
     def only(self, options: Iterable[Option]) -> Settings:
-        """The settings of some options."""
+        """Returns the settings of these options only."""
         names = {option.name for option in options}
         return Settings({name: found for name, found in self.given.items() if name in names})
 
     def build(self, table: type[T]) -> T:
-        """An instance of a configuration class, with the given values and its own defaults."""
+        """Returns an instance of a configuration class, from the given values and its own defaults."""
         made: dict[str, Any] = {
             name: self.build(type_)
             for name, type_ in typing.get_type_hints(table).items()
@@ -82,10 +82,9 @@ def read_settings(
     environ: Mapping[str, str],
     file: Path | None = None,
 ) -> Settings:
-    """Read all sources. Raises ConfigError, naming the variable or the file and line of a wrong value.
+    """Reads all sources. Raises ConfigError, naming the variable or the file and line of a wrong value.
 
-    given: flags or arguments by option name; None if absent. by: the name of a flag or argument in
-    messages.
+    given: flags or arguments by option name; None means absent. by: returns how messages name an option.
     """
     known = tuple(known)
     ladder = (
@@ -149,7 +148,7 @@ def _from_environment(known: Iterable[Option], environ: Mapping[str, str]) -> di
 
 
 def _from_file(known: Iterable[Option], path: Path) -> dict[str, Given]:
-    """Read a flat mapping. Dashes and underscores in keys are equal; null means no value."""
+    """Reads a flat YAML mapping. Dashes and underscores in keys are equal; null means no value."""
     options = {name: option for option in known for name in option.names}
     found: dict[str, Given] = {}
     seen: set[str] = set()
@@ -183,7 +182,7 @@ def _shown(known: Iterable[Option]) -> list[str]:
 
 
 def _entries(path: Path) -> list[tuple[str, int, object]]:
-    """(key, line, value) of a YAML mapping."""
+    """Returns (key, line, value) of each entry of a YAML mapping. Raises BadValue for other files."""
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -1,4 +1,4 @@
-"""`--speculative-config`: how tokens are drafted, as JSON with vLLM's keys."""
+"""Parses `--speculative-config`: how tokens are drafted, as JSON with vLLM's keys."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MODEL_KEYS = ("model", "kv_cache_dtype", "revision")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The request. model: the drafter, "" for methods without one.
+    """The request for speculative decoding. model: the drafter, "" for methods without one.
 
-    num_speculative_tokens: drafts of one step; None for as many as the drafter's block allows. adaptive:
-    draft less while drafts do not pay. options: values of all of the method's own options.
+    num_speculative_tokens: the most drafts per sequence and step; None takes the drafter's block or the
+    method's default. adaptive: draft fewer tokens while drafts do not pay. options: the method's own options.
     """
 
     method: Method

@@ -1,7 +1,7 @@
-"""What a GPU holds beside weights and pages, counted before anything is loaded.
+"""Counts the memory that a GPU needs beside weights and pages, before anything is loaded.
 
-Every number follows from the model's shape and the limits, so `kvant plan` shows it for a device that is
-not here. docs/benchmarks/memory.md compares it with an H200.
+Every number follows from the model's shape and the limits, so `kvant plan` can show it for a device that is
+not in this machine. docs/benchmarks/memory.md compares it with an H200.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvant.plan.graph_sizes import MOST_PIECES, draft_sizes
 from kvant.plan.limits import Limits
 
 RUNTIME_BYTES = 1024 * 2**20
-"""The driver's context, compiled kernels, and the libraries' own workspaces."""
+"""Bytes of the driver's context, compiled kernels, and the libraries' own workspaces."""
 
 FRAGMENTS = 1.25
-"""Memory that an allocator holds for steps of varying sizes, over the need of one step."""
+"""Factor by which an allocator's memory for steps of varying sizes exceeds the need of one step."""
 
 
 _IN_TWO_LAUNCHES = frozenset(
@@ -35,8 +35,9 @@ _WIDEST = 128
 
 @dataclass(frozen=True, slots=True)
 class Workspaces:
-    """Bytes. step: activations of the largest step. logits: of the sampler and of recorded graphs.
-    prompts: decoded keys and values of a long prompt, and partial results of its attention.
+    """Bytes of a GPU beside weights and pages. runtime: the driver, kernels and libraries. step: activations
+    of the largest step. logits: rows of logits of the sampler and of graphs. prompts: decoded keys and values
+    of a long prompt, and partial results of its attention.
     """
 
     runtime: int
@@ -59,8 +60,8 @@ def workspaces(
     batch_invariant: bool = False,
     forward_bytes: int = 0,
 ) -> Workspaces:
-    """Workspaces of a GPU. config: the model's config.json. draft_counts: as in `Plan`. forward_bytes: what
-    the forward allocates for itself.
+    """Returns the workspaces of a GPU. config: the model's config.json. draft_counts: as in `Plan`.
+    forward_bytes: bytes that the forward allocates for itself.
     """
     element = ELEMENT_BYTES[compute]
     layers = [layer for layer in geometry.layers if layer.num_q_heads]
@@ -74,10 +75,10 @@ def workspaces(
     )  # their results, before they are summed
     wide *= element
     activations = limits.max_num_batched_tokens * max(wide, _recurrent_bytes(geometry, element))
-    # Recorded steps with pieces of prompts have their own.
+    # Recorded steps with pieces of prompts have activations of their own.
     activations += min(limits.max_num_batched_tokens, MOST_PIECES) * wide
-    # The model's logits and their float32 copy for the step with most rows, once more for the buffer that
-    # recorded steps share.
+    # The model's logits and their float32 copy, for the step with most rows. Twice, since recorded steps
+    # share a buffer of their own.
     with_drafts = (
         (1 + n) * size for n in draft_counts for size in draft_sizes(n, limits.max_num_seqs)
     )
@@ -96,8 +97,8 @@ def workspaces(
 
 
 def _recurrent_bytes(geometry: ModelGeometry, element: int) -> int:
-    """Bytes of a token of a prompt in the layer with the widest recurrence: what enters and leaves it, and
-    float32 queries, keys and values in chunks of 64, with products of every pair of tokens in one.
+    """Returns the bytes per prompt token of the layer with the widest recurrence: its inputs and outputs,
+    and float32 queries, keys and values in chunks of 64, with the products of all pairs within a chunk.
     """
     return max((_of_mixer(geometry, layer, element) for layer in geometry.layers), default=0)
 
@@ -118,7 +119,7 @@ def _of_mixer(geometry: ModelGeometry, layer: LayerGeometry, element: int) -> in
 
 
 def _fixed_parts(layer: LayerGeometry, limits: Limits) -> int:
-    """Bytes of one layer's partial results in batch-invariant mode: a launched step's and recorded ones'."""
+    """Returns the bytes of one layer's partial results in batch-invariant mode, eager plus recorded."""
     rows, group = 16, layer.num_q_heads // layer.num_kv_heads
     splits = -(-limits.max_model_len // FIXED_SPLIT)
     block = 4 * splits * layer.num_kv_heads * rows * (layer.head_dim_v + 1)
@@ -128,7 +129,7 @@ def _fixed_parts(layer: LayerGeometry, limits: Limits) -> int:
 
 
 def _intermediate(config: Mapping[str, Any], geometry: ModelGeometry) -> int:
-    """Elements between the two products of a feed-forward layer, for one token."""
+    """Returns the elements per token between the two products of the widest feed-forward layer."""
     fields = text_section(config)
     dense = _largest(fields.get("intermediate_size"))
     chosen = max(1, _experts_of_a_token(config))
@@ -137,11 +138,11 @@ def _intermediate(config: Mapping[str, Any], geometry: ModelGeometry) -> int:
 
 
 def _experts_of_a_token(config: Mapping[str, Any]) -> int:
-    """0 for a model without experts."""
+    """Returns how many experts each token uses; 0 for a model without experts."""
     return _largest(text_section(config).get("num_experts_per_tok"))
 
 
 def _largest(value: object) -> int:
-    """A count, or the largest of one for each layer; 0 for anything else."""
+    """Returns a count, or the largest of a list of counts per layer; 0 for anything else."""
     found = value if isinstance(value, list) else [value]
     return max((v for v in found if isinstance(v, int) and not isinstance(v, bool)), default=0)

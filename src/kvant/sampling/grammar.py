@@ -1,7 +1,7 @@
-"""The forms of structured output, compiled by llguidance beside the steps.
+"""Compiles the grammars of structured output with llguidance, in a thread beside the steps.
 
-GrammarCompiler.start(form) -> Compiling    in a thread, after a separate process has shown that the
-                                            form compiles within its limits of time and memory
+GrammarCompiler.start(form) -> Compiling    compiles in a thread, after a separate process has shown that
+                                            the form compiles within its limits of time and memory
 Compiling.result() -> Grammar               one request's own matcher
 """
 
@@ -36,9 +36,9 @@ _MAX_MESSAGE = 300
 
 
 def grammar_text(form: StructuredOutputs) -> str:
-    """The grammar in llguidance's syntax. A grammar stays as it is: see `Checked`."""
+    """Returns a form in llguidance's syntax. A grammar is returned unchanged; `Checked` converts it."""
     if form.schema is not None:
-        # Few blanks: otherwise a model could write blanks forever.
+        # A limit on blanks: without one a model could write blanks forever.
         return str(
             LLMatcher.grammar_from_json_schema(
                 form.schema, overrides={"whitespace_pattern": r"[ \n\t\r]{0,20}"}
@@ -54,7 +54,7 @@ def grammar_text(form: StructuredOutputs) -> str:
 
 
 class Grammar:
-    """The state of one answer in its grammar. asked_as: the client's field name."""
+    """The state of one answer in its grammar. asked_as: the client's field name, for messages."""
 
     def __init__(self, matcher: LLMatcher, asked_as: str) -> None:
         self._matcher = matcher
@@ -62,18 +62,18 @@ class Grammar:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but an end-of-sequence token can follow."""
+        """True if only an end-of-sequence token can follow."""
         return bool(self._matcher.is_stopped())
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """[vocab_size] bool: the tokens that may come next. RequestError if the form is too costly."""
+        """Returns [vocab_size] bool, the tokens that may come next. RequestError if that costs too much."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         mask = np.unpackbits(bits, count=vocab_size, bitorder="little")
         return torch.from_numpy(mask.view(np.bool_))
 
     def advance(self, token: int) -> None:
-        """RequestError for a token that the form does not allow here."""
+        """Appends a token to the answer. Raises RequestError if the form does not allow it here."""
         taken = self._matcher.try_consume_tokens([token])
         self._check()
         if not taken:
@@ -93,7 +93,7 @@ Compiling = Future[Grammar]
 
 
 class GrammarCompiler:
-    """Compiles forms for one tokenizer. vocab_size: the width of the logits, unlike the tokenizer's own.
+    """Compiles forms for one tokenizer. vocab_size: the width of the logits, not the tokenizer's size.
 
     The thread and the process start with the first form and end with the compiler.
     """
@@ -123,9 +123,9 @@ class GrammarCompiler:
         return self._pool.submit(self._compile, form)
 
     def prepare(self) -> str:
-        """Read the tokenizer now; otherwise the first grammar does, and delays other threads.
+        """Reads the tokenizer now. Otherwise the first grammar does that, which delays other threads.
 
-        Returns why llguidance cannot read it, and then every form is refused; "" if it can.
+        Returns "", or the reason why llguidance cannot read it; then every form is refused.
         """
         if self._matching is None and not self._unreadable:
             # A tokenizer may have tokens beyond the logits (Gemma 3's image token): they are never drawn.
@@ -191,7 +191,7 @@ def _end(pool: ThreadPoolExecutor, workers: list[_Worker]) -> None:
 
 
 class _Worker:
-    """A process that compiles first and can be killed: a grammar may need endless time or memory."""
+    """A process that compiles each grammar first. It can be killed if that takes too much time or memory."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -237,7 +237,7 @@ class _Worker:
             self._process.wait()
 
     def _answer(self, seconds: float) -> str | None:
-        """Return a line; "" after the process has ended; None on a timeout."""
+        """Returns the process's next line; "" after the process has ended; None on a timeout."""
         try:
             return self._answers.get(timeout=seconds)
         except Empty:
@@ -257,6 +257,6 @@ def _refused(form: StructuredOutputs, why: str) -> RequestError:
 
 
 def _shown(message: str) -> str:
-    """Cut llguidance's message, which repeats the grammar: its beginning says what is wrong."""
+    """Shortens llguidance's message to its beginning, which says what is wrong; it repeats the grammar."""
     line = " ".join(message.split())
     return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + ".."

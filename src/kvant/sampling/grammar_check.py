@@ -1,8 +1,8 @@
-"""The process in which a grammar is compiled for the first time: `python -P -m kvant.sampling.grammar_check`.
+"""The process that compiles each grammar for the first time: `python -P -m kvant.sampling.grammar_check`.
 
-Each line of standard input is a grammar as a JSON string. Each answer is a line with two JSON strings: the
-grammar as llguidance reads it, and what is wrong with it. A grammar in GBNF (llama.cpp, SGLang) is converted.
-The process ends with its standard input and may be killed at any time.
+Each line of standard input is a grammar as a JSON string. Each answer is a line with a JSON list of two
+strings: the grammar in llguidance's syntax, and the error or "". A grammar in GBNF (llama.cpp, SGLang) is
+converted. The process ends with its standard input and may be killed at any time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _MEMORY_BYTES = 2 * 2**30
 
 
 class Checked(NamedTuple):
-    """A grammar as llguidance reads it. fault: why it is refused; empty if it compiles."""
+    """A grammar in llguidance's syntax. fault: why it is refused; empty if it compiles."""
 
     grammar: str
     fault: str
 
 
 def parser_limits() -> LLParserLimits:
-    """Limits of one grammar's time in a step and of its memory; error texts without its state."""
+    """Returns the limit on a grammar's lexer states, which bounds its time per step and its memory."""
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 

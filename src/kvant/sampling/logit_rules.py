@@ -1,12 +1,12 @@
 """Changes that one request makes to its logits before a token is chosen. One object per request.
 
-A rule sees one row and the request's own tokens, never a batch:
+Rules see one row and the request's own tokens, never a batch:
 
-    edits = rules.edits(vocab_size)    what every rule changes in the next row
-    rules.advance(token)               the answer has one more token
+    edits = rules.edits(vocab_size)    returns the changes of all rules to the next row
+    rules.advance(token)               appends a token to the answer
 
-A row behind drafts is judged once they are accepted, so rules never go back. Their changes are numbers
-(`Edits`), so that many rows are changed at once (`edited`).
+A row after drafts is handled once the drafts are accepted, so rules never have to go back. Changes are
+data (`Edits`), so that many rows are changed at once (`edited`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Changes of one row as numbers, in the order of application.
+    """Changes of one row of logits, in the order of application.
 
-    allowed: [vocab] bool, the only tokens left; None for all. banned: tokens that cannot follow.
-    bias: values added to some tokens. seen: penalised tokens. factors, amounts: the repetition penalty
-    of each (1 for none), and the amount subtracted after that.
+    allowed: [vocab] bool, the only tokens allowed; None allows all. banned: ids that get -inf. bias:
+    (token id, value to add). seen: [s], penalised token ids. factors: [s], the repetition penalty of each
+    (1 for none). amounts: [s], subtracted after that. asked_as: the field of the grammar, for messages.
     """
 
     allowed: Tensor | None
@@ -49,10 +49,10 @@ class Edits:
 
 
 class LogitRules:
-    """The rules of one request, in the order that `SamplingParams` names.
+    """The rules of one request, applied in the order that `SamplingParams` gives.
 
-    prompt_token_ids: read by the repetition penalty alone. ends: tokens that end the answer, banned
-    before min_tokens. bad_words: token sequences. grammar: the request's own matcher.
+    prompt_token_ids: used by the repetition penalty only. ends: tokens that end the answer, which are banned
+    until min_tokens. bad_words: token sequences that must not appear. grammar: the request's own matcher.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LogitRules:
         return self._grammar is not None and self._grammar.is_complete
 
     def advance(self, token: int) -> None:
-        """Append one token, which its row must have allowed; otherwise RequestError."""
+        """Appends one token to the answer. Raises RequestError if the grammar does not allow it."""
         if self._grammar is not None:
             self._grammar.advance(token)
         self._output.append(token)
@@ -89,7 +89,7 @@ class LogitRules:
     def edits(self, vocab_size: int) -> Edits:
         """Return the changes of the next row."""
         params = self._params
-        # A tokenizer may have tokens beyond the logits: words with them are never written.
+        # A tokenizer may have tokens beyond the logits, which can never be chosen.
         banned = [token for token in self._banned() if token < vocab_size]
         if len(self._output) < params.min_tokens:
             banned += self._ends
@@ -118,7 +118,7 @@ class LogitRules:
         return found
 
     def _banned(self) -> list[int]:
-        """Return the last tokens of bad words whose other tokens end the answer."""
+        """Returns the last token of each bad word whose other tokens the answer ends with."""
         found = []
         for word in self._bad_words:
             *before, last = word
@@ -128,7 +128,7 @@ class LogitRules:
 
 
 class SeenTokens:
-    """Tokens of a prompt and an answer, with their counts in the answer. Grows by one token at a time."""
+    """The distinct tokens of a prompt and an answer, with their counts in the answer."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         count = len(prompt)
@@ -150,13 +150,13 @@ class SeenTokens:
 
     @property
     def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Return tokens, their counts in the answer, and whether the prompt contains them."""
+        """The distinct tokens, their counts in the answer, and whether the prompt contains them; [s] each."""
         count = len(self._places)
         return self._tokens[:count], self._times[:count], np.arange(count) < self._num_prompt
 
 
 def edited(rows: Tensor, edits: Sequence[Edits]) -> Tensor:
-    """Return a copy of rows of logits [n, vocab] with each row's own edits applied."""
+    """Returns a copy of logits [n, vocab] with each row's own edits applied. edits: one per row."""
     rows = rows.clone()
     masked = [(place, one.allowed) for place, one in enumerate(edits) if one.allowed is not None]
     if masked:
@@ -207,9 +207,9 @@ def make_rules(
     tokenizer: Tokenizer | None,
     grammar: Grammar | None = None,
 ) -> LogitRules | None:
-    """Build the rules that a request needs; None if its logits stay unchanged.
+    """Builds the rules of a request; None if its logits stay unchanged.
 
-    RequestError for bad_words without a tokenizer.
+    Raises RequestError for bad_words without a tokenizer.
     """
     needed = (
         params.min_tokens > 0
@@ -229,7 +229,7 @@ def make_rules(
 
 
 def _spellings(text: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """Return a bad word's tokens at the start of a text, and after a space."""
+    """Returns the token sequences of a bad word at the start of a text and after a space."""
     if tokenizer is None:
         raise RequestError("bad_words need a tokenizer, and this model has none", param="bad_words")
     bare = text.lstrip(" ") or text

@@ -1,4 +1,4 @@
-"""What a request is told about the probability of a token. No torch: the API process reads it too."""
+"""The log-probabilities that a request gets for a token. Without torch: the API process uses it too."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of one token, and of the most likely ones as (token id, logprob), best first.
+    """The log-probability of one token. top: the most likely tokens as (token id, logprob), best first.
 
-    rank: its place among all tokens, 1 for the most likely.
+    rank: the token's place among all tokens by probability, 1 for the most likely.
     """
 
     token_id: int

@@ -1,15 +1,14 @@
 """Chooses tokens from logits, many rows at a time; no row's result depends on other rows.
 
 A token depends on its logits, its request's seed and its place in the answer, not on the batch or on
-preemption. A row behind drafts gives the token that would be chosen there without them.
+preemption. A row after drafts gives the token that would be chosen there without drafts.
 
-Each token has one random number u, a hash of the seed and the place, so a step can be launched before
-its inputs are known. The tokens that the filters keep are ordered by id; the sampled token is the first
-one whose cumulative probability exceeds u. A library may sum in another order for another number of rows.
-So a GPU's kernels treat each row alone (`kvant.sampling.triton_draw`), and a CPU samples one row after
-the other.
+Sampling uses a counter-based random number u, a hash of the seed and the place, so a step can be launched
+before the step before it is read. The tokens that the filters keep are ordered by id. The sampled token is
+the first one whose cumulative probability exceeds u. Libraries may sum in another order for another number
+of rows. So GPU kernels treat each row alone (`kvant.sampling.triton_draw`), and a CPU samples row by row.
 
-Recorded steps sample by `Drawer`. `RowSampler` is for requests with rules or log-probabilities, and for
+Recorded steps sample with `Drawer`. `RowSampler` is for requests with rules or log-probabilities, and for
 devices without recorded steps.
 """
 
@@ -34,26 +33,26 @@ from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampling_params import SamplingParams
 
 _LOGPROB_ROWS = 8
-"""Rows whose log-probabilities are computed at once: the working memory is three of these in float64."""
+"""Rows whose log-probabilities are computed at once. Working memory: three copies of them in float64."""
 
 _LOGPROB_BYTES = 256 * 2**20
-"""Working memory of prompt_logprobs: a row of logits is held as the model made it and in float32."""
+"""Bytes of working memory of prompt_logprobs, which holds logits in the model's dtype and in float32."""
 
 HEAD = 1024
-"""Most likely tokens that are sorted first; a flat distribution or a large top_k needs the whole row."""
+"""Number of likeliest tokens sorted first. A flat distribution or a large top_k needs the whole row."""
 
 FEW = 64
-"""The same for a top_k below this. A GPU's kernels never search a whole row for its edge."""
+"""Number of likeliest tokens sorted first for a smaller top_k. GPU kernels then never search a whole row."""
 
 _two_words = Struct("<qq").pack
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One row's token; None where there is none to choose.
+    """The token chosen in one row, or None if none can be chosen.
 
-    error: the request's own rules leave no token. Without an error the logits hold NaN or +Inf, or
-    nothing but -Inf. hidden: the row itself, where it is a hidden state.
+    error: why the request's own rules leave no token. None without an error means that the logits hold NaN
+    or +Inf, or only -Inf. hidden: the row itself, if it is a hidden state.
     """
 
     token_id: int | None
@@ -64,10 +63,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """A row of logits from which a token may be chosen.
+    """A row of logits to choose a token from. row: its index in the step's logits.
 
-    place: the token's place in the answer, 0 for the first. num_drafts: drafts before it, which may be
-    rejected; the rules do not know them yet.
+    place: the token's place in the answer, 0 for the first. num_drafts: drafts before it in this step, which
+    may be rejected and which the rules have not seen yet.
     """
 
     row: int
@@ -79,12 +78,12 @@ class RowRequest:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it takes the most likely token and asks nothing else."""
+        """True if the token is the most likely one: greedy, without rules or log-probabilities."""
         return self.params.is_greedy and self.rules is None and self.params.logprobs is None
 
 
 def greedy(logits: Tensor) -> tuple[list[bool], list[int]]:
-    """Whether the largest logit of each row [n, vocab_size] is finite, and its index."""
+    """Returns whether each row's largest logit is finite, and its index. logits: [n, vocab_size]."""
     best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
     return torch.isfinite(best).tolist(), argmax.tolist()
 
@@ -92,8 +91,8 @@ def greedy(logits: Tensor) -> tuple[list[bool], list[int]]:
 class RowSampler:
     """Chooses tokens from rows of logits [n, vocab_size].
 
-    sound, likeliest: `greedy` of all rows. Rows without rules, and rows before all drafts, are sampled
-    together at once; a row with rules behind drafts waits until these are accepted.
+    sound, likeliest: the result of `greedy` for all rows. Rows without rules and rows before all drafts are
+    sampled together in the constructor. A row with rules after drafts is sampled when `sample` asks for it.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class RowSampler:
             self._found = {one.row: sampled for one, sampled in zip(together, found, strict=True)}
 
     def sample(self, row: int) -> Sampled:
-        """The row's token. The drafts before it have been accepted."""
+        """Returns the row's token. Call only after the drafts before this row have been accepted."""
         if not self._sound[row]:
             return Sampled(None)
         wanted = self._wanted[row]
@@ -130,15 +129,15 @@ class RowSampler:
 
 
 def max_prompt_logprobs(vocab_size: int) -> int:
-    """Prompt tokens of one step that can have log-probabilities in 256 MiB of working memory."""
+    """Returns the most prompt tokens per step that can be scored within _LOGPROB_BYTES."""
     left = _LOGPROB_BYTES - _LOGPROB_ROWS * 3 * 8 * vocab_size
     return max(1, left // (8 * vocab_size))
 
 
 def token_logprobs(rows: Tensor, tokens: Items[int], num_top: int) -> list[TokenLogprobs]:
-    """What rows of logits [n, vocab] say of n tokens, and of the `num_top` likeliest of each row.
+    """Returns log-probabilities of n tokens, and of the `num_top` likeliest tokens of each row.
 
-    In float64, a few rows at a time.
+    rows: logits [n, vocab]. tokens: n ids, one per row. Computes in float64, a few rows at a time.
     """
     found: list[TokenLogprobs] = []
     for start in range(0, len(tokens), _LOGPROB_ROWS):
@@ -165,7 +164,7 @@ def token_logprobs(rows: Tensor, tokens: Items[int], num_top: int) -> list[Token
 def _sample_together(
     logits: Tensor, wanted: Items[RowRequest], likeliest: Items[int]
 ) -> list[Sampled]:
-    """A token for each of some rows whose logits are finite. likeliest: of every row of logits."""
+    """Chooses a token in each wanted row; their logits must be finite. likeliest: each row's argmax."""
     errors: dict[int, RequestError] = {}
     edits: dict[int, Edits] = {}
     for place, one in enumerate(wanted):
@@ -212,7 +211,7 @@ def _sample_together(
 def _logprobs(
     logits: Tensor, wanted: Items[RowRequest], tokens: Items[int], errors: Collection[int]
 ) -> dict[int, TokenLogprobs]:
-    """Log-probabilities of the rows that ask for them, by place in `wanted`."""
+    """Returns log-probabilities of the rows that request them, by index in `wanted`."""
     asking: dict[int, list[int]] = {}
     for place, one in enumerate(wanted):
         if one.params.logprobs is not None and place not in errors:
@@ -222,7 +221,7 @@ def _logprobs(
         rows = _rows_of(logits, [wanted[place].row for place in places])
         size = 1 if logits.device.type == "cpu" else _LOGPROB_ROWS
         for start in range(0, len(places), size):
-            # Always the same number of rows, the last one repeated: sums do not depend on the batch.
+            # Pad to a fixed number of rows by repeating the last, so that sums do not depend on the batch.
             some = places[start : start + size]
             short = size - len(some)
             part = rows[start : start + size]
@@ -235,7 +234,7 @@ def _logprobs(
 
 
 def _rows_of(logits: Tensor, index: Items[int]) -> Tensor:
-    """Some rows, as a view where they are all of them in order."""
+    """Returns the rows at `index`; `logits` itself if these are all rows in order."""
     if list(index) == list(range(len(logits))):
         return logits
     return logits[to_device(torch.tensor(index), logits.device)]
@@ -245,12 +244,12 @@ def _rows_of(logits: Tensor, index: Items[int]) -> Tensor:
 
 
 def uniform(seed: int, place: int) -> float:
-    """The number in [0, 1), with 53 random bits, of one place in one seed's answer."""
+    """Returns the random number in [0, 1), with 53 bits, for one seed and one place in the answer."""
     return float(uniforms([seed], [place])[0])
 
 
 def uniforms(seeds: Items[int], places: Items[int]) -> NDArray[np.float64]:
-    """`uniform` of each pair: [n]."""
+    """Returns [n] float64, `uniform` of each pair of a seed and a place."""
     digests = [
         blake2b(_two_words(seed, place), digest_size=8).digest()
         for seed, place in zip(seeds, places, strict=True)
@@ -274,10 +273,10 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class DrawParts:
-    """Sampling in parts that can be recorded; the parts that some row needs run in this order.
+    """The parts of sampling, each of which can be recorded. Parts that some row needs run in this order.
 
-    few: sample rows whose filters keep few tokens. by_count, by_share: find what top_k, then top_p,
-    keeps in the other rows. choose: sample these.
+    few: samples rows whose filters keep few tokens. by_count, by_share: find the smallest logit that top_k,
+    then top_p, keeps in the other rows. choose: samples these rows.
     """
 
     few: Callable[[], None]
@@ -286,13 +285,13 @@ class DrawParts:
     choose: Callable[[], None]
 
     def of(self, needed: Items[bool]) -> list[Callable[[], None]]:
-        """needed: as `parts_for`."""
+        """Returns the parts to run. needed: the result of `parts_for`."""
         parts = self.few, self.by_count, self.by_share, self.choose
         return [part for part, is_needed in zip(parts, needed, strict=True) if is_needed]
 
 
 class Drawer:
-    """Draws from up to `most` rows of logits at a time, without waiting for the device."""
+    """Samples from up to `most` rows of logits at a time, without waiting for the device."""
 
     def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
         self._space = None
@@ -302,11 +301,11 @@ class Drawer:
             self._space = make_space(most, vocab_size, device)
 
     def parts(self, logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor) -> DrawParts:
-        """Sampling of rows [n] int64 of logits [.., vocab] float32 or wider.
+        """Returns the parts that sample from some rows of logits [.., vocab] in float32 or wider.
 
-        numbers: [n, 5] float64, `Draw.numbers` of each row. tokens: [n] int64, the most likely token of
-        each row, overwritten with the sampled one; a row with temperature 0, or whose largest logit is
-        not finite, keeps it.
+        rows: [n] int64, indices of rows. numbers: [n, 5] float64, `Draw.numbers` of each. tokens: [n] int64,
+        each row's most likely token, overwritten with the sampled one. A row with temperature 0, or whose
+        largest logit is not finite, keeps its token.
         """
         given = logits, rows, numbers, tokens
         if self._space is None:
@@ -325,12 +324,12 @@ class Drawer:
 
 
 def draw(logits: Tensor, index: Items[int], draws: Items[Draw]) -> list[int]:
-    """A token of each of some rows of logits [n, vocab] whose largest is a finite number."""
+    """Samples a token in each row `index` of logits [n, vocab]; each row's largest logit must be finite."""
     if not draws:
         return []
     table = torch.tensor([one.numbers for one in draws], dtype=torch.float64)
     rows = to_device(torch.tensor(index), logits.device)
-    # The device's own: what the host knows of it came from there too, but not for rows with rules.
+    # Computed here, because rows with rules have another argmax than the host knows.
     tokens = logits.argmax(-1)[rows]
     drawer = Drawer(len(draws), logits.shape[1], logits.device)
     parts = drawer.parts(logits, rows, to_device(table, logits.device), tokens)
@@ -341,7 +340,7 @@ def draw(logits: Tensor, index: Items[int], draws: Items[Draw]) -> list[int]:
 
 
 def parts_for(numbers: Tensor) -> list[bool]:
-    """Which parts of a draw these `Draw.numbers` [n, 5], on the host, need: for `DrawParts.of`."""
+    """Returns which `DrawParts` these rows need. numbers: [n, 3 or more] on the host, see `Draw.numbers`."""
     temperature, top_k, top_p = numbers[:, 0], numbers[:, 1], numbers[:, 2]
     has_k, has_p = top_k < torch.inf, top_p < 1
     is_open = (temperature > 0) & (top_k > FEW)
@@ -350,7 +349,7 @@ def parts_for(numbers: Tensor) -> list[bool]:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run there."""
+    """Returns whether Triton's kernels run on the device."""
     return device.type != "cpu"
 
 
@@ -360,7 +359,7 @@ def _nothing() -> None: ...
 def _draw_each(
     logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, *, is_open: bool
 ) -> None:
-    """The first or the last of `Drawer.parts` on a CPU."""
+    """Samples row by row on a CPU. is_open: rows with top_k above FEW, or without it; else the others."""
     for place, (row, wish) in enumerate(zip(rows.tolist(), numbers.tolist(), strict=True)):
         if is_open != (wish[1] > FEW):
             continue
@@ -373,7 +372,7 @@ def _draw_each(
 def _draw_row(
     x: Tensor, best: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, u: float
 ) -> Tensor:
-    """A token of one row [vocab] whose largest is `best`."""
+    """Samples a token from one row of logits [vocab] whose largest is `best`."""
     ids = None
     if top_k < torch.inf or top_p < 1 or min_p > 0:
         for size in (*((FEW,) if top_k < FEW else ()), HEAD, len(x)):
@@ -394,15 +393,15 @@ def _kept(
     min_p: float,
     size: int,
 ) -> Tensor | None:
-    """Tokens that the filters leave, in order, if the `size` likeliest tell; all of them always do.
+    """Returns the ids that the filters keep, ascending; None if the `size` likeliest do not determine them.
 
-    Each filter keeps a beginning of the tokens, likeliest first, smaller ids first among equals, so the
-    shortest one decides.
+    Each filter keeps a prefix of the tokens, ordered by probability and, among equals, by id. So the
+    shortest prefix is the result. A `size` of the whole row always suffices.
     """
     is_all = size == len(x)
     ids = torch.arange(size) if is_all else x.topk(size).indices.sort().values
     values, order = _weights(x[ids], best, temperature).sort(descending=True, stable=True)
-    # Those as unlikely as the last do not count: their equals may be missing.
+    # Tokens as unlikely as the last one do not count, because others of equal probability may be missing.
     known = size if is_all else int((values > values[-1]).sum())
     likely = int((values[:known] >= min_p * values[0]).sum())
     kept = int(min(likely, top_k))
@@ -411,7 +410,7 @@ def _kept(
         return None
     if top_p < 1:
         mass = values[:kept].cumsum(0)
-        # With top_p alone the total is that of all tokens: the head is enough where it has that share.
+        # With top_p alone the total is over all tokens. The head suffices if it reaches the share.
         total = mass[-1] if is_settled else _weights(x, best, temperature).cumsum(0)[-1]
         needed = int((mass < top_p * total).sum()) + 1
         if needed > kept:
@@ -421,6 +420,6 @@ def _kept(
 
 
 def _weights(x: Tensor, best: Tensor, temperature: float) -> Tensor:
-    """exp((x - best) / temperature) in float64."""
+    """Returns exp((x - best) / temperature) in float64."""
     wide = x.to(torch.float64)
     return ((wide - best.to(torch.float64)) / temperature).exp_()

@@ -1,7 +1,7 @@
-"""How one request wants its tokens chosen: checked once, then frozen.
+"""The parameters by which one request's tokens are chosen, checked once and then frozen.
 
-`SamplingParams` is the one declaration of every parameter. The HTTP body, the message to the engine
-process and the command line's flags follow from its fields.
+`SamplingParams` declares every parameter once. The HTTP body, the message to the engine process and the
+command line's flags are derived from its fields.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ INT64 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter's declaration, beside its type and default.
+    """The declaration of one parameter, beside its type and default.
 
-    help: one line for people. low, high: inclusive bounds; with above_low, `low` itself is refused.
+    help: one line of help. low, high: inclusive bounds; with above_low, `low` itself is refused.
     client_high: a lower upper bound for HTTP clients, as in OpenAI's API. from_model: a checkpoint's
     generation_config.json may set the default. has_flag: the commands that generate offer a flag.
     needs_text: only a model with a tokenizer can serve it.
@@ -52,7 +52,7 @@ def _param(default: Any, help: str, **details: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What a request asks beside its prompt. Raises RequestError, which names the field, for a wrong value.
+    """A request's parameters beside its prompt. Raises RequestError, naming the field, for a wrong value.
 
     The order of application is: structured_outputs, allowed_token_ids, bad_words, logit_bias, min_tokens,
     repetition, frequency and presence penalty, temperature, min_p, top_k, top_p. Each step acts on the
@@ -177,7 +177,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        # Lists are friendly to write and tuples cannot change: the one conversion at the edge.
+        # Callers may pass lists; they are stored as tuples, which cannot change.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _tuple_of(stop, str, "stop"))
         object.__setattr__(
@@ -234,13 +234,13 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, always a tuple."""
+        """`stop` as a tuple."""
         assert isinstance(self.stop, tuple)
         return self.stop
 
     @property
     def bad_texts(self) -> tuple[str, ...]:
-        """`bad_words`, always a tuple."""
+        """`bad_words` as a tuple."""
         assert isinstance(self.bad_words, tuple)
         return self.bad_words
 
@@ -252,7 +252,7 @@ class SamplingParams:
 
     @property
     def token_ids(self) -> dict[str, tuple[int, ...]]:
-        """Every token id in the parameters, by field. They are not yet checked against the vocabulary."""
+        """All token ids in the parameters, by field, before a check against the vocabulary."""
         return {
             "stop_token_ids": tuple(self.stop_token_ids),
             "logit_bias": tuple(token for token, _ in self.bias_pairs),
@@ -286,7 +286,7 @@ class SamplingParams:
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
-        """temperature, top_k (infinity for none), top_p, min_p; temperature 0 takes the most likely token."""
+        """(temperature, top_k or infinity, top_p, min_p); temperature 0 takes the most likely token."""
         if self.is_greedy:
             return 0.0, math.inf, 1.0, 0.0
         return (
@@ -390,7 +390,7 @@ TYPES: Mapping[str, Any] = typing.get_type_hints(SamplingParams)
 
 
 def scalar_type(name: str) -> type | None:
-    """bool, int or float; None for a parameter of another type. Whether None is allowed does not matter."""
+    """Returns bool, int or float, the type of a parameter that may also be None; None for other types."""
     for kind in (bool, int, float):
         if TYPES[name] in (kind, kind | None):
             return kind
@@ -405,4 +405,4 @@ _SCALARS = tuple(
 _BIAS = _Scalar(float, False, Param("", -100.0, 100.0))
 
 EMBEDDING = SamplingParams(temperature=0, max_tokens=0)
-"""What every request asks of an engine that embeds."""
+"""The parameters of every request to an engine that embeds."""

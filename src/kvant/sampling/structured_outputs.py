@@ -1,6 +1,6 @@
 """The required form of an answer: a JSON schema, any JSON object, a regex, a choice, or a grammar.
 
-Pure data, checked for size on construction; `kvant.sampling.grammar` finds out whether it compiles.
+Pure data whose size is checked on construction. `kvant.sampling.grammar` compiles it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ _BRANCHING = ("anyOf", "oneOf", "allOf")
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """seconds: compile time of one form, without waiting for others. cached_bytes: bytes of the texts of
-    cached compiled forms. cached_forms: their number; a compiled schema of 150 bytes takes 0.1 MiB.
+    """Limits of compilation. seconds: compile time of one form, without waiting for others. cached_bytes:
+    bytes of the source texts of cached forms. cached_forms: number of cached forms; a compiled schema of 150
+    bytes takes 0.1 MiB.
     """
 
     seconds: float = 5.0
@@ -27,8 +28,8 @@ class CompileLimits:
 
 @dataclass(frozen=True, slots=True)
 class FormLimits:
-    """text_bytes: bytes of a schema, regex or grammar, or of all choices. depth, nodes: of a schema.
-    enum: number of values of an enum, or of choices. branches: of one anyOf, oneOf or allOf.
+    """Limits of one form. text_bytes: bytes of a schema, regex or grammar, or of all choices. depth, nodes:
+    of a schema. enum: number of values of an enum, or of choices. branches: of one anyOf, oneOf or allOf.
     """
 
     text_bytes: int = 64 * 2**10
@@ -39,19 +40,19 @@ class FormLimits:
 
 
 MOST = FormLimits()
-"""Limits of every grammar, from any source."""
+"""Limits that hold for every form, from HTTP or Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """Exactly one form. RequestError, naming `asked_as`, for none, several, or one that is too large.
+    """The form of an answer, exactly one. Raises RequestError, naming `asked_as`, for none or several.
 
     json: a JSON schema, as a dict or as text; kept as text. json_object: any JSON object. regex: in
     the syntax of Rust's regex crate, matching the whole answer. choice: one of these texts. grammar:
-    Lark as llguidance reads it, or GBNF. asked_as: the name under which the client asked, for messages.
+    Lark as llguidance reads it, or GBNF. asked_as: the client's field name, for messages.
 
-    None exceeds `MOST`; a schema has references only within itself. JSON allows up to 20 blanks or newlines
-    between tokens, so that an answer cannot consist of them forever.
+    A form larger than `MOST`, or a schema with external references, is refused. JSON answers have at most 20
+    blanks or newlines between tokens, so that an answer cannot consist of them forever.
     """
 
     json: str | Mapping[str, object] | None = None
@@ -78,7 +79,7 @@ class StructuredOutputs:
                 self._check_text(text, MOST)
 
     def require_within(self, limits: FormLimits) -> None:
-        """Raise RequestError if it exceeds these limits, which are narrower than `MOST`."""
+        """Raises RequestError if the form exceeds these limits, which may be narrower than `MOST`."""
         if limits == MOST:
             return
         if self.json is not None:
@@ -91,13 +92,13 @@ class StructuredOutputs:
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema that json and json_object ask for, as text."""
+        """The JSON schema, as text, that json or json_object requires; None for other forms."""
         assert self.json is None or isinstance(self.json, str)
         return '{"type":"object"}' if self.json_object else self.json
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all texts to compile."""
+        """Bytes of the form's source texts."""
         texts = (self.schema, self.regex, self.grammar, *(self.choice or ()))
         return sum(len(text.encode()) for text in texts if text is not None)
 
@@ -178,8 +179,9 @@ class StructuredOutputs:
 
 
 def _nodes(schema: object, most_levels: int) -> Iterator[tuple[object, int]]:
-    """Objects, and their members' values, with their depth. Plain values of an enum are not counted:
-    they have their own limit. Stops one level below the allowed depth.
+    """Yields a schema's nodes with their depth, down to one level below the allowed depth.
+
+    Plain values of an enum are left out, because they have their own limit.
     """
     waiting = [(schema, 0)]
     while waiting:

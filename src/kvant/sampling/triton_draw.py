@@ -1,12 +1,12 @@
-"""Samples from rows of logits on a GPU, without sorting, without a wait, each row by itself.
+"""Samples from rows of logits on a GPU, without sorting or waiting, each row by itself.
 
-Most rows are drawn from by `kvant.sampling.triton_few`. For all others a row is cut into stretches. What a
-filter keeps is everything above an edge, a number, and the first few of what equals it. The edge is
-searched for: a pass adds up what lies at or above 16 numbers between its bounds, which brings them 16
-times closer; float32 has 2**32 numbers, so 8 passes find it, and fewer where no two logits are close to
-it. Sums over stretches run in one order, so a row's token depends on nothing beside it.
+`kvant.sampling.triton_few` samples most rows. The kernels here sample the others. A row is cut into
+stretches. A filter keeps all logits above a threshold, the edge, and the first few that equal it. The edge
+is found by search: each pass sums the weights at or above 16 numbers between two bounds, which brings the
+bounds 16 times closer. float32 has 2**32 values, so 8 passes suffice, and fewer if no two logits lie close
+to the edge. Stretches are summed in a fixed order, so a row's token does not depend on other rows.
 
-This search weighs in float32, in sums of a few numbers; what filters leave is weighed in float64.
+The search sums weights in float32, few at a time. The kept tokens' weights are in float64.
 
 Kernels are not specialized on `tokens`: a graph of one row has them at an odd address, and every kernel
 would be compiled once more for it.
@@ -28,7 +28,7 @@ _STRETCH = 4096
 _WARPS = 4
 _PASSES = 8
 _PROGRAMS = 2048
-"""A launch for many rows gives each program several stretches: that costs less where nothing is to do."""
+"""Launches with more programs give each one several stretches, which is cheaper for rows without work."""
 
 _GROUP = 32
 _HELD = 4096
@@ -38,12 +38,13 @@ _FEW_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Working memory of `most` rows.
+    """Working memory for up to `most` rows.
 
-    state: [2, 4, most] float64, the search by count and the one by share: its bounds (as places), what
-    lies at or above the higher one, and the goal. parts: of a pass. sums, ties: of the last one; sums
-    also of the survey. arrived: zeros between launches. peaks: [most, groups]. listed: groups that are
-    read again. held, held_ids: what is found there. drawn: whether that was enough.
+    state: [2, 4, most] float64, the searches by count (top_k) and by share (top_p): lower and upper bound
+    (as places, see `ordered`), the sum at or above the upper bound, and the goal. parts: partial sums of a
+    pass. sums, ties: weights above the edge and logits equal to it, by stretch; `survey` uses sums too.
+    arrived: counters, zero between launches. peaks: [most, groups], each group's largest logit. listed:
+    groups that are read again. held, held_ids: logits found there and their ids. drawn: 1 if they sufficed.
     """
 
     state: Tensor
@@ -81,11 +82,11 @@ def make_space(most: int, vocab_size: int, device: torch.device) -> Space:
 def draw_from_few(
     logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space
 ) -> None:
-    """Draw in those rows of which top_k or top_p leaves few: for all with top_k up to `FEW` this is all.
+    """Samples the rows in which top_k or top_p keeps few tokens; always succeeds for top_k up to `FEW`.
 
     logits: [.., vocab] float32 or float64. rows: [n] int64. numbers: [n, 5] float64, as `Draw.numbers`.
-    tokens: [n] int64, the likeliest of each row; a drawn one takes its place. For rows with other
-    filters this comes before `narrow`.
+    tokens: [n] int64, each row's likeliest token, overwritten with the sampled one. Must run before `narrow`,
+    which handles the remaining rows.
     """
     count, stretches = len(rows), space.sums.shape[1]
     groups, per = space.peaks.shape[1], _stretches_of_a_program(count, stretches)
@@ -105,9 +106,9 @@ def draw_from_few(
 def narrow(
     logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space, *, by_share: bool
 ) -> None:
-    """Find the edge of top_k, or after that of top_p, in rows that still need it.
+    """Finds the edge of top_k or, with by_share, of top_p in rows that `draw_from_few` did not sample.
 
-    Arguments as for `draw_from_few`; the result is in `space.state`.
+    Arguments as for `draw_from_few`. The result is in `space.state`. top_k comes before top_p.
     """
     count, stretches = len(rows), space.sums.shape[1]
     per = _stretches_of_a_program(count, stretches)
@@ -121,11 +122,11 @@ def narrow(
 
 
 def choose(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space: Space) -> None:
-    """Replace the most likely token by a sampled one in rows that still need it; mutates tokens [n].
+    """Samples the rows that `draw_from_few` did not sample; overwrites their entries of tokens [n].
 
-    The tokens that the filters keep are ordered by id; the sampled token is the first one whose
-    cumulative weight exceeds u times the total. Rows with temperature 0, or whose largest logit is not
-    finite, keep what they have.
+    The tokens that the filters keep are ordered by id. The sampled token is the first one whose cumulative
+    weight exceeds u times the total. Rows with temperature 0, or whose largest logit is not finite, keep
+    their tokens.
     """
     count, stretches = len(rows), space.sums.shape[1]
     per = _stretches_of_a_program(count, stretches)
@@ -139,7 +140,7 @@ def choose(logits: Tensor, rows: Tensor, numbers: Tensor, tokens: Tensor, space:
 
 
 def draw_once(logits: Tensor) -> None:
-    """Launch every kernel that draws, on one row of logits [.., vocab]: they are compiled."""
+    """Launches every sampling kernel on one row of logits [.., vocab], so that all are compiled."""
     space = make_space(1, logits.shape[1], logits.device)
     numbers = torch.tensor([[1.0, 50.0, 0.9, 0.0, 0.5]], dtype=torch.float64, device=logits.device)
     tokens = torch.zeros(1, dtype=torch.int64, device=logits.device)
@@ -156,14 +157,14 @@ def _stretches_of_a_program(count: int, stretches: int) -> int:
 
 @triton.jit
 def _is_open(drawn, program, top_k, top_p):  # type: ignore[no-untyped-def]
-    """Whether the few likeliest did not tell what is kept; they are not asked of rows without filters."""
+    """Returns whether a row is still to be sampled: it has no filters, or `draw_few` did not sample it."""
     is_filtered = (top_k < float("inf")) | (top_p < 1.0)
     return tl.load(drawn + program, mask=is_filtered, other=0) == 0
 
 
 @triton.jit
 def _edge(state, most, program, best, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
-    """What the filters found: the edge, a place, and how many of its equals are kept."""
+    """Returns the edge that the searches found, as a place, and how many logits equal to it are kept."""
     has_k = top_k < float("inf")
     has_p = top_p < 1.0
     own = state + program
@@ -188,9 +189,9 @@ def _edge(state, most, program, best, temperature, top_k, top_p):  # type: ignor
 def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arrived, drawn,
             stretches, per, BY_SHARE: tl.constexpr, FIRST: tl.constexpr, STRETCH: tl.constexpr,
             PAD: tl.constexpr):  # fmt: skip
-    """Program: `per` stretches of a row; the last one of a row to end brings the bounds closer.
+    """One program per `per` stretches of a row; the row's last program to finish narrows the bounds.
 
-    What lies at or above the lower bound reaches the goal, what lies at or above the higher does not.
+    The sum at or above the lower bound reaches the goal; the sum at or above the upper bound does not.
     """
     program = tl.program_id(0)
     row, best, temperature, wanted = row_of(logits, stride, rows, numbers, tokens, program)
@@ -199,7 +200,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
     bound = least(best, temperature, tl.load(numbers + program * 5 + 3))
     wanted = wanted & _is_open(drawn, program, top_k, top_p)
     own = state + BY_SHARE * 4 * most + program
-    # Some equals of top_k's edge may be left out: they are summed separately.
+    # top_k may drop some logits that equal its edge, so these are summed separately.
     edge = tl.full((), -2147483648, tl.int64)
     equals = tl.full((), 0.0, tl.float64)
     if BY_SHARE:
@@ -249,7 +250,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
                 kept = tl.where(equals > 0.0, equals * of_equals, 0.0)
                 found += tl.where(marks == edge, kept, 0.0)
             if FIRST:
-                # At or above the lowest mark lies everything.
+                # The sum at or above the lowest mark is the total.
                 wished = (
                     top_p * tl.max(found, 0) if BY_SHARE else tl.minimum(top_k, tl.max(found, 0))
                 )
@@ -262,7 +263,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
             high = tl.min(tl.where(enough, high, marks), 0)
             beyond = tl.max(tl.where(enough, beyond, found), 0)
             reached = tl.min(tl.where(enough, found, float("inf")), 0)
-            # Where one logit is left between, its own number need not be found: all below it goes.
+            # If one logit is left between the bounds, the search ends: everything below it is dropped.
             of_one = tl.full((), 1.0, tl.float64)
             if BY_SHARE:
                 of_one = roughly(number(low.to(tl.int32)), best, temperature).to(tl.float64)
@@ -277,7 +278,7 @@ def _narrow(logits, stride, size, rows, numbers, tokens, state, most, parts, arr
 @triton.jit(do_not_specialize=("tokens", "most", "stretches", "per"))
 def _weigh(logits, stride, size, rows, numbers, tokens, state, most, sums, ties, drawn, stretches,
            per, STRETCH: tl.constexpr):  # fmt: skip
-    """Program: `per` stretches of a row; what lies above the edge there, and how many equal it."""
+    """One program per `per` stretches of a row: sums weights above the edge, counts logits equal to it."""
     program = tl.program_id(0)
     begin = tl.program_id(1) * per
     row, best, temperature, is_drawn = row_of(logits, stride, rows, numbers, tokens, program)
@@ -300,7 +301,7 @@ def _weigh(logits, stride, size, rows, numbers, tokens, state, most, sums, ties,
 @triton.jit(do_not_specialize=("stride", "size", "tokens", "most", "stretches"))
 def _choose(logits, stride, size, rows, numbers, tokens, state, most, sums, ties, drawn,
             stretches, STRETCH: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
-    """Program: a row. The stretch in which the share falls, then the token."""
+    """One program per row: finds the stretch in which u times the total falls, then the token in it."""
     program = tl.program_id(0)
     row, best, temperature, is_drawn = row_of(logits, stride, rows, numbers, tokens, program)
     top_k = tl.load(numbers + program * 5 + 1)

@@ -1,13 +1,13 @@
-"""Rows of which top_k or top_p leaves few tokens are drawn from in two launches; most rows are such.
+"""Samples rows in which top_k or top_p keeps few tokens, in two launches. Most rows are of this kind.
 
-The row is read once, in groups of 32 neighbours, of which only the largest logits are kept: the peaks.
-Where k peaks lie at or above a number, so do k logits, and none of the k likeliest lies below it. So one
-program finds such a number among the peaks, reads the groups that reach it once more, and has all that
-matters within its registers. With top_p alone it takes as many groups as it can hold, and knows the
-weight of the whole row: if what it holds weighs enough, the rest does not matter.
+The first launch reads the row once, in groups of 32 neighbours, and keeps each group's largest logit, the
+peak. If k peaks lie at or above a number, so do k logits, and none of the k likeliest lies below it. The
+second launch finds such a number among the peaks, reads the groups that reach it again, and holds them in
+registers. With top_p alone it takes as many groups as it can hold. The first launch gave the weight of the
+whole row, so it knows whether the held logits reach the share.
 
-Smaller ids go first among equals, so only the first k groups whose peak equals the number matter. With
-2k - 1 groups at most, a top_k up to 64 always finds its place.
+Smaller ids go first among equals, so only the first k groups whose peak equals the number matter. These are
+at most 2k - 1 groups, so a top_k of up to 64 always succeeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _is_asked(top_k, top_p, LARGEST_K: tl.constexpr):  # type: ignore[no-untyped
 @triton.jit(do_not_specialize=("tokens", "groups", "stretches", "per"))
 def survey(logits, stride, size, rows, numbers, tokens, peaks, sums, groups, stretches, per,
            STRETCH: tl.constexpr, GROUP: tl.constexpr, LARGEST_K: tl.constexpr):  # fmt: skip
-    """Program: `per` stretches of a row; the peak of each group and, with top_p alone, what all weighs."""
+    """One program per `per` stretches of a row: stores each group's peak and, without top_k, the weights."""
     program = tl.program_id(0)
     first = tl.program_id(1) * per
     row, best, temperature, is_drawn = row_of(logits, stride, rows, numbers, tokens, program)
@@ -51,7 +51,7 @@ def survey(logits, stride, size, rows, numbers, tokens, peaks, sums, groups, str
 def draw_few(logits, stride, size, rows, numbers, tokens, peaks, sums, listed, held, held_ids, drawn,
              groups, stretches, GROUP: tl.constexpr, PEAKS: tl.constexpr, SUMS: tl.constexpr,
              LISTED: tl.constexpr, HELD: tl.constexpr, LARGEST_K: tl.constexpr):  # fmt: skip
-    """Program: a row. Its token, if all that may be kept can be held; `drawn` says whether."""
+    """One program per row: samples its token if the kept logits can be held, and stores that in `drawn`."""
     program = tl.program_id(0)
     row, best, temperature, is_drawn = row_of(logits, stride, rows, numbers, tokens, program)
     top_k = tl.load(numbers + program * 5 + 1)
@@ -62,12 +62,12 @@ def draw_few(logits, stride, size, rows, numbers, tokens, peaks, sums, listed, h
         k = tl.minimum(top_k, LARGEST_K * 1.0).to(tl.int32)
         bound = least(best, temperature, tl.load(numbers + program * 5 + 3))
         high = ordered(best).to(tl.int64) + 1
-        # All that lies further below the best weighs less than top_p leaves out.
+        # All logits further below the best together weigh less than the share that top_p drops.
         depth = tl.log(size.to(tl.float64)) - tl.log(tl.maximum(1.0 - top_p, 1e-300)) + 0.01
         floor = tl.maximum(best.to(tl.float64) - temperature * depth, -3e38).to(tl.float32)
         low = tl.where(has_k, -2147483648, ordered(floor)).to(tl.int64)
 
-        # Any number is good that enough peaks reach and not too many: it is found soon.
+        # Any number will do that at least `enough` and at most `most` peaks reach: bisection finds one soon.
         at_once: tl.constexpr = HELD // GROUP
         enough = tl.where(has_k, k, LARGEST_K // 2)
         most = tl.where(has_k & (k <= at_once // 2), at_once // 2, LARGEST_K)
@@ -101,7 +101,7 @@ def draw_few(logits, stride, size, rows, numbers, tokens, peaks, sums, listed, h
             x = tl.load(held + own + e, mask=there, other=float("-inf"))
             ids = tl.load(held_ids + own + e, mask=there, other=0)
 
-        # From here on only what is held counts.
+        # From here on only the held logits are used.
         place = tl.where(there, ordered(x), -2147483648)
         few = tl.where(has_k, k, HELD)
         low, count, beyond = _raise(place, low, high, few, few)
@@ -133,7 +133,10 @@ def draw_few(logits, stride, size, rows, numbers, tokens, peaks, sums, listed, h
 
 @triton.jit
 def _raise(place, low, high, enough, most):  # type: ignore[no-untyped-def]
-    """A higher number that `enough` reach, best at most `most`; how many do, and how many reach more."""
+    """Raises `low` while more than `most` places reach it and at least `enough` still do, by bisection.
+
+    Returns the new bound, how many places reach it, and how many reach the last rejected bound.
+    """
     count = tl.sum((place >= low.to(tl.int32)).to(tl.int32), 0)
     beyond = 0
     while (count > most) & (high - low > 1):
@@ -149,11 +152,11 @@ def _raise(place, low, high, enough, most):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _raise_by_share(place, weights, low, high, wished):  # type: ignore[no-untyped-def]
-    """The highest place of which what lies there or above weighs as wished, and what lies above weighs."""
+    """Returns the highest place such that the weights there and above reach `wished`, and those above it."""
     lighter = tl.full((), 0.0, tl.float64)
     count = tl.sum((place >= low.to(tl.int32)).to(tl.int32), 0)
     beyond = 0
-    while (count - beyond > 1) & (high - low > 1):  # until one is left between
+    while (count - beyond > 1) & (high - low > 1):  # until one place is left between the bounds
         middle = (low + high) >> 1
         reaches = place >= middle.to(tl.int32)
         reach = tl.sum(reaches.to(tl.int32), 0)
@@ -169,7 +172,7 @@ def _raise_by_share(place, weights, low, high, wished):  # type: ignore[no-untyp
 
 @triton.jit
 def _list_groups(listed, g, peak, groups, low, room, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """List groups above `low` and the first `room` that equal it. Returns how many there are."""
+    """Lists groups whose peak exceeds `low`, and the first `room` that equal it. Returns their number."""
     above = (g < groups) & (peak > low.to(tl.int32))
     equal = (g < groups) & (peak == low.to(tl.int32))
     both = tl.cumsum(above.to(tl.int32) * 65536 + equal.to(tl.int32), 0)
@@ -182,7 +185,7 @@ def _list_groups(listed, g, peak, groups, low, room, LISTED: tl.constexpr):  # t
 
 @triton.jit
 def _members(row, size, listed, start, num_groups, e, low, bound, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ids and logits of as many listed groups as fit, and which of them reach `low` and `bound`."""
+    """Returns ids and logits of listed groups from `start`, and which of them reach `low` and `bound`."""
     at = start + e // GROUP
     ids = tl.load(listed + at, mask=at < num_groups, other=0) * GROUP + e % GROUP
     there = (at < num_groups) & (ids < size)
@@ -192,7 +195,7 @@ def _members(row, size, listed, start, num_groups, e, low, bound, GROUP: tl.cons
 
 @triton.jit
 def _first_equals(place, low, equals):  # type: ignore[no-untyped-def]
-    """Keep places above `low` and the first `equals` that equal it; move the others below all."""
+    """Keeps places above `low` and the first `equals` that equal it; sets the others to the lowest place."""
     equal = place == low
     kept = (place > low) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= equals))
     return tl.where(kept, place, -2147483648)
